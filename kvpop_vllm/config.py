@@ -68,6 +68,7 @@ class PolicySettings:
         max_budget: largest budget that a request may ask for; by default the server's own.
         max_protect: most prompt tokens that a request may protect; by default the server's own.
         reserve: True to begin a request only when all blocks that it will ever hold are free.
+        cartridge: folder of each cartridge, by name.
     """
 
     policy: str
@@ -82,6 +83,7 @@ class PolicySettings:
     max_budget: int | None = None
     max_protect: bool | int | None = None
     reserve: bool | None = None
+    cartridge: Mapping[str, str] | None = None
 
     @classmethod
     def parse(cls, given: Mapping) -> PolicySettings:
@@ -98,6 +100,8 @@ class PolicySettings:
         known = settings_of(ENGINE)
         if unknown := sorted(set(given) - set(known), key=str):
             raise ConfigError(f"unknown key {unknown[0]!r} in {ADDITIONAL_CONFIG_KEY}: use {', '.join(known)}")
+        if given.get("cartridge") and "policy" not in given:
+            given = {**given, "policy": "full"}
         if not isinstance(given.get("policy"), str):
             raise ConfigError(f"{ADDITIONAL_CONFIG_KEY} needs a policy: give --kv-policy NAME or a 'policy' key")
         values = {name: _checked(setting, given.get(name)) for name, setting in known.items()}
@@ -114,6 +118,8 @@ def _checked(setting: Setting, value: object) -> object:
     """
     if value is None or setting.protects:
         return protection(value, setting.flag)
+    if setting.kind is dict:
+        return _named(setting.flag, value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if refusal := setting.refusal(value):
         raise ConfigError(f"{setting.flag} {refusal}")
@@ -128,6 +134,23 @@ def _checked(setting: Setting, value: object) -> object:
     if setting.kind is int and value > MAX_BUDGET:
         raise ConfigError(f"{setting.flag} {value} is more than {MAX_BUDGET} tokens: lower it")
     return value
+
+
+def _named(flag: str, value: object) -> dict[str, str]:
+    """Return values by name, from a mapping or from texts NAME=VALUE.
+
+    Raises:
+        ConfigError: it is neither, a name or value is empty, or a name comes twice.
+    """
+    given = list(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(given, Sequence) and not isinstance(given, str) and not isinstance(value, Mapping):
+        given = [tuple(str(each).partition("=")[::2]) for each in given]
+    if not isinstance(given, list) or not all(isinstance(n, str) and isinstance(v, str) and n and v for n, v in given):
+        raise ConfigError(f"{flag} takes one or more NAME=DIR, got {value!r}")
+    names = [name for name, _ in given]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{flag} names {twice[0]!r} twice: give each cartridge a name of its own")
+    return dict(given)
 
 
 def check_head_shares(shares: object, layers: int, heads: int, source: str) -> None:

@@ -19,7 +19,7 @@ class Setting:
 
     Attributes:
         name: key of ``additional_config["kv_policy"]`` and argument of ``KVpopCache``, or key of a request.
-        kind: type on vLLM's command line.
+        kind: type on vLLM's command line; dict for one or more NAME=VALUE.
         metavar: what the help and the documents call the value.
         meaning: one line of help.
         default: what holds where it is not given, as the help says it.
@@ -105,6 +105,10 @@ SETTINGS = (
         "reserve", bool, "", "Begin a request only when all blocks that it will ever hold are free, so that none is preempted",
         "off", where=(ENGINE,),
     ),
+    Setting(
+        "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact); repeatable",
+        "none", "; without --kv-policy everything behind them is kept",
+    ),
     Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", where=(CACHE,)),
     Setting("seed", int, "N", "Seed of the draws of random and vase", "0", where=(CACHE,)),
     Setting("prompt", int, "N", "Tokens that snapkv, pyramidkv and adakv compress", "the text of a call", where=(CACHE,)),
@@ -116,6 +120,10 @@ SETTINGS = (
     Setting(
         "kv_protect_prompt", str, '"all" or an integer', "Tokens of this prompt that are never evicted", protects=True,
         where=(REQUEST,),
+    ),
+    Setting(
+        "kv_cartridges", list, "a list of names", "Cartridges in front of the prompt, in this order",
+        "the one that the request names as its model", where=(REQUEST,),
     ),
     Setting(
         "kv_seed", int, "a 64-bit integer", "Seed of the draws", "the `seed` of the sampling parameters",

@@ -8,6 +8,7 @@ and to the workers (:data:`RESOLVED`). This module does not import vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpop_vllm.config import ConfigError, protected_tokens, protection
@@ -15,7 +16,7 @@ from kvpop_vllm.config import ConfigError, protected_tokens, protection
 if TYPE_CHECKING:
     from kvpop_vllm.policies import Policy
 
-BUDGET, PROTECT, SEED = KEYS = "kv_budget", "kv_protect_prompt", "kv_seed"
+BUDGET, PROTECT, CARTRIDGES, SEED = KEYS = "kv_budget", "kv_protect_prompt", "kv_cartridges", "kv_seed"
 """Keys of a request."""
 RESOLVED = "kvpop"
 """Key of ``extra_args`` that holds the resolved :class:`RequestCache`."""
@@ -23,29 +24,60 @@ OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")
 """Keys of vLLM with the same prefix as the keys of this package."""
 
 
+class UnknownCartridge(ConfigError):
+    """Error for a request that names a cartridge that the server does not have."""
+
+
+class Placed(NamedTuple):
+    """Cartridge in front of a prompt.
+
+    Attributes:
+        digest: digest of its files.
+        slots: number of its slots per KV head.
+    """
+
+    digest: str
+    slots: int
+
+
 class RequestCache(NamedTuple):
     """Resolved numbers of one request.
 
     Attributes:
-        protected: p, in tokens.
+        protected: p, in tokens, those of cartridges included.
         budget: B, in tokens.
         window: w, in tokens.
         seed: seed of the request's draws, or None for the seed that it has anyway.
+        cartridges: cartridges in front of the prompt, in order.
     """
 
     protected: int
     budget: int
     window: int
     seed: int | None = None
+    cartridges: tuple[Placed, ...] = ()
+
+    @property
+    def made(self) -> int:
+        """Number of the request's first tokens that are slots of cartridges."""
+        return sum(each.slots for each in self.cartridges)
 
 
-def resolve(policy: Policy, extra_args: Mapping | None, prompt: int) -> RequestCache | None:
+def resolve(
+    policy: Policy, extra_args: Mapping | None, prompt: int, known: Mapping[str, Placed] = MappingProxyType({})
+) -> RequestCache | None:
     """Return the resolved settings of a request, or None if it asks for nothing.
 
-    ``prompt`` is the number of its prompt tokens. Budget and window are resolved as for a server with that
-    budget.
+    Budget and window are resolved as for a server with that budget.
+
+    Args:
+        policy: policy of the server.
+        extra_args: what the request asks for.
+        prompt: number of its own prompt tokens.
+        known: cartridges of the server, by name.
 
     Raises:
+        UnknownCartridge: the server has no cartridge of a name.
         ConfigError: a key is unknown, a value has the wrong type, is too large or too small, or the policy
             does not support it.
     """
@@ -59,13 +91,18 @@ def resolve(policy: Policy, extra_args: Mapping | None, prompt: int) -> RequestC
     if unknown := sorted(set(asked) - set(KEYS)):
         raise ConfigError(f"unknown key {unknown[0]!r}: use {', '.join(KEYS)}")
     kept = policy.retention if asked.get(BUDGET) is None else _retention(policy, asked[BUDGET])
-    return RequestCache(_protected(policy, asked.get(PROTECT), prompt), kept.budget, kept.window, _seed(policy, asked))
+    protected, seed = _protected(policy, asked.get(PROTECT), prompt), _seed(policy, asked)
+    placed = _cartridges(asked.get(CARTRIDGES), known)
+    return RequestCache(protected + sum(p.slots for p in placed), kept.budget, kept.window, seed, placed)
 
 
 def of_params(params: object) -> RequestCache | None:
     """Return the resolved settings in sampling parameters, or None if the request asked for nothing."""
     told = (getattr(params, "extra_args", None) or {}).get(RESOLVED)
-    return None if told is None else RequestCache(*told)
+    if told is None:
+        return None
+    *numbers, cartridges = told
+    return RequestCache(*numbers, tuple(Placed(*each) for each in cartridges))
 
 
 def _integer(value: object) -> bool:
@@ -104,6 +141,19 @@ def _protected(policy: Policy, asked: object, prompt: int) -> int:
             f"{PROTECT} asks for {wanted} tokens, more than this server allows: lower it to at most {most}"
         )
     return tokens
+
+
+def _cartridges(names: object, known: Mapping[str, Placed]) -> tuple[Placed, ...]:
+    if names is None:
+        return ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{CARTRIDGES} must be a list of names, got {names!r}")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{CARTRIDGES} names a cartridge twice: name each once")
+    for name in names:
+        if name not in known:
+            raise UnknownCartridge(f"the cartridge {name!r} does not exist: name one of {', '.join(known) or 'none'}")
+    return tuple(known[name] for name in names)
 
 
 def _seed(policy: Policy, asked: Mapping) -> int | None:

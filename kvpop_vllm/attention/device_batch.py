@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.attention.prefill_chunks import PrefillChunk
+from kvpop_vllm.attention.prefill_chunks import PrefillChunk, made_of
 from kvpop_vllm.attention.step_batch import Protection, RequestSettings, StepBatch
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
@@ -63,6 +63,7 @@ class DecodeRows:
         heads_with: number of heads over all layers with each budget; empty if all heads have the request's.
         device: device of all tensors.
         longest: most protected tokens of a request.
+        cartridges: True if requests may begin with cartridges.
 
     Attributes:
         table: ``[most, columns]`` int32, blocks of each request's state and tail, else :data:`NULL_BLOCK`.
@@ -74,6 +75,7 @@ class DecodeRows:
         blocks: ``[most]`` int64, block of the new token if it is protected, else :data:`NULL_BLOCK`.
         slots: ``[most]`` int64, slot of the new token if it is protected, else 0.
         seeds: ``[most]`` int64, seed of the draws of each request.
+        made: ``[most]`` int64, slots of cartridges of each request, None without any.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class DecodeRows:
         heads_with: Mapping[int, int],
         device: torch.device | str,
         longest: int = 0,
+        cartridges: bool = False,
     ):
         self.layout, self.retention, self.heads_with, self.protects = layout, retention, dict(heads_with), longest > 0
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
@@ -94,6 +97,7 @@ class DecodeRows:
         self.protected, self.blocks, self.slots, self.seeds = (
             torch.zeros(most, dtype=torch.int64, device=device) for _ in range(4)
         )
+        self.made = torch.zeros_like(self.protected) if cartridges else None
         blocks = cdiv(longest, layout.block_slots)
         self.prefix_table = torch.full((most, blocks), NULL_BLOCK, dtype=torch.int32, device=device)
         self._columns = torch.arange(columns, dtype=torch.int32, device=device)
@@ -119,8 +123,8 @@ class DecodeRows:
             lengths: ``[>= rows]`` int32, length of each request with the new token.
             block_table: ``[>= rows, W]`` int32, blocks of each request's prefix, state and tail.
             slots: ``[>= rows]`` int64, -1 if a token has none; other values are not used.
-            sent: ``protected``, ``budgets``, ``windows`` and ``seeds`` of each request of the step, like the
-                attributes of the same names, in pinned CPU memory. Attributes that are not sent keep their
+            sent: ``protected``, ``budgets``, ``windows``, ``seeds`` and ``made`` of each request of the step, like
+                the attributes of the same names, in pinned CPU memory. Attributes that are not sent keep their
                 values.
         """
         positions, asked = self.positions[:rows], lengths[:rows] - 1
@@ -219,6 +223,7 @@ class DecodeRows:
                 kept.window if sizes.windows is None else sizes.windows[i],
                 *self._prefix(i, block_table, sizes.protected),
                 None if drawn is None else drawn[i],
+                made=0 if sizes.made is None else sizes.made[i],
             )
             for i, start, count in split.chunks
         )
@@ -262,7 +267,11 @@ class DecodeRows:
         if begun:
             tails, table = (torch.stack(parts) for parts in zip(*((c.row, c.prefix_row) for c in begun), strict=True))
         tokens = torch.tensor([chunk.protected for chunk in begun], dtype=torch.int64, device="cpu")
-        return Protection(self.prefix_table[:rows], self.protected[:rows], *places, tails, table, tokens)
+        of_begun = tails, table, tokens
+        if self.made is None:
+            return Protection(self.prefix_table[:rows], self.protected[:rows], *places, *of_begun)
+        made = self.made[:rows], made_of([chunk.made for chunk in begun])
+        return Protection(self.prefix_table[:rows], self.protected[:rows], *places, *of_begun, *made)
 
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return an upper bound ``[rows]`` of the blocks for state and slots of ``tokens + 1`` tokens.

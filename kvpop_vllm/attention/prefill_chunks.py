@@ -28,6 +28,7 @@ class PrefillChunk:
         compresses: True if the prompt is compressed into the tail when the chunk ends with it.
         follows: True if the previous chunk of the step compresses the prompt. Heads that divide their slots
             have separate pages only after that.
+        made: number of the prefix's first tokens that are slots of cartridges.
     """
 
     first: int
@@ -41,6 +42,7 @@ class PrefillChunk:
     seed: int | None = None
     compresses: bool = False
     follows: bool = False
+    made: int = 0
 
     @property
     def end(self) -> int:
@@ -67,6 +69,7 @@ class ChunkGroup:
         prefix_table: ``[R, F]`` int32, their prefix blocks, None if no request has a prefix.
         protected: ``[R]`` int64 on the CPU, p of each.
         seeds: ``[R]`` int64, seeds of the draws, None if nothing is drawn.
+        made: ``[R]`` int64 on the CPU, slots of cartridges of each, None if no request has any.
     """
 
     tokens: slice | torch.Tensor
@@ -75,6 +78,7 @@ class ChunkGroup:
     prefix_table: torch.Tensor | None
     protected: torch.Tensor
     seeds: torch.Tensor | None
+    made: torch.Tensor | None = None
 
     @classmethod
     def of(cls, parts: Sequence[PrefillChunk]) -> ChunkGroup:
@@ -92,8 +96,14 @@ class ChunkGroup:
             prefixes = torch.stack([part.prefix_row for part in parts])
         if parts[0].seed is not None:
             seeds = send([part.seed for part in parts], device)
-        return cls(tokens, chunks, table, prefixes, protected, seeds)
+        made = made_of([part.made for part in parts])
+        return cls(tokens, chunks, table, prefixes, protected, seeds, made)
 
     def prefix(self, pages: Pages) -> Prefix | None:
         """Return the protected prefixes as the kernels take them, or None; ``pages`` are by block."""
-        return None if self.prefix_table is None else Prefix(pages, self.prefix_table, self.protected)
+        return None if self.prefix_table is None else Prefix(pages, self.prefix_table, self.protected, self.made)
+
+
+def made_of(counts: Sequence[int]) -> torch.Tensor | None:
+    """Return the slots of cartridges of requests, ``[R]`` int64 on the CPU, or None if no request has any."""
+    return torch.tensor(counts, dtype=torch.int64, device="cpu") if any(counts) else None

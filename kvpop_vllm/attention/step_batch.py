@@ -6,13 +6,13 @@ Decode rows run together, and so do prefill chunks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from kvpop_vllm.attention.prefill_chunks import ChunkGroup, PrefillChunk
+from kvpop_vllm.attention.prefill_chunks import ChunkGroup, PrefillChunk, made_of
 from kvpop_vllm.kernels import compress, divided, ops, rounds
 from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
@@ -34,6 +34,7 @@ class RequestSettings:
         seeds: ``[requests]`` int64 on the CPU, seeds of the draws, None if nothing is drawn.
         compresses: True if the prefix is a prompt that is held until its end and then compressed; p is then
             the whole prompt.
+        made: number of each prefix's first tokens that are slots of cartridges.
     """
 
     protected: list[int] | None = None
@@ -41,6 +42,7 @@ class RequestSettings:
     windows: list[int] | None = None
     seeds: torch.Tensor | None = None
     compresses: bool = False
+    made: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Protection:
         begun: ``[B, H, P]`` int32, tail pages of requests whose tail begins in this step.
         begun_table: ``[B, F]`` int32, their prefix blocks.
         begun_tokens: ``[B]`` int64, their p.
+        made: ``[R]`` int64, slots of cartridges of each decoded request, None if no request has any.
+        begun_made: ``[B]`` int64 on the CPU, the same of the requests whose tail begins.
     """
 
     table: torch.Tensor
@@ -66,6 +70,8 @@ class Protection:
     begun: torch.Tensor
     begun_table: torch.Tensor
     begun_tokens: torch.Tensor
+    made: torch.Tensor | None = None
+    begun_made: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,7 @@ class StepBatch:
         else:
             compressed = [start >= p for start, p in zip(starting, protected, strict=True)]
             budgets, rows = regions.place(layer, tails, compressed)
+        made = sizes.made or [0] * requests
         if sizes.compresses:  # a prompt that has been compressed leaves no prefix
             protected = [p if start < p else 0 for start, p in zip(starting, protected, strict=True)]
         singles, at, prefills, first = [], [], [], 0
@@ -153,7 +160,8 @@ class StepBatch:
                 singles.append(i)
                 at.append(first)
             elif count > 1:
-                prefills.append(PrefillChunk(first, first + count, start, *own, protected[i], block_table[i], drawn[i]))
+                prefix = protected[i], block_table[i], drawn[i]
+                prefills.append(PrefillChunk(first, first + count, start, *own, *prefix, made=made[i]))
             first += count
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
@@ -166,7 +174,7 @@ class StepBatch:
         if any(protected):
             ends = itertools.accumulate(query_lens, initial=0)
             spans = list(zip(ends, starting, query_lens, strict=False))
-            protection = protection_of(layout.block_slots, spans, protected, block_table, rows, chosen)
+            protection = protection_of(layout.block_slots, spans, protected, block_table, rows, chosen, made=made)
         return cls(
             len(singles),
             tokens,
@@ -221,6 +229,7 @@ def protection_of(
     tails: torch.Tensor,
     chosen: slice | torch.Tensor,
     ahead: int = 0,
+    made: Sequence[int] = (),
 ) -> Protection:
     """Return the work that protected prompts add to a step.
 
@@ -233,6 +242,7 @@ def protection_of(
         chosen: the decoded requests.
         ahead: 0 if a tail begins in the step that has token p; 1 if it begins in the step of the token
             before.
+        made: slots of cartridges of each request; none if it is empty.
     """
     begun = []
     written, blocks, slots = ([torch.empty(0, dtype=torch.int64, device=table.device)] for _ in range(3))
@@ -246,8 +256,10 @@ def protection_of(
             begun.append(i)
     tokens = torch.tensor(protected)
     places = (torch.cat(parts) for parts in (written, blocks, slots))
-    of_rows = table[chosen], tokens[chosen].to(table.device)
-    return Protection(*of_rows, *places, tails[begun], table[begun], tokens[begun])
+    of_rows, of_begun = (table[chosen], tokens[chosen].to(table.device)), (tails[begun], table[begun], tokens[begun])
+    if (counts := made_of(made)) is None:
+        return Protection(*of_rows, *places, *of_begun)
+    return Protection(*of_rows, *places, *of_begun, counts[chosen].to(table.device), counts[begun])
 
 
 class FixedBudgetAttention:
@@ -300,9 +312,9 @@ class FixedBudgetAttention:
         if batch.starts is not None and writes_first:  # a single kernel checks its requests itself
             _check_starts(pages, batch)
         if protection is not None:
-            prefix = Prefix(blocks, protection.table, protection.tokens)
+            prefix = Prefix(blocks, protection.table, protection.tokens, protection.made)
             prefix.write(k[protection.written], v[protection.written], protection.blocks, protection.slots)
-            begun = Prefix(blocks, protection.begun_table, protection.begun_tokens)
+            begun = Prefix(blocks, protection.begun_table, protection.begun_tokens, protection.begun_made)
             if len(begun.tokens):
                 ops.begin_tail(pages, protection.begun, begun, rule=self.rule, impl=self.impl)
         if batch.decodes:

@@ -12,6 +12,7 @@ from transformers import Cache
 
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
+from kvpop_vllm.hf.cartridges import made_of
 from kvpop_vllm.hf.checks import (
     check_inputs,
     check_model,
@@ -68,7 +69,9 @@ class KVpopCache(Cache, AttentionCache):
         correction: as in :class:`kvpop_vllm.config.PolicySettings`.
         allocator: as in :class:`kvpop_vllm.config.PolicySettings`.
         protect_prompt: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row.
-        max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default
+        cartridge: folder of a cartridge (``kvpop compact``) with which every row begins, or several in order.
+            Neither inputs nor positions that are given count its slots.
+        max_length: longest sequence in tokens, slots of cartridges included, for ``compression`` and for the policy ``full``; by default
             the model's.
         seed: seed of the draws for every row, or a list with one entry per row.
         prompt: under a policy that compresses prompts, the number of tokens at the start of a text that are
@@ -100,6 +103,7 @@ class KVpopCache(Cache, AttentionCache):
         correction: str | None = None,
         allocator: str | PathLike | None = None,
         protect_prompt: bool | int | Sequence[bool | int] | None = None,
+        cartridge: str | PathLike | Sequence[str | PathLike] = (),
         max_length: int | None = None,
         seed: int | Sequence[int] = 0,
         prompt: int | None = None,
@@ -121,6 +125,7 @@ class KVpopCache(Cache, AttentionCache):
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
             self.policy.checked_shares(heads)
             self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
+            self._made = made_of(cartridge, model, self.policy)
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
@@ -141,11 +146,16 @@ class KVpopCache(Cache, AttentionCache):
         self._columns, self._lengths = 0, []
         self.protected: list[int] = []
 
+    @property
+    def _protects(self) -> bool:
+        """True if a row has a prefix: a protected prompt, or a cartridge."""
+        return self._made.slots > 0 or self._rows.any_protects(self.policy)
+
     # contents
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens that each row has seen, pads excluded."""
+        """Number of tokens that each row has seen, slots of cartridges included and pads excluded."""
         return list(self._lengths)
 
     def held(self, row: int = 0) -> torch.Tensor:
@@ -202,8 +212,9 @@ class KVpopCache(Cache, AttentionCache):
             )
         self._rows.check_number(rows)
         columns, lengths = self._begins_at(mask, positions, length)
-        lengths = lengths or [0] * rows
-        decoding = length == 1 and columns == self._columns and all(lengths)
+        made = self._made.slots
+        decoding = length == 1 and columns == self._columns and len(lengths) > 0 and all(lengths)
+        lengths = lengths or [made] * rows
         recorded = recording(inputs.device)
         if recorded and not (decoding and len(self._layers) == len(self)):
             raise RuntimeError(
@@ -211,28 +222,28 @@ class KVpopCache(Cache, AttentionCache):
             )
         # on an accelerator, reading the mask makes the host wait
         look = not recorded and (inputs.device.type == "cpu" or not decoding)
-        counts = columns_of_tokens(mask, lengths, columns, length, look)
+        counts = columns_of_tokens(mask, [seen - made for seen in lengths], columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
         if self._lengths_by_device and len(next(iter(self._lengths_by_device.values())).positions) != rows:
             self._check_unrecorded()
             self._lengths_by_device, self._layers = {}, {}
         sequence_lengths = self._sequence_lengths(inputs.device, rows)
-        protected = self.protected or [0] * rows
-        if decoding or length == 1 and all(counts) and not self._rows.any_protects(self.policy):
+        protected = self.protected or [made] * rows
+        if decoding or length == 1 and all(counts) and not self._protects:
             own, starts = sequence_lengths.positions.unsqueeze(1).clone(), None
         else:
             shift = torch.tensor([end - length for end in after]).unsqueeze(1)
             own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
             # a prompt, or the rest of one
             protected = [
-                protected_tokens(asked, end) if columns < self._columns or p == seen else p
+                made + protected_tokens(asked, end - made) if columns < self._columns or p == seen else p
                 for asked, p, seen, end in zip(
                     self._rows.protects(self.policy, rows), protected, lengths, after, strict=True
                 )
             ]
         if look and positions is not None:
-            check_positions(positions, own, counts)
+            check_positions(positions, own - made, counts)
         for layer in self._layers.values():
             self._make_room(layer, protected)
         self._before = self._columns, self._lengths, self.protected
@@ -313,9 +324,11 @@ class KVpopCache(Cache, AttentionCache):
         """Return the clock of a device, created with the progress of the rows if necessary."""
         if device not in self._lengths_by_device:
             with torch.inference_mode(False):
-                sequence_lengths = self._lengths_by_device[device] = SequenceLengths(self._rows.seeds(rows), device)
-            sequence_lengths.positions.copy_(torch.tensor(self._lengths or [0] * rows))
-            sequence_lengths.protected.copy_(torch.tensor(self.protected or [0] * rows))
+                made = self._made.slots
+                sequence_lengths = SequenceLengths(self._rows.seeds(rows), device, made)
+            self._lengths_by_device[device] = sequence_lengths
+            sequence_lengths.positions.copy_(torch.tensor(self._lengths or [made] * rows))
+            sequence_lengths.protected.copy_(torch.tensor(self.protected or [made] * rows))
         return self._lengths_by_device[device]
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LayerPages:
@@ -354,7 +367,9 @@ class KVpopCache(Cache, AttentionCache):
             with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
                 budgets, windows = self._rows.sizes(self.policy, index, len(k))
                 told = k, scale, sequence_lengths, self.policy.shifted
-                self._layers[index] = LayerPages(rule, budgets, windows, *told)
+                self._layers[index] = pages = LayerPages(rule, budgets, windows, *told)
+                if self._made.slots:
+                    pages.place(*(part.to(k.device) for part in self._made.layers[index]))
             self._make_room(self._layers[index], self.protected)
         return self._layers[index]
 

@@ -28,11 +28,13 @@ class SequenceLengths:
         protected: ``[R]`` int64, p of each row.
         seeds: ``[R]`` int64, seed of the draws of each row.
         row_seeds: the same seeds, on the host.
+        made: ``[R]`` int64, slots of cartridges with which each row begins, or None.
     """
 
-    def __init__(self, seeds: list[int], device: torch.device):
+    def __init__(self, seeds: list[int], device: torch.device, made: int = 0):
         self.row_seeds, self.seeds = seeds, torch.tensor(seeds, device=device)
-        self.positions, self.protected = torch.zeros_like(self.seeds), torch.zeros_like(self.seeds)
+        self.positions, self.protected = (torch.full_like(self.seeds, made) for _ in range(2))
+        self.made = self.positions.clone() if made else None
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
@@ -40,9 +42,9 @@ class SequenceLengths:
         self.positions.add_(1 if one else torch.tensor(counts, device=self.positions.device))
 
     def restart(self) -> None:
-        """Set all positions and all p to 0."""
-        self.positions.zero_()
-        self.protected.zero_()
+        """Set all positions and all p to where the rows begin."""
+        for each in (self.positions, self.protected):
+            each.zero_() if self.made is None else each.copy_(self.made)
 
 
 class LayerPages:
@@ -79,7 +81,28 @@ class LayerPages:
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self._budgets = budgets.contiguous().to(like.device)
         self._windows = torch.tensor(windows, dtype=torch.int32, device=like.device)
-        self.attention = FixedBudgetAttention(layout, rule, scale)
+        self.attention, self.made = FixedBudgetAttention(layout, rule, scale), 0
+
+    def place(self, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> None:
+        """Have all rows begin with the same slots, before anything else is in their prefixes.
+
+        Args:
+            k: ``[H, P, D]``, keys.
+            v: ``[H, P, D]``, values.
+            bias: ``[H, P]``, biases of their logits.
+        """
+        rows, first, size = len(self.table), self.pages.num_blocks, self.pages.layout.block_slots
+        count = k.shape[1] // size
+        self._extend(count)
+        for array, values in ((self.pages.k, k), (self.pages.v, v), (self.pages.score, bias)):
+            array[first:] = values.to(array).unflatten(1, (count, size)).transpose(0, 1)
+        blocks = torch.arange(first, first + count, dtype=torch.int32, device=k.device)
+        self.prefix_table, self.made = blocks.expand(rows, -1).contiguous(), k.shape[1]
+
+    def _extend(self, blocks: int) -> None:
+        """Add blocks behind the existing ones, which are moved."""
+        raw = self.pages.raw
+        self.pages = self.pages.layout.view(torch.cat([raw, raw.new_zeros(blocks, *raw.shape[1:])]))
 
     @property
     def prefix_room(self) -> int:
@@ -97,10 +120,9 @@ class LayerPages:
             self.prefix_table = self.prefix_table[:, :0].clone()
         if tokens <= self.prefix_room:
             return
-        more = cdiv(tokens, self.pages.layout.block_slots) - have
-        raw, first = self.pages.raw, self.pages.num_blocks
-        self.pages = self.pages.layout.view(torch.cat([raw, raw.new_zeros(rows * more, *raw.shape[1:])]))
-        blocks = torch.arange(first, first + rows * more, dtype=torch.int32, device=raw.device)
+        more, first = cdiv(tokens, self.pages.layout.block_slots) - have, self.pages.num_blocks
+        self._extend(rows * more)
+        blocks = torch.arange(first, first + rows * more, dtype=torch.int32, device=self.pages.raw.device)
         self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, more)], 1)
 
     def decode(self, protected: list[int]) -> StepBatch:
@@ -112,7 +134,7 @@ class LayerPages:
         none, protection = lengths.positions[:0], None
         if any(protected) and not self.rule.compresses:
             nothing = none, none, none, self.table[:0], self.prefix_table[:0], none
-            protection = Protection(self.prefix_table, lengths.protected, *nothing)
+            protection = Protection(self.prefix_table, lengths.protected, *nothing, lengths.made)
         budgets, table = self._tails([True] * rows)
         sizes = table, lengths.positions, budgets, self._windows
         return StepBatch(rows, slice(0, rows), *sizes, (), none, none, protection, lengths.seeds)
@@ -138,7 +160,7 @@ class LayerPages:
             seed = self.sequence_lengths.row_seeds[r]
             own = budgets[r] if self.divided else self.budgets[r]  # on the CPU, as heads that divide are
             sizes = table[r], own.clone(), self.windows[r], protected[r], self.prefix_table[r], seed
-            chunk = PrefillChunk(first, first + count, start, *sizes)
+            chunk = PrefillChunk(first, first + count, start, *sizes, made=self.made)
             chunks += chunk.cut_at_prompts_end() if self.rule.compresses and chunk.protected else [chunk]
         device, none = table.device, self.sequence_lengths.positions[:0]
         slot_zero = table[torch.tensor(busy, dtype=torch.int64, device=device), :, self.pages.layout.state_blocks]
@@ -147,7 +169,8 @@ class LayerPages:
         size, protection = self.pages.layout.block_slots, None
         if any(protected):
             # tails begin one token early, because the next token may be part of a CUDA graph
-            protection = protection_of(size, spans, protected, self.prefix_table, table, slice(0, 0), ahead=1)
+            prefixes, made = (protected, self.prefix_table, table, slice(0, 0)), [self.made] * len(table)
+            protection = protection_of(size, spans, *prefixes, ahead=1, made=made)
         decoded = table[:0], none, budgets[:0], self._windows[:0]
         return StepBatch(0, slice(0, 0), *decoded, tuple(chunks), first, slot_zero.long(), protection)
 

@@ -208,6 +208,7 @@ class Prefix:
     pages: Pages
     table: torch.Tensor
     tokens: torch.Tensor
+    made: torch.Tensor | None = None
 
     def gather(self, r: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copied keys and values ``[H, end - begin, D]`` of tokens ``[begin, end)`` of request r."""

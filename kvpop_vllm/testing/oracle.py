@@ -77,6 +77,7 @@ class OracleModel:
         policy: OraclePolicy | None = None,
         visible: Sequence[torch.Tensor] | None = None,
         bias: Sequence[tuple[int, int, int, float]] = (),
+        cartridge: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (),
     ) -> OracleRun:
         """Process a whole sequence, prompt and generated tokens alike.
 
@@ -86,6 +87,8 @@ class OracleModel:
             visible: use these retained sets, bool ``[H, S, S]`` per layer, instead of the policy's own.
                 Scores are still computed, and the margins then judge the given sets.
             bias: ``(layer, head, token, by)``: add ``by`` to the token's score when sets are made.
+            cartridge: keys and values ``[H, P, D]`` and biases of logits ``[H, P]`` of each layer, which take the
+                place of those of the first P tokens.
         """
         policy = policy or OraclePolicy.full()
         cos, sin = self._rope(len(token_ids))
@@ -96,15 +99,21 @@ class OracleModel:
             normed = self._norm(hidden, f"{prefix}.input_layernorm")
             query, key, value, channel = self._qkv(normed, f"{prefix}.self_attn", cos, sin, policy.borrows)
             forced = None if visible is None else visible[layer]
+            added = None
+            if cartridge:
+                (own_key, own_value, own_bias), made = cartridge[layer], cartridge[layer][2].shape[1]
+                key[:, :made], value[:, :made] = own_key.to(key), own_value.to(key)
+                added = torch.zeros(key.shape[:2], dtype=key.dtype)
+                added[:, :made] = own_bias.to(key)
             nudged = [(head, token, by) for where, head, token, by in bias if where == layer]
-            decided = policy.decide(layer, query, key, value, forced, nudged, normed, channel)
+            decided = policy.decide(layer, query, key, value, forced, nudged, normed, channel, added)
             for found, of_layer in zip(
                 (run.visible, run.margins, run.scores, run.lost),
                 (decided.visible, decided.margins, decided.scores, decided.lost),
                 strict=True,
             ):
                 found.append(of_layer)
-            mixed = policy.attend(query, key, value, run.visible[layer])
+            mixed = policy.attend(query, key, value, run.visible[layer], added)
             hidden = hidden + self._linear(mixed, f"{prefix}.self_attn.o_proj")
             normed = self._norm(hidden, f"{prefix}.post_attention_layernorm")
             hidden = hidden + self._mlp(normed, f"{prefix}.mlp")

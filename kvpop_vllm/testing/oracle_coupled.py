@@ -25,7 +25,11 @@ def moments(key: torch.Tensor, value: torch.Tensor) -> tuple[int, torch.Tensor, 
 
 
 def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return dense softmax attention under a boolean mask.
 
@@ -34,32 +38,41 @@ def masked_attention(
         key: ``[H, S, D]``.
         value: ``[H, S, D]``.
         visible: ``[H, S, S]``.
+        added: ``[H, S]``, bias of each token, added to its scaled logits; None for none.
 
     Returns:
         ``[S, H * G * D]``.
     """
-    weights = _masked_logits(query, key, visible).softmax(-1)
+    weights = _masked_logits(query, key, visible, added).softmax(-1)
     mixed = weights @ value.repeat_interleave(len(query) // len(key), dim=0)
     return mixed.transpose(0, 1).reshape(query.shape[1], -1)
 
 
-def masked_lse(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def masked_lse(
+    query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, added: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the log-sum-exp of each query's logits over the tokens it sees, ``[S, H * G]``.
 
     Arguments are those of :func:`masked_attention`.
     """
-    return _masked_logits(query, key, visible).logsumexp(-1).T
+    return _masked_logits(query, key, visible, added).logsumexp(-1).T
 
 
-def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def _masked_logits(query, key, visible, added) -> torch.Tensor:
     group = query.shape[0] // key.shape[0]
     key, visible = (t.repeat_interleave(group, dim=0) for t in (key, visible))
     logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
+    if added is not None:
+        logits = logits + added.repeat_interleave(group, dim=0).unsqueeze(1)
     return logits.masked_fill(~visible, -math.inf)
 
 
 def corrected_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return :func:`masked_attention` corrected by the moments of the evicted tokens.
 
@@ -67,7 +80,7 @@ def corrected_attention(
     """
     (heads, length, size), group = key.shape, len(query) // len(key)
     scale = 1 / math.sqrt(size)
-    out, mass = masked_attention(query, key, value, visible), masked_lse(query, key, visible)
+    out, mass = masked_attention(query, key, value, visible, added), masked_lse(query, key, visible, added)
     for h in range(heads):
         rows = slice(h * group, (h + 1) * group)
         for q in range(length):
@@ -86,9 +99,12 @@ def corrected_attention(
 class Masses(Ranking):
     """Attention masses of one KV head's tokens."""
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: str) -> None:
-        """Begin without any mass; ``query [G, S, D]``, ``key [S, D]`` and ``value [S, D]`` are the head's."""
-        self.query, self.key, self.value, self.how = query, key, value, how
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added, how: str) -> None:
+        """Begin without any mass.
+
+        ``query [G, S, D]``, ``key [S, D]``, ``value [S, D]`` and ``added [S]`` are the head's.
+        """
+        self.query, self.key, self.value, self.added, self.how = query, key, value, added, how
         self.total = self.newest = torch.zeros(len(key), dtype=key.dtype)
 
     def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
@@ -103,7 +119,7 @@ class Masses(Ranking):
 
     def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
         """Add the masses that the query gives, and return no bound."""
-        logits = self.query[:, q] @ self.key[seen].T / math.sqrt(self.key.shape[1])
+        logits = self.query[:, q] @ self.key[seen].T / math.sqrt(self.key.shape[1]) + self.added[seen]
         self.newest = torch.zeros_like(self.newest)
         self.newest[seen] = logits.softmax(-1).mean(0)
         self.total = self.total + self.newest
@@ -116,6 +132,7 @@ def retained_by_attention(
     value: torch.Tensor,
     how: str,
     *shape: int,
+    added: torch.Tensor | None = None,
     **more: object,
 ) -> Decisions:
     """Return the retained sets of the online rule with scores from attention mass.
@@ -131,9 +148,11 @@ def retained_by_attention(
         value: ``[H, S, D]``.
         how: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
         shape: sinks, ``w`` and ``k``.
+        added: see :func:`masked_attention`.
         more: arguments of :func:`retained_by_ranking` by name.
     """
-    heads = zip(query.unflatten(0, (len(key), -1)), key, value, strict=True)
+    added = torch.zeros(key.shape[:2], dtype=key.dtype) if added is None else added
+    heads = zip(query.unflatten(0, (len(key), -1)), key, value, added, strict=True)
     rankings = [Masses(*head, how) for head in heads]
     return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **more)
 

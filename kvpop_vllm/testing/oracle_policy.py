@@ -76,7 +76,8 @@ class OraclePolicy:
         ages: True if a token's score is multiplied by its age (TRIM-KV).
         threshold: a token with a lower score is evicted when it leaves the window (DMS).
         protect: ``p``, tokens at the beginning that every query sees, instead of sinks; 0 for sinks only.
-        replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(0, p - R)``.
+        replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(made, p - R)``.
+        made: number of the first tokens that are slots of cartridges.
         seeds: seeds of draws, the server's and the request's.
         prompt: number of prompt tokens that are held until the last of them, if the prompt votes.
         adaptive_head_budgets: True if the heads of a layer divide their k at that point.
@@ -96,6 +97,7 @@ class OraclePolicy:
     seeds: tuple[int, int] = (0, 0)
     prompt: int = 0
     adaptive_head_budgets: bool = False
+    made: int = 0
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
@@ -139,15 +141,15 @@ class OraclePolicy:
         """Number of tokens at the beginning that are never evicted: p, or s without protection."""
         return self.protect or self.sinks
 
-    def protecting(self, asked: bool | int, prompt: int) -> OraclePolicy:
-        """Return the policy for a prompt of ``prompt`` tokens.
+    def protecting(self, asked: bool | int, prompt: int, made: int = 0) -> OraclePolicy:
+        """Return the policy for a prompt of ``prompt`` tokens, behind ``made`` slots of cartridges.
 
-        The first ``asked`` tokens are protected, True for all. If the prompt votes, it is held until its end
-        instead.
+        The first ``asked`` tokens are protected, True for all, and so are the slots. If the prompt votes, it is
+        held until its end instead.
         """
         if self.scorer == PROMPT_VOTES:
             return replace(self, prompt=prompt)
-        return replace(self, protect=prompt if asked is True else min(asked, prompt))
+        return replace(self, protect=made + (prompt if asked is True else min(asked, prompt)), made=made)
 
     def decay(self, layer: int, heads: int) -> list[float]:
         """Return ``log gamma`` of each head of one layer."""
@@ -162,11 +164,16 @@ class OraclePolicy:
         return isinstance(self.scorer, dict) and self.scorer["config"].get("reads") == "query"
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visible: torch.Tensor,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return outputs ``[S, H * G * D]`` under the retained sets ``[H, S, S]``."""
+        """Return outputs ``[S, H * G * D]`` under the retained sets ``[H, S, S]``, with biases ``[H, S]`` or none."""
         attention = corrected_attention if self.corrected else masked_attention
-        return attention(query, key, value, visible)
+        return attention(query, key, value, visible, added)
 
     def decide(
         self,
@@ -178,6 +185,7 @@ class OraclePolicy:
         bias: Sequence[tuple[int, int, float]] = (),
         hidden: torch.Tensor | None = None,
         channel: torch.Tensor | None = None,
+        added: torch.Tensor | None = None,
     ) -> LayerDecisions:
         """Decide which tokens of a whole sequence a layer retains.
 
@@ -191,6 +199,7 @@ class OraclePolicy:
                 computed without it.
             hidden: see :func:`raw_scores`.
             channel: see :func:`raw_scores`.
+            added: biases of logits, see :func:`masked_attention`.
         """
         decay = self.decay(layer, len(key))
         topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk
@@ -199,14 +208,14 @@ class OraclePolicy:
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
             own = query, key, value, self.scorer, *shape
-            return LayerDecisions(*retained_by_attention(*own, forced=forced, bias=bias))
+            return LayerDecisions(*retained_by_attention(*own, added=added, forced=forced, bias=bias))
         if self.scorer == RANDOM_DRAW:
             return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))
         if self.scorer in (SAMPLED_MASS, REDUNDANCY):
             where = layer, self.seeds, self.protect, self.sinks, self.window, topk
             own = query, key, value, self.scorer, *where
             return LayerDecisions(*retained_by_rounds(*own, forced=forced, bias=bias))
-        begins = max(0, self.protect - self.replay)
+        begins = max(self.made, self.protect - self.replay)
         if self.scorer == PROMPT_VOTES:
             scores = vote_scores(query, key, self.prompt, self.window)
         else:

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch
+from kvpop_vllm.compaction.cartridge import read_config
 from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.divided import DividedRegions
@@ -111,6 +113,8 @@ class FixedBudgetBackend(AttentionBackend):
             reserve=bool(cls.policy.settings.reserve),
             votes=cls.policy.votes.queries if cls.policy.compresses else 0,
             adaptive_head_budgets=cls.policy.adaptive_head_budgets,
+            cartridges=(room := cartridge_room(cls.policy))[0],
+            loads=room[1],
             max_tp_shards=spec.max_tp_shards,
         )
 
@@ -131,6 +135,13 @@ def for_config(vllm_config, base: type[FixedBudgetBackend] = FixedBudgetBackend)
     cache = vllm_config.cache_config
     slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
     return type(base.__name__, (base,), {"policy": engine_policy(vllm_config), "block_slots": slots})
+
+
+def cartridge_room(policy) -> tuple[tuple[int, ...], bool]:
+    """Return the slots of each cartridge with which an engine starts, and whether others may be loaded."""
+    folders = (policy.settings.cartridge or {}).values()
+    loads = bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING) and not policy.compresses
+    return tuple(read_config(folder).slots for folder in folders), loads
 
 
 def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
@@ -233,6 +244,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
             [row.window for row in rows],
             self._seeds(rows) if self.policy.draws else None,
             self.policy.compresses,
+            [row.made for row in rows],
         )
 
     def _seeds(self, rows: list[RequestCache]) -> torch.Tensor:
@@ -298,6 +310,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             raise ConfigError(
                 f"--kv-policy {self.policy.settings.policy} cannot serve a model with {', '.join(reasons)}: leave --kv-policy out"
             )
+        self.cartridges = cartridge_room(self.policy)
         self.attention: FixedBudgetAttention | None = None
         self.layer, self.shares = None, None
         self.gates: torch.nn.ModuleList | None = None

@@ -5,6 +5,7 @@ Importing this module registers both. The engine core imports it when it unpickl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.logger import init_logger
@@ -16,13 +17,25 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import Shares, divided_blocks
-from kvpop_vllm.requests import of_params
+from kvpop_vllm.requests import RequestCache, of_params
 from kvpop_vllm.vllm_glue import manager_requests
 
 logger = init_logger("vllm.kvpop_vllm")
 
 TYPICAL = 1024
 """Prompt length, in tokens, of the logged concurrency; vLLM's own line is for the worst case."""
+
+
+def longest_prefix(length: int, max_protect: bool | int, cartridges: Sequence[int], loads: bool) -> int:
+    """Return the most tokens of a request that are protected, slots of cartridges included.
+
+    Args:
+        length: tokens of the request.
+        max_protect: most prompt tokens that a request may protect, True for whole prompts.
+        cartridges: slots of each cartridge.
+        loads: True if others may be loaded.
+    """
+    return length if loads else min(length, protected_tokens(max_protect, length) + sum(cartridges))
 
 
 class FixedBudgetManager(SingleTypeKVCacheManager):
@@ -35,23 +48,41 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec, *args, **kwargs):
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.requests: dict[str, tuple[int, int, int]] = {}  # p, B and least counted length of each request
+        self.made: dict[str, int] = {}  # slots of cartridges, of requests that begin with some
+        self.waits: set[str] = set()  # requests for whose cartridges there is no room now
+        self.cartridges = None  # set by the engine, after the scheduler is made
         manager_requests.apply()
+        if kv_cache_spec.may_have_cartridges:
+            from kvpop_vllm.vllm_glue import cartridges
+
+            cartridges.apply()
         if kv_cache_spec.protect and not kv_cache_spec.votes:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
             fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
-    def admit(self, request) -> None:
+    def admit(self, request) -> list:
         """Record p and B of a request: those that it asked for, else the server's.
 
         Where blocks are reserved, it is counted with its final length from the start.
+
+        Returns:
+            The blocks of its cartridges, with which it begins.
         """
         spec, asked = self.kv_cache_spec, of_params(request.sampling_params)
         own = protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget
         own = own if asked is None else (asked.protected, asked.budget)
         final = request.num_prompt_tokens + request.max_tokens if spec.reserve else 0
         self.requests[request.request_id] = *own, final
+        return [] if asked is None or not asked.cartridges else self._place(request.request_id, asked)
+
+    def _place(self, request_id: str, asked: RequestCache) -> list:
+        """Return the blocks of a request's cartridges; if there is no room for them, have it wait."""
+        blocks = self.cartridges.place(request_id, asked.cartridges)
+        self.made[request_id] = asked.made
+        (self.waits.add if blocks is None else self.waits.discard)(request_id)
+        return blocks or []
 
     def protected(self, request_id: str) -> int:
         """Return p of a request, in tokens."""
@@ -63,6 +94,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, *args, **kwargs) -> int:
         """Return the blocks that a request needs from the pool: missing ones, and evictable ones of a hit."""
+        if request_id in self.waits:
+            return self.block_pool.num_gpu_blocks
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         evictable = self._get_num_evictable_blocks(new_computed_blocks)
         return max(0, self._blocks(request_id, num_tokens) - held) + evictable
@@ -82,9 +115,10 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
         These are all protected tokens but the last. The request computes the last one itself, in a step
         before the one in which its tail begins, because the blocks of a hit may be written by another request
-        of the same step. Where prompts are compressed, they are the tokens before the queries that vote.
+        of the same step. Cartridges are not. Where prompts are compressed, they are the tokens before the queries
+        that vote.
         """
-        return max(0, self.protected(request_id) - max(1, self.kv_cache_spec.votes))
+        return max(self.made.get(request_id, 0), self.protected(request_id) - max(1, self.kv_cache_spec.votes))
 
     def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
         """Free the prefix of a prompt that has been compressed; its full blocks stay in the prefix cache."""
@@ -111,6 +145,9 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
     def pop_blocks_for_free(self, request_id):
         """Forget a request and return its blocks."""
         self.requests.pop(request_id, None)
+        self.waits.discard(request_id)
+        if self.made.pop(request_id, 0):
+            self.cartridges.release(request_id)
         return super().pop_blocks_for_free(request_id)
 
     @classmethod
@@ -161,6 +198,8 @@ class FixedBudgetSpec(AttentionSpec):
         adaptive_head_budgets: True if heads divide a layer's slots.
         shares: budgets of all heads where they are unequal, else None.
         reserve: True if a request claims all blocks that it will ever hold at once.
+        cartridges: slots of each cartridge with which the engine starts.
+        loads: True if others may be loaded later.
     """
 
     budget: int
@@ -173,6 +212,8 @@ class FixedBudgetSpec(AttentionSpec):
     adaptive_head_budgets: bool = False
     shares: Shares | None = None
     reserve: bool = False
+    cartridges: tuple[int, ...] = ()
+    loads: bool = False
 
     def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
         """Return the number of blocks of a request, entries of a dropped prefix included.
@@ -204,13 +245,26 @@ class FixedBudgetSpec(AttentionSpec):
         """
         if self.votes:  # the most is at the end of a prompt of this length
             return self.blocks(length, length, self.max_budget)
-        longest = protected_tokens(self.max_protect, length)  # a prompt may have this length
-        prompts = worst_prompts(longest, length, self.block_size)
+        prompts = worst_prompts(self.longest_prefix(length), length, self.block_size)
         return max(self.blocks(length, protected, self.max_budget) for protected in prompts)
 
+    def longest_prefix(self, length: int) -> int:
+        """Return the most tokens of a request of ``length`` tokens that are protected, slots of cartridges included."""
+        return longest_prefix(length, self.max_protect, self.cartridges, self.loads)
+
+    @property
+    def may_have_cartridges(self) -> bool:
+        """Return whether a request may begin with cartridges."""
+        return self.loads or bool(self.cartridges)
+
+    def set_aside(self, cartridges: Sequence[int]) -> int:
+        """Return the blocks of cartridges with so many slots, and of copies that one request may need."""
+        return sum(cartridges) // self.block_size * (1 if len(cartridges) == 1 else 2)
+
     def max_memory_usage_bytes(self, vllm_config) -> int:
-        """Return the bytes of a request's worst case, at max-model-len."""
-        return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
+        """Return the bytes of the cartridges, and of a request's worst case at max-model-len."""
+        blocks = self.set_aside(self.cartridges) + self.most_blocks(vllm_config.model_config.max_model_len)
+        return blocks * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config, max_len: int) -> int:
         """Return the width of a request's row in the block table."""
@@ -222,4 +276,4 @@ class FixedBudgetSpec(AttentionSpec):
     @property
     def prefix_cacheable(self) -> bool:
         """Return whether any request may have prefix blocks that can be shared."""
-        return bool(self.max_protect)
+        return self.longest_prefix(1) > 0

@@ -9,9 +9,9 @@ from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.device_batch import DecodeRows, Split
+from kvpop_vllm.attention.prefill_chunks import made_of
 from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.attention.step_batch import RequestSettings
-from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import Prefix
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
@@ -22,6 +22,7 @@ from kvpop_vllm.vllm_glue.backend import (
     FixedBudgetMetadata,
     FixedBudgetMetadataBuilder,
 )
+from kvpop_vllm.vllm_glue.cache_spec import longest_prefix
 
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, HEAD_SIZES))}",
@@ -109,7 +110,7 @@ class CudaImpl(FixedBudgetImpl):
         if self.shares is not None:
             budgets, most = self.shares.budgets[self.layer], max(self.shares.counts)
         length = self.vllm_config.model_config.max_model_len
-        longest = protected_tokens(self.policy.max_protect, length)
+        longest = longest_prefix(length, self.policy.max_protect, *self.cartridges)
         limits = len(query), scheduler.max_num_seqs, length, query.device, longest
         steps = worst_case_batches(attention.rule, attention.layout, budgets, most, *limits)
         for pages, batch, n in steps:
@@ -149,10 +150,11 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             kv_cache_spec.blocks(longest, 0, kv_cache_spec.max_budget),
             {} if shares is None else shares.counts,
             device,
-            protected_tokens(kv_cache_spec.max_protect, longest),
+            kv_cache_spec.longest_prefix(longest),
+            kv_cache_spec.may_have_cartridges,
         )
         self.sized = False  # whether a row of the last step had a budget of its own
-        self.may_protect = bool(kv_cache_spec.max_protect)
+        self.may_protect = kv_cache_spec.prefix_cacheable
         if vllm_config.use_v2_model_runner:
             step_requests.apply_v2()
 
@@ -169,7 +171,8 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         table, sizes = common.block_table_tensor, self._sizes_to_send(common)
         self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, self._sent(sizes))
         if (protected := sizes.protected) is not None:
-            self._begin_tails([i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1], protected)
+            begun = [i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1]
+            self._begin_tails(begun, protected, sizes.made)
         step = split, lengths, table
         return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer, sizes), split.tokens)
 
@@ -191,12 +194,14 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             sizes.budgets if send else None,
             sizes.windows if send else None,
             sizes.seeds,
+            made=None if self.rows.made is None else sizes.made,
         )
 
     def _sent(self, sizes: RequestSettings) -> dict[str, torch.Tensor]:
         """Return the sizes as the tensors that :meth:`DecodeRows.fill` takes."""
         budgets = sizes.budgets and [[budget] * self.layout.num_kv_heads for budget in sizes.budgets]
         given = {"protected": sizes.protected, "budgets": budgets, "windows": sizes.windows, "seeds": sizes.seeds}
+        given["made"] = sizes.made
         tensors = {
             name: torch.as_tensor(values, dtype=getattr(self.rows, name).dtype, device="cpu")
             for name, values in given.items()
@@ -205,17 +210,19 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         pinned = is_pin_memory_available()
         return {name: tensor.pin_memory() if pinned else tensor for name, tensor in tensors.items()}
 
-    def _begin_tails(self, chosen: list[int], protected: list[int]) -> None:
+    def _begin_tails(self, chosen: list[int], protected: list[int], made: list[int] | None) -> None:
         """Begin the tails of decode rows in all layers; a row of padding has null blocks.
 
         Args:
             chosen: indices of the rows.
             protected: tokens of the protected prefix of every row.
+            made: slots of cartridges of every row, None without any.
         """
         if not chosen:
             return
         table, prefix_table = self.rows.beginning(chosen)
         tokens = torch.tensor([protected[i] for i in chosen], device="cpu")
+        counts = made_of([made[i] for i in chosen] if made else [])
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             impl = layers[name].impl
@@ -224,5 +231,5 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
                 rows = table.unsqueeze(1).expand(-1, impl.num_kv_heads, -1)
             else:
                 _, rows = regions.place(impl.layer, table)
-            prefix, attention = Prefix(blocks, prefix_table, tokens), impl.attention
+            prefix, attention = Prefix(blocks, prefix_table, tokens, counts), impl.attention
             ops.begin_tail(pages, rows, prefix, rule=attention.rule, impl=attention.impl)

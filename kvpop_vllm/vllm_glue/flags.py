@@ -17,6 +17,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         takes = dict(type=each.kind, metavar=each.metavar)
         if each.kind is bool:
             takes = dict(action=argparse.BooleanOptionalAction)
+        elif each.kind is dict:
+            takes = dict(action="extend", nargs="+", metavar=each.metavar)
         group.add_argument(each.flag, **takes, default=None, help=each.help)
 
 

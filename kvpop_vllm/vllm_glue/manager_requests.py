@@ -20,8 +20,9 @@ def _get_computed_blocks(original, self, request):
     from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
 
     ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
-    for manager in ours:
-        manager.admit(request)
+    placed = [block for manager in ours for block in manager.admit(request)]
+    if placed:
+        return _behind_cartridges(self, request, placed)
     blocks, hit, boundary = original(self, request)
     for manager in ours:  # blocks beyond its own prefix belong to another request's prompt
         most = manager.reusable(request.request_id) // manager.block_size
@@ -29,3 +30,14 @@ def _get_computed_blocks(original, self, request):
             blocks = self.create_kv_cache_blocks(tuple(list(group)[:most] for group in blocks.blocks))
             hit = most * manager.block_size
     return blocks, hit, boundary
+
+
+def _behind_cartridges(self, request, placed: list):
+    """Return the blocks of a request's cartridges, and those behind them that the prefix cache has."""
+    (manager,) = self.coordinator.single_type_managers
+    found, first = [], len(placed)
+    if self.prefix_cache_lookup_enabled(request):
+        length = request.num_tokens - 1 - first * manager.block_size
+        (found,), _, _ = self.coordinator.find_longest_cache_hit(request.block_hashes[first:], length)
+    blocks = [*placed, *found][: manager.reusable(request.request_id) // manager.block_size]
+    return self.create_kv_cache_blocks((blocks,)), len(blocks) * manager.block_size, 0

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm.exceptions import VLLMValidationError
+from vllm import envs
 from vllm.logger import init_logger
 
 from kvpop_vllm import requests
@@ -108,6 +109,26 @@ LEDGER = (
         "(manager_requests.py) A cache manager is told of a request's name only: ours learns what each asked for and how long its "
         "prompt is, and a hit that reaches beyond what it protects is cut.",
         "when cache managers are handed the request",
+    ),
+    Patch(
+        "vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size",
+        False,
+        "(cartridges.py) The first step of an engine's start that has workers and block managers: cartridges are loaded into blocks of "
+        "the pool.",
+        "when plugins can put blocks into the pool",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.models.serving:OpenAIServingModels.init_static_loras",
+        False,
+        "(cartridge_routes.py) Only base models and LoRA adapters are listed as models: cartridges are listed as adapters are.",
+        "when plugins can add models",
+    ),
+    Patch(
+        "vllm.entrypoints.launchers.app:attach_endpoint_plugins",
+        False,
+        "(cartridge_routes.py) Endpoint plugins load only where VLLM_PLUGINS names them, and warn at every start elsewhere: the routes "
+        "that load cartridges are added where vLLM adds those that load LoRA adapters.",
+        "when endpoint plugins can ask for another condition",
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
@@ -220,6 +241,8 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
     policy = engine_policy.engine_policy(vllm_config)
+    if settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        _serve_cartridges(vllm_config)
     if vllm_config.device_config.device_type == "cuda":
         cuda.prepare(vllm_config, policy, graphs_chosen)
     engine_policy.check_checkpoint(vllm_config)
@@ -231,6 +254,15 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
         _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
     _log_policy(policy)
     return vllm_config
+
+
+def _serve_cartridges(vllm_config) -> None:
+    """Check an engine's cartridges, and wrap what serves them."""
+    from kvpop_vllm.vllm_glue import cartridge_names, cartridge_routes
+
+    cartridge_routes.apply()
+    for name, known in cartridge_names.names_of(vllm_config).known.items():
+        logger.info("cartridge %s: %d slots per KV head", name, known.placed.slots)
 
 
 def _log_policy(policy) -> None:
@@ -263,44 +295,41 @@ def _log_unused_scorers(vllm_config, why: str):
 
 
 def _process_inputs(original, self, *args, **kwargs):
+    from kvpop_vllm.vllm_glue import cartridge_names
+
     ours = requested(self.vllm_config)
     if ours and kwargs.get("resumable"):
-        policy = self.vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"]
+        policy = engine_policy.engine_policy(self.vllm_config).name
         raise ConfigError(
             f"streaming-input requests rewind the sequence, which --kv-policy {policy} cannot: send the whole prompt at once"
         )
-    request = original(self, *args, **kwargs)
+    if not ours:
+        return original(self, *args, **kwargs)
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    adapter = given.arguments.get("lora_request")
+    if isinstance(adapter, cartridge_names.NamedCartridge):
+        given.arguments["lora_request"] = None
+    request = original(*given.args, **given.kwargs)
     params = request.sampling_params
-    if ours and params is not None:
-        prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
-        found = _resolved(self.vllm_config, params, len(prompt))
-        if found is not None:  # a new dictionary, as the old one belongs to the caller
-            params.extra_args = {**params.extra_args, requests.RESOLVED: list(found)}
+    if params is None:
+        return request
+    prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
+    found = cartridge_names.resolved(self.vllm_config, params, len(prompt), adapter)
+    if found is not None:  # a new dictionary, as the old one belongs to the caller
+        params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: list(found)}
+        if found.cartridges:
+            cartridge_names.prepend(request, found, self.vllm_config.model_config.max_model_len)
     return request
 
 
 def _generate(original, self, prompt, sampling_params, *args, **kwargs):
-    if requested(self.vllm_config) and getattr(sampling_params, "extra_args", None):
+    from kvpop_vllm.vllm_glue import cartridge_names
+
+    adapter = kwargs.get("lora_request")
+    if requested(self.vllm_config) and (adapter or getattr(sampling_params, "extra_args", None)):
         tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        _resolved(self.vllm_config, sampling_params, 0 if tokens is None else len(tokens))
+        cartridge_names.resolved(self.vllm_config, sampling_params, 0 if tokens is None else len(tokens), adapter)
     return original(self, prompt, sampling_params, *args, **kwargs)
-
-
-def _resolved(vllm_config, params, prompt: int):
-    """Return the resolved cache options of a request, or None if it asks for none.
-
-    Args:
-        vllm_config: the engine's config.
-        params: the request's sampling parameters.
-        prompt: tokens of the request's prompt.
-
-    Raises:
-        VLLMValidationError: the request asks for something that it cannot have.
-    """
-    try:
-        return requests.resolve(engine_policy.engine_policy(vllm_config), params.extra_args, prompt)
-    except ConfigError as error:
-        raise VLLMValidationError(str(error)) from None
 
 
 def _clear_caches(function) -> None:

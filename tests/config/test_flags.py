@@ -28,7 +28,11 @@ def test_the_cache_of_transformers_takes_its_settings():
 def test_the_keys_of_a_request():
     from kvpop_vllm import requests
 
-    assert (requests.BUDGET, requests.PROTECT, requests.SEED) == tuple(settings_of(REQUEST)) == requests.KEYS
+    assert (
+        (requests.BUDGET, requests.PROTECT, requests.CARTRIDGES, requests.SEED)
+        == tuple(settings_of(REQUEST))
+        == requests.KEYS
+    )
     assert all(name.startswith("kv_") for name in requests.KEYS)
 
 

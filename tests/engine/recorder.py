@@ -44,6 +44,7 @@ class Recorder:
         tensors: (request, layer, "query" | "key" | "value" | "out") -> ``[tokens, heads, D]`` of each step.
         blocks: one entry per call of the scheduler.
         preemptions: request -> number of preemptions so far.
+        slots: slots of each cartridge, by name.
     """
 
     llm: object
@@ -51,6 +52,7 @@ class Recorder:
     tensors: dict[tuple, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     blocks: list[Blocks] = field(default_factory=list)
     preemptions: dict[str, int] = field(default_factory=dict)
+    slots: dict[str, int] = field(default_factory=dict)
 
     @property
     def scheduler(self):
@@ -119,7 +121,8 @@ class Recorder:
             return None
         policy = engine_policy(config)
         protect = asked.get("kv_protect_prompt", policy.protect)
-        protected = protected_tokens(True if protect == "all" else protect, request.num_prompt_tokens)
+        made = sum(self.slots[name] for name in asked.get("kv_cartridges", ()))
+        protected = made + protected_tokens(True if protect == "all" else protect, request.num_prompt_tokens - made)
         return protected, asked.get("kv_budget", policy.retention.budget)
 
     def _after_schedule(self) -> None:

@@ -1,0 +1,168 @@
+"""Names of cartridges at the front end of an engine.
+
+A cartridge is served under its name, as a LoRA adapter is: vLLM's front end lists it beside its base model, and hands
+what it is over with each request that names it. The request's prompt then begins with the cartridge's slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.utils.weak import WeakIdKeyDictionary
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.lora.request import LoRARequest
+
+from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.requests import CARTRIDGES, Placed, RequestCache, UnknownCartridge, resolve
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+
+_names = WeakIdKeyDictionary()
+"""Names of each config."""
+
+
+class NamedCartridge(LoRARequest):
+    """Cartridge in the place of the LoRA adapter that a request names as its model."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Cartridge that requests may name: its folder, its digest and number of slots."""
+
+    folder: str
+    placed: Placed
+
+
+class CartridgeNames:
+    """Cartridges of an engine, by name.
+
+    Args:
+        vllm_config: config of the engine, whose policy names the first cartridges.
+
+    Raises:
+        ConfigError: as :meth:`add`.
+    """
+
+    def __init__(self, vllm_config):
+        self.vllm_config, self.policy = vllm_config, engine_policy(vllm_config)
+        self.known: dict[str, Known] = {}
+        for name, folder in (self.policy.settings.cartridge or {}).items():
+            self.add(name, folder)
+
+    @property
+    def placed(self) -> dict[str, Placed]:
+        """Digest and slots of each cartridge, by name."""
+        return {name: known.placed for name, known in self.known.items()}
+
+    def add(self, name: str, folder: str) -> Known:
+        """Read and check a cartridge, and know it by a name from now on.
+
+        Raises:
+            ConfigError: the name is taken, or the cartridge cannot be served with this model and these settings.
+        """
+        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        if name in self.known or name == model.served_model_name:
+            raise ConfigError(f"the name {name!r} is taken: give the cartridge another")
+        if self.policy.compresses:
+            raise ConfigError(
+                f"--kv-policy {self.policy.name} gives up what stands before a prompt's end: choose another policy, or leave"
+                " --kv-cartridge out"
+            )
+        cartridge = read_cartridge(folder)
+        base = model.model if Path(model.model).is_dir() else model.hf_text_config
+        check_base(cartridge.config, base, str(folder))
+        slots, size = cartridge.config.slots, cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
+        if slots % size:
+            raise ConfigError(
+                f"{folder} has {slots} slots, no multiple of --block-size {size}: lower it to a divisor of {BLOCK_SLOTS}"
+            )
+        if slots >= model.max_model_len:
+            raise ConfigError(f"{folder} has {slots} slots: raise --max-model-len {model.max_model_len} above them")
+        self.known[name] = Known(str(Path(folder).resolve()), Placed(cartridge.digest, slots))
+        return self.known[name]
+
+
+def names_of(vllm_config) -> CartridgeNames:
+    """Return the cartridges of an engine, read once per config and process.
+
+    Raises:
+        ConfigError: as :class:`CartridgeNames`.
+    """
+    if vllm_config not in _names:
+        _names[vllm_config] = CartridgeNames(vllm_config)
+    return _names[vllm_config]
+
+
+def resolved(vllm_config, params, prompt: int, adapter: LoRARequest | None) -> RequestCache | None:
+    """Return the resolved cache options of a request, or None if it asks for none.
+
+    Args:
+        vllm_config: config of the engine.
+        params: sampling parameters of the request.
+        prompt: number of its own prompt tokens.
+        adapter: what the request names as its model, if that is no base model.
+
+    Raises:
+        VLLMNotFoundError: the request names a cartridge that does not exist.
+        VLLMValidationError: the request asks for something else that it cannot have.
+    """
+    given, names = dict(params.extra_args or {}), names_of(vllm_config)
+    if isinstance(adapter, NamedCartridge):
+        if given.get(CARTRIDGES) is not None:
+            raise VLLMValidationError(
+                f"the model {adapter.lora_name!r} is a cartridge: name all of them in {CARTRIDGES}"
+            )
+        given[CARTRIDGES] = [adapter.lora_name]
+    try:
+        found = resolve(names.policy, given, prompt, names.placed)
+    except UnknownCartridge as error:
+        raise VLLMNotFoundError(str(error)) from None
+    except ConfigError as error:
+        raise VLLMValidationError(str(error)) from None
+    if found is not None and found.cartridges:
+        _check(found, params, prompt, adapter, vllm_config.model_config.max_model_len)
+    return found
+
+
+def _check(found: RequestCache, params, prompt: int, adapter: LoRARequest | None, longest: int) -> None:
+    """Check that a request that begins with cartridges can be served.
+
+    Raises:
+        VLLMValidationError: it cannot.
+    """
+    if params.prompt_logprobs is not None:
+        raise VLLMValidationError("prompt_logprobs need a prompt of tokens alone: leave them or the cartridge out")
+    if adapter is not None and not isinstance(adapter, NamedCartridge):
+        raise VLLMValidationError("a cartridge was made with the base model: name the base model, not an adapter")
+    if found.made + prompt >= longest:
+        raise VLLMValidationError(
+            f"{found.made} slots of cartridges and a prompt of {prompt} tokens are more than the model's {longest}: shorten"
+            " the prompt, or name fewer cartridges"
+        )
+
+
+def prepend(request, found: RequestCache, longest: int) -> None:
+    """Begin a request's prompt with a placeholder for each slot of its cartridges.
+
+    Placeholders repeat the prompt's first token, so that penalties of prompt tokens see no other. Blocks behind the
+    cartridges are hashed with the cartridges' digests, and with the request's own salt.
+
+    Args:
+        request: an ``EngineCoreRequest``, changed in place.
+        found: resolved cache options of the request.
+        longest: ``--max-model-len``.
+
+    Raises:
+        VLLMValidationError: the prompt is no list of tokens.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+        raise VLLMValidationError(
+            "a cartridge needs a prompt of tokens alone: leave embeddings and media, or the cartridge, out"
+        )
+    request.prompt_token_ids = request.prompt_token_ids[:1] * found.made + list(request.prompt_token_ids)
+    digests = "+".join(placed.digest for placed in found.cartridges)
+    request.cache_salt = f"kvpop {digests} {request.cache_salt or ''}"
+    params = request.sampling_params
+    params.max_tokens = min(params.max_tokens, longest - len(request.prompt_token_ids))

@@ -1,0 +1,252 @@
+"""Requests that begin with cartridges equal the oracle: dense attention over the cartridges' slots and their own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine.driving import BLOCK, Job, preempt_all, watched
+from engine.judge import Judge, Reference
+from engine.matrix import BUDGET
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
+from kvpop_vllm.testing import DisturbedSums, random_prompt
+
+SLOTS = {"plain": 64, "biased": 128, "later": 64}
+TIMELINE = {"plain": 64, "biased": 1000, "later": 37}
+"""Position of the first own token on each cartridge's timeline."""
+
+
+def write(folder, model: str, name: str, *, slots: int | None = None, **changes) -> str:
+    """Write a cartridge of random keys and values; "biased" and "later" have biases."""
+    torch.manual_seed(len(name))
+    base, count = base_of(model), slots or SLOTS[name]
+    shape = base["num_kv_heads"], count, base["head_dim"]
+    bias = name != "plain"
+    layers = [
+        (torch.randn(shape), torch.randn(shape), torch.randn(shape[:2]) * 2 - 1 if bias else None)
+        for _ in range(base["num_layers"])
+    ]
+    told = base | {"slots": count, "next_position": TIMELINE[name], "method": "random", "provenance": {}}
+    write_cartridge(folder, CartridgeConfig(**(told | changes)), layers)
+    return str(folder)
+
+
+def turned(k: torch.Tensor, by: int, theta: float) -> torch.Tensor:
+    """Return keys ``[H, P, D]`` rotated by ``by`` positions, written out as a product of complex numbers."""
+    half = k.shape[-1] // 2
+    angles = by * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    pairs = torch.complex(k[..., :half].double(), k[..., half:].double()) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+class CartridgeJudge(Judge):
+    """Judge of requests that begin with the same cartridges."""
+
+    def __init__(self, case, folders: list[str], protect: bool | int):
+        super().__init__(case.model, case.judge.policy, protect=protect)
+        self.rope = self.models[0].config
+        parts, at = [], 0
+        for folder in folders:
+            config, layers, _ = read_cartridge(folder)
+            shift = at + config.slots - config.next_position
+            parts.append([self._placed(*layer, shift) for layer in layers])
+            at += config.slots
+        self.made = at
+        self.cartridge = [
+            tuple(torch.cat(each, 1) for each in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)
+        ]
+
+    def _placed(self, k, v, bias, shift):
+        theta = (self.rope.get("rope_parameters") or {}).get("rope_theta", self.rope.get("rope_theta", 10000.0))
+        return turned(k, shift, theta), v.double(), torch.zeros(k.shape[:2]) if bias is None else bias
+
+    def reference(self, tokens, nudges=(), prompt=0) -> Reference:
+        """Return the oracle's run on ``tokens``, which begin with a placeholder for each slot."""
+        policy = self.policy.protecting(self.protect, prompt - self.made, self.made)
+        key = tuple(tokens), nudges, policy.protect
+        if key not in self.known:
+            exact, low = self.models
+            run = exact.run(tokens, policy, bias=nudges, cartridge=self.cartridge)
+            with DisturbedSums(0):
+                eager = low.run(tokens, policy, visible=run.visible, cartridge=self.cartridge)
+            self.known[key] = Reference(run, eager)
+        return self.known[key]
+
+
+CASES = {
+    "stateless": ("qwen3", "kvpop-linear", {}),
+    "state": ("qwen3", "kvpop", {}),
+    "state, protected": ("llama", "kvpop", {"protect_prompt": True}),
+    "mass": ("llama", "h2o", {}),
+    "gate": ("qwen3", "trimkv", {"sinks": 0, "window": 1, "topk": BUDGET - 1}),
+    "moments": ("llama", "momentkv", {}),
+    "rounds": ("qwen3", "vase", {"correction": "moment"}),
+    "draws": ("qwen3", "random", {"protect_prompt": True}),
+    "fixed shares": ("qwen3", "streaming-llm", {"allocator": "pyramid"}),
+}
+QUICK = ("state", "mass")
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model, tmp_path_factory):
+    """Return ``make(kind)``: the cartridges of a model by name."""
+    return lambda kind: {
+        name: write(tmp_path_factory.mktemp("cartridge") / name, tiny_model(kind), name) for name in SLOTS
+    }
+
+
+class Served:
+    """An engine with cartridges, and a judge for each order in which requests name them."""
+
+    def __init__(self, engine, case, folders):
+        self.engine, self.case, self.folders, self.judges = engine, case, folders, {}
+        engine.recorder.slots = SLOTS
+
+    def judge(self, names) -> Judge:
+        if names not in self.judges:
+            protect = self.case.judge.protect
+            folders = [self.folders[name] for name in names]
+            self.judges[names] = CartridgeJudge(self.case, folders, protect)
+        return self.judges[names]
+
+    def serve(self, jobs: list[Job], each_step=None) -> dict:
+        """Serve jobs and compare each with the oracle; return the answers by the job's number."""
+        jobs = [replace(job, scored=False) for job in jobs]
+        answers = self.engine.serve(jobs, each_step)
+        number = {name: int(i) for i, name in self.engine.names.items()}
+        groups: dict[tuple, dict] = {}
+        for name, answer in answers.items():
+            names = tuple((jobs[number[name]].asks or {}).get("kv_cartridges", ()))
+            groups.setdefault(names, {})[name] = answer
+        for names, some in groups.items():
+            (self.judge(names) if names else self.case.judge).check(some, self.engine.recorder.held)
+        return {number[name]: answer for name, answer in answers.items()}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
+def served(request, case, folders):
+    """Yield an engine of one case with three cartridges."""
+    kind, policy, options = CASES[request.param]
+    found, those = case(kind, policy, **options), folders(kind)
+    with pytest.MonkeyPatch.context() as patch:
+        settings = found.settings | {"cartridge": [f"{name}={folder}" for name, folder in those.items()]}
+        with watched(found.model, settings, None, num_gpu_blocks_override=321) as engine:
+            engine.poison(patch)
+            yield Served(engine, found, those)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    yield
+    if "served" in request.fixturenames:
+        served = request.getfixturevalue("served")
+        served.engine.chunk(None)
+        pool, cartridges = served.engine.recorder.pool, served.engine.recorder.manager.cartridges
+        pinned = sorted(block.block_id for each in cartridges.loaded.values() for block in each.blocks)
+        assert pinned == [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
+        assert len(pinned) == sum(SLOTS.values()) // BLOCK == 320 - pool.get_num_free_blocks()
+        assert not cartridges.copies
+
+
+def named(*names: str, **more) -> dict:
+    return {"kv_cartridges": list(names)} | more
+
+
+def test_one_cartridge(served):
+    """Requests behind a cartridge are the oracle's, with biases and without, and so are those of the base model."""
+    jobs = [Job(40, new=70, asks=named("plain")), Job(40, new=70, asks=named("biased")), Job(40, new=70)]
+    answers = served.serve(jobs)
+    assert [len(answers[i].prompt_token_ids) for i in range(3)] == [104, 168, 40]
+    assert answers[0].num_cached_tokens == 64 and answers[1].num_cached_tokens == 128
+    tokens = [tuple(answers[i].outputs[0].token_ids) for i in range(3)]
+    assert len(set(tokens)) == 3
+
+
+@pytest.mark.parametrize("length", [1, 2, BLOCK, 120])
+def test_short_and_long_prompts(served, length):
+    """A prompt of one token is decoded at once; the first step is not at position 0."""
+    served.serve([Job(length, new=6, asks=named("biased"))])
+
+
+def test_several_cartridges_in_one_request(served):
+    """Cartridges stand one behind another in the order of the request, and copies live as long as requests."""
+    orders = [("plain", "biased"), ("biased", "plain"), ("later", "plain", "biased"), ("later",)]
+    first = served.serve([Job(30, new=30, asks=named(*order)) for order in orders])
+    again = served.serve([Job(30, new=30, asks=named(*order)) for order in orders[::-1]])
+    assert [first[i].outputs[0].token_ids for i in range(4)] == [again[3 - i].outputs[0].token_ids for i in range(4)]
+
+
+def test_chunks(served):
+    served.engine.chunk(7)
+    jobs = [Job(1, new=40, asks=named("plain")), Job(50, asks=named("biased")), Job(33, asks=named("later", "plain"))]
+    served.serve(jobs)
+    assert set(served.engine.chunks(served.engine.names["1"])[:7]) == {7}
+
+
+def test_sixteen_requests_with_different_cartridges(served):
+    names = [("plain",), ("biased",), ("later",), ()]
+    jobs = [Job(10 + 7 * i, new=20, asks=named(*names[i % 4]) if names[i % 4] else None) for i in range(16)]
+    served.serve(jobs)
+    assert max(len(step.running) for step in served.engine.recorder.blocks) == 16
+
+
+def test_preemption(served):
+    """Preempted requests come back behind the same cartridges."""
+    jobs = [Job(60, new=50, asks=named("biased")), Job(20, new=50, asks=named("later", "biased")), Job(45, new=50)]
+    served.serve(jobs, lambda i: preempt_all(served.engine.recorder.scheduler) if i in (3, 30) else None)
+    assert min(served.engine.recorder.preemptions.values()) > 0
+
+
+def test_aborts(served):
+    """An aborted request frees its copies, also while it waits."""
+    engine = served.engine
+    engine.recorder.clear()
+    engine.names.clear()
+    for i in range(3):
+        engine.add(str(i), Job(40, new=40, scored=False, asks=named("biased", "later")))
+        for _ in range(2 * i):
+            engine.engine.step()
+        engine.engine.abort_request([engine.names[str(i)]], internal=True)
+    assert not engine.engine.has_unfinished_requests()
+    served.serve([Job(40, new=8, asks=named("biased", "later"))])
+
+
+def test_a_copy_waits_for_room(served):
+    """A request whose copy does not fit waits until others have ended."""
+    with served.engine.small_pool(40):
+        jobs = [Job(200, new=30, asks=named("biased")), Job(20, new=8, asks=named("plain", "biased"))]
+        answers = served.serve([*jobs, replace(jobs[0], new=31), replace(jobs[1], new=9)])
+    assert len(answers) == 4
+
+
+def test_prefixes_behind_a_cartridge_are_shared(served):
+    """The prefix cache tells cartridges apart, and shares what stands behind the same ones."""
+    if not served.case.judge.protect:
+        pytest.skip("only protected prompts are shared")
+    text = random_prompt(100, seed=3)
+    jobs = [Job(prompt=text, new=4, asks=named(*names)) for names in (("plain",), ("later",), ("biased",))]
+    cold, warm = served.serve(jobs), served.serve(jobs)
+    assert [cold[i].num_cached_tokens for i in range(3)] == [64, 64, 128]
+    assert [warm[i].num_cached_tokens for i in range(3)] == [64 + 96, 64 + 96, 128 + 96]
+    assert [cold[i].outputs[0].token_ids for i in range(3)] == [warm[i].outputs[0].token_ids for i in range(3)]
+    salted = served.serve([replace(jobs[0], salt="tenant")])
+    assert salted[0].num_cached_tokens == 64
+
+
+def test_requests_of_an_unknown_kind_are_refused(served):
+    """Each refusal is one line; nothing is queued."""
+    for asks, error, text in (
+        (named("nothing"), VLLMNotFoundError, "'nothing' does not exist: name one of plain, biased, later"),
+        (named("plain", "plain"), VLLMValidationError, "twice"),
+        ({"kv_cartridges": "plain"}, VLLMValidationError, "list of names"),
+    ):
+        with pytest.raises(error, match=text):
+            served.engine.add("x", Job(10, scored=False, asks=asks))
+    with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
+        served.engine.add("x", Job(10, asks=named("plain")))
+    with pytest.raises(VLLMValidationError, match="more than the model's 1024"):
+        served.engine.add("x", Job(960, scored=False, asks=named("plain")))
+    assert not served.engine.engine.has_unfinished_requests()

@@ -1,0 +1,80 @@
+"""`KVpopCache` with cartridges keeps the tokens of the oracle, and answers as it says."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from engine.test_cartridges import SLOTS, CartridgeJudge, write
+from hf.prompts import generate
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.testing import random_prompt
+
+LENGTHS = (150, 1, 63)
+CASES = {
+    "kvpop": ("qwen3", "kvpop", {}),
+    "h2o": ("llama", "h2o", {}),
+    "protected": ("qwen3", "kvpop", {"protect_prompt": True}),
+    "gate": ("llama", "dms-query", {"protect_prompt": 20}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tiny, tmp_path_factory):
+    return lambda kind, *names: [write(tmp_path_factory.mktemp("c") / name, tiny(kind)[0], name) for name in names]
+
+
+@pytest.mark.parametrize("names", [("biased",), ("plain", "biased")])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_behind_cartridges_are_the_oracles(case, folders, name, names):
+    """Padded rows of several lengths share the slots; a copy goes on, and so does a second batch."""
+    kind, policy, options = CASES[name]
+    model, found = case(kind, policy, **options)
+    those = folders(kind, *names)
+    judge = CartridgeJudge(found, those, found.judge.protect)
+    prompts, made = [random_prompt(n, seed=n) for n in LENGTHS], sum(SLOTS[each] for each in names)
+    cache = KVpopCache(model, **found.settings, cartridge=those)
+    answers = generate(model, cache, prompts, 30)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        tokens = [*prompt[:1] * made, *prompt, *answer]
+        run = judge.reference(tokens[:-1], prompt=made + len(prompt)).exact
+        best = run.logprobs.argmax(-1)[made + len(prompt) - 1 :].tolist()
+        assert answer == best
+        held = cache.held(row)
+        assert all(torch.equal(held[i], run.visible[i][:, -1]) for i in range(len(held)))
+    cache.reset()
+    assert generate(model, cache, prompts, 30) == answers
+    alone = KVpopCache(model, **found.settings, cartridge=those)
+    assert generate(model, alone, prompts[:1], 30) == answers[:1]
+    branch = copy.deepcopy(alone)
+    text = [*prompts[0], *answers[0], *random_prompt(9, seed=2)]
+    assert generate(model, branch, [text], 8) == generate(model, alone, [text], 8)
+
+
+def test_the_slots_are_there_once(case, folders):
+    """Rows share the slots, and their bytes do not depend on the number of rows."""
+    model, found = case("qwen3", "h2o")
+    (folder,) = folders("qwen3", "biased")
+
+    def allocated(rows, **more):
+        cache = KVpopCache(model, **found.settings, **more)
+        generate(model, cache, [random_prompt(70)] * rows, 3)
+        return cache.allocated_bytes()
+
+    extra = [allocated(rows, cartridge=folder) - allocated(rows) for rows in (1, 6)]
+    page = KVpopCache(model, **found.settings).policy.model
+    slot = page.num_layers * page.num_kv_heads * (2 * page.head_dim * 4 + 8)
+    assert all(0 <= each - SLOTS["biased"] * slot < 6 * page.num_layers * 64 for each in extra)
+
+
+def test_refusals(case, folders, tiny):
+    model, found = case("qwen3", "h2o")
+    with pytest.raises(ConfigError, match="made for a model with model_type = 'llama'"):
+        KVpopCache(model, **found.settings, cartridge=folders("llama", "plain"))
+    with pytest.raises(ConfigError, match="no cartridge at"):
+        KVpopCache(model, **found.settings, cartridge="/nowhere")
+    with pytest.raises(ConfigError, match="snapkv gives up what stands before a prompt's end: leave cartridge out"):
+        KVpopCache(model, "snapkv", budget=64, cartridge=folders("qwen3", "plain"))
