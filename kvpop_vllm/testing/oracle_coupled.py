@@ -43,12 +43,17 @@ def masked_attention(
     return mixed.transpose(0, 1).reshape(query.shape[1], -1)
 
 
-def masked_lse(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def masked_lse(
+    query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the log-sum-exp of each query's logits over the tokens it sees, ``[S, H * G]``.
 
-    Arguments are those of :func:`masked_attention`.
+    Arguments are those of :func:`masked_attention`, and ``bias [H, n]``, added to the logits of the first n tokens.
     """
-    return _masked_logits(query, key, visible).logsumexp(-1).T
+    logits = _masked_logits(query, key, visible)
+    if bias is not None:
+        logits[..., : bias.shape[1]] += bias.repeat_interleave(len(query) // len(key), dim=0).unsqueeze(1)
+    return logits.logsumexp(-1).T
 
 
 def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
