@@ -232,12 +232,12 @@ void check_entries(const DecodeStep& step, int64_t r, int64_t h, int64_t needed,
     }
 }
 
-// Protected tokens: raw [num_blocks, H, N * C], table [R, F], tokens [R].
-using PrefixTensors = std::optional<std::tuple<Tensor, Tensor, Tensor>>;
+// Protected tokens: raw [num_blocks, H, N * C], table [R, F], tokens [R], and biased [R] if any have a bias.
+using PrefixTensors = std::optional<std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>>>;
 
 void fill_prefix(DecodeStep& step, const PrefixTensors& prefix) {
     if (!prefix) return;
-    const auto& [raw, table, tokens] = *prefix;
+    const auto& [raw, table, tokens, biased] = *prefix;
     check(raw, "prefix pages", at::kByte, {raw.size(0), step.heads, step.region_bytes});
     TORCH_CHECK_VALUE(raw.stride(2) == 1 && raw.stride(0) % 4 == 0 && raw.stride(1) % 4 == 0 &&
                           reinterpret_cast<uintptr_t>(raw.data_ptr()) % 4 == 0,
@@ -250,9 +250,15 @@ void fill_prefix(DecodeStep& step, const PrefixTensors& prefix) {
     step.prefix_table = table.data_ptr<int32_t>(), step.prefix_tokens = tokens.data_ptr<int64_t>();
     for (int i = 0; i < 2; i++) step.prefix_table_stride[i] = table.stride(i);
     step.prefix_tokens_stride = tokens.stride(0);
+    if (biased) {
+        check(*biased, "prefix biases", at::kLong, {step.requests});
+        step.prefix_biased = biased->data_ptr<int64_t>(), step.prefix_biased_stride = biased->stride(0);
+    }
     for (int64_t r = 0; r < step.requests; r++) {
         const int64_t protects = step.prefix(r), needed = (protects + step.block_slots - 1) / step.block_slots;
         TORCH_CHECK_VALUE(protects >= 0 && protects <= INT32_MAX, "request ", r, ": a prefix of ", protects, " tokens is out of range");
+        TORCH_CHECK_VALUE(step.biased(r) >= 0 && step.biased(r) <= protects, "request ", r, ": ", step.biased(r), " tokens of a prefix of ",
+                          protects, " cannot have a bias");
         // A step below the end of the prefix reads up to its own token only.
         const int64_t read = step.positions ? (step.prefix_seen(r) + step.block_slots - 1) / step.block_slots : needed;
         TORCH_CHECK_INDEX(read <= table.size(1), "request ", r, ": its prefix table has ", table.size(1), " entries, ", read, " are needed");
@@ -363,7 +369,7 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
 }
 
 std::tuple<Tensor, Tensor> prefix_attention(const Tensor& q, const Tensor& raw, int64_t block_slots, const Tensor& table,
-                                            int64_t first, int64_t last, bool causal, bool cache_is_bf16, double scale) {
+                                            int64_t first, int64_t last, int64_t biased, bool causal, bool cache_is_bf16, double scale) {
     kvpop::PrefillChunk chunk{};
     DecodeStep& step = chunk.step;
     TORCH_CHECK_VALUE(q.dim() == 3 && raw.dim() == 3 && table.dim() == 1 && q.stride(2) == 1, "q must be [L, Hq, D], the last axis contiguous, and the table [F]");
@@ -375,8 +381,8 @@ std::tuple<Tensor, Tensor> prefix_attention(const Tensor& q, const Tensor& raw, 
     for (int i = 0; i < 2; i++) step.q_stride[i] = q.stride(i);
     step.region_bytes = block_slots * (2 * step.size * step.item_bytes() + 8);
     TORCH_CHECK_VALUE(first >= 0 && last > first && (!causal || last - first == chunk.length), "no keys, or not as many as queries");
-    const Tensor tokens = at::full({1}, last, at::kLong);
-    fill_prefix(step, std::make_tuple(raw, table.unsqueeze(0), tokens));
+    const Tensor tokens = at::full({1}, last, at::kLong), biases = at::full({1}, biased, at::kLong);
+    fill_prefix(step, std::make_tuple(raw, table.unsqueeze(0), tokens, std::optional<Tensor>(biases)));
     const auto results = allocate_results(step, q);
     if (chunk.length) kvpop::prefix_attention(chunk, first, last, causal);
     return results;

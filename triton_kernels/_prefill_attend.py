@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
 from kvpop_vllm.kernels.triton._prefill_plan import (
+    BIASED,
     FIRST,
     HELD,
     INSIDE,
@@ -26,7 +27,7 @@ from kvpop_vllm.kernels.triton._prefill_plan import (
     number,
 )
 from kvpop_vllm.kernels.triton._serving_pages import page_of
-from kvpop_vllm.kernels.triton._softmax import add_block
+from kvpop_vllm.kernels.triton._softmax import add_block, in_base_2
 from kvpop_vllm.kernels.triton._tiles import PREFILL, tile_of
 
 LISTED = 1024  # keys that are examined together when lists are built
@@ -84,10 +85,15 @@ def _list_keys(
 
 @triton.jit
 def _add_keys(
-    k, v, k_row, v_row, there, visible, rows, scale, top, weight, acc,
+    k, v, k_row, v_row, bias, there, visible, rows, scale, top, weight, acc,
     SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys and values at some offsets to a running softmax; ``visible`` is ``[rows, keys]``."""
+    """Add the keys and values at some offsets to a running softmax.
+
+    Args:
+        bias: ``[keys]``, natural logarithms that are added to the logits, or None.
+        visible: ``[rows, keys]``.
+    """
     column = tl.arange(0, PADDED)
     inside = there[:, None] & (column < SIZE)[None, :]
     block_k = tl.load(k + k_row[:, None] + column[None, :], mask=inside, other=0.0)
@@ -95,6 +101,8 @@ def _add_keys(
     if WIDE:
         block_k, block_v = block_k.to(tl.float32), block_v.to(tl.float32)
     logits = tl.dot(rows, tl.trans(block_k), input_precision=PRECISION) * (scale * LOG2E)
+    if bias is not None:
+        logits += in_base_2(bias)[None, :]
     return add_block(tl.where(visible, logits, float("-inf")), block_v, top, weight, acc)
 
 
@@ -108,10 +116,12 @@ def _attend_keys(
     lse,  # [T, Hq]
     scale, q_token, q_head,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    BIASES: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of queries, for all query heads of a KV head.
 
-    ROWS is BLOCK_Q times the number of query heads, rounded up to a power of two.
+    ROWS is BLOCK_Q times the number of query heads, rounded up to a power of two. If BIASES, protected tokens may have a
+    bias.
     """
     k, v, k_token, k_head, v_token, v_head = tokens
     size: tl.constexpr = P.size
@@ -141,14 +151,21 @@ def _attend_keys(
         position = number(segments, s, POSITION) + query
         end = tl.minimum(number(segments, s, FIRST), number(segments, s, POSITION) + queries)
         pages = before.table + r * before.table_request
+        if BIASES:
+            biased = tl.minimum(number(segments, s, BIASED), end)
         for start in range(0, end, BLOCK_K):
             t = start + tl.arange(0, BLOCK_K)
             page = tl.load(pages + t // P.slots * before.table_page, mask=t < end, other=0).to(tl.int64)
             at_key = page * before.rows + h * before.rows_head + t % P.slots * size
             visible = (t < end)[None, :] & (t[None, :] <= position[:, None])
+            bias = None
+            if BIASES:
+                words = before.bias + page * before.words + h * before.words_head + t % P.slots
+                bias = tl.load(words, mask=t < biased, other=0.0)
             top, weight, acc = _add_keys(
-                before.k, before.v, at_key, at_key, t < end, visible, rows, scale, top, weight, acc, size, padded, WIDE
-            )
+                before.k, before.v, at_key, at_key, bias, t < end, visible,
+                rows, scale, top, weight, acc, size, padded, WIDE,
+            )  # fmt: skip
     query -= inside
     list_of = h * tl.num_programs(0) + tl.program_id(0)
     lists += list_of * 2 * room
@@ -160,8 +177,9 @@ def _attend_keys(
         at_key = slot // P.slots * cache.rows + h * cache.rows_head + slot % P.slots * size
         visible = query[:, None] < until[None, :]
         top, weight, acc = _add_keys(
-            cache.k, cache.v, at_key, at_key, entry < held, visible, rows, scale, top, weight, acc, size, padded, WIDE
-        )
+            cache.k, cache.v, at_key, at_key, None, entry < held, visible,
+            rows, scale, top, weight, acc, size, padded, WIDE,
+        )  # fmt: skip
     for start in range(held, count, BLOCK_K):
         entry = start + tl.arange(0, BLOCK_K)
         index = tl.load(lists + entry, mask=entry < count, other=0)
@@ -169,7 +187,7 @@ def _attend_keys(
         at_key = (token + inside + index).to(tl.int64)
         visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
         top, weight, acc = _add_keys(
-            k, v, at_key * k_token + h * k_head, at_key * v_token + h * v_head, entry < count, visible,
+            k, v, at_key * k_token + h * k_head, at_key * v_token + h * v_head, None, entry < count, visible,
             rows, scale, top, weight, acc, size, padded, WIDE,
         )  # fmt: skip
     weight = tl.where(present, weight, 1.0)  # every query sees itself
@@ -232,5 +250,5 @@ def attend(piece: Piece, config, q, tokens, cache, before, gone, right, scale, o
         _attend_keys[grid](
             q, tokens, cache, before, piece.segments, *listed, right, out, lse, scale, *q.stride()[:2],
             P=replace(config, protects=protects), ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
-            num_warps=tile.warps, num_stages=tile.stages,
+            BIASES=before.bias is not None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -32,12 +32,28 @@ ROWS = LARGEST_CHUNK
 LAST = tl.constexpr(2**31 - 1)
 """Eviction time of a token that is not evicted within its piece."""
 FIELDS = tl.constexpr(16)  # so that what follows a segment's numbers is aligned to 16 bytes
-REQUEST, POSITION, TOKEN, INSIDE, LENGTH, START, FIRST, SINKS, WINDOW, ROW, KEY, HELD, ENTRY, FILLED, LEAVING = (
-    tl.constexpr(i) for i in range(15)
-)
+(
+    REQUEST,
+    POSITION,
+    TOKEN,
+    INSIDE,
+    LENGTH,
+    START,
+    FIRST,
+    SINKS,
+    WINDOW,
+    ROW,
+    KEY,
+    HELD,
+    ENTRY,
+    FILLED,
+    LEAVING,
+    BIASED,
+) = (tl.constexpr(i) for i in range(16))
 """Numbers of a segment: its request, the position of its first token and its index in the batch, its tokens below p, those
 of the tail, tokens of the tail before it, p, s, w; its first tail row, its first key and the slots in use, its first entry,
-the long-range slots that may be in use afterwards, and the tokens that leave the window.
+the long-range slots that may be in use afterwards, the tokens that leave the window, and the first protected tokens that
+have a bias.
 """
 
 
@@ -65,6 +81,7 @@ class Segment:
     sinks: int
     window: int
     topk: list[int]
+    biased: int = 0
 
     @property
     def inside(self) -> int:
@@ -107,7 +124,7 @@ class Segment:
 
 
 def segments_of(
-    chunks: Chunks, rule: RetentionRule, protected: list[int], *, within: bool = False
+    chunks: Chunks, rule: RetentionRule, protected: list[int], biased: list[int], *, within: bool = False
 ) -> Iterator[list[Segment]]:
     """Yield the segments of each piece.
 
@@ -115,6 +132,7 @@ def segments_of(
         chunks: the chunks.
         rule: retention rule of the layer.
         protected: p of each request.
+        biased: number of the first of these that have a bias.
         within: if True, only tokens below p are in segments.
     """
     piece, room, first, budgets = [], PIECE, 0, chunks.budgets.tolist()
@@ -123,7 +141,7 @@ def segments_of(
         wanted = min(length, max(0, p - position)) if within else length
         for done in range(0, wanted, PIECE):
             count = min(wanted - done, PIECE)
-            part = Segment(r, first + done, count, position + done, p, rule.behind(p).sinks, window, topk)
+            part = Segment(r, first + done, count, position + done, p, rule.behind(p).sinks, window, topk, biased[r])
             if piece and part.room > room:
                 yield piece
                 piece, room = [], PIECE
@@ -151,7 +169,18 @@ class Piece:
         for part in parts:
             tail = part.count - part.inside
             line = [part.request, part.position, part.token, part.inside, tail, part.start, part.protected]
-            line += [part.sinks, part.window, row, key, part.held, entry, part.filled, part.leaving, 0, *part.topk]
+            line += [
+                part.sinks,
+                part.window,
+                row,
+                key,
+                part.held,
+                entry,
+                part.filled,
+                part.leaving,
+                part.biased,
+                *part.topk,
+            ]
             lines.append(line)
             row += triton.cdiv(tail, ROWS) * ROWS
             key += part.held + tail

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
 from kvpop_vllm.kernels.triton._serving_pages import MARKS, REFUSED, state_at, word_at
-from kvpop_vllm.kernels.triton._softmax import add_block, faded
+from kvpop_vllm.kernels.triton._softmax import add_block, faded, in_base_2
 
 
 @triton.jit
@@ -40,6 +40,7 @@ def _normalised(acc, top, total, found):
 @triton.jit
 def _walk(
     k, v, pages, page, rows_page,  # keys, values, page numbers and their stride, stride of pages
+    bias, biased, words_page,  # biases of the first slots, or None; their number; stride of their pages
     begin, end, used, rows, scale, top, total, acc,
     logits,  # address of slot 0's logits, [GROUP]
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr, KEPT: tl.constexpr,
@@ -55,7 +56,8 @@ def _walk(
         first = block * BLOCK_S
         slot = first + tl.arange(0, BLOCK_S)
         seen = slot < used
-        start = tl.load(pages + first // P.slots * page).to(tl.int64) * rows_page + first % P.slots * P.size
+        number = tl.load(pages + first // P.slots * page).to(tl.int64)
+        start = number * rows_page + first % P.slots * P.size
         place = start + tl.arange(0, BLOCK_S)[:, None] * P.size + column[None, :]
         inside = seen[:, None] & fits[None, :]
         keys = tl.load(k + place, mask=inside, other=0.0)
@@ -63,6 +65,9 @@ def _walk(
         if WIDE:
             keys, values = keys.to(tl.float32), values.to(tl.float32)
         products = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
+        if bias is not None:
+            words = number * words_page + slot % P.slots
+            products += in_base_2(tl.load(bias + words, mask=slot < biased, other=0.0))[None, :]
         products = tl.where(seen[None, :], products, float("-inf"))
         if KEPT:
             tl.store(logits[:, None] + slot[None, :], products, mask=present[:, None] & seen[None, :])
@@ -110,11 +115,12 @@ def _attend(
     logits,  # [R, Hq, slots], in base 2, if masses are needed
     step_flags, heads, splits, scale, q_request, q_head,
     P: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of a head's attention, for all of its query heads.
 
     A part is a range of the head's protected tokens and slots. BLOCK_S divides N, so that a block of slots
-    lies in one page.
+    lies in one page. If BIASED, protected tokens may have a bias.
     """
     part, h, r = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     used = tl.load(step_flags + (r * heads + h) * MARKS)
@@ -139,8 +145,13 @@ def _attend(
         share = (ahead + blocks + splits - 1) // splits
         begin, end = part * share, tl.minimum(ahead + blocks, (part + 1) * share)
         shift, pages = h * before.rows_head, before.table + r * before.table_request
+        bias, biased = None, 0
+        if BIASED:
+            bias = before.bias + h * before.words_head
+            biased = tl.minimum(tl.load(before.biased + r * before.biased_request).to(tl.int32), protected)
         top, total, acc = _walk(
-            before.k + shift, before.v + shift, pages, before.table_page, before.rows, begin, tl.minimum(end, ahead), protected,
+            before.k + shift, before.v + shift, pages, before.table_page, before.rows, bias, biased, before.words,
+            begin, tl.minimum(end, ahead), protected,
             rows, scale, top, total, acc, own, P, GROUP, BLOCK_S, WIDE, False,
         )  # fmt: skip
         begin, end = tl.maximum(begin - ahead, 0), end - ahead
@@ -151,7 +162,7 @@ def _attend(
     pages = cache.table + r * cache.table_request + h * cache.table_head + P.state_pages * cache.table_page
     shift = h * cache.rows_head
     top, total, acc = _walk(
-        cache.k + shift, cache.v + shift, pages, cache.table_page, cache.rows, begin, end, used,
+        cache.k + shift, cache.v + shift, pages, cache.table_page, cache.rows, None, 0, 0, begin, end, used,
         rows, scale, top, total, acc, own, P, GROUP, BLOCK_S, WIDE, P.masses,
     )  # fmt: skip
     if CUT:

@@ -38,7 +38,7 @@ class Cache(NamedTuple):
 class Before(NamedTuple):
     """Pages of protected tokens (:class:`kvpop_vllm.kernels.pages.Prefix`), with strides in elements.
 
-    Fields are None if no request has a prefix.
+    Fields are None if no request has a prefix, and ``bias`` and ``biased`` if no prefix has a bias.
     """
 
     k: Any = None  # [blocks, H, N, D]
@@ -48,6 +48,11 @@ class Before(NamedTuple):
     table: Any = None  # [R, F]
     table_request: int = 0
     table_page: int = 0
+    bias: Any = None  # [blocks, H, N] float32
+    words: int = 0  # strides of bias: between blocks,
+    words_head: int = 0  # between heads
+    biased: Any = None  # [R], leading tokens that have a bias, where one token of each request is decoded
+    biased_request: int = 0
 
 
 class StepInputs(NamedTuple):

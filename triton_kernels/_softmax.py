@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._constants import PRECISION
+from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION
+
+LARGEST = tl.constexpr(3.4e38)
+
+
+@triton.jit
+def in_base_2(bias):
+    """Return natural logarithms in base 2; finite ones stay finite."""
+    return tl.minimum(tl.maximum(bias * LOG2E, -LARGEST), LARGEST)
 
 
 @triton.jit

@@ -20,13 +20,15 @@ def begin_tail(pages, page_table, prefix, *, rule):
     Requests are processed together, as many as :data:`PIECE` tokens allow.
     """
     scores, device, ends = Scores(rule), page_table.device, prefix.tokens.tolist()
+    made = [0] * len(ends) if prefix.biased is None else prefix.biased.tolist()
+    counts_of = [min(end - first, rule.replay) for end, first in zip(ends, made, strict=True)]
     begun = [r for r, end in enumerate(ends) if end]
-    width = max((min(ends[r], rule.replay) for r in begun), default=0)
+    width = max([1, *counts_of])  # without tokens the state is empty
     some = max(1, PIECE // max(ROWS, width))
     for first in range(0, len(begun), some):
         chosen = begun[first : first + some]
-        r, end = send([chosen, [ends[i] for i in chosen]], device).unbind()
-        heads, counts = page_table.shape[1], end.clamp_max(rule.replay).unsqueeze(1)
+        r, end, counts = send([chosen, *([of[i] for i in chosen] for of in (ends, counts_of))], device).unbind()
+        heads, counts = page_table.shape[1], counts.unsqueeze(1)
         index = torch.arange(width, device=device)
         token = end.unsqueeze(1) - counts + index.minimum(counts - 1)
         slots = prefix.pages.layout.block_slots

@@ -100,10 +100,11 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
         )
     if prefix is not None:
         alike = all(getattr(prefix.pages.layout, of) == getattr(pages.layout, of) for of in PREFIX_LIKE_PAGES)
-        if not alike or prefix.table.shape[:-1] != (requests,) or prefix.tokens.shape != (requests,):
+        counts = [x for x in (prefix.tokens, prefix.biased) if x is not None]
+        if not alike or prefix.table.shape[:-1] != (requests,) or any(x.shape != (requests,) for x in counts):
             raise ValueError(
-                f"a prefix of table {tuple(prefix.table.shape)} and tokens {tuple(prefix.tokens.shape)} does not fit"
-                f" {requests} requests and their pages"
+                f"a prefix of table {tuple(prefix.table.shape)} and numbers {[tuple(x.shape) for x in counts]} does not"
+                f" fit {requests} requests and their pages"
             )
     if k.shape[-1] > LARGEST_HEAD:
         raise ValueError(f"{op} in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
@@ -204,8 +205,14 @@ def before_of(prefix) -> Before:
     """Return the pages of a prefix, or of none, as kernels take them."""
     if prefix is None:
         return Before()
-    k, v = prefix.pages.k, prefix.pages.v
-    return Before(k, v, *k.stride()[:2], prefix.table, *prefix.table.stride())
+    k, v, bias, biased = prefix.pages.k, prefix.pages.v, prefix.pages.score, prefix.biased
+    before = Before(k, v, *k.stride()[:2], prefix.table, *prefix.table.stride())
+    if biased is None:
+        return before
+    words, words_head = bias.stride()[:2]
+    return before._replace(
+        bias=bias, words=words, words_head=words_head, biased=biased, biased_request=biased.stride(0)
+    )
 
 
 def take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
@@ -295,7 +302,7 @@ def _attention(config, q, cache, before, out, lse, step_flags, requests, heads, 
         logits = _floats(device, requests, query_heads, config.most_slots)
     _attend[splits, heads, requests](
         q, cache, before, merged, lse, sums, tops, logits, step_flags, heads, splits, scale, *q.stride()[:2],
-        P=config, GROUP=max(tile.rows, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide,
+        P=config, GROUP=max(tile.rows, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, BIASED=before.bias is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     columns = triton.cdiv(config.padded, 64)

@@ -32,8 +32,8 @@ NOWHERE = 2**30
 def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
-    All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and the ``tokens`` of the
-    prefix, which are on the CPU. A chunk that does not start at a head's ``tokens_seen`` raises no error: the head's pages
+    All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and ``tokens`` and
+    ``biased`` of the prefix, which are on the CPU. A chunk that does not start at a head's ``tokens_seen`` raises no error: the head's pages
     stay unchanged, its outputs and log-sum-exps are NaN.
 
     Raises:
@@ -47,8 +47,7 @@ def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_score
     check_step(q, k, v, pages, rule, weights, prefix, len(chunks), "prefill_chunk")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    protected = [0] * len(chunks) if prefix is None else prefix.tokens.tolist()
-    run = _Prefill(pages, page_table, chunks, protected, rule, scale, prefix, q.shape[1] // k.shape[1])
+    run = _Prefill(pages, page_table, chunks, rule, scale, prefix, q.shape[1] // k.shape[1])
     if rule.sequential:
         config = kernel_config(pages, page_table, run.config.group, rule, options, prefix is not None)
         run.within_prefixes(q, k, v, out, lse)
@@ -66,17 +65,22 @@ def _tokens(k: torch.Tensor, v: torch.Tensor) -> tuple:
 class _Prefill:
     """Chunks of one call and the pages that they go to."""
 
-    def __init__(self, pages, table, chunks: Chunks, protected: list[int], rule, scale: float, prefix, group: int):
-        self.pages, self.table, self.chunks, self.protected = pages, table, chunks, protected
+    def __init__(self, pages, table, chunks: Chunks, rule, scale: float, prefix: Prefix | None, group: int):
+        self.pages, self.table, self.chunks = pages, table, chunks
+        self.protected = self.biased = [0] * len(chunks)
+        if prefix is not None:
+            self.protected = prefix.tokens.tolist()
+        if prefix is not None and prefix.biased is not None:
+            self.biased = prefix.biased.tolist()
         self.rule, self.scale, self.prefix, self.device = rule, scale, prefix, table.device
         self.config = kernel_config(pages, table, group, rule, {"scorer": "none"}, False)
-        self.cache, self.before = cache_of(pages, table), before_of(prefix)
+        self.cache, self.before = cache_of(pages, table), before_of(prefix)._replace(biased=None)
         self.heads = torch.arange(table.shape[1], device=table.device)
         self.right = self._right()
 
     def _once(self, what: str, make):
         """Return what all layers of a step have in common."""
-        return self.chunks.once((what, self.rule.sinks, *self.protected, self.device), make)
+        return self.chunks.once((what, self.rule.sinks, *self.protected, *self.biased, self.device), make)
 
     def _right(self) -> torch.Tensor:
         """Return 1 where a chunk starts where a head's cache ends, else 0, ``[R, H]`` int32; a tail may begin on any pages."""
@@ -93,9 +97,8 @@ class _Prefill:
             self._run(piece, scores, q, _tokens(k, v), gate_scores, keys, out, lse)
 
     def _pieces(self, within: bool = False) -> list[Piece]:
-        return [
-            Piece(parts, self.device) for parts in segments_of(self.chunks, self.rule, self.protected, within=within)
-        ]
+        segments = segments_of(self.chunks, self.rule, self.protected, self.biased, within=within)
+        return [Piece(parts, self.device) for parts in segments]
 
     def _run(self, piece: Piece, scores: Scores, q, tokens, gate_scores, keys, out, lse) -> None:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
@@ -189,14 +192,20 @@ class _Prefill:
         counts, order, tokens, positions, rows = self._once("steps", self._steps)
         positions = torch.where((self.right[order] > 0).all(1)[rows], positions, positions + NOWHERE)
         positions = positions.unsqueeze(1).repeat(1, 2)  # 16-byte alignment for every position: kernels compile once
-        table, budgets, windows, ends = self.table[order], *self._once("sizes", lambda: self._sizes(order))
+        table, budgets, windows, *ends = self.table[order], *self._once("sizes", lambda: self._sizes(order))
         draws, first = None if keys is None else keys[order], 0
-        before = self.prefix and self.prefix.table[order]
+        before = self.prefix and Prefix(self.prefix.pages, self.prefix.table[order], *ends)
         for count in counts:
             at, position = tokens[first : first + count], positions[first : first + count, 0]
-            prefix = self.prefix and Prefix(self.prefix.pages, before[:count], ends[:count])
             given = None if gate_scores is None else gate_scores[at]
-            own = position, budgets[:count], windows[:count], given, prefix, None if draws is None else draws[:count]
+            own = (
+                position,
+                budgets[:count],
+                windows[:count],
+                given,
+                before and before.of(slice(count)),
+                None if draws is None else draws[:count],
+            )
             found = out.new_empty(count, *out.shape[1:]), lse.new_empty(count, lse.shape[1])
             step = config, q[at], k[at], v[at], self.pages, table[:count], own, self.rule, weights, self.scale
             take_step(*step, *found)
@@ -204,9 +213,11 @@ class _Prefill:
             first += count
 
     def _sizes(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return budgets, windows and p of the requests in this order, on the device."""
-        numbers = self.chunks.budgets.tolist(), list(self.chunks.windows), self.protected
-        types = torch.int32, torch.int32, torch.int64
+        """Return budgets, windows, p and, if any have a bias, the biased tokens of the requests in this order, on the device."""
+        numbers = [self.chunks.budgets.tolist(), list(self.chunks.windows), self.protected]
+        types = [torch.int32, torch.int32, torch.int64]
+        if self.before.bias is not None:
+            numbers, types = [*numbers, self.biased], [*types, torch.int64]
         return tuple(send(values, self.device, dtype)[order] for values, dtype in zip(numbers, types, strict=True))
 
     def _steps(self) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ float as_float(const uint8_t* item, bool is_bf16) {
 struct Memory {
     std::vector<uint32_t> keys, values;
     std::vector<int32_t> born, gone;
-    std::vector<float> leaving, inserted;
+    std::vector<float> leaving, inserted, bias;
 
     PrefillHead allocate(int64_t tiles, int64_t words, int64_t longest, int64_t leaving_most) {
         keys.assign(size_t(tiles * words), 0);  // unwritten values must not be infinite or NaN
@@ -38,7 +38,7 @@ struct Memory {
         gone.resize(size_t(tiles * TILE_KEYS));
         leaving.resize(size_t(leaving_most));
         inserted.resize(size_t(longest));
-        return {tiles, keys.data(), values.data(), born.data(), gone.data(), leaving.data(), inserted.data()};
+        return {tiles, keys.data(), values.data(), nullptr, born.data(), gone.data(), leaving.data(), inserted.data()};
     }
 };
 
@@ -241,6 +241,11 @@ void prefix_attention(PrefillChunk& chunk, int64_t first, int64_t last, bool cau
                 const uint8_t* k = step.prefix_region(0, h, first + i) + (first + i) % step.block_slots * row;
                 pack_token(chunk.packed, work, i, k, k + step.block_slots * row, step.cache_is_bf16);
             }
+            if (step.biased(0) <= first) continue;
+            std::vector<float>& bias = memory[size_t(h)].bias;
+            bias.assign(size_t(work.tiles * TILE_KEYS), 0);
+            for (int64_t i = 0; i < std::min(keys, step.biased(0) - first); i++) bias[size_t(i)] = *step.prefix_bias(0, h, first + i);
+            work.bias = bias.data();
         }
     });
     attend_piece(chunk, kernels, {0, chunk.length}, kernels.prefill_scratch(step));

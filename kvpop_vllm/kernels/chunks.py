@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from kvpop_vllm.kernels.pages import Prefix
-
 
 def send(values: list, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Return numbers of the host on a device, which the host does not wait for."""
@@ -65,7 +63,7 @@ def one_by_one(run: Callable) -> Callable:
             cut, own = slice(first, first + count), slice(r, r + 1)
             ahead = None
             if prefix is not None and prefix.tokens[r]:
-                ahead = Prefix(prefix.pages, prefix.table[own], prefix.tokens[own])
+                ahead = prefix.of(own)
             part = run(
                 q[cut],
                 k[cut],

@@ -197,25 +197,42 @@ class Pages:
 class Prefix:
     """Protected tokens of R requests.
 
-    Token t is stored in slot ``t % N`` of block ``t // N``, for every head.
+    Token t is stored in slot ``t % N`` of block ``t // N``, for every head. The score fields of the first
+    ``biased[r]`` tokens hold a bias, in natural logarithms: queries see them with the logit ``scale * q . k + bias``.
+    A bias is any finite number. The score fields of all other tokens are not used.
 
     Attributes:
         pages: the layer's cache, indexed by block.
         table: ``[R, F]`` int32 block numbers.
         tokens: ``[R]`` int64, p of each request; 0 for a request without protected tokens.
+        biased: ``[R]`` int64, number of leading tokens that have a bias, at most p, on the device of ``tokens``; None if
+            no request has any.
     """
 
     pages: Pages
     table: torch.Tensor
     tokens: torch.Tensor
-    made: torch.Tensor | None = None
+    biased: torch.Tensor | None = None
+
+    def of(self, requests: slice) -> Prefix:
+        """Return the prefixes of these requests."""
+        biased = None if self.biased is None else self.biased[requests]
+        return Prefix(self.pages, self.table[requests], self.tokens[requests], biased)
 
     def gather(self, r: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copied keys and values ``[H, end - begin, D]`` of tokens ``[begin, end)`` of request r."""
+        return tuple(self._copied(x, r, begin, end) for x in (self.pages.k, self.pages.v))
+
+    def bias(self, r: int, end: int) -> torch.Tensor | None:
+        """Return the biases ``[H, n]`` float32 of those of the first ``end`` tokens of request r that have one, or None."""
+        count = 0 if self.biased is None else min(int(self.biased[r]), end)
+        return self._copied(self.pages.score, r, 0, count) if count else None
+
+    def _copied(self, array: torch.Tensor, r: int, begin: int, end: int) -> torch.Tensor:
+        """Return the part ``[H, end - begin, ..]`` of an array of the pages that belongs to tokens ``[begin, end)``."""
         n = self.pages.layout.block_slots
         blocks = self.table[r, begin // n : cdiv(end, n)].long()
-        cut = slice(begin % n, begin % n + end - begin)
-        return tuple(x[blocks].transpose(0, 1).flatten(1, 2)[:, cut] for x in (self.pages.k, self.pages.v))
+        return array[blocks].transpose(0, 1).flatten(1, 2)[:, begin % n : begin % n + end - begin]
 
     def write(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
         """Write ``k, v [n, H, D]`` of n tokens to slots ``slots [n]`` of blocks ``blocks [n]``, int64."""

@@ -38,7 +38,7 @@ def masked_attention(
         key: ``[H, S, D]``.
         value: ``[H, S, D]``.
         visible: ``[H, S, S]``.
-        added: ``[H, S]``, bias of each token, added to its scaled logits; None for none.
+        added: ``[H, n]``, biases that are added to the scaled logits of the first n tokens; None for none.
 
     Returns:
         ``[S, H * G * D]``.
@@ -63,7 +63,7 @@ def _masked_logits(query, key, visible, added) -> torch.Tensor:
     key, visible = (t.repeat_interleave(group, dim=0) for t in (key, visible))
     logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
     if added is not None:
-        logits = logits + added.repeat_interleave(group, dim=0).unsqueeze(1)
+        logits[..., : added.shape[1]] += added.repeat_interleave(group, dim=0).unsqueeze(1)
     return logits.masked_fill(~visible, -math.inf)
 
 

@@ -13,7 +13,10 @@ from kvpop_vllm.scorers.mlp import MLPWeights
 
 @dataclass
 class Exact:
-    """Retained tokens, raw scores, and an unstabilised mLSTM state that begins with token ``begins``."""
+    """Retained tokens, raw scores, and an unstabilised mLSTM state that begins with token ``begins``.
+
+    The logits of the first tokens get a ``bias``.
+    """
 
     rule: ops.RetentionRule
     head: int
@@ -23,6 +26,7 @@ class Exact:
     state: tuple = (0.0, 0.0)
     gone: list = field(default_factory=list)  # (k, v) of all evicted tokens
     begins: int = 0
+    bias: tuple = ()
 
     def weight(self, name):
         tensor = getattr(self.rule.scorer, name)
@@ -103,7 +107,8 @@ class Exact:
         for _, t in ranked[: max(0, surplus)]:
             self.gone.append(self.tokens.pop(t))
         keys, values = (torch.stack(rows) for rows in zip(*self.tokens.values(), strict=True))
-        logits = q @ keys.T * scale
+        bias = [float(self.bias[t]) if t < len(self.bias) else 0.0 for t in self.tokens]
+        logits = q @ keys.T * scale + torch.tensor(bias, dtype=torch.float64)
         weights = logits.softmax(-1)
         if isinstance(rule.scorer, ops.AttentionMass | ops.MomentResidual):
             for t, mass in zip(self.tokens, weights.mean(0).tolist(), strict=True):

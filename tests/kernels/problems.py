@@ -82,7 +82,8 @@ class Problem:
 
     With ``unequal``, heads have their own budgets and blocks, and requests their own windows. With
     ``protected``, request r has a prefix of ``protected[r]`` tokens, whose blocks lie in the same pool, and a
-    scorer's state begins ``replay`` tokens before its end.
+    scorer's state begins ``replay`` tokens before its end. The logits of the first ``biased[r]`` of these tokens get a
+    bias, a number for each KV head.
     """
 
     case: str = "mlstm"
@@ -101,6 +102,7 @@ class Problem:
     unequal: bool = False
     seed: int = 0
     protected: tuple[int, ...] = ()
+    biased: tuple[int, ...] = ()
     replay: int = ops.RetentionRule.replay
     length: int = 100
     prefix_blocks: torch.Tensor = field(default=None, init=False)
@@ -142,6 +144,9 @@ class Problem:
             self.prefix_table = self.prefix_blocks.view(self.requests, width)
             self.tokens = torch.tensor(self.protected)
             self.num_blocks += len(self.prefix_blocks)
+        if self.biased:
+            generator = torch.Generator().manual_seed(self.seed)
+            self.biases = [3 * torch.randn(self.heads, n, generator=generator) for n in self.biased]
         return self
 
     def inputs(self, active):
@@ -165,14 +170,23 @@ class Problem:
         return self.protected[r] if self.protected else 0
 
     def prefix(self, pages, active) -> Prefix | None:
-        return Prefix(pages, self.prefix_table[active], self.tokens[active]) if self.protected else None
+        if not self.protected:
+            return None
+        biased = torch.tensor(self.biased)[active] if self.biased else None
+        return Prefix(pages, self.prefix_table[active], self.tokens[active], biased)
+
+    def bias(self, r) -> torch.Tensor:
+        """Return the biases of request r, ``[H, n]``."""
+        return self.biases[r] if self.biased else torch.zeros(self.heads, 0)
 
     def write(self, pages, active, positions, k, v):
-        """Write the protected tokens among these into their slots."""
+        """Write the protected tokens among these into their slots, with their biases."""
         for i, (r, t) in enumerate(zip(active, positions, strict=True)):
             if 0 <= t < self.protects(r):
                 at = self.prefix_table[r, [t // self.slots]].long(), torch.tensor([t % self.slots])
                 self.prefix(pages, [r]).write(k[i : i + 1], v[i : i + 1], *at)
+                if t < self.bias(r).shape[1]:
+                    pages.score[at[0], :, at[1]] = self.bias(r)[:, t]
 
     def begin(self, pages, active, impl):
         """Build the scorer's states behind the prefixes of these requests."""
@@ -183,7 +197,8 @@ class Problem:
         protects, own = self.protects(r), replace(self.rule, window=int(self.windows[r]))
         sinks = protects or own.sinks
         budget = int(self.budgets[r, h]) - own.sinks + sinks
-        return Exact(replace(own, sinks=sinks), h, budget, begins=max(0, protects - own.replay))
+        begins, bias = max(0, protects - own.replay), tuple(self.bias(r)[h].tolist())
+        return Exact(replace(own, sinks=sinks), h, budget, begins=begins, bias=bias)
 
     def exact_step(self, loops, active, positions, q, k, v):
         """Advance ``loops[r][h]`` by one token of each active request.
@@ -217,7 +232,7 @@ class Problem:
     def lse(self, held, r=0) -> torch.Tensor:
         """Return log-sum-exps ``[L, Hq]`` of a request in float32 over the tokens ``held [H, L, L]``."""
         q, k, _ = (x[r].transpose(0, 1).float() for x in self.texts)
-        return masked_lse(q, k, held)
+        return masked_lse(q, k, held, self.bias(r) if self.biased else None)
 
     def run(self, pages, active, positions, q, k, v, impl):
         """Run a decode step; protected tokens are written first, and tails begin where they are due."""

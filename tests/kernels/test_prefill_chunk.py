@@ -71,13 +71,42 @@ def test_equals_the_rule_however_it_is_cut(case, protect, roles, impl):
             check_exact(p, exact, eager(case, protect, roles=roles), serve(p, chunks, impl))
 
 
+BIASED = [
+    *(
+        (case, 17, 9)
+        for case in ("none", "mass-newest", "moment-corrected", "gate_scores-threshold-corrected", "mlstm")
+    ),
+    *(("mass-mean", protect, count) for protect, count in ((1, 1), (16, 16), (17, 17), (20, 3), (32, 17))),
+    ("none", 32, 32),
+]
+"""Case, number of protected tokens and number of the first of these that have a bias."""
+
+
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("protect", [0, 1, 16, 32])
+@pytest.mark.parametrize("case, protect, count", BIASED)
+def test_biases_count_however_a_request_is_cut(case, protect, count, impl):
+    """Outputs, log-sum-exps, attention masses and what they retain follow from biased logits; all other scores are NaN."""
+    biased = dict(biased=(count,), group=3)
+    p, (exact,) = decided(case, protect, **biased)
+    for name, chunks in cuts(protect).items():
+        if impl in ISAS or name in ("crosses", "last-of-one"):
+            check_exact(p, exact, eager(case, protect, **biased), serve(p, chunks, impl))
+
+
+def test_biases_change_what_attention_retains():
+    """The test above would not pass without them."""
+    runs = [problem("mass-newest", 17, biased=biased).exact_run() for biased in ((), (9,))]
+    assert not torch.equal(runs[0].held, runs[1].held)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("protect, biased", [(0, ()), (1, ()), (16, ()), (32, ()), (32, (20,))])
 @pytest.mark.parametrize(
     "case", ["none", "mass-mean", "gate_scores-threshold", "linear", "mlstm", "mlstm-corrected", "moment"]
 )
-def test_bfloat16(case, protect, impl):
-    (p, (exact,)), budget = decided(case, protect, dtype=BF16), eager(case, protect, dtype=BF16)
+def test_bfloat16(case, protect, biased, impl):
+    options = dict(dtype=BF16, biased=biased)
+    (p, (exact,)), budget = decided(case, protect, **options), eager(case, protect, **options)
     for name in ["crosses"] if impl == "reference" else cuts(protect):
         check_exact(p, exact, budget, serve(p, cuts(protect)[name], impl))
 
@@ -100,11 +129,12 @@ def test_the_reference_runs_no_other_implementation(monkeypatch):
     size=st.sampled_from([16, 32, 48, 80, 256]),
     step=st.sampled_from([1, 1, 3, 7]),
     protect=st.sampled_from([0, 0, 5, 70]),
+    biased=st.sampled_from([0, 3, 50, 70]),
     impl=st.sampled_from(IMPLS),
     seed=st.integers(0, 10_000),
 )
-def test_any_cut_any_shape(case, chunks, protect, impl, **shape):
-    p = problem(case, protect, **shape)
+def test_any_cut_any_shape(case, chunks, protect, biased, impl, **shape):
+    p = problem(case, protect, biased=(min(biased, protect),), **shape)
     noise = MASS_NOISE if p.rule.coupled else SCORE_NOISE
     assume(SOME_CASES[case][0] is None or p.exact_run().margin > 10 * noise)
     check_same(serve(p, chunks, impl), serve(p, DECODE))
@@ -135,6 +165,16 @@ def test_pieces_longer_than_one(case, roles, length, chunks, impl):
 )
 def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype, protect):
     shape = dict(size=size, group=group, dtype=BF16, q_dtype=q_dtype, length=500)
+    check_roundings_of(isa, [300, 200], protect, roles=(4, 32, 200), **shape)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "size, group, q_dtype, protect, biased",
+    [(128, 4, BF16, 200, 200), (96, 3, BF16, 333, 130), (80, 2, torch.float32, 200, 1), (64, 7, BF16, 97, 64)],
+)
+def test_bfloat16_with_biases_is_within_its_roundings(isa, size, group, q_dtype, protect, biased):
+    shape = dict(size=size, group=group, dtype=BF16, q_dtype=q_dtype, length=500, biased=(biased,))
     check_roundings_of(isa, [300, 200], protect, roles=(4, 32, 200), **shape)
 
 
@@ -195,12 +235,13 @@ TOGETHER = [{0: 26, 1: 40, 2: 7, 3: 30}, {0: 1, 2: 30, 3: 9}, {0: 40, 1: 27, 2: 
     "case",
     ["mlstm-norm-skip", "mlstm-norm-skip, small", "mlstm-immediate", "gate_scores-ages, small", "draws", "mass-mean"],
 )
-def test_requests_are_prefilled_together(case, impl, request):
+@pytest.mark.parametrize("biased", [(), (0, 11, 0, 35)], ids=["plain", "biased"])
+def test_requests_are_prefilled_together(biased, case, impl, request):
     """Chunks of requests with their own prefixes, budgets by head and windows equal the decode steps of each."""
     kind, _, size = case.partition(", ")
     if size and impl == "triton":
         request.getfixturevalue("small")
-    options = dict(roles=(2, 5, 20), unequal=True, length=67, replay=9, seed=3)
+    options = dict(roles=(2, 5, 20), unequal=True, length=67, replay=9, seed=3, biased=biased)
     p = problem("none" if kind == "draws" else kind, 0, 18, 5, 35, **options)
     if kind == "draws":
         p.rule, p.seeds = replace(p.rule, scorer=ops.RandomDraw(head_lanes(1, slice(None), 2))), torch.arange(4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.problems import decided, problem
-from kernels.served import IMPLS, INTERPRETED, Pool, check_roundings, check_same, serve
+from kernels.served import IMPLS, INTERPRETED, ISAS, Pool, check_roundings, check_same, serve
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
@@ -13,15 +13,16 @@ from kvpop_vllm.kernels.pages import Prefix
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("biased", [(), (0, 1, 9, 32, 0)], ids=["plain", "biased"])
 @pytest.mark.parametrize(
     "case", ["none", "mass-mean", "moment-corrected", "gate_scores-threshold", "mlstm", "mlstm-short"]
 )
-def test_several_requests_in_one_step(case, impl):
-    """Requests without a prefix, at its end, below it and behind it are right in one step.
+def test_several_requests_in_one_step(case, biased, impl):
+    """Requests without a prefix, at its end, below it and behind it are right in one step, with a bias and without.
 
     Each gives the same as alone, to the bit.
     """
-    p, exact = decided(case, 0, 1, 17, 32, 21)
+    p, exact = decided(case, 0, 1, 17, 32, 21, biased=biased)
     together, alone, requests = Pool(p), Pool(p), range(5)
     for pool in (together, alone):
         for r, start in enumerate((3, 1, 17, 20, 35)):
@@ -36,6 +37,33 @@ def test_several_requests_in_one_step(case, impl):
             check_roundings(p.dtype, out[r], exact[r].out[t], exact[r].magnitude[t])
     assert torch.equal(together.pages.raw, alone.pages.raw)
     assert (together.pages.raw[p.foreign()] == 255).all() and (together.pages.raw[0] == 255).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("chunks", [[0], [40], [11, 3, 0, 20]], ids=str)
+def test_any_finite_bias_counts(chunks, impl):
+    """Tokens of the least bias are not seen beside others, and equal where there are no others."""
+    least, p = torch.finfo(torch.float32).min, problem("none", 21, biased=(19,), group=3)
+    p.biases = [
+        torch.tensor([[least, least, least, 0.0, -1e30, -500.0, 30.0], [least, 3.0, -1e4, least, 0.5, 40.0, 1e5]])
+    ]
+    p.biases[0] = torch.cat([p.biases[0], torch.full((2, 12), least)], 1)
+    exact, found = p.exact_run(), serve(p, chunks, impl)
+    check_roundings(p.dtype, found.out, exact.out, exact.magnitude)
+    usual = exact.lse.abs() < 1e3
+    torch.testing.assert_close(found.lse[usual].double(), exact.lse[usual], rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        found.lse[~usual].double(), exact.lse[~usual], rtol=1e-6 if impl in ISAS else 0.5, atol=0
+    )
+
+
+@pytest.mark.parametrize("impl", ISAS)
+@pytest.mark.parametrize("chunks", [[100], [90, 30]], ids=str)
+def test_a_prefix_is_attended_to_in_pieces(chunks, impl, monkeypatch):
+    """In some pieces of a prefix all tokens have a bias, in one some, in others none."""
+    monkeypatch.setattr("kvpop_vllm.kernels.cpp.prefill_chunk.PIECE", 20)
+    p = problem("mlstm", 97, biased=(53,), length=120)
+    check_same(serve(p, chunks, impl), serve(p, [0]))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -114,7 +142,7 @@ def test_bad_prefixes_are_refused_before_anything_is_written():
 
     far = blocks.clone()
     far[0, 1] = len(before)
-    for table, tokens, error, message in (
+    for table, tokens, error, message, *biased in (
         (blocks[:, :1], right, IndexError, "its prefix table has 1 entries, 2 are needed"),
         (far, right, IndexError, f"prefix block {len(before)} is not one of"),
         (torch.full_like(blocks, -1), right, IndexError, "prefix block -1 is not one of"),
@@ -124,8 +152,12 @@ def test_bad_prefixes_are_refused_before_anything_is_written():
         (blocks.long(), right, (TypeError, ValueError), "prefix table"),
         (blocks, right.int(), (TypeError, ValueError), "prefix tokens"),
         (blocks, torch.tensor([17, 17]), ValueError, "prefix tokens"),
+        (blocks, right, ValueError, "-1 tokens of a prefix of 17 cannot have a bias", torch.tensor([-1])),
+        (blocks, right, ValueError, "18 tokens of a prefix of 17 cannot have a bias", torch.tensor([18])),
+        (blocks, right, (TypeError, ValueError), "prefix biases", right.int()),
+        (blocks, right, ValueError, "prefix biases", torch.tensor([17, 17])),
     ):
-        prefix = Prefix(pool.pages, table, tokens)
+        prefix = Prefix(pool.pages, table, tokens, *biased)
         with pytest.raises(error, match=message):
             step(prefix)
         if int(tokens.max()) == 17 and table.dim() == 2 and table.dtype is torch.int32:
@@ -155,8 +187,8 @@ def test_attention_that_would_overrun_a_prefix_is_refused():
     p = problem("none", 40)
     q, raw, table = torch.zeros(4, 4, 32), Pool(p).pages.raw, p.prefix_table[0]
 
-    def attend(q=q, raw=raw, table=table, first=0, last=40, causal=False, slots=16):
-        return _C.prefix_attention(q, raw, slots, table, first, last, causal, False, 1.0)
+    def attend(q=q, raw=raw, table=table, first=0, last=40, biased=0, causal=False, slots=16):
+        return _C.prefix_attention(q, raw, slots, table, first, last, biased, causal, False, 1.0)
 
     attend()
     for options, error in (
@@ -164,6 +196,8 @@ def test_attention_that_would_overrun_a_prefix_is_refused():
         ({"first": 40}, ValueError),
         ({"first": -1}, ValueError),
         ({"causal": True}, ValueError),
+        ({"biased": 41}, ValueError),
+        ({"biased": -1}, ValueError),
         ({"table": table + 100}, IndexError),
         ({"table": -table - 1}, IndexError),
         ({"table": table.long()}, TypeError),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = {80: 163 * 1024, 90: 227 * 1024}
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that a block may have, in bytes, by compute capability."""
 
 
@@ -38,17 +38,27 @@ def test_every_kernel_compiles(compiled):
     ]
     written = {kernel for kernels in launched for kernel in kernels}
     assert len(written) == 10 + 8 + 8
-    found = {(row["arch"], row["dtype"], row["size"]): set() for row in compiled["rows"]}
-    for row in compiled["rows"]:
+    rows = [row for row in compiled["rows"] if row["op"] != "biased"]
+    found = {(row["arch"], row["dtype"], row["size"]): set() for row in rows}
+    for row in rows:
         found[row["arch"], row["dtype"], row["size"]].add(row["kernel"])
     assert found.keys() == {(90, "bfloat16", 128), (80, "float32", 128), (90, "float16", 64)}
     assert found[90, "bfloat16", 128] == found[80, "float32", 128] == written
     assert found[90, "float16", 64] == {"_project", "_cells", "_evict_and_insert", "_attend"}, "of an mLSTM"
 
 
+def test_attention_with_biases_compiles(compiled):
+    """It compiles for three generations of GPUs, and decoding with attention masses and without."""
+    rows = [row for row in compiled["rows"] if row["op"] == "biased"]
+    found = {(row["arch"], row["dtype"], row["kernel"], row["scorer"]) for row in rows}
+    kinds = ("_attend", "stored"), ("_attend", "mlstm"), ("_attend_keys", "any")
+    targets = (80, "float32"), (90, "bfloat16"), (90, "float16"), (100, "bfloat16")
+    assert found == {(*target, *kind) for target in targets for kind in kinds}
+
+
 @pytest.mark.parametrize(
     "op, stack, programs",
-    [("training", 512, 1), ("decode_step", 64, 2), ("prefix", 64, 2), ("prefill_chunk", 64, 1)],
+    [("training", 512, 1), ("decode_step", 64, 2), ("prefix", 64, 2), ("biased", 64, 1), ("prefill_chunk", 64, 1)],
 )
 def test_kernels_fit_a_multiprocessor(compiled, op, stack, programs):
     """Shared memory holds ``programs`` of each kernel, and little is spilled with 255 registers."""
@@ -65,6 +75,7 @@ def test_loads_of_attention_overlap_its_products(compiled):
     assert found == {
         *(("_attend", op, arch) for op in ("decode_step", "prefix") for arch in (80, 90)),
         *(("_attend_keys", op, arch) for op in ("prefill_chunk", "training") for arch in (80, 90)),
+        *((kernel, "biased", arch) for kernel in ("_attend", "_attend_keys") for arch in (80, 90, 100)),
     }
     assert [row for row in rows if not row["waits"] or min(row["waits"]) == 0] == []
 
@@ -83,6 +94,7 @@ def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
     assert {(step["op"], step["case"]) for step in compiled["steps"]} == {
         *(("decode_step", case) for case in most),
         *(("prefix", case) for case in most if case != "mlstm"),
+        *(("biased", case) for case in most if case != "mlstm-corrected"),
     }
     for step in compiled["steps"]:
         padding, tokens = step["found"]
@@ -102,9 +114,10 @@ def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(c
     """As many tokens of five requests take what those of one take, but for a sort of candidates by request."""
     found, most = {}, {"mlstm": (31, 190), "mlp": (27, 65), "gate_scores-ages": (7, 30), "mass-mean": (9, 90)}
     for chunk in compiled["chunks"]:
-        found.setdefault((chunk["case"], chunk["protected"]), {}).setdefault(chunk["requests"], chunk["layers"])
-    assert len(found) == 6
-    for (case, _), layers in found.items():
+        about = chunk["case"], chunk["protected"], chunk["biased"]
+        found.setdefault(about, {}).setdefault(chunk["requests"], chunk["layers"])
+    assert len(found) == 8
+    for (case, *_), layers in found.items():
         for one, five in zip(layers[1], layers[5], strict=True):
             assert five["launches"] == one["launches"], case
             assert abs(len(five["ops"]) - len(one["ops"])) <= 12, case

@@ -38,6 +38,9 @@ SHAPES = {
     "mean mass, across": ("mass-mean", [16, 5, 2], 18, dict(length=23, roles=SHORT, heads=1)),
     "threshold, from its end on": ("gate_scores-threshold-corrected", [18, 5], 18, dict(length=23, heads=1)),
     "whole blocks": ("gate_scores", [20, 20], 32, dict(roles=SHORT)),
+    "biases, within a prefix and beyond": ("none", [5, 17, 3, 15], 18, dict(group=3, size=80, biased=(18,))),
+    "biases of some, float16": ("linear", [30, 10], 18, dict(dtype=F16, size=64, biased=(7,))),
+    "biases, mean mass": ("mass-mean", [16, 5, 2], 18, dict(length=23, roles=SHORT, biased=(17,))),
 }
 """Case, chunks, number of protected tokens, and options of the problem."""
 TURNS = "mlstm", "mlstm-immediate", "gate_scores-ages"

@@ -14,6 +14,8 @@ from kvpop_vllm.kernels import ops
 
 F16 = torch.float16
 
+BIASED = 0, 0, 9, 16, 3
+"""Numbers of tokens that have a bias, of the requests of :meth:`TestDecodeStep.test_holds_what_the_definition_holds`."""
 SERVED = {
     "recency, unequal heads, no sinks, window 1": dict(case="none", group=1, sinks=0, window=1, heads=2, unequal=True),
     "key norm": dict(case="key-norm", group=4, size=64, dtype=F16),
@@ -37,6 +39,13 @@ SERVED = {
     "unequal heads, k from 0 on, corrected": dict(
         case="none-corrected", heads=2, unequal=True, topk=3, sinks=0, window=1
     ),
+    "biases, two heads of 80": dict(case="none", heads=2, group=3, size=80, biased=BIASED),
+    "biases, float16": dict(case="key-norm", group=4, size=64, dtype=F16, biased=BIASED),
+    "biases, mean mass": dict(case="mass-mean", heads=2, biased=BIASED),
+    "biases, newest mass, queries wider than the cache": dict(
+        case="mass-newest", dtype=F16, q_dtype=torch.float32, biased=BIASED
+    ),
+    "biases, moments": dict(case="moment-corrected", biased=BIASED),
 }
 
 
@@ -85,7 +94,8 @@ class TestDecodeStep:
 
         monkeypatch.setattr(module, "LONGEST_WALK", longest)
         monkeypatch.setattr(module, "_processors", lambda device: 1)
-        check(problem(case="none", protected=(70, 0, 16)), (74, 8, 20), 1)
+        for biased in ((), (50, 0, 16)):
+            check(problem(case="none", protected=(70, 0, 16), biased=biased), (74, 8, 20), 1)
 
     def test_a_tail_whatever_lies_there(self, cut):
         """A tail begun again on used pages gives the same as on pages of 0xFF, without its earlier tokens."""
@@ -169,6 +179,7 @@ class TestDecodeStep:
             {"table": right.table[0]},
             {"table": right.table[:1]},
             {"tokens": right.tokens[:1]},
+            {"biased": right.tokens[:1]},
             {"pages": problem(case="none", size=64).layout.view(torch.empty(1, 1, 16 * 520, dtype=torch.uint8))},
         ):
             rest = dict(rule=p.rule, scale=p.scale, prefix=replace(right, **changes), impl="triton")

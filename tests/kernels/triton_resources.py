@@ -3,8 +3,8 @@
 The process compiles the kernels through their own launches. ``python tests/kernels/triton_resources.py``
 prints registers, bytes of stack and of shared memory, whether products and sums may be fused, and the waits for
 loads within loops, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints
-one op alone (of prefill its own kernels only; ``prefix`` is a decode step behind a protected prefix), ``--json
-few`` what tests look at. For a decode step and a prefill it also records launches and the torch ops that ran, and for these and
+one op alone (of prefill its own kernels only; ``prefix`` is a decode step behind a protected prefix, ``biased`` are
+attention's kernels behind a prefix with biases, for sm_100 too), ``--json few`` what tests look at. For a decode step and a prefill it also records launches and the torch ops that ran, and for these and
 the beginning of a tail the reads of a tensor's values.
 """
 
@@ -39,12 +39,14 @@ STEPS = "mlstm-corrected", "moment"
 ALL = dict.fromkeys(itertools.product((90, 80), DTYPES, (64, 128)), STEPS)
 FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16", 64): ("mlstm",)}
 """Cases of decode steps by GPU, dtype and head size."""
+BIASED = dict.fromkeys(((100, "bfloat16", 128), *FEW), ("moment", "mlstm"))
+"""Cases behind prefixes with biases."""
 CHUNKS = {"mlstm": 500, "gate_scores-ages": 500, "mlp": 500, "mass-mean": 3}
 """Number of tokens of the prefill chunks of a step by case, or of each chunk if they are processed one by one."""
 BEHIND = "mlstm", "mass-mean"
 """Cases that are also prefilled behind a prefix of :data:`PREFIX` tokens."""
 PREFIX = 200
-OPS = "decode_step", "prefix", "prefill_chunk", "training"
+OPS = "decode_step", "prefix", "biased", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 OWN = "online_topk", "_prefill_attend", "_prefill_scores", "_prefill_slots"
@@ -67,6 +69,8 @@ def compile_only(self, *args, grid, warmup, **options):
     """
     launches.append((self.fn.__name__, grid))
     if op == "prefill_chunk" and self.fn.__module__.rpartition(".")[2] not in OWN:
+        return
+    if op == "biased" and self.fn.__name__ not in ("_attend", "_attend_keys"):
         return
     if op == "training":  # all variants, by their hashes
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
@@ -126,8 +130,9 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
     found, gate_scores = [], given_scores(p.rule, k)
     for start in (-1, 8):
         positions, prefix = torch.full((3,), start), None
-        if op == "prefix":
-            prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), torch.tensor([0, 2 * start, 2500]))
+        if op in ("prefix", "biased"):
+            ends = torch.tensor([0, 2 * start, 2500])
+            prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), ends, ends if op == "biased" else None)
         launches.clear()
         own = dict(rule=p.rule, scale=p.scale, gate_scores=gate_scores, prefix=prefix, windows=p.windows)
         with noted_reads() as reads, Asked() as asked:
@@ -179,7 +184,7 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
     """Prefill chunks of some requests behind 8 tokens, and ``protected`` ones, in two layers of one step.
 
     Returns:
-        The case, its requests and protected tokens, the kernels and ops of each layer, and the names of the reads of
+        The case, its requests and protected tokens, whether these have a bias, the kernels and ops of each layer, and the names of the reads of
         tensors.
     """
     from kvpop_vllm.kernels.triton.prefill_chunk import prefill_chunk
@@ -191,7 +196,8 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
     pages = poisoned_pages(p.layout, p.num_blocks)
     tokens = torch.full((requests,), protected)
     if protected:
-        prefix = Prefix(pages, torch.zeros(requests, 4, dtype=torch.int32), tokens)
+        biased = tokens if op == "biased" else None
+        prefix = Prefix(pages, torch.zeros(requests, 4, dtype=torch.int32), tokens, biased)
     q, k, v = (x.repeat(count, 1, 1) for x in p.inputs(range(requests)))
     chunks = Chunks([start] * requests, [count] * requests, p.budgets, [2] * requests)
     own, layers = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix), []
@@ -201,7 +207,8 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
             with Asked() as asked:
                 prefill_chunk(q, k, v, pages, p.table, chunks, **own)
             layers.append({"launches": [name for name, _ in launches], "ops": [name for name, _ in asked.ops]})
-    return {"case": case, "requests": requests, "protected": protected, "layers": layers, "reads": found}
+    about = {"case": case, "requests": requests, "protected": protected, "biased": op == "biased"}
+    return about | {"layers": layers, "reads": found}
 
 
 def train(dtype: torch.dtype, size: int, length: int) -> None:
@@ -237,9 +244,19 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
             notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in BEHIND]
         notes["begun"].append([begin(steps[0], DTYPES[dtype], size, requests) for requests in (2, 5)])
     else:
+        if op == "biased":
+            for requests in (1, 5):
+                notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in BEHIND]
         notes["steps"] += [{"op": op, "case": case, "found": serve(case, DTYPES[dtype], size)} for case in steps]
     about = {"op": op, "arch": arch, "dtype": dtype, "size": size}
     return [about | {"kernel": n, "scorer": s} | resources(kernel) for (n, s), kernel in compiled.items()]
+
+
+def cases_of(wanted: str | None) -> dict:
+    """Return the cases of the current op, by GPU, dtype and head size."""
+    if op == "biased":
+        return BIASED
+    return FEW if wanted == "few" else ALL
 
 
 def main():
@@ -252,8 +269,8 @@ def main():
     JITFunction.run = compile_only
     found = {"rows": [], "steps": [], "chunks": [], "begun": []}
     for op in [options.op] if options.op else OPS:  # noqa: B007  (read by compile_only, as arch by Target)
-        for (arch, dtype, size), steps in (FEW if options.json == "few" else ALL).items():  # noqa: B007
-            if options.json == "few" and op != "decode_step" and size == 64:
+        for (arch, dtype, size), steps in cases_of(options.json).items():  # noqa: B007
+            if options.json == "few" and op not in ("decode_step", "biased") and size == 64:
                 continue
             rows = rows_of(dtype, size, steps, found)
             found["rows"] += rows

@@ -70,6 +70,8 @@ struct Tile {
     const T *k, *v;
     const T *next_k, *next_v;  // the next tile, prefetched while this one is computed
     int slots;
+    int biased;         // leading slots whose logits get a bias
+    const float* bias;  // read only if there are any
 };
 
 template <int GT, bool MASKED, class T>
@@ -119,6 +121,15 @@ KVPOP_INLINE void tile_logits(const T* k, const RowShape<T>& shape, const Softma
             for (int g = 0; g < GT; g++) quads[g][part] = sums_of_four(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
         }
         for (int g = 0; g < GT; g++) store(&logits[g][slot], s.scale * join_quads(quads[g]));
+    }
+}
+
+// Adds the biases of slots [0, n) to their logits. What lies behind them in the block is not used.
+template <int GT>
+KVPOP_INLINE void add_bias(const float* bias, int n, float (&logits)[GT][TILE]) {
+    for (int slot = 0; slot < n; slot += VL) {
+        const vf own = lanes() + slot < n ? load(bias + slot) : vf{};
+        for (int g = 0; g < GT; g++) store(&logits[g][slot], load(&logits[g][slot]) + own);
     }
 }
 
@@ -217,6 +228,7 @@ void attend_tile(const Tile<T>& tile, const RowShape<T>& shape, const Softmax& s
     alignas(64) float weight[GT][TILE];
     float factor[GT];
     tile_logits<A, GT>(tile.k, shape, s, n, reinterpret_cast<const uint8_t*>(tile.next_k), weight);
+    if (tile.biased > 0) add_bias<GT>(tile.bias, tile.biased, weight);
     for (int g = 0; g < GT && s.logits; g++) __builtin_memcpy(s.logits + g * s.logits_row, weight[g], size_t(n) * 4);
     tile_softmax<GT>(weight, n, s, factor);
     int64_t step = 0;
@@ -293,7 +305,7 @@ void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t
     const int64_t next_r = (r + 1) % a.requests, next_h = h + (r + 1) / a.requests;
     const int64_t searched = fetch_next && next_h < a.heads && a.searches(next_r, next_h) ? a.in_use(next_r, next_h) : 0;
     const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
-    const int64_t prefix = a.prefix_seen(r);
+    const int64_t prefix = a.prefix_seen(r), biases = a.biased(r) < prefix ? a.biased(r) : prefix;
     for (int64_t slot = begin; slot < end;) {
         if (slot % a.block_slots == 0 && slot < searched) prefetch_scores(a, next_r, next_h, slot);
         const bool protects = slot < prefix;
@@ -301,9 +313,11 @@ void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t
         const int64_t n = tile_slots(a, slot - base, (protects && prefix < end ? prefix : end) - base);
         const T* k = seen_row<T>(a, r, h, slot, prefix);
         float* own = logits && !protects ? logits + slot - prefix : nullptr;
+        const int64_t biased = biases - slot < n ? biases - slot : n;
+        const float* bias = biased > 0 ? a.prefix_bias(r, h, slot) : nullptr;
         slot += n;
         const T* next = slot < end ? seen_row<T>(a, r, h, slot, prefix) : k;
-        const Tile<T> tile{k, k + to_v, next, next + to_v, int(n)};
+        const Tile<T> tile{k, k + to_v, next, next + to_v, int(n), int(biased > 0 ? biased : 0), bias};
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t g = a.group * pass / passes, last = a.group * (pass + 1) / passes;
             const int64_t row = g * shape.floats;

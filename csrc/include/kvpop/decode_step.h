@@ -101,6 +101,8 @@ struct DecodeStep {
     int64_t prefix_table_stride[2];
     const int64_t* prefix_tokens;  // [R]
     int64_t prefix_tokens_stride;
+    const int64_t* prefix_biased;  // [R], leading tokens of each prefix whose logits get a bias; null: none
+    int64_t prefix_biased_stride;
     const int64_t* positions;
     int64_t positions_stride;
     const int32_t* budgets;
@@ -127,9 +129,10 @@ struct DecodeStep {
     bool sequential() const { return corrects || scorer.coupled() || scorer.bounded; }
     uint64_t draw_key(int64_t r, int64_t h) const { return uint64_t(keys[r * keys_stride[0] + h * keys_stride[1]]); }
     float given_score(int64_t r, int64_t h) const { return given ? given[r * given_stride[0] + h * given_stride[1]] : 0; }
-    // prefix: protected tokens of a request. prefix_seen: those that its token sees. in_prefix: its token
-    // is protected.
+    // prefix: protected tokens of a request. biased: the first of them whose score fields hold a bias.
+    // prefix_seen: those that its token sees. in_prefix: its token is protected.
     int64_t prefix(int64_t r) const { return prefix_raw ? prefix_tokens[r * prefix_tokens_stride] : 0; }
+    int64_t biased(int64_t r) const { return prefix_biased ? prefix_biased[r * prefix_biased_stride] : 0; }
     int64_t prefix_seen(int64_t r) const { return position(r) < prefix(r) ? position(r) + 1 : prefix(r); }
     bool in_prefix(int64_t r) const { return position(r) < prefix(r); }
     int64_t window(int64_t r) const { return windows ? windows[r * windows_stride] : roles.window; }
@@ -170,6 +173,11 @@ struct DecodeStep {
     const uint8_t* prefix_region(int64_t r, int64_t h, int64_t token) const {
         const int64_t block = prefix_table[r * prefix_table_stride[0] + token / block_slots * prefix_table_stride[1]];
         return prefix_raw + block * prefix_block_stride_bytes + h * prefix_head_stride_bytes;
+    }
+    // Bias of a token's logit, the score field of its slot. Those of the tokens behind it in the block follow.
+    const float* prefix_bias(int64_t r, int64_t h, int64_t token) const {
+        const uint8_t* scores = prefix_region(r, h, token) + 2 * block_slots * size * item_bytes();
+        return reinterpret_cast<const float*>(scores) + token % block_slots;
     }
     int64_t position(int64_t r) const { return positions[r * positions_stride]; }
     // True if the step searches for a victim.

@@ -102,10 +102,10 @@ KVPOP_INLINE void store_weights(uint32_t* out, const vf* p, W) {
 #endif
 
 // Converts the logits of a tile to weights under the new maxima, row by row. factor[row] scales what was
-// accumulated before.
-template <class W>
+// accumulated before. bias: per key, read only if BIASED.
+template <class W, bool BIASED>
 KVPOP_INLINE void tile_weights(const float* logits, uint32_t* weights, int64_t queries, int64_t group, int32_t first,
-                               const int32_t* born, const int32_t* gone, bool all, float scale, float* maximum,
+                               const int32_t* born, const int32_t* gone, const float* bias, bool all, float scale, float* maximum,
                                float* total, float* factor) {
     constexpr int64_t VECTORS = TILE_KEYS / VL;
     const vf none = splat(-__builtin_inff());
@@ -115,6 +115,7 @@ KVPOP_INLINE void tile_weights(const float* logits, uint32_t* weights, int64_t q
             vf p[VECTORS], top = none, sums{};
             for (int64_t j = 0; j < VECTORS; j++) {
                 p[j] = scale * load(logits + row * TILE_KEYS + j * VL);
+                if (BIASED) p[j] += load(bias + j * VL);
                 if (!all) {
                     const vi seen = (load_as<vi>(born + j * VL) <= at) & (load_as<vi>(gone + j * VL) > at);
                     p[j] = seen ? p[j] : none;
@@ -166,7 +167,7 @@ void prefill_attend_of(const PrefillChunk& chunk, const Piece& piece, int64_t h,
     uint32_t* weights = reinterpret_cast<uint32_t*>(pieces.take(most * TILE_KEYS));
     float *maximum = pieces.take(most), *total = pieces.take(most), *factor = pieces.take(most);
     load_queries<W>(a, at, queries, h, q);
-    for (int64_t i = 0; i < rows; i++) maximum[i] = -1e30f, total[i] = 0;
+    for (int64_t i = 0; i < rows; i++) maximum[i] = -__FLT_MAX__, total[i] = 0;
     for (int64_t i = 0; i < rows * a.size; i++) acc[i] = 0;
     const int64_t tiles = work.tiles, words = a.size / W::PER;
     for (int64_t t = 0; t < tiles; t++) {
@@ -175,8 +176,9 @@ void prefill_attend_of(const PrefillChunk& chunk, const Piece& piece, int64_t h,
         if (!sight.any) continue;
         const uint32_t *k = work.keys + t * TILE_KEYS * words, *v = work.values + t * TILE_KEYS * words;
         gemm<W>({q, words, k, TILE_KEYS, words, logits, TILE_KEYS, nullptr}, rows, TILE_KEYS);
-        tile_weights<W>(logits, weights, queries, a.group, int32_t(first), born, gone, sight.all, a.scale, maximum, total,
-                        factor);
+        const float* bias = work.bias ? work.bias + t * TILE_KEYS : nullptr;
+        (bias ? tile_weights<W, true> : tile_weights<W, false>)(logits, weights, queries, a.group, int32_t(first), born, gone,
+                                                                bias, sight.all, a.scale, maximum, total, factor);
         gemm<W>({weights, TILE_KEYS / W::PER, v, a.size, TILE_KEYS / W::PER, acc, a.size, factor}, rows, a.size);
     }
     for (int64_t i = 0; i < rows; i++) {

@@ -26,6 +26,7 @@ struct PackedTiles {
 struct PrefillHead {
     int64_t tiles;
     uint32_t *keys, *values;  // packed tiles
+    const float* bias;        // per key, added to its logits; null: none
     int32_t *born, *gone;     // per key, relative to the piece's first token: visible while born <= i < gone
     float* leaving;           // raw scores of the tokens leaving the window in the piece, in order
     float* inserted;          // raw scores of the piece's tokens, for scorers that score at insertion

@@ -222,7 +222,7 @@ inline int64_t retain(const DecodeStep& a, int64_t r, int64_t h, float* scratch)
     return a.cache_is_bf16 ? retain_alone<bf16>(a, r, h, scratch) : retain_alone<float>(a, r, h, scratch);
 }
 
-// Builds the state of request r's head from the last `replay` tokens of its prefix.
+// Builds the state of request r's head from the last `replay` tokens of its prefix, slots of cartridges left out.
 template <class T>
 void begin_tail_of(const DecodeStep& a, int64_t r, int64_t h, int64_t replay, float* scratch) {
     Pieces pieces{scratch};
@@ -231,7 +231,7 @@ void begin_tail_of(const DecodeStep& a, int64_t r, int64_t h, int64_t replay, fl
     const State state{a, r, h};
     const int64_t end = a.prefix(r), to_v = a.block_slots * a.size;
     if (end) state.reset();
-    for (int64_t t = end > replay ? end - replay : 0; t < end; t += BATCH) {
+    for (int64_t t = end - replay > a.biased(r) ? end - replay : a.biased(r); t < end; t += BATCH) {
         const int64_t count = t + BATCH < end ? BATCH : end - t;
         for (int64_t i = 0; i < count; i++) {
             const T* key = seen_row<T>(a, r, h, t + i, end);

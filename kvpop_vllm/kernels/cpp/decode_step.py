@@ -37,9 +37,9 @@ def check_dtype(k: torch.Tensor, pages) -> None:
         raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype}")
 
 
-def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor | None, ...] | None:
     """Return the tensors of a prefix in the extension's form."""
-    return None if prefix is None else (prefix.pages.raw, prefix.table, prefix.tokens)
+    return None if prefix is None else (prefix.pages.raw, prefix.table, prefix.tokens, prefix.biased)
 
 
 def decode_step(

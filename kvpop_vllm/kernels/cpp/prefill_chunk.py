@@ -64,5 +64,5 @@ def _attend(q: torch.Tensor, prefix: Prefix, begin: int, end: int, scale: float,
     If ``causal``, there are as many tokens as queries, and query i sees the first i + 1 of them.
     """
     layout, raw, table = prefix.pages.layout, prefix.pages.raw, prefix.table[0]
-    is_bf16 = layout.dtype is torch.bfloat16
-    return _C.prefix_attention(q, raw, layout.block_slots, table, begin, end, causal, is_bf16, scale)
+    is_bf16, biased = layout.dtype is torch.bfloat16, 0 if prefix.biased is None else min(int(prefix.biased[0]), end)
+    return _C.prefix_attention(q, raw, layout.block_slots, table, begin, end, biased, causal, is_bf16, scale)

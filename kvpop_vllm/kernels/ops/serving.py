@@ -45,7 +45,9 @@ def decode_step(
     A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the
     tail (:class:`SlotRoles`). The tail begins anew at ``q = p``: earlier slot contents are ignored, except
     the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages
-    already. It attends to the tokens up to itself, and nothing is written.
+    already. It attends to the tokens up to itself, and nothing is written. The first ``biased`` tokens of a
+    prefix may have a bias per KV head, stored in their score fields: it is added to their scaled logits, so that
+    outputs, log-sum-exps and attention masses follow from it (:class:`Prefix`).
 
     Args:
         q: ``[R, Hq, D]``, last axis contiguous.
@@ -72,7 +74,8 @@ def decode_step(
         StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been
             written. The Triton implementation does not wait for the device. It returns NaN for that request
             instead and leaves its pages unchanged; a position of -1 is padding.
-        ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape.
+        ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape. In C++ also numbers of
+            biased tokens that are negative or exceed the prefix.
     """
     run = resolve("decode_step", impl, q)
     rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(k),))
@@ -136,7 +139,8 @@ def prefill_chunk(
         rule: retention rule of the layer; the chunks' windows count.
         scale: factor on q . k.
         gate_scores: ``[T, H]`` float32, as in :func:`decode_step`.
-        prefix: protected tokens of the R requests, with its ``tokens`` on the CPU, or None.
+        prefix: protected tokens of the R requests, with its ``tokens`` and ``biased`` on the CPU, or None. Biases
+            count as in :func:`decode_step`.
         seeds: ``[R]`` int64, as in :func:`decode_step`.
         impl: implementation.
 
@@ -158,7 +162,8 @@ def begin_tail(
 ) -> None:
     """Build the scorer's state of R requests from the last ``rule.replay`` tokens of their prefixes.
 
-    The state is updated with tokens ``[max(0, p - R), p)``, without readouts (DESIGN "A prefix and a tail").
+    The state is updated with tokens ``[max(made, p - R), p)``, without readouts (DESIGN "A prefix and a tail").
+    Slots of cartridges are no tokens, so that behind them the state is empty.
     Call this before the step that has token p; it may be called again. Requests without protected tokens, and
     rules without a recurrent scorer, are left unchanged.
 

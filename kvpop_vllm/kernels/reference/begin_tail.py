@@ -14,7 +14,8 @@ def begin_tail(pages, page_table, prefix, *, rule):
         end = protected(prefix, r)
         if not end:
             continue
-        keys, values = prefix.gather(r, max(0, end - rule.replay), end)
+        begin = 0 if prefix.biased is None else int(prefix.biased[r])
+        keys, values = prefix.gather(r, max(begin, end - rule.replay), end)
         for h in range(keys.shape[0]):
             weights, slots = rule.scorer.of_heads(slice(h, h + 1)), HeadSlots(pages, page_table[r, h], h, 0)
             state = slots.load_state(weights.state_floats)

@@ -29,27 +29,30 @@ def decode_step(
         protect = protected(prefix, r)
         own = replace(rule, window=int(windows[r])).behind(protect)
         before = prefix.gather(r, 0, min(protect, at + 1)) if protect else (k[r, :, None][:, :0], v[r, :, None][:, :0])
+        biases = prefix.bias(r, at + 1) if protect else None
         for h in range(heads):
             rows, keys, values = slice(h * group, (h + 1) * group), before[0][h], before[1][h]
+            bias = None if biases is None else biases[h]
             if at < protect:
-                out[r, rows], lse[r, rows], _ = _attend(q[r, rows], keys, values, scale)
+                out[r, rows], lse[r, rows], _ = _attend(q[r, rows], keys, values, scale, bias)
                 continue
             slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]) - rule.sinks + own.sinks)
             inserted = 0.0 if gate_scores is None else float(gate_scores[r, h])
             token = q[r, rows], k[r, h], v[r, h], inserted
             key = None if draw_keys is None else draw_keys[r, h]
-            out[r, rows], lse[r, rows] = _step_head(slots, own, h, at, *token, (keys, values), scale, key)
+            out[r, rows], lse[r, rows] = _step_head(slots, own, h, at, *token, (keys, values), bias, scale, key)
     return out, lse
 
 
 def _step_head(
-    slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, k, v, inserted, before, scale, draw_key
+    slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, k, v, inserted, before, bias, scale, draw_key
 ):
     """Advance one head by token q; return attention ``[G, D]`` of ``query`` and log-sum-exps ``[G]``.
 
     Args:
         inserted: score of the token at its insertion.
         before: keys and values ``[p, D]`` of the protected tokens.
+        bias: ``[n]``, biases of the first n of them, or None.
         draw_key: key of the head's draws, or None.
     """
     if rule.scorer.recurrent:
@@ -64,7 +67,7 @@ def _step_head(
     slots.set_counts(rule, q + 1, in_use)
     seen = torch.arange(in_use)
     keys, values = (torch.cat(pair) for pair in zip(before, slots.gather(seen), strict=True))
-    out, lse, weights = _attend(query, keys, values, scale)
+    out, lse, weights = _attend(query, keys, values, scale, bias)
     if rule.coupled:
         slots.put_mass(seen, weights[:, len(before[0]) :].mean(0), add=_mean(rule))
     return moments.correct(out, lse, query) if rule.moment_correction else out, lse
@@ -181,13 +184,16 @@ def _victim(slots, score, leaving, q, rule, head, factors, draw_key) -> int | No
     return first + int(lowest.argmin())
 
 
-def _attend(q, keys, values, scale):
+def _attend(q, keys, values, scale, bias):
     """Return softmax attention of ``q [G, D]`` over ``keys, values [n, D]``, in float32.
+
+    ``bias`` is added to the logits of the first ``len(bias)`` keys, unless it is None.
 
     Returns:
         Outputs ``[G, D]``, log-sum-exps ``[G]`` and weights ``[G, n]``.
     """
     logits = q.float() @ keys.float().T * scale
-    lse = logits.logsumexp(-1)
-    weights = torch.exp(logits - lse.unsqueeze(-1))
-    return weights @ values.float(), lse, weights
+    if bias is not None:
+        logits[:, : len(bias)] += bias
+    weights = logits.softmax(-1)  # from a log-sum-exp far from 0 they would be wrong
+    return weights @ values.float(), logits.logsumexp(-1), weights

@@ -49,13 +49,15 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, ga
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     before = prefix.gather(0, 0, protect) if protect else None
+    biases = prefix.bias(0, protect) if protect else None
     for budget in budgets.unique().tolist():
         heads = (budgets == budget).nonzero().flatten()
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
         own = rule.behind(protect).of_heads(heads)
         shown = None if before is None else tuple(x[heads] for x in before)
+        bias = None if biases is None else biases[heads]
         drawn = None if keys is None else keys[0, heads]
-        part = _Heads(pages, page_table, heads, budget - rule.sinks + own.sinks, own, scale, shown, drawn)
+        part = _Heads(pages, page_table, heads, budget - rule.sinks + own.sinks, own, scale, shown, bias, drawn)
         score = None if gate_scores is None else gate_scores[:, heads]
         out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start, score)
     return out, lse
@@ -86,12 +88,13 @@ class _Heads:
 
     Args:
         before: keys and values ``[H, p, D]`` of the protected tokens, or None.
+        bias: ``[H, n]``, biases of the first n of them, or None.
         keys: ``[H]`` keys of the heads' draws, or None.
     """
 
-    def __init__(self, pages, page_table, heads, budget, rule, scale, before, keys):
+    def __init__(self, pages, page_table, heads, budget, rule, scale, before, bias, keys):
         self.pages, self.heads, self.budget, self.rule, self.scale = pages, heads, budget, rule, scale
-        self.topk, self.before, self.keys = budget - rule.first_long, before, keys
+        self.topk, self.before, self.bias, self.keys = budget - rule.first_long, before, bias, keys
         table = page_table[heads].long()
         self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
 
@@ -191,7 +194,7 @@ class _Heads:
             keys, values = (torch.cat(pair, 1) for pair in zip(self.before, (keys, values), strict=True))
             visible = torch.nn.functional.pad(visible, (self.before[0].shape[1], 0), value=True)
         rows = q.view(length, heads, -1, q.shape[-1]).permute(1, 2, 0, 3).float()
-        out, lse = masked_attention(rows, keys.float(), values.float(), visible, self.scale)
+        out, lse = masked_attention(rows, keys.float(), values.float(), visible, self.scale, self.bias)
         return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype), lse.permute(2, 0, 1).reshape(length, -1)
 
     def _survivors(self, evicted_at, at, a, b, held):
