@@ -197,7 +197,8 @@ class Problem:
         protects, own = self.protects(r), replace(self.rule, window=int(self.windows[r]))
         sinks = protects or own.sinks
         budget = int(self.budgets[r, h]) - own.sinks + sinks
-        begins, bias = max(0, protects - own.replay), tuple(self.bias(r)[h].tolist())
+        bias = tuple(self.bias(r)[h].tolist())
+        begins = max(len(bias), protects - own.replay)  # no state knows slots of cartridges
         return Exact(replace(own, sinks=sinks), h, budget, begins=begins, bias=bias)
 
     def exact_step(self, loops, active, positions, q, k, v):
