@@ -45,6 +45,7 @@ SERVED = {
     "biases, newest mass, queries wider than the cache": dict(
         case="mass-newest", dtype=F16, q_dtype=torch.float32, biased=BIASED
     ),
+    "biases, mlstm whose state begins behind them": dict(case="mlstm", biased=BIASED),
     "biases, moments": dict(case="moment-corrected", biased=BIASED),
 }
 
