@@ -21,8 +21,10 @@ PROMPTS = (
     "List the most important facts in the text above, one a line.",
 )
 """Prompts of self-study, asked in turn."""
+PIECE = 512
+"""Most tokens of the corpus that are repeated in one sequence."""
 LEAST = 64
-"""Fewest reference tokens of a chunk."""
+"""Fewest reference tokens that must fit behind a corpus and an instruction."""
 
 
 def instruction(tokenizer, prompt: str) -> list[int]:
@@ -57,9 +59,10 @@ def room_behind(tokens: int, positions: int | None, start: int) -> int:
 def repeat_prefill(
     tokenizer, tokens: Sequence[int], chunks: Sequence[tuple[int, int]], positions: int | None
 ) -> Reference:
-    """Return the corpus again, chunk by chunk, each behind an instruction to repeat it.
+    """Return the corpus again, in pieces that each follow directly behind it.
 
-    A chunk is cut where the model's positions end.
+    Every other piece is behind an instruction to repeat the corpus. The others are without one, as text that goes
+    on would be. Each chunk has pieces of its own.
 
     Args:
         tokenizer: the model's.
@@ -71,9 +74,15 @@ def repeat_prefill(
         ConfigError: as :func:`room_behind`.
     """
     start = instruction(tokenizer, REPEAT)
-    room = room_behind(len(tokens), positions, len(start))
-    sequences = [start + list(tokens[a : min(b, a + room)]) for a, b in chunks]
-    return Reference(sequences, [len(start)] * len(chunks), list(range(len(chunks))))
+    piece = min(PIECE, room_behind(len(tokens), positions, len(start)))
+    found = Reference([], [], [])
+    for number, (a, b) in enumerate(chunks):
+        for place in range(a, b, piece):
+            before = start if len(found.used) % 2 else []
+            found.sequences.append(before + list(tokens[place : min(b, place + piece)]))
+            found.used.append(len(before))
+            found.chunks.append(number)
+    return found
 
 
 def self_study(

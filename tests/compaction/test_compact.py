@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.compaction.cartridge import read_cartridge, turned
+from kvpop_vllm.compaction.queries import REPEAT, instruction, repeat_prefill
 from kvpop_vllm.testing.models import write_tiny_model
 
 TOKENS, SLOTS, OWN = 700, 128, 40
@@ -114,6 +115,17 @@ def test_nearer_to_the_full_context_than_the_last_tokens(model, corpus, texts, l
     assert capsys.readouterr().out.startswith(f"{SLOTS} slots for {texts[0].shape[1]} tokens, ")
     found = divergence(full_answers(model, *texts), answers(model, cartridge, texts[1]))
     assert found < 0.6 * last
+
+
+def test_all_of_the_corpus_is_repeated():
+    """Pieces keep to their chunk and to the model's positions, and every other one has an instruction."""
+    tokenizer, tokens = byte_tokenizer(), [i % 250 for i in range(TOKENS)]
+    start = instruction(tokenizer, REPEAT)
+    found = repeat_prefill(tokenizer, tokens, [(0, 300), (300, TOKENS)], TOKENS + len(start) + 70)
+    pieces = [own[used:] for own, used in zip(found.sequences, found.used, strict=True)]
+    assert sum(pieces, []) == tokens and max(map(len, found.sequences)) <= len(start) + 70
+    assert [own[:used] == start for own, used in zip(found.sequences, found.used, strict=True)][:4] == [False, True] * 2
+    assert sum(len(own) for own, number in zip(pieces, found.chunks, strict=True) if number == 0) == 300
 
 
 def test_same_seed_same_cartridge(model, corpus, tmp_path):
