@@ -64,9 +64,10 @@ def run_compact(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: an option, the model or the data is wrong.
     """
+    from kvpop_vllm.compaction.matching import Matching
     from kvpop_vllm.compaction.run import CompactOptions, compact
 
-    names = ("method", "slots", "queries", "keys", "chunk", "reference", "answers", "on_policy", "dtype", "seed")
+    names = ("method", "slots", "queries", "chunk", "reference", "answers", "on_policy", "dtype", "seed")
     chosen = {name: getattr(options, name) for name in names}
-    settings = CompactOptions(**chosen, allocator=options.kv_allocator)
+    settings = CompactOptions(**chosen, allocator=options.kv_allocator, matching=Matching(keys=options.keys))
     compact(options.model, options.data, options.out, settings, options.threads)

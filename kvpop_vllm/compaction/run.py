@@ -39,7 +39,6 @@ class CompactOptions:
         method: one of METHODS, or ``truncation``, which is ``last``.
         slots: P.
         queries: ``repeat-prefill`` or ``self-study``.
-        keys: ``highest`` or ``omp``.
         chunk: tokens of a chunk; None for one chunk.
         dtype: dtype of the model and of the cartridge.
         seed: seed of samples.
@@ -47,13 +46,12 @@ class CompactOptions:
         on_policy: False to fit upper layers to the full caches of lower ones.
         reference: most queries that a head is fitted to.
         answers: answers of self-study.
-        matching: further options of the fit.
+        matching: options of the fit.
     """
 
     method: str = "attention-matching"
     slots: int = 1024
     queries: str = "repeat-prefill"
-    keys: str = "highest"
     chunk: int | None = None
     dtype: str = "float32"
     seed: int = 0

@@ -97,6 +97,11 @@ def last(model, corpus, texts, tmp_path_factory):
     return divergence(full_answers(model, *texts), answers(model, cartridge, texts[1]))
 
 
+@pytest.fixture(scope="module")
+def highest(model, corpus, tmp_path_factory):
+    return compact(model, corpus, tmp_path_factory.mktemp("highest") / "c")
+
+
 CASES = {
     "default": [],
     "pursuit": ["--keys", "omp"],
@@ -107,8 +112,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nearer_to_the_full_context_than_the_last_tokens(model, corpus, texts, last, tmp_path, capsys, case):
+def test_nearer_to_the_full_context_than_the_last_tokens(model, corpus, texts, last, highest, tmp_path, capsys, case):
     cartridge = compact(model, corpus, tmp_path / "c", *CASES[case])
+    assert (cartridge.digest == highest.digest) == (case == "default")
+    assert (cartridge.layers[1][0] != highest.layers[1][0]).any() == (case != "default")  # each option has an effect
     config = cartridge.config
     assert (config.slots, config.next_position, config.method) == (SLOTS, texts[0].shape[1], "attention-matching")
     assert config.provenance["corpus"]["tokens"] == texts[0].shape[1]
