@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvpop_vllm import __version__
 from kvpop_vllm.argument_types import add_setting, memory, positive
+from kvpop_vllm.compaction.command import add_compact
 from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.evaluation.command import add_eval
@@ -38,11 +39,27 @@ def init_scorer(options: argparse.Namespace) -> None:
     print(f"wrote an untrained {options.scorer} scorer to {options.directory}")
 
 
-def import_gates(options: argparse.Namespace) -> None:
-    """Run ``kvpop import``."""
+def import_published(options: argparse.Namespace) -> None:
+    """Run ``kvpop import``.
+
+    Raises:
+        ConfigError: an option is missing or of no use, or the source cannot be imported.
+    """
+    from kvpop_vllm.compaction.published import import_cartridge, published_cartridge
+    from kvpop_vllm.config import ConfigError
     from kvpop_vllm.scorers.published import import_gates
 
     roles = {name: getattr(options, name) for name in ("sinks", "window", "topk")}
+    if pickle := published_cartridge(options.source):
+        if unused := [name for name, value in roles.items() if value is not None]:
+            raise ConfigError(f"a cartridge has no use for --{unused[0]}: leave it out")
+        if options.model is None:
+            raise ConfigError(f"{pickle} is a cartridge, which names no model: give its base model with --model")
+        config = import_cartridge(pickle, options.directory, options.model)
+        print(f"wrote a cartridge of {config.slots} slots to {options.directory}")
+        return
+    if options.model is not None:
+        raise ConfigError("gates name their model themselves: leave --model out")
     config = import_gates(options.source, options.directory, **roles)
     print(f"wrote a {config.scorer} scorer to {options.directory}")
 
@@ -112,10 +129,15 @@ def add_init(commands: Commands) -> None:
 
 def add_import(commands: Commands) -> None:
     """Add ``kvpop import``."""
-    purpose = "write the gates of a published TRIM-KV or DMS checkpoint into DIR as a scorer"
-    command = add_command(commands, "import", purpose, import_gates)
-    command.add_argument("source", metavar="SOURCE", help="folder with its config.json and weights")
+    purpose = (
+        "write a published checkpoint into DIR: the gates of TRIM-KV or DMS as a scorer, a cartridge as one of ours"
+    )
+    command = add_command(commands, "import", purpose, import_published)
+    command.add_argument(
+        "source", metavar="SOURCE", help="folder with its config.json and weights; a cartridge's .pt file"
+    )
     command.add_argument("directory", metavar="DIR", help="folder to write")
+    command.add_argument("--model", metavar="MODEL", help="folder of a cartridge's base model")
     add_setting(command, "sinks", "first tokens always kept (default: TRIM-KV 0, DMS 1)")
     add_setting(command, "window", "latest tokens always kept (default: TRIM-KV 1, DMS its own)")
     help_of_topk = "long-range tokens per KV head (default: TRIM-KV its memory size)"
@@ -171,6 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_command(commands, "fetch-demo-model", purpose, fetch_demo_model).add_argument("directory", metavar="DIR")
     add_init(commands)
     add_import(commands)
+    add_compact(commands)
     add_distill(commands)
     add_eval(commands, vllm_backend)
     add_export(commands)

@@ -35,7 +35,18 @@ def test_imports_cold(module):
     assert outcome.returncode == 0, outcome.stderr
 
 
-PACKAGES = ("attention", "cache", "distill", "evaluation", "hf", "kernels", "policies", "scorers", "testing")
+PACKAGES = (
+    "attention",
+    "cache",
+    "compaction",
+    "distill",
+    "evaluation",
+    "hf",
+    "kernels",
+    "policies",
+    "scorers",
+    "testing",
+)
 
 
 def test_engine_neutral_packages_import_cold():
@@ -120,6 +131,7 @@ ARROWS = {
     "testing": "",
     "bench": "config",
     "distill": "scorers kernels config files roles argument_types",
+    "compaction": "distill policies scorers kernels config files roles argument_types",
     "evaluation": "hf distill policies scorers cache kernels config roles argument_types",
     "model_types": "config",
     "hf": "attention distill policies scorers cache kernels config roles model_types",

@@ -1,0 +1,410 @@
+"""Cartridge files, format version 1: a compact KV cache of a corpus, for one base model.
+
+A folder holds ``kvpop_cartridge.json`` and ``kvpop_cartridge.safetensors``. Per layer i the latter has
+
+=====================  ==============  ===================================================================
+tensor                 shape           content
+=====================  ==============  ===================================================================
+``layers.{i}.k``       ``[H, P, D]``   keys, rotated, on the cartridge's own timeline
+``layers.{i}.v``       ``[H, P, D]``   values, of the same dtype: float32, float16 or bfloat16
+``layers.{i}.bias``    ``[H, P]``      float32, added to the scaled logit of the slot; all layers or none
+=====================  ==============  ===================================================================
+
+A request's own tokens go on at ``next_position`` of the cartridge's timeline. To let them go on at P, the keys
+are turned by ``P - next_position`` (:func:`turned`). A file that holds a pickle is never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvpop_vllm.compaction.rope import check_rope, rope_of, turned
+from kvpop_vllm.config import MAX_BUDGET, ConfigError
+from kvpop_vllm.files import replacing
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.scorers.init import shape_of
+
+__all__ = [
+    "Cartridge",
+    "CartridgeConfig",
+    "base_digests",
+    "check_base",
+    "looks_like_cartridge",
+    "read_cartridge",
+    "read_config",
+    "rope_of",
+    "turned",
+    "write_cartridge",
+]
+
+FORMAT = {"format": "kvpop-cartridge", "version": 1}
+CONFIG_NAME = "kvpop_cartridge.json"
+TENSORS_NAME = "kvpop_cartridge.safetensors"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of keys and values, by their names in a safetensors file."""
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+"""Suffixes of files that hold pickles."""
+MAX_CONFIG_BYTES = 1 << 24
+MAX_POSITION = 2**31 - 1
+"""Largest position, because positions are int32 in the pages."""
+
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Keys ``[H, P, D]``, values ``[H, P, D]`` and biases ``[H, P]`` or None."""
+
+
+@dataclass(frozen=True)
+class CartridgeConfig:
+    """Contents of ``kvpop_cartridge.json``.
+
+    Attributes:
+        model_type: model type of the base model.
+        num_layers: layers of the base model.
+        num_kv_heads: H.
+        head_dim: D.
+        rope: rope parameters of the base model, see :func:`rope_of`.
+        slots: P, a multiple of 64.
+        next_position: position of the first own token on the cartridge's timeline.
+        method: how the cartridge was made.
+        base: digests of the base model, see :func:`base_digests`.
+        provenance: further JSON.
+    """
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    rope: dict
+    slots: int
+    next_position: int
+    method: str
+    base: dict
+    provenance: dict
+
+    @classmethod
+    def from_dict(cls, raw: object, source: str = "this cartridge") -> CartridgeConfig:
+        """Return the checked config of a decoded file; ``source`` names it in errors.
+
+        Raises:
+            ConfigError: a key is missing, unknown or has an impossible value.
+        """
+        if not isinstance(raw, Mapping) or raw.get("format") != FORMAT["format"]:
+            raise ConfigError(f"{source} is not a cartridge's: format must be {FORMAT['format']!r}")
+        if raw.get("version") != FORMAT["version"] or isinstance(raw["version"], bool):
+            raise ConfigError(f"{source} has version {raw.get('version')!r}, this kvpop reads 1: use a newer kvpop")
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(set(raw) - set(names) - set(FORMAT), key=str):
+            raise ConfigError(f"{source} has an unknown key {unknown[0]!r}: remove it, or use a newer kvpop")
+        if missing := [name for name in names if name not in raw]:
+            raise ConfigError(f"{source} has no {missing[0]!r}: write the cartridge again")
+        config = cls(**{name: raw[name] for name in names})
+        config.check(source)
+        return config
+
+    def to_dict(self) -> dict:
+        """Return the contents of the file, after a check.
+
+        Raises:
+            ConfigError: a value is impossible.
+        """
+        self.check("this cartridge")
+        return FORMAT | asdict(self)
+
+    def check(self, source: str) -> None:
+        """Check all values.
+
+        Raises:
+            ConfigError: one is impossible; ``source`` is named.
+        """
+        for name in ("model_type", "method"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ConfigError(f"{source}: {name} is {getattr(self, name)!r}, not a name: write the cartridge again")
+        most = {"num_layers": 1 << 14, "num_kv_heads": 1 << 14, "head_dim": 1 << 14, "slots": MAX_BUDGET}
+        for name, largest in (most | {"next_position": MAX_POSITION}).items():
+            value, least = getattr(self, name), 0 if name == "next_position" else 1
+            if type(value) is not int or not least <= value <= largest:
+                raise ConfigError(
+                    f"{source}: {name} is {value!r}, not an integer from {least} to {largest}: write the cartridge again"
+                )
+        if self.slots % BLOCK_SLOTS:
+            raise ConfigError(
+                f"{source}: {self.slots} slots are no multiple of {BLOCK_SLOTS}: pad with slots of bias -1e30"
+            )
+        check_rope(self.rope, source)
+        if not isinstance(self.base, Mapping) or set(self.base) != {"config", "weights"}:
+            raise ConfigError(f"{source}: base must hold the digests config and weights: write the cartridge again")
+        if not isinstance(self.base["config"], str) or not isinstance(self.base["weights"], str | None):
+            raise ConfigError(f"{source}: the digests of base must be text: write the cartridge again")
+        if not isinstance(self.provenance, Mapping):
+            raise ConfigError(f"{source}: provenance must be an object: write the cartridge again")
+
+
+class Cartridge(NamedTuple):
+    """A cartridge in memory.
+
+    Attributes:
+        config: its config.
+        layers: keys, values and biases of every layer.
+        digest: sha256 of its two files.
+    """
+
+    config: CartridgeConfig
+    layers: list[Layer]
+    digest: str
+
+
+def looks_like_cartridge(folder: str | Path) -> bool:
+    """Return whether a folder has the config of a cartridge."""
+    return (Path(folder) / CONFIG_NAME).is_file()
+
+
+def read_config(folder: str | Path) -> CartridgeConfig:
+    """Read and check ``kvpop_cartridge.json``.
+
+    Raises:
+        ConfigError: the folder or file does not exist, is not JSON, or has invalid contents.
+    """
+    folder = Path(folder)
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        _refuse_pickle(folder)
+        raise ConfigError(
+            f"no cartridge at {str(folder)!r}: {CONFIG_NAME} is missing; give a folder that 'kvpop compact' wrote"
+        )
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"more than {MAX_CONFIG_BYTES} bytes")
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}): write the cartridge again") from None
+    return CartridgeConfig.from_dict(raw, str(path))
+
+
+def _refuse_pickle(folder: Path) -> None:
+    """Raise a ConfigError if a path is a pickle, or a folder with one."""
+    here = [folder] if folder.is_file() else sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in here:
+        if path.suffix in PICKLES:
+            raise ConfigError(f"{path} is a pickle, which could run code: convert it with 'kvpop import {path} DIR'")
+
+
+def read_cartridge(folder: str | Path) -> Cartridge:
+    """Read and check a cartridge. Nothing is loaded before names, shapes and dtypes are right.
+
+    Raises:
+        ConfigError: as :func:`read_config`; or the tensor file is missing, damaged or a pickle, or a tensor is
+            missing, unknown, or has a wrong shape, dtype or value.
+    """
+    config, path = read_config(folder), Path(folder) / TENSORS_NAME
+    if not path.is_file():
+        _refuse_pickle(path.parent)
+        raise ConfigError(f"no cartridge at {str(folder)!r}: {TENSORS_NAME} is missing; copy the whole folder")
+    try:
+        with safe_open(path, "pt") as file:
+            headers = {name: file.get_slice(name) for name in file.keys()}
+            found = {name: (tuple(own.get_shape()), own.get_dtype()) for name, own in headers.items()}
+            names = _check_headers(config, found, str(path))
+            layers = [tuple(name and file.get_tensor(name) for name in own) for own in names]
+    except (SafetensorError, OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        advice = _advice(path)
+        raise ConfigError(f"{path} is not a complete safetensors file ({reason}): {advice}") from None
+    _check_values(layers, str(path))
+    return Cartridge(config, layers, _digest(Path(folder)))
+
+
+def _advice(path: Path) -> str:
+    with open(path, "rb") as file:
+        start = file.read(2)
+    pickled = start == b"PK" or start[:1] == b"\x80"
+    return "it is a pickle, convert it with 'kvpop import'" if pickled else "copy or write it again"
+
+
+def _check_headers(config: CartridgeConfig, found: dict, source: str) -> list[tuple[str, str, str | None]]:
+    """Check names, shapes and dtypes, and return the names of each layer's keys, values and biases.
+
+    Raises:
+        ConfigError: names the first tensor that is wrong.
+    """
+    size = (config.num_kv_heads, config.slots, config.head_dim)
+    biased = "layers.0.bias" in found
+    names, dtype = [], None
+    for i in range(config.num_layers):
+        for part, shape in {"k": size, "v": size, **({"bias": size[:2]} if biased else {})}.items():
+            name = f"layers.{i}.{part}"
+            if name not in found:
+                raise ConfigError(f"{source}: tensor {name} is missing: write the cartridge again")
+            own, kind = found[name]
+            if own != shape:
+                raise ConfigError(
+                    f"{source}: tensor {name} has shape {own}, expected {shape}: write the cartridge again"
+                )
+            dtype = dtype or kind
+            wanted = ("F32",) if part == "bias" else tuple(DTYPES) if kind == dtype else (dtype,)
+            if kind not in wanted:
+                raise ConfigError(
+                    f"{source}: tensor {name} has dtype {kind}, expected {' or '.join(wanted)}: write the cartridge again"
+                )
+        names.append((f"layers.{i}.k", f"layers.{i}.v", f"layers.{i}.bias" if biased else None))
+    if unknown := sorted(set(found) - {name for own in names for name in own}):
+        raise ConfigError(f"{source}: unexpected tensor {unknown[0]!r}: write the cartridge again")
+    return names
+
+
+def _check_values(layers: Sequence[Layer], source: str) -> None:
+    """Raise a ConfigError that names the first tensor with values that are not finite."""
+    for i, layer in enumerate(layers):
+        for part, tensor in zip(("k", "v", "bias"), layer, strict=True):
+            if tensor is not None and not bool(tensor.isfinite().all()):
+                raise ConfigError(f"{source}: tensor layers.{i}.{part} holds NaN or infinity: make the cartridge again")
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in (CONFIG_NAME, TENSORS_NAME):
+        digest.update((folder / name).stat().st_size.to_bytes(8, "little"))
+        with open(folder / name, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequence[Layer]) -> None:
+    """Check a cartridge and write its folder, whole or not at all.
+
+    Raises:
+        ConfigError: the folder holds files already, or a tensor is wrong (see :func:`read_cartridge`).
+        OSError: a file cannot be written.
+    """
+    from kvpop_vllm.scorers.checkpoint import save_tensors
+
+    folder = Path(folder)
+    check_new(folder)
+    named = {
+        f"layers.{i}.{part}": tensor.detach().cpu().contiguous()
+        for i, layer in enumerate(layers)
+        for part, tensor in zip(("k", "v", "bias"), layer, strict=True)
+        if tensor is not None
+    }
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    found = {name: (tuple(own.shape), codes.get(own.dtype, str(own.dtype))) for name, own in named.items()}
+    text = json.dumps(config.to_dict(), indent=2) + "\n"
+    _check_headers(config, found, str(folder))
+    _check_values(layers, str(folder))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(folder) as draft:
+        draft.mkdir()
+        (draft / CONFIG_NAME).write_text(text, encoding="utf-8")
+        save_tensors(named, draft / TENSORS_NAME, mode_of=draft / CONFIG_NAME)
+
+
+def check_new(folder: str | Path) -> None:
+    """Check that a folder to write does not exist or is empty.
+
+    Raises:
+        ConfigError: it holds files, or is a file.
+    """
+    folder = Path(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"{folder} holds something already: choose another folder")
+
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""Parts of each weight file that its digest covers, beside its header."""
+
+
+def base_digests(folder: str | Path) -> dict[str, str | None]:
+    """Return ``{"config": .., "weights": ..}``, digests that tell base models apart.
+
+    ``config`` is a sha256 of sizes and rope parameters. ``weights`` is a sha256 of the headers of the safetensors
+    files and of 64 samples of each, since models of one architecture have equal headers. It is None for a
+    folder without such files.
+
+    Raises:
+        ConfigError: the folder is not a model's, or a file is damaged.
+    """
+    folder = Path(folder)
+    digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+    for path in paths:
+        with open(path, "rb") as file:
+            size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise ConfigError(f"{path} is not a complete safetensors file: download the model again")
+            digest.update(file.read(length))
+            for place in range(8 + length, size, max(SAMPLE_BYTES, (size - length) // SAMPLES)):
+                file.seek(place)
+                digest.update(file.read(SAMPLE_BYTES))
+    return {
+        "config": _config_digest(_model_config(folder), str(folder)),
+        "weights": digest.hexdigest() if paths else None,
+    }
+
+
+def _model_config(folder: Path) -> dict:
+    path = folder / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; give the folder of a Hugging Face model") from None
+
+
+def _config_digest(config: Mapping, source: str) -> str:
+    sizes = {name: config.get(name) for name in ("vocab_size", "intermediate_size")}
+    text = json.dumps(shape_of(config, source) | sizes | {"rope": rope_of(config)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def base_of(folder: str | Path) -> dict:
+    """Return the fields of a :class:`CartridgeConfig` that follow from a base model's folder.
+
+    Raises:
+        ConfigError: as :func:`base_digests`.
+    """
+    raw = _model_config(Path(folder))
+    shape = shape_of(raw, folder)
+    sizes = {name: shape[name] for name in ("model_type", "num_layers", "num_kv_heads", "head_dim")}
+    return sizes | {"rope": rope_of(raw), "base": base_digests(folder)}
+
+
+def check_base(config: CartridgeConfig, model: str | Path | Mapping | object, source: str = "this cartridge") -> None:
+    """Check that a cartridge was made for a model.
+
+    Args:
+        config: the cartridge's.
+        model: the model's folder, whose weights are compared too; or its decoded ``config.json`` or
+            transformers config.
+        source: names the cartridge in errors.
+
+    Raises:
+        ConfigError: names the first property that differs.
+    """
+    folder = Path(model) if isinstance(model, str | Path) else None
+    raw = _model_config(folder) if folder else model if isinstance(model, Mapping) else model.to_dict()
+    name = str(folder or "the model")
+    shape, rope = shape_of(raw, name), rope_of(raw)
+    for key in ("model_type", "num_layers", "num_kv_heads", "head_dim"):
+        if shape[key] != getattr(config, key):
+            raise ConfigError(
+                f"{source} was made for a model with {key} = {getattr(config, key)!r}, {name} has {shape[key]!r}: give"
+                " a cartridge of this model"
+            )
+    if rope != (own := rope_of({"rope_parameters": config.rope})):
+        key = next(key for key in sorted(set(rope) | set(own)) if rope.get(key) != own.get(key))
+        raise ConfigError(
+            f"{source} was made for rotary embeddings with {key} = {own.get(key)!r}, {name} has {rope.get(key)!r}: give"
+            " a cartridge of this model"
+        )
+    digests = base_digests(folder) if folder else {"config": _config_digest(raw, name), "weights": None}
+    for key, value in digests.items():
+        if None not in (value, config.base[key]) and value != config.base[key]:
+            what = "other weights" if key == "weights" else "a model of other sizes"
+            raise ConfigError(f"{source} was made for {what} than those of {name}: give a cartridge of this model")

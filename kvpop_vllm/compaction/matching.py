@@ -1,0 +1,192 @@
+"""Attention matching: keys, biases and values of a small cache that attends like a large one, without training.
+
+A cache of T keys is replaced by P of its own keys, with a bias b that is added to the scaled logits and with new
+values, so that for given queries both the mass ``sum exp(q.k * scale + b)`` and the attention output are kept.
+Caches with the same mass and output are interchangeable beside any other keys.
+
+Source: *Fast KV Compaction via Attention Matching*, arXiv:2602.16284. Two things differ from it. Masses are
+matched relative to the full mass, which is 1 for every query. Values are pulled towards the kept tokens' own
+values, so that a slot without queries keeps its value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+NO_WEIGHT = -1e30
+"""Bias of a slot that pads a head: finite in float32, and without weight beside any other key."""
+OMP_STEPS = 256
+"""Steps in which orthogonal matching pursuit chooses its keys, several keys a step."""
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Options of attention matching.
+
+    Attributes:
+        keys: ``highest`` keeps the keys of highest attention, ``omp`` those of a matching pursuit on the masses.
+        score: what ranks the keys of ``highest``: ``rms`` or ``max`` of their weights over the queries.
+        most_bias: bound on the size of a bias, in nats.
+        ridge: strength of the pull towards the kept values, relative to a slot's mean squared weight.
+        iterations: most iterations of the non-negative least squares.
+    """
+
+    keys: str = "highest"
+    score: str = "rms"
+    most_bias: float = 3.0
+    ridge: float = 1e-2
+    iterations: int = 500
+
+
+def match(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: int, scale: float, options: Matching
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys ``[H, P, D]``, values ``[H, P, D]`` and biases ``[H, P]`` of a cache that attends like k, v.
+
+    If P is at least T, all tokens are kept as they are and the other slots have no weight.
+
+    Args:
+        q: reference queries ``[H, n, D]`` of each KV head, those of its query heads pooled.
+        k: keys ``[H, T, D]``.
+        v: values ``[H, T, D]``.
+        slots: P.
+        scale: factor on q . k.
+        options: options of the fit.
+    """
+    q, k, v = q.float(), k.float(), v.float()
+    kept = min(slots, k.shape[1])
+    if kept == k.shape[1] or not kept:
+        return padded(k[:, :kept], v[:, :kept], k.new_zeros(k.shape[0], kept), slots)
+    weights = (scale * q) @ k.transpose(1, 2)  # in place from here on: this is the largest tensor of the fit
+    weights = weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+    weights /= weights.sum(-1, keepdim=True)
+    output = weights @ v
+    chosen = choose(weights, kept, options).sort(-1).values
+    masses = weights.gather(2, chosen.unsqueeze(1).expand(-1, weights.shape[1], -1))
+    del weights
+    factors = fit_factors(masses, options)
+    own = v.gather(1, chosen.unsqueeze(-1).expand(-1, -1, v.shape[2]))
+    share = masses.mul_(factors.unsqueeze(1))
+    share /= share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
+    values = own + ridge(share, output - share @ own, options.ridge)
+    return k.gather(1, chosen.unsqueeze(-1).expand(-1, -1, k.shape[2])), values, factors.log()
+
+
+def padded(k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, slots: int) -> tuple[torch.Tensor, ...]:
+    """Return k, v ``[H, P, D]`` and bias ``[H, P]`` with slots up to P that hold zeros and have no weight."""
+    more = slots - k.shape[1]
+    pad = torch.nn.functional.pad
+    return pad(k, (0, 0, 0, more)), pad(v, (0, 0, 0, more)), pad(bias, (0, more), value=NO_WEIGHT)
+
+
+def choose(weights: torch.Tensor, kept: int, options: Matching) -> torch.Tensor:
+    """Return the indices ``[H, P]`` of the kept keys; ``weights`` are ``[H, n, T]``."""
+    if options.keys == "omp":
+        return pursue(weights, kept, options)
+    scores = weights.amax(1) if options.score == "max" else weights.square().mean(1)
+    return scores.topk(kept, -1).indices
+
+
+def fit_factors(masses: torch.Tensor, options: Matching) -> torch.Tensor:
+    """Return factors ``[H, P]`` on ``masses [H, n, P]`` whose sums are nearest to 1, within the bounds."""
+    gram, target = masses.transpose(1, 2) @ masses, masses.sum(1)
+    bound = math.exp(options.most_bias)
+    start = torch.ones_like(target)
+    return bounded_least_squares(gram, target, start, 1 / bound, bound, options.iterations)
+
+
+def bounded_least_squares(
+    gram: torch.Tensor,
+    target: torch.Tensor,
+    start: torch.Tensor,
+    least: float,
+    most: float,
+    iterations: int,
+    tolerance: float = 1e-5,
+) -> torch.Tensor:
+    """Return x ``[H, P]`` within bounds that minimises ``x' gram x / 2 - target' x``.
+
+    An accelerated projected gradient (FISTA with restarts) on columns of unit norm. torch has no such solver.
+
+    Args:
+        gram: ``[H, P, P]``, without negative entries.
+        target: ``[H, P]``.
+        start: ``[H, P]``, within the bounds.
+        least: lower bound, at least 0.
+        most: upper bound.
+        iterations: most steps.
+        tolerance: a projected gradient of less, relative to the largest target, ends the search.
+    """
+    norms = gram.diagonal(dim1=1, dim2=2).sqrt().clamp_min(1e-12)
+    gram = gram / norms.unsqueeze(1) / norms.unsqueeze(2)
+    target, low, high = target / norms, least * norms, most * norms
+    x = (start * norms).clamp(low, high)
+    step = 1 / _largest_eigenvalue(gram)
+    ahead, momentum = x, 1.0
+    enough = tolerance * target.abs().amax().clamp_min(1e-30)
+    for i in range(iterations):
+        gradient = _times(gram, ahead) - target
+        new = (ahead - step * gradient).clamp(low, high)
+        moved = new - x
+        if i % 10 == 9 and bool((((ahead - new) / step).abs().amax()) < enough):
+            return new / norms
+        uphill = ((ahead - new) * moved).sum(-1, keepdim=True) > 0
+        following = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
+        ahead = torch.where(uphill, new, new + (momentum - 1) / following * moved)
+        x, momentum = new, 1.0 if bool(uphill.any()) else following
+    return x / norms
+
+
+def _largest_eigenvalue(gram: torch.Tensor, iterations: int = 10) -> torch.Tensor:
+    """Return an upper bound ``[H, 1]`` on the eigenvalues of matrices without negative entries.
+
+    For such a matrix A and any positive x it is the largest ``(A x)_i / x_i`` (Collatz and Wielandt).
+    """
+    x = torch.ones_like(gram[:, 0])
+    for _ in range(iterations):
+        x = _times(gram, x)
+        x = (x / x.amax(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1e-6)
+    return (_times(gram, x) / x).amax(-1, keepdim=True).clamp_min(1e-12)
+
+
+def _times(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def pursue(weights: torch.Tensor, kept: int, options: Matching) -> torch.Tensor:
+    """Return the indices ``[H, P]`` of keys whose masses, with factors, sum to 1 best (matching pursuit).
+
+    A step takes the keys whose weights agree most with the mass that is missing, and fits all factors again.
+    """
+    heads, _, tokens = weights.shape
+    gram, target = weights.transpose(1, 2) @ weights, weights.sum(1)
+    each = math.ceil(kept / OMP_STEPS)
+    chosen = torch.zeros(heads, 0, dtype=torch.int64, device=weights.device)
+    rows = gram.new_empty(heads, kept, tokens)
+    factors, missing = target.new_zeros(heads, 0), target.clone()
+    bound = math.exp(options.most_bias)
+    while (have := chosen.shape[1]) < kept:
+        new = missing.scatter(1, chosen, -math.inf).topk(min(each, kept - have), -1).indices
+        chosen = torch.cat([chosen, new], 1)
+        rows[:, have : chosen.shape[1]] = gram.gather(1, new.unsqueeze(-1).expand(-1, -1, tokens))
+        among = rows[:, : chosen.shape[1]]
+        own = among.gather(2, chosen.unsqueeze(1).expand(-1, chosen.shape[1], -1))
+        start = torch.cat([factors, torch.ones_like(new, dtype=factors.dtype)], 1)
+        factors = bounded_least_squares(own, target.gather(1, chosen), start, 1 / bound, bound, 10)
+        missing = target - (factors.unsqueeze(1) @ among).squeeze(1)
+    return chosen
+
+
+def ridge(share: torch.Tensor, missing: torch.Tensor, strength: float) -> torch.Tensor:
+    """Return the change ``[H, P, D]`` of the values that adds ``missing [H, n, D]`` under weights ``share [H, n, P]``.
+
+    The normal equations are solved in float64.
+    """
+    gram = (share.transpose(1, 2) @ share).double()
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal += (strength * diagonal.mean(-1, keepdim=True)).clamp_min(1e-12)
+    factor = torch.linalg.cholesky(gram)
+    return torch.cholesky_solve((share.transpose(1, 2) @ missing).double(), factor).to(share.dtype)

@@ -1,0 +1,149 @@
+"""Reference tokens behind a corpus, whose queries a compact cache is fitted to, and the fit layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvpop_vllm.compaction.attend import Recorder, attend
+from kvpop_vllm.compaction.matching import Matching, match, padded
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Token sequences behind a corpus of T tokens. Each begins at position T and sees the corpus and itself.
+
+    Attributes:
+        sequences: token ids of each.
+        used: of each, the tokens from here on give queries; earlier ones are an instruction.
+        chunks: of each, the number of the chunk that it is about, or None if its queries are for all chunks.
+    """
+
+    sequences: list[list[int]]
+    used: list[int]
+    chunks: list[int | None]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(map(len, self.sequences))
+
+
+@torch.no_grad()
+def read_corpus(model, tokens: list[int], first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return every layer's keys and values ``[H, T, D]`` of a text that begins at position ``first``."""
+    recorder = Recorder()
+    _forward(model, tokens, torch.arange(len(tokens)) + first, recorder)
+    return recorder.layers
+
+
+def _forward(model, tokens, positions, attend):
+    device = next(model.parameters()).device
+    ids = torch.tensor(tokens, device=device).unsqueeze(0)
+    decoder = model.get_decoder()
+    return decoder(input_ids=ids, position_ids=positions.to(device).unsqueeze(0), use_cache=False, attend=attend)
+
+
+class Fitting:
+    """Attention of reference tokens that replaces each layer's cache by a compact one as it is reached.
+
+    Args:
+        caches: every layer's keys and values ``[H, T, D]`` of the corpus.
+        reference: the reference tokens.
+        budgets: ``[L, H]``, slots of each head.
+        chunks: first and behind the last token of each chunk.
+        options: options of the fit.
+        on_policy: True if upper layers see the compact caches of lower ones, False if they see the full caches.
+        queries: most queries that a head is fitted to, drawn at random.
+        seed: seed of the draw.
+        slots: P, at least the largest budget, which it is by default.
+        done: called after each layer.
+    """
+
+    def __init__(
+        self,
+        caches: list,
+        reference: Reference,
+        budgets: torch.Tensor,
+        chunks: list[tuple[int, int]],
+        options: Matching,
+        *,
+        on_policy: bool = True,
+        queries: int = 4096,
+        seed: int = 0,
+        slots: int | None = None,
+        done: Callable[[], object] = lambda: None,
+    ):
+        self.caches, self.budgets, self.chunks, self.options = caches, budgets, chunks, options
+        self.slots = slots or int(budgets.max())
+        self.on_policy, self.queries, self.seed, self.done = on_policy, queries, seed, done
+        self.segments = torch.cat([torch.full((len(s),), i) for i, s in enumerate(reference.sequences)])
+        used = [torch.arange(len(s)) >= a for s, a in zip(reference.sequences, reference.used, strict=True)]
+        about = [
+            torch.full((len(s),), -1 if c is None else c)
+            for s, c in zip(reference.sequences, reference.chunks, strict=True)
+        ]
+        self.used, self.about = torch.cat(used), torch.cat(about)
+        self.layers: list[tuple[torch.Tensor, ...]] = []
+
+    @torch.no_grad()
+    def __call__(self, layer, q, k, v, scale):
+        """Fit one layer's cache and return its attention; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        keys, values = self.caches[layer]
+        by_head = q[0].unflatten(0, (keys.shape[0], -1))
+        parts = [self._fit(by_head, keys, values, layer, i, scale) for i in range(len(self.chunks))]
+        compact = self._joined(parts, values.dtype)
+        self.layers.append(compact)
+        cache = compact if self.on_policy else (keys, values, None)
+        out = attend(q, k, v, scale, *cache, self.segments.to(q.device))
+        self.done()
+        return out
+
+    def _fit(self, by_head, keys, values, layer, number, scale) -> list[tuple[torch.Tensor, ...]]:
+        """Return keys, values and biases of each head for one chunk."""
+        a, b = self.chunks[number]
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 1009 + number)
+        rows = torch.nonzero(self.used & ((self.about == number) | (self.about < 0))).squeeze(1)
+        pairs = torch.randperm(len(rows) * by_head.shape[1], generator=generator)[: self.queries]
+        q = by_head[:, (pairs % by_head.shape[1]).to(keys.device), rows[pairs // by_head.shape[1]].to(keys.device)]
+        counts = [self._share(int(count), number) for count in self.budgets[layer]]
+        if len(set(counts)) == 1:
+            return list(zip(*match(q, keys[:, a:b], values[:, a:b], counts[0], scale, self.options), strict=True))
+        alone = [slice(h, h + 1) for h in range(len(counts))]
+        fits = [
+            match(q[h], keys[h, a:b], values[h, a:b], count, scale, self.options)
+            for h, count in zip(alone, counts, strict=True)
+        ]
+        return [tuple(tensor[0] for tensor in fit) for fit in fits]
+
+    def _share(self, count: int, number: int) -> int:
+        """Return a chunk's part of a head's slots, in proportion to its tokens."""
+        total = self.chunks[-1][1]
+        a, b = self.chunks[number]
+        return count * b // total - count * a // total
+
+    def _joined(self, parts: list, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return k, v ``[H, P, D]`` and bias ``[H, P]`` of all chunks; heads with fewer slots are padded."""
+        heads = []
+        for own in zip(*parts, strict=True):
+            k, v, bias = (torch.cat(tensors).unsqueeze(0) for tensors in zip(*own, strict=True))
+            heads.append(padded(k, v, bias, self.slots))
+        k, v, bias = (torch.cat(tensors) for tensors in zip(*heads, strict=True))
+        return k.to(dtype), v.to(dtype), bias
+
+
+def fit(model, fitting: Fitting, reference: Reference, tokens: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return every layer's compact keys, values and biases, in one pass over the reference tokens.
+
+    Args:
+        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        fitting: fit of the layers.
+        reference: the reference tokens.
+        tokens: T, where each sequence of them begins.
+    """
+    positions = torch.cat([torch.arange(len(own)) for own in reference.sequences]) + tokens
+    with torch.no_grad():
+        _forward(model, [t for own in reference.sequences for t in own], positions, fitting)
+    return fitting.layers

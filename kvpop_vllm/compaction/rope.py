@@ -1,0 +1,107 @@
+"""Rotary embeddings of a model: their parameters, and keys turned to other positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from kvpop_vllm.config import ConfigError
+
+STATIC = ("default", "linear", "llama3", "yarn")
+"""Rotations by an angle in proportion to the position, so that a turned key is the key of another position."""
+DEFAULT_THETA = 10000.0
+"""Base of the wavelengths where a model's config gives none, as in transformers."""
+
+
+def rope_of(config: Mapping) -> dict:
+    """Return the rope parameters in a model's decoded ``config.json`` under transformers' names.
+
+    ``rope_type`` and ``rope_theta`` are always there, other fields if the config has them. The older keys
+    ``rope_theta`` and ``rope_scaling`` are read too.
+
+    Raises:
+        ConfigError: layers rotate in different ways, or the parameters are of a wrong type.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+        raise ConfigError("layers of this model have rotary embeddings of their own each: choose another model")
+    rope = {name: value for name, value in given.items() if value is not None}
+    older = rope.pop("type", "default")
+    rope.setdefault("rope_type", older)
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    rope["rope_theta"] = DEFAULT_THETA if theta is None else theta
+    factor = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if factor not in (None, 1):
+        rope["partial_rotary_factor"] = factor
+    if rope["rope_type"] in ("llama3", "yarn") and config.get("max_position_embeddings"):
+        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    return {name: float(value) if type(value) is int else value for name, value in sorted(rope.items())}
+
+
+def check_rope(rope: object, source: str) -> None:
+    """Check that rope parameters are complete and rotate by angles in proportion to the position.
+
+    Raises:
+        ConfigError: they do not; ``source`` is named in the message.
+    """
+    if not isinstance(rope, Mapping) or not isinstance(rope.get("rope_type"), str):
+        raise ConfigError(f"{source}: rope must be an object with a rope_type: write the cartridge again")
+    kind = rope["rope_type"]
+    if kind not in STATIC:
+        raise ConfigError(
+            f"{source}: rotary embeddings of type {kind!r} change with the length of a text, and keys cannot be"
+            f" turned: choose a model with one of {', '.join(STATIC)}"
+        )
+    needed = {"default": (), "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
+    llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    for name in ("rope_theta", *needed.get(kind, llama3)):
+        value = rope.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{source}: {name} of rope is {value!r}, not a number above 0: write the cartridge again")
+    part = rope.get("partial_rotary_factor", 1.0)
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+        raise ConfigError(f"{source}: partial_rotary_factor of rope is {part!r}, not above 0 and at most 1")
+
+
+def inverse_frequencies(rope: Mapping, head_dim: int) -> torch.Tensor:
+    """Return the angles per position ``[r / 2]`` (radians, float32) of the first r channels of a head.
+
+    Raises:
+        ConfigError: as :func:`check_rope`.
+    """
+    check_rope(rope, "these keys")
+    width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rope["rope_type"] == "default":
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    from transformers import PretrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = PretrainedConfig(head_dim=head_dim, hidden_size=head_dim, num_attention_heads=1)
+    config.max_position_embeddings = int(rope.get("original_max_position_embeddings", 2048))
+    config.rope_parameters = dict(rope)
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")[0].float()
+
+
+def turned(k: torch.Tensor, shift: int, rope: Mapping) -> torch.Tensor:
+    """Return rotated keys as they would be ``shift`` positions later (earlier if it is negative).
+
+    The halves of the rotated channels are paired, as in Llama and Qwen. Factors on the rotation, as those of
+    YaRN, are in the keys already and stay. The rotation is computed in float64.
+
+    Args:
+        k: ``[.., D]``.
+        shift: number of positions.
+        rope: rope parameters, see :func:`rope_of`.
+
+    Raises:
+        ConfigError: the rotation is not static.
+    """
+    angles = shift * inverse_frequencies(rope, k.shape[-1]).to(k.device).double()
+    if not shift:
+        return k
+    half = angles.shape[0]
+    a, b, rest = k.double().split([half, half, k.shape[-1] - 2 * half], -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(k.dtype)

@@ -1,0 +1,257 @@
+"""``kvpop compact``: reads a corpus with a model and writes a cartridge."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from kvpop_vllm import __version__
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, check_new, write_cartridge
+from kvpop_vllm.compaction.matching import Matching
+from kvpop_vllm.compaction.queries import REPEAT, instruction, repeat_prefill, room_behind, self_study
+from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
+from kvpop_vllm.compaction.rope import check_rope, turned
+from kvpop_vllm.config import MAX_BUDGET, ConfigError
+from kvpop_vllm.distill.chat import render
+from kvpop_vllm.distill.hook import load_config, load_model, longest
+from kvpop_vllm.distill.run import default_device, load_tokenizer
+from kvpop_vllm.distill.sources import documents_of, find_sources
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.policies.allocators import allocator_of
+from kvpop_vllm.roles import Retention
+from kvpop_vllm.supported import refused
+
+METHODS = ("attention-matching", "first", "last")
+
+
+@dataclass(frozen=True)
+class CompactOptions:
+    """Options of ``kvpop compact``.
+
+    Attributes:
+        method: one of METHODS, or ``truncation``, which is ``last``.
+        slots: P.
+        queries: ``repeat-prefill`` or ``self-study``.
+        chunk: tokens of a chunk; None for one chunk.
+        dtype: dtype of the model and of the cartridge.
+        seed: seed of samples.
+        allocator: JSON file with shares of the heads, or None.
+        on_policy: False to fit upper layers to the full caches of lower ones.
+        reference: most queries that a head is fitted to.
+        answers: answers of self-study.
+        matching: options of the fit.
+    """
+
+    method: str = "attention-matching"
+    slots: int = 1024
+    queries: str = "repeat-prefill"
+    chunk: int | None = None
+    dtype: str = "float32"
+    seed: int = 0
+    allocator: str | None = None
+    on_policy: bool = True
+    reference: int = 4096
+    answers: int = 10
+    matching: Matching = Matching()
+
+
+class Progress:
+    """Progress bar on a terminal, lines elsewhere; both on stderr.
+
+    Args:
+        total: number of steps.
+        unit: name of a step.
+    """
+
+    def __init__(self, total: int, unit: str):
+        self.total, self.unit, self.count = total, unit, 0
+        self.bar = tqdm(total=total, unit=unit) if sys.stderr.isatty() else None
+
+    def __call__(self) -> None:
+        """Report one more step."""
+        self.count += 1
+        if self.bar is not None:
+            self.bar.update()
+            if self.count == self.total:
+                self.bar.close()
+        elif self.count * 10 // self.total > (self.count - 1) * 10 // self.total:
+            print(f"{self.unit} {self.count} of {self.total}", file=sys.stderr, flush=True)
+
+
+def corpus_of(tokenizer, data: str | Path) -> tuple[str, list[int]]:
+    """Return a corpus and its tokens. Documents are joined with an empty line between them.
+
+    Raises:
+        ConfigError: the data cannot be read, or is empty.
+    """
+    parts = []
+    for document in documents_of(find_sources([data])):
+        content = document.content
+        parts.append(content if isinstance(content, str) else render(tokenizer, content, document.where))
+    text = "\n\n".join(parts)
+    if not text.strip():
+        raise ConfigError(f"{data} holds no text: give --data another file")
+    return text, tokenizer(text, verbose=False)["input_ids"]
+
+
+def compact(model: str, data: str, out: str, options: CompactOptions, threads: int | None = None) -> CartridgeConfig:
+    """Write a cartridge of a corpus, print one line, and return its config.
+
+    Args:
+        model: folder of the base model.
+        data: text or JSONL file, or a folder of them.
+        out: folder to write.
+        options: what to do.
+        threads: CPU threads; None for all.
+
+    Raises:
+        ConfigError: an option is impossible, or model or data cannot be read or are too large or small.
+    """
+    began = time.monotonic()
+    check_new(out)
+    if threads:
+        torch.set_num_threads(threads)
+    base = base_of(model)
+    check_rope(base["rope"], str(model))
+    slots, budgets = slots_of(options, base["num_layers"], base["num_kv_heads"])
+    if slots != options.slots:
+        print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
+    tokenizer = load_tokenizer(model)
+    text, tokens = corpus_of(tokenizer, data)
+    check_length(tokenizer, len(tokens), slots, options.method, longest(load_config(model)))
+    loaded = load(model, options.dtype)
+    layers, position = layers_of(loaded, tokenizer, tokens, slots, budgets, options)
+    arguments = {name: value for name, value in vars(options).items() if name != "matching"}
+    provenance = {
+        "kvpop": __version__,
+        "corpus": {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)},
+        "arguments": arguments | {"matching": vars(options.matching)},
+    }
+    method = "last" if options.method == "truncation" else options.method
+    config = CartridgeConfig(**base, slots=slots, next_position=position, method=method, provenance=provenance)
+    write_cartridge(out, config, layers)
+    size = sum(path.stat().st_size for path in Path(out).iterdir())
+    print(f"{slots} slots for {len(tokens)} tokens, {size} bytes, {time.monotonic() - began:.0f} s: wrote {out}")
+    return config
+
+
+def check_length(tokenizer, tokens: int, slots: int, method: str, positions: int | None) -> None:
+    """Check that a corpus is long enough for its slots and short enough for the model.
+
+    Args:
+        tokenizer: the model's.
+        tokens: T.
+        slots: P.
+        method: one of METHODS, or ``truncation``.
+        positions: positions of the model, or None.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if method == "attention-matching":
+        room_behind(tokens, positions, len(instruction(tokenizer, REPEAT)))
+    elif tokens < slots:
+        fewer = tokens // BLOCK_SLOTS * BLOCK_SLOTS
+        advice = f"lower --slots to {fewer}" if fewer else f"give at least {BLOCK_SLOTS} tokens"
+        raise ConfigError(f"the corpus has {tokens} tokens, fewer than {slots} slots: {advice}")
+    elif positions is not None and slots > positions:
+        raise ConfigError(f"the model has {positions} positions: lower --slots")
+
+
+def slots_of(options: CompactOptions, layers: int, heads: int) -> tuple[int, torch.Tensor]:
+    """Return P, a multiple of 64, and the slots of each head ``[L, H]``.
+
+    Raises:
+        ConfigError: the shares cannot be read, or the method gives all heads equal slots.
+    """
+    equal = -(-options.slots // BLOCK_SLOTS) * BLOCK_SLOTS
+    if options.allocator is None:
+        return equal, torch.full((layers, heads), equal)
+    if options.method != "attention-matching" or options.allocator == "ada":
+        raise ConfigError("--kv-allocator takes a file of shares, and --method attention-matching: leave it out")
+    allocate = allocator_of(options.allocator, layers, heads)
+    budgets = allocate(Retention(equal, 0, 0), layers, heads).long().clamp_min(1)
+    most = -(-int(budgets.max()) // BLOCK_SLOTS) * BLOCK_SLOTS
+    if most > MAX_BUDGET:
+        raise ConfigError(f"a head would have {most} slots, more than {MAX_BUDGET}: lower --slots")
+    return most, budgets
+
+
+def load(model: str, dtype: str) -> torch.nn.Module:
+    """Return the model for inference on the default device.
+
+    Raises:
+        ConfigError: it cannot be loaded, has layers other than full attention, or rotates keys in another way
+            than :func:`kvpop_vllm.compaction.rope.turned`.
+    """
+    loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
+    text = loaded.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if found := refused(text, {"sliding-window": kinds != {"full_attention"}}):
+        raise ConfigError(f"a cartridge cannot serve a model with {found[0].feature}: choose another model")
+    check_rotation(loaded, base_of(model)["rope"])
+    return loaded
+
+
+@torch.no_grad()
+def check_rotation(model: torch.nn.Module, rope: dict, shift: int = 100) -> None:
+    """Check that the model's first layer rotates a key as :func:`turned` does.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    keys = []
+    for position in (0, shift):
+        keys.append(read_corpus(model, [1], first=position)[0][0].float())
+    error = (turned(keys[0], shift, rope) - keys[1]).norm() / keys[1].norm()
+    if error > (1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2):
+        raise ConfigError("the model pairs channels in its rotary embeddings in another way: choose another model")
+
+
+def layers_of(
+    model, tokenizer, tokens: Sequence[int], slots: int, budgets: torch.Tensor, options: CompactOptions
+) -> tuple[list[Layer], int]:
+    """Return a cartridge's layers and its next position.
+
+    Args:
+        model: the loaded model.
+        tokenizer: the model's.
+        tokens: ids of the corpus.
+        slots: P.
+        budgets: ``[L, H]``, slots of each head.
+        options: what to do.
+    """
+    positions, tokens = longest(model.config), list(tokens)
+    if options.method != "attention-matching":
+        part = tokens[:slots] if options.method == "first" else tokens[-slots:]
+        return [(k, v, None) for k, v in read_corpus(model, part)], slots
+    size = options.chunk or len(tokens)
+    chunks = [(a, min(a + size, len(tokens))) for a in range(0, len(tokens), size)]
+    caches = read_corpus(model, tokens)
+    if options.queries == "self-study":
+        done = Progress(options.answers, "answer")
+        reference = self_study(
+            model, tokenizer, tokens, caches, positions, answers=options.answers, seed=options.seed, done=done
+        )
+    else:
+        reference = repeat_prefill(tokenizer, tokens, chunks, positions)
+    fitting = Fitting(
+        caches,
+        reference,
+        budgets,
+        chunks,
+        options.matching,
+        on_policy=options.on_policy,
+        queries=options.reference,
+        seed=options.seed,
+        slots=slots,
+        done=Progress(len(budgets), "layer"),
+    )
+    return fit(model, fitting, reference, len(tokens)), len(tokens)

@@ -1,0 +1,202 @@
+"""`kvpop compact` from a text to a cartridge, used by transformers without any code of ours."""
+
+import json
+
+import pytest
+import torch
+from distill.byte_tokenizer import byte_tokenizer
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvpop_vllm.cli import main
+from kvpop_vllm.compaction.cartridge import read_cartridge, turned
+from kvpop_vllm.compaction.queries import REPEAT, instruction, repeat_prefill
+from kvpop_vllm.testing.models import write_tiny_model
+
+TOKENS, SLOTS, OWN = 700, 128, 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_tiny_model(tmp_path_factory.mktemp("compact") / "model", vocab=258, seed=3)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Return a file of random words out of a hundred."""
+    generator = torch.Generator().manual_seed(0)
+    letters = torch.randint(97, 123, (100, 4), generator=generator)
+    words = [bytes(row.tolist()).decode() for row in letters]
+    picks = torch.randint(100, (TOKENS // 5,), generator=generator)
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text(" ".join(words[i] for i in picks) + ".")
+    return path
+
+
+def compact(model, corpus, out, *options):
+    arguments = [
+        "compact",
+        str(model),
+        "--data",
+        str(corpus),
+        "--out",
+        str(out),
+        "--slots",
+        str(SLOTS),
+        "--threads",
+        "1",
+    ]
+    assert main([*arguments, *options]) == 0
+    return read_cartridge(out)
+
+
+def answers(model, cartridge, own):
+    """Return log-probabilities behind a cartridge, by transformers with a mask per layer that carries the bias."""
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    config, cache = cartridge.config, DynamicCache()
+    slots, count = config.slots, own.shape[1]
+    causal = torch.full((count, count), -torch.inf).triu(1)
+    for i, (k, v, bias) in enumerate(cartridge.layers):
+        k = turned(k, slots - config.next_position, config.rope)
+        cache.update(k.unsqueeze(0), v.unsqueeze(0), i)
+        block = plain.model.layers[i].self_attn
+        bias = torch.zeros(k.shape[:2]) if bias is None else bias
+        bias = bias.repeat_interleave(block.num_key_value_groups, 0).unsqueeze(1).expand(-1, count, -1)
+        mask = torch.cat([bias, causal.expand(bias.shape[0], -1, -1)], -1).unsqueeze(0)
+
+        def exchange(module, args, kwargs, mask=mask):
+            return args, kwargs | {"attention_mask": mask}
+
+        block.register_forward_pre_hook(exchange, with_kwargs=True)
+    with torch.no_grad():
+        return plain(own, past_key_values=cache, use_cache=True).logits[0].log_softmax(-1)
+
+
+def full_answers(model, tokens, own):
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    with torch.no_grad():
+        return plain(torch.cat([tokens, own], 1)).logits[0, -own.shape[1] :].log_softmax(-1)
+
+
+def divergence(full, own):
+    return float((full.exp() * (full - own)).sum(-1).mean())
+
+
+@pytest.fixture(scope="module")
+def texts(corpus):
+    tokens = torch.tensor([list(corpus.read_bytes())])
+    return tokens, tokens[:, 100 : 100 + OWN]
+
+
+@pytest.fixture(scope="module")
+def last(model, corpus, texts, tmp_path_factory):
+    """Return the divergence of the last tokens alone."""
+    cartridge = compact(model, corpus, tmp_path_factory.mktemp("last") / "c", "--method", "truncation")
+    assert cartridge.config.method == "last"
+    return divergence(full_answers(model, *texts), answers(model, cartridge, texts[1]))
+
+
+@pytest.fixture(scope="module")
+def highest(model, corpus, tmp_path_factory):
+    return compact(model, corpus, tmp_path_factory.mktemp("highest") / "c")
+
+
+CASES = {
+    "default": [],
+    "pursuit": ["--keys", "omp"],
+    "chunks": ["--chunk", "300"],
+    "off policy": ["--no-on-policy"],
+    "self-study": ["--queries", "self-study", "--answers", "5"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nearer_to_the_full_context_than_the_last_tokens(model, corpus, texts, last, highest, tmp_path, capsys, case):
+    cartridge = compact(model, corpus, tmp_path / "c", *CASES[case])
+    assert (cartridge.digest == highest.digest) == (case == "default")
+    assert (cartridge.layers[1][0] != highest.layers[1][0]).any() == (case != "default")  # each option has an effect
+    config = cartridge.config
+    assert (config.slots, config.next_position, config.method) == (SLOTS, texts[0].shape[1], "attention-matching")
+    assert config.provenance["corpus"]["tokens"] == texts[0].shape[1]
+    assert capsys.readouterr().out.startswith(f"{SLOTS} slots for {texts[0].shape[1]} tokens, ")
+    found = divergence(full_answers(model, *texts), answers(model, cartridge, texts[1]))
+    assert found < 0.6 * last
+
+
+def test_all_of_the_corpus_is_repeated():
+    """Pieces keep to their chunk and to the model's positions, and every other one has an instruction."""
+    tokenizer, tokens = byte_tokenizer(), [i % 250 for i in range(TOKENS)]
+    start = instruction(tokenizer, REPEAT)
+    found = repeat_prefill(tokenizer, tokens, [(0, 300), (300, TOKENS)], TOKENS + len(start) + 70)
+    pieces = [own[used:] for own, used in zip(found.sequences, found.used, strict=True)]
+    assert sum(pieces, []) == tokens and max(map(len, found.sequences)) <= len(start) + 70
+    assert [own[:used] == start for own, used in zip(found.sequences, found.used, strict=True)][:4] == [False, True] * 2
+    assert sum(len(own) for own, number in zip(pieces, found.chunks, strict=True) if number == 0) == 300
+
+
+def test_same_seed_same_cartridge(model, corpus, tmp_path):
+    options = ["--queries", "self-study", "--answers", "2"]
+    first, second = (compact(model, corpus, tmp_path / name, *options) for name in "ab")
+    assert first.digest == second.digest
+
+
+def test_first_tokens_are_a_prefix(model, corpus, texts, tmp_path):
+    cartridge = compact(model, corpus, tmp_path / "c", "--method", "first")
+    assert cartridge.config.next_position == SLOTS and cartridge.layers[0][2] is None
+    full = full_answers(model, texts[0][:, :SLOTS], texts[1])
+    torch.testing.assert_close(answers(model, cartridge, texts[1]), full, rtol=0, atol=1e-4)
+
+
+def test_all_tokens_fit(model, corpus, texts, tmp_path):
+    cartridge = compact(model, corpus, tmp_path / "c", "--slots", "1000")
+    assert cartridge.config.slots == 1024
+    found = answers(model, cartridge, texts[1])
+    torch.testing.assert_close(found, full_answers(model, *texts), rtol=0, atol=5e-3)
+
+
+def test_slots_are_rounded_up(model, corpus, tmp_path, capsys):
+    assert compact(model, corpus, tmp_path / "c", "--slots", "100", "--method", "first").config.slots == 128
+    assert "100 slots are rounded up to 128" in capsys.readouterr().out
+
+
+def test_heads_with_shares(model, corpus, texts, last, tmp_path):
+    shares = tmp_path / "shares.json"
+    shares.write_text(json.dumps({"shares": [[1, 3], [2, 2]]}))
+    cartridge = compact(model, corpus, tmp_path / "c", "--kv-allocator", str(shares))
+    slots = [[int((bias > -1e29).sum()) for bias in layer[2]] for layer in cartridge.layers]
+    assert slots == [[64, 192], [128, 128]] and cartridge.config.slots == 192
+    assert divergence(full_answers(model, *texts), answers(model, cartridge, texts[1])) < 0.6 * last
+
+
+REFUSALS = {
+    "short corpus": (["--method", "first", "--slots", "704"], "tokens, fewer than 704 slots: lower --slots to 640"),
+    "shares of equal heads": (["--method", "last", "--kv-allocator", "uniform"], "--kv-allocator takes a file"),
+    "no shares": (["--kv-allocator", "missing.json"], "cannot be read as JSON"),
+    "no data": (["--data", "missing.txt"], "there is no file or folder missing.txt"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(model, corpus, tmp_path, capsys, case):
+    options, message = REFUSALS[case]
+    arguments = ["compact", str(model), "--data", str(corpus), "--out", str(tmp_path / "c"), *options]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "c").exists()
+
+
+def test_too_long_a_corpus(corpus, tmp_path, capsys):
+    small = write_tiny_model(tmp_path / "model", vocab=258, max_position=750)
+    byte_tokenizer().save_pretrained(small)
+    assert main(["compact", str(small), "--data", str(corpus), "--out", str(tmp_path / "c"), "--slots", "64"]) == 2
+    assert "cut the corpus to" in capsys.readouterr().err
+
+
+def test_dynamic_rotation_is_refused(model, corpus, tmp_path, capsys):
+    other = write_tiny_model(tmp_path / "model", vocab=258)
+    raw = json.loads((other / "config.json").read_text())
+    raw["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (other / "config.json").write_text(json.dumps(raw))
+    assert main(["compact", str(other), "--data", str(corpus), "--out", str(tmp_path / "c")]) == 2
+    assert "'dynamic' change with the length" in capsys.readouterr().err

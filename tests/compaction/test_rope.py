@@ -1,0 +1,83 @@
+"""Turned keys are those that transformers' own rotary embeddings give at other positions."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from kvpop_vllm.compaction.rope import rope_of, turned
+from kvpop_vllm.config import ConfigError
+
+DIM = 64
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "large theta": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "yarn, own factor": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "attention_factor": 0.7,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize(("start", "shift"), [(0, 1), (17, 1000), (3000, -2936), (5, 0)])
+def test_turned_as_transformers(kind, start, shift):
+    config = LlamaConfig(
+        hidden_size=2 * DIM, num_attention_heads=2, max_position_embeddings=4096, rope_parameters=dict(ROPES[kind])
+    )
+    rotary = LlamaRotaryEmbedding(config)
+    k = torch.randn(1, 2, 50, DIM, generator=torch.Generator().manual_seed(0))
+
+    def at(first):
+        cos, sin = rotary(k, (torch.arange(50) + first).unsqueeze(0))
+        return apply_rotary_pos_emb(k, k, cos, sin)[1]
+
+    found = turned(at(start), shift, rope_of(config.to_dict()))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, at(start + shift), rtol=0, atol=2e-3)
+    if kind == "yarn":  # the factor on the rotation is not applied again
+        torch.testing.assert_close(found.norm(dim=-1), at(start).norm(dim=-1))
+
+
+def test_turned_and_back():
+    k = torch.randn(2, 9, DIM, generator=torch.Generator().manual_seed(0))
+    there = turned(k, 4096, ROPES["default"])
+    torch.testing.assert_close(turned(there, -4096, ROPES["default"]), k)
+    assert turned(k.bfloat16(), 5, ROPES["default"]).dtype == torch.bfloat16
+
+
+def test_channels_without_rotation_stay():
+    k = torch.randn(2, 9, DIM, generator=torch.Generator().manual_seed(0))
+    found = turned(k, 7, ROPES["default"] | {"partial_rotary_factor": 0.5})
+    assert torch.equal(found[..., 32:], k[..., 32:]) and not torch.equal(found[..., :32], k[..., :32])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "unheard-of"])
+def test_rotations_that_change_are_refused(kind):
+    with pytest.raises(ConfigError, match=f"type '{kind}' change"):
+        turned(torch.zeros(1, DIM), 1, {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+
+
+def test_layers_that_differ_are_refused():
+    with pytest.raises(ConfigError, match="of their own each"):
+        rope_of({"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {}}})
