@@ -134,7 +134,7 @@ ARROWS = {
     "compaction": "distill policies scorers kernels config files roles argument_types",
     "evaluation": "hf distill policies scorers cache kernels config roles argument_types",
     "model_types": "config",
-    "hf": "attention distill policies scorers cache kernels config roles model_types",
+    "hf": "attention compaction distill policies scorers cache kernels config roles model_types",
     "plan": "policies cache scorers kernels config argument_types",
 }
 """Each room and the rooms it may import from, as in DESIGN.md."""
