@@ -36,6 +36,8 @@ FAULTS = {
         ("    if q «==→<» 0:\n        clear(state)\n", f"{PREFILL} -k 'however and reference and mlstm'"),
         # masses of the prefix
         (", weights[:, «len(before[0]) :→: in_use»].mean(0), add=", f"{PREFILL} -k 'however and reference and mass'"),
+        # every head gets the bias of the first
+        ("bias = None if biases is None else biases[«h→0»]", f"{PREFILL} -k 'biases_count and reference and none'"),
         # the leaving token is a step too old
         ("= raw * (q - positions), own * (q - leaving«→ + 1»)", f"{PREFILL} -k 'however and reference and ages'"),
     ],
@@ -114,10 +116,17 @@ FAULTS = {
         ("count, keep, gain * key[f], value« + c→», query[f], numerator + c);", f"{DECODE} -k 'several_tiles and 16'"),
     ],
     f"{CPP}/include/kvpop/attend.h": [
+        # a bias of a token that has none
+        (
+            "const int64_t biased = biases - slot < n ? biases - slot«→ + 1» : n;",
+            f"{PREFILL} -k 'biases_count and baseline and none'",
+        ),
         # the first query head's maximum
         ("const float tile_max = max(top[g]), before = s.maximum[«g→0»];", f"{DECODE} -k 'several_tiles and 48'"),
     ],
     f"{CPP}/cpu/prefill_chunk.cpp": [
+        # chunks get no bias
+        ("            work.bias = «bias.data()→nullptr»;", f"{PREFILL} -k 'biases_count and baseline and none'"),
         ("piece.b - roles_.window«→ + 1», roles_.", f"{PREFILL} -k 'however and baseline and linear'"),
         # all heads draw as the first one
         ("uint64_t key = a_.keys ? a_.draw_key(0, «h_→0») : 0;", "tests/kernels/test_draws.py -k every_implementation"),
@@ -138,7 +147,16 @@ FAULTS = {
     f"{TRITON}/_lowest_score.py": [
         ("((effective == best) & (token «<→>» oldest))", f"{DECODE} -k ties"),
     ],
+    f"{TRITON}/_serving_attend.py": [
+        # every head gets the bias of the first
+        ("bias = before.bias + h«→ * 0» * before.words_head", f"{SERVING} -k 'holds and biases and two'"),
+    ],
     f"{TRITON}/_prefill_attend.py": [
+        # protected tokens get no bias
+        (
+            "                bias = tl.load(words, mask=t < «biased→0»",
+            f"{TRITON_PREFILL} -k 'shapes and biases and within'",
+        ),
         # seen by one query alone
         ("seen = (until > first«→ + 1») & inside", f"{TRITON_PREFILL} -k 'shapes and window'"),
         # a block loads protected keys that a later chunk writes

@@ -32,24 +32,10 @@ ROWS = LARGEST_CHUNK
 LAST = tl.constexpr(2**31 - 1)
 """Eviction time of a token that is not evicted within its piece."""
 FIELDS = tl.constexpr(16)  # so that what follows a segment's numbers is aligned to 16 bytes
-(
-    REQUEST,
-    POSITION,
-    TOKEN,
-    INSIDE,
-    LENGTH,
-    START,
-    FIRST,
-    SINKS,
-    WINDOW,
-    ROW,
-    KEY,
-    HELD,
-    ENTRY,
-    FILLED,
-    LEAVING,
-    BIASED,
-) = (tl.constexpr(i) for i in range(16))
+REQUEST, POSITION, TOKEN, INSIDE, LENGTH, START, FIRST, SINKS, WINDOW, ROW, KEY, HELD, ENTRY, FILLED, LEAVING = (
+    tl.constexpr(i) for i in range(15)
+)
+BIASED = tl.constexpr(15)
 """Numbers of a segment: its request, the position of its first token and its index in the batch, its tokens below p, those
 of the tail, tokens of the tail before it, p, s, w; its first tail row, its first key and the slots in use, its first entry,
 the long-range slots that may be in use afterwards, the tokens that leave the window, and the first protected tokens that

@@ -32,9 +32,9 @@ NOWHERE = 2**30
 def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
-    All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and ``tokens`` and
-    ``biased`` of the prefix, which are on the CPU. A chunk that does not start at a head's ``tokens_seen`` raises no error: the head's pages
-    stay unchanged, its outputs and log-sum-exps are NaN.
+    All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and the ``tokens`` and
+    ``biased`` of the prefix, which are on the CPU. A chunk that does not start at a head's ``tokens_seen`` raises no error:
+    the head's pages stay unchanged, its outputs and log-sum-exps are NaN.
 
     Raises:
         NotImplementedError, TypeError, ValueError: as in :mod:`decode_step`.
@@ -198,14 +198,8 @@ class _Prefill:
         for count in counts:
             at, position = tokens[first : first + count], positions[first : first + count, 0]
             given = None if gate_scores is None else gate_scores[at]
-            own = (
-                position,
-                budgets[:count],
-                windows[:count],
-                given,
-                before and before.of(slice(count)),
-                None if draws is None else draws[:count],
-            )
+            prefix, drawn = before and before.of(slice(count)), None if draws is None else draws[:count]
+            own = position, budgets[:count], windows[:count], given, prefix, drawn
             found = out.new_empty(count, *out.shape[1:]), lse.new_empty(count, lse.shape[1])
             step = config, q[at], k[at], v[at], self.pages, table[:count], own, self.rule, weights, self.scale
             take_step(*step, *found)

@@ -124,9 +124,10 @@ KVPOP_INLINE void tile_logits(const T* k, const RowShape<T>& shape, const Softma
     }
 }
 
-// Adds the biases of slots [0, n) to their logits. What lies behind them in the block is not used.
+// Adds the biases of slots [0, n) to their logits. What lies behind them in the block is not used. Not inlined, so that
+// attention without biases is compiled as if there were none.
 template <int GT>
-KVPOP_INLINE void add_bias(const float* bias, int n, float (&logits)[GT][TILE]) {
+__attribute__((noinline)) void add_bias(const float* bias, int n, float (&logits)[GT][TILE]) {
     for (int slot = 0; slot < n; slot += VL) {
         const vf own = lanes() + slot < n ? load(bias + slot) : vf{};
         for (int g = 0; g < GT; g++) store(&logits[g][slot], load(&logits[g][slot]) + own);
