@@ -152,7 +152,8 @@ def _cartridges(names: object, known: Mapping[str, Placed]) -> tuple[Placed, ...
         raise ConfigError(f"{CARTRIDGES} names a cartridge twice: name each once")
     for name in names:
         if name not in known:
-            raise UnknownCartridge(f"the cartridge {name!r} does not exist: name one of {', '.join(known) or 'none'}")
+            those = f"name one of {', '.join(known)}" if known else "this server has none, start it with --kv-cartridge"
+            raise UnknownCartridge(f"the cartridge {name!r} does not exist: {those}")
     return tuple(known[name] for name in names)
 
 

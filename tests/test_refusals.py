@@ -56,6 +56,11 @@ PROTECT = f"--kv-protect-prompt must be all or a number of tokens up to {2**24},
 SETTINGS = [
     *(({"budget": x}, f"--kv-budget must be an integer of at least 1, got {x!r}") for x in (0, -1, 64.0, "64", True)),
     *(({"sinks": x}, f"--kv-sinks must be an integer of at least 0, got {x!r}") for x in (-1, 1.5)),
+    *(
+        ({"cartridge": x}, f"--kv-cartridge takes one or more NAME=DIR, got {x!r}")
+        for x in (["a"], ["=b"], ["a="], "a=b", {"a": 3})
+    ),
+    ({"cartridge": ["a=b", "a=c"]}, "--kv-cartridge names 'a' twice: give each cartridge a name of its own"),
     *(({"window": x}, f"--kv-window must be an integer of at least 1, got {x!r}") for x in (0, False)),
     *(({n: MANY}, f"--kv-{n} {MANY} is more than {2**24} tokens: lower it") for n in ("budget", "sinks", "window")),
     *(
@@ -76,7 +81,7 @@ SETTINGS = [
         (
             {key: 1},
             f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, correction, "
-            "allocator, protect_prompt, max_budget, max_protect, reserve",
+            "allocator, protect_prompt, max_budget, max_protect, reserve, cartridge",
         )
         for key in ("bugdet", "decide_every")
     ),
@@ -200,7 +205,10 @@ REQUESTS = [
     ("snapkv", {"allocator": "ada"}, {"kv_budget": 60}, ONE_BUDGET.format("kv_budget")),
     ("full", {"budget": None}, {"kv_budget": 60}, ONE_BUDGET.format("kv_budget")),
     ("snapkv", {}, {"kv_protect_prompt": 1}, "holds the prompt until its end anyway: leave kv_protect_prompt out"),
-    *(("h2o", {}, {key: 3}, f"unknown key {key!r}: use kv_budget, kv_protect_prompt, kv_seed") for key in ("kv_policy", "kv_bugdet")),
+    ("h2o", {}, {"kv_cartridges": "a"}, "kv_cartridges must be a list of names, got 'a'"),
+    ("h2o", {}, {"kv_cartridges": ["a", "a"]}, "kv_cartridges names a cartridge twice: name each once"),
+    ("h2o", {}, {"kv_cartridges": ["a"]}, "the cartridge 'a' does not exist: this server has none, start it with --kv-cartridge"),
+    *(("h2o", {}, {key: 3}, f"unknown key {key!r}: use kv_budget, kv_protect_prompt, kv_cartridges, kv_seed") for key in ("kv_policy", "kv_bugdet")),
     ("h2o", {}, {"kvpop": [1, 2, 3, None]}, "the key 'kvpop' is reserved: leave it out"),
 ]  # fmt: skip
 

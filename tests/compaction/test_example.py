@@ -20,7 +20,12 @@ def test_from_a_text_to_an_answer(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    own = {"OUT": str(tmp_path / "cartridge"), "PORT": str(port), "SLOTS": "64", "BIN": str(Path(sys.executable).parent)}
+    own = {
+        "OUT": str(tmp_path / "cartridge"),
+        "PORT": str(port),
+        "SLOTS": "64",
+        "BIN": str(Path(sys.executable).parent),
+    }
     own["OPTIONS"] = "--max-model-len 1024 --enforce-eager --kv-policy streaming-llm --kv-budget 128"
     command = [str(ROOT / "examples" / "cartridge.sh"), str(tmp_path / "text.txt"), "What is the text about?"]
     done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=540)
