@@ -239,13 +239,14 @@ class FixedBudgetSpec(AttentionSpec):
         return prefix + self.state_blocks + cdiv(min(own, (budget or self.budget) - sinks), self.block_size)
 
     def most_blocks(self, length: int) -> int:
-        """Return the most blocks that a request of ``length`` tokens can hold.
+        """Return the most blocks that a request of ``length`` tokens can hold, beside those of cartridges.
 
         The prompt may have any length up to ``length``, and the request may ask for anything that is allowed.
         """
         if self.votes:  # the most is at the end of a prompt of this length
             return self.blocks(length, length, self.max_budget)
-        prompts = worst_prompts(self.longest_prefix(length), length, self.block_size)
+        longest = protected_tokens(self.max_protect, length)  # a prompt may have this length
+        prompts = worst_prompts(longest, length, self.block_size)
         return max(self.blocks(length, protected, self.max_budget) for protected in prompts)
 
     def longest_prefix(self, length: int) -> int:
@@ -271,7 +272,8 @@ class FixedBudgetSpec(AttentionSpec):
         # Model runner V1 computes a slot mapping for every position from this row, without bounds checks. The
         # mapping is not used here, but with a row narrower than the positions the runner would read the next
         # row.
-        return max(cdiv(max_len, self.block_size), self.most_blocks(max_len))
+        made = max_len if self.loads else sum(self.cartridges)
+        return max(cdiv(max_len, self.block_size), self.most_blocks(max_len) + cdiv(made, self.block_size))
 
     @property
     def prefix_cacheable(self) -> bool:

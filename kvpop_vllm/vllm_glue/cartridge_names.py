@@ -70,6 +70,10 @@ class CartridgeNames:
                 f"--kv-policy {self.policy.name} gives up what stands before a prompt's end: choose another policy, or leave"
                 " --kv-cartridge out"
             )
+        if model.enable_sleep_mode:
+            raise ConfigError(
+                "a sleeping engine throws its KV cache away: leave --enable-sleep-mode out to load cartridges"
+            )
         cartridge = read_cartridge(folder)
         base = model.model if Path(model.model).is_dir() else model.hf_text_config
         check_base(cartridge.config, base, str(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,15 @@ import torch
 from engine.driving import BLOCK, Job, preempt_all, watched
 from engine.judge import Judge, Reference
 from engine.matrix import BUDGET
+from engine.tiny_engine import configure
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import DisturbedSums, random_prompt
+from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend
+from kvpop_vllm.vllm_glue.cuda_backend import CudaMetadataBuilder
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 SLOTS = {"plain": 64, "biased": 128, "later": 64}
 TIMELINE = {"plain": 64, "biased": 1000, "later": 37}
@@ -86,7 +92,10 @@ CASES = {
     "rounds": ("qwen3", "vase", {"correction": "moment"}),
     "draws": ("qwen3", "random", {"protect_prompt": True}),
     "fixed shares": ("qwen3", "streaming-llm", {"allocator": "pyramid"}),
+    "state, GPU": ("qwen3", "kvpop", {}),
+    "mass, protected, GPU": ("llama", "h2o", {"protect_prompt": 33}),
 }
+"""Name -> kind of model, policy, and options of the case. "GPU" asks for the GPU's metadata builder."""
 QUICK = ("state", "mass")
 
 
@@ -132,6 +141,8 @@ def served(request, case, folders):
     kind, policy, options = CASES[request.param]
     found, those = case(kind, policy, **options), folders(kind)
     with pytest.MonkeyPatch.context() as patch:
+        if request.param.endswith("GPU"):
+            patch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
         settings = found.settings | {"cartridge": [f"{name}={folder}" for name, folder in those.items()]}
         with watched(found.model, settings, None, num_gpu_blocks_override=321) as engine:
             engine.poison(patch)
@@ -230,7 +241,9 @@ def test_prefixes_behind_a_cartridge_are_shared(served):
     jobs = [Job(prompt=text, new=4, asks=named(*names)) for names in (("plain",), ("later",), ("biased",))]
     cold, warm = served.serve(jobs), served.serve(jobs)
     assert [cold[i].num_cached_tokens for i in range(3)] == [64, 64, 128]
-    assert [warm[i].num_cached_tokens for i in range(3)] == [64 + 96, 64 + 96, 128 + 96]
+    protect = served.case.judge.protect
+    shared = ((len(text) if protect is True else protect) - 1) // BLOCK * BLOCK
+    assert [warm[i].num_cached_tokens for i in range(3)] == [64 + shared, 64 + shared, 128 + shared]
     assert [cold[i].outputs[0].token_ids for i in range(3)] == [warm[i].outputs[0].token_ids for i in range(3)]
     salted = served.serve([replace(jobs[0], salt="tenant")])
     assert salted[0].num_cached_tokens == 64
@@ -250,3 +263,40 @@ def test_requests_of_an_unknown_kind_are_refused(served):
     with pytest.raises(VLLMValidationError, match="more than the model's 1024"):
         served.engine.add("x", Job(960, scored=False, asks=named("plain")))
     assert not served.engine.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    "changes, settings, options, text",
+    [
+        ({}, {"policy": "snapkv", "budget": 64}, {}, "--kv-policy snapkv gives up what stands before a prompt's end"),
+        ({}, {}, {"block_size": 128}, "64 slots, no multiple of --block-size 128"),
+        ({}, {}, {"max_model_len": 64}, "64 slots: raise --max-model-len 64 above them"),
+        ({"model_type": "llama"}, {}, {}, "made for a model with model_type = 'llama'"),
+        ({"base": {"config": "0", "weights": None}}, {}, {}, "a model of other sizes"),
+        (
+            {"rope": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            {},
+            {},
+            "change with the length of a text",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_cartridges_that_cannot_be_served(tiny_model, tmp_path, changes, settings, options, text):
+    """The engine's config refuses them in one line, before weights are loaded."""
+    folder = tmp_path / "c"
+    write(folder, tiny_model("qwen3"), "plain")
+    config = folder / "kvpop_cartridge.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ConfigError, match=text) as caught:
+        configure(
+            tiny_model("qwen3"), settings | {"cartridge": {"a": str(folder)}}, **({"max_model_len": 256} | options)
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_policy_everything_behind_a_cartridge_is_kept(tiny_model, tmp_path):
+    folder = write(tmp_path / "c", tiny_model("qwen3"), "plain")
+    config = configure(tiny_model("qwen3"), {"cartridge": [f"a={folder}"]})
+    policy = engine_policy(config)
+    assert policy.name == "full" and policy.retention.budget == 256 and config.cache_config.enable_prefix_caching

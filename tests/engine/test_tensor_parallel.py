@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from engine.test_cartridges import SLOTS, write
 from engine.tiny_engine import answers, complete, running, scores
 
+from kvpop_vllm.testing import random_prompt
 from kvpop_vllm.vllm_glue.backend import heads_of_rank
 
 
@@ -53,3 +55,22 @@ def test_two_ranks_equal_one(case, monkeypatch, policy, options):
     for alone, together in zip(one * 2, map(scores, two), strict=True):
         assert [token for token, _ in together] == [token for token, _ in alone]
         assert [score for _, score in together] == pytest.approx([score for _, score in alone], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_cartridges_equal_one(case, tmp_path, monkeypatch):
+    """Each rank holds the slots of its heads, and copies behind other cartridges."""
+    from vllm import SamplingParams
+
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    found, tokens = case("qwen3", "kvpop"), []
+    folders = [f"{name}={write(tmp_path / name, found.model, name)}" for name in SLOTS]
+    for ranks in ({}, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}):
+        with running(found.model, found.settings | {"cartridge": folders}, block_size=16, **ranks) as llm:
+            told = dict(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+            named = [{"kv_cartridges": names} for names in (["biased"], ["plain", "later"])]
+            params = [SamplingParams(**told, extra_args=asks) for asks in named]
+            prompts = [{"prompt_token_ids": random_prompt(50, seed=i)} for i in range(2)]
+            tokens.append([a.outputs[0].token_ids for a in llm.generate(prompts, params, use_tqdm=False)])
+    assert tokens[0] == tokens[1]
