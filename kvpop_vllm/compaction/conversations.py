@@ -1,7 +1,8 @@
 """Self-study: conversations of a model about a corpus, with the teacher's most likely tokens, in a file.
 
-Each conversation is about a chunk of the corpus, which the model reads first. A seed prompt behind it makes the model
-write a question or an instruction. The answer to that is sampled behind the same chunk (arXiv:2506.06266, section 4).
+Each conversation is about a chunk of the corpus, which the model reads in the user's message. A seed prompt behind it
+makes the model write a question or an instruction. The answer to that is sampled behind the same chunk
+(arXiv:2506.06266, section 4).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from kvpop_vllm.compaction.queries import instruction
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.chat import render
 from kvpop_vllm.files import write_whole
 
 SEEDS = {
@@ -60,11 +62,13 @@ ROOM = 1024
 """Positions that a conversation may take behind a chunk or a cartridge."""
 LONGEST = 2048
 """Most tokens of a chunk by default; the fewest are a quarter."""
-ROUND = 16
+ROUND = 32
 """Conversations that are about one chunk, and are made and stored together."""
 TOP = 20
 """Tokens whose log-probabilities are stored at each position of an answer."""
 TEMPERATURE = 0.7
+CHUNK = "\ue000chunk\ue001"
+"""Stands for the chunk while a chat template is filled in."""
 
 
 class Answer(NamedTuple):
@@ -105,7 +109,7 @@ class Conversation:
         chunk: first and behind the last token of the chunk in the corpus.
         kind: kind of the seed prompt.
         question: what the model was asked.
-        prompt: ids behind the chunk, up to where the answer begins.
+        prompt: ids that the student reads behind its cache, without the chunk, up to where the answer begins.
         answer: ids of the answer.
         top: see :class:`Answer`.
         logp: see :class:`Answer`.
@@ -129,6 +133,19 @@ def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tens
     logp = [torch.tensor(own) for own in conversation.logp]
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(ids, True), pad(logp, True, padding_value=-torch.inf).softmax(-1)
+
+
+def teacher_prompt(tokenizer, prompt: str) -> tuple[list[int], list[int]]:
+    """Return the ids before and behind a chunk in a prompt of the teacher, up to where the model's answer begins.
+
+    The chunk, an empty line and ``prompt`` are the user's message. Without a chat template they are the text, and what
+    is behind the chunk is the same as for the student.
+    """
+    head, tail = "", f"\n\n{prompt}\n\n"
+    if getattr(tokenizer, "chat_template", None):
+        message = {"role": "user", "content": f"{CHUNK}\n\n{prompt}"}
+        head, tail = render(tokenizer, [message], "the prompt", add_generation_prompt=True).split(CHUNK, 1)
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in (head, tail))
 
 
 def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | None) -> int:
@@ -210,15 +227,21 @@ def _round(tokenizer, tokens, numbers: range, sample: Sampler, longest: int, see
     kinds = [list(SEEDS)[number % len(SEEDS)] for number in numbers]
     picks = [SEEDS[kind][int(torch.randint(len(SEEDS[kind]), (), generator=draws))] for kind in kinds]
     seeds = torch.randint(1 << 31, (2, len(numbers)), generator=draws).tolist()
-    asked = sample(tokens[a:b], [instruction(tokenizer, prompt) for prompt in picks], QUESTION, seeds[0])
+    asked = _behind(tokenizer, tokens[a:b], picks, QUESTION, seeds[0], sample)
     questions = [
         tokenizer.decode(own.tokens, skip_special_tokens=True).strip() or PLAIN[kind]
         for own, kind in zip(asked, kinds, strict=True)
     ]
     prompts = [instruction(tokenizer, question) for question in questions]
-    answers = sample(tokens[a:b], prompts, ANSWER, seeds[1])
+    answers = _behind(tokenizer, tokens[a:b], questions, ANSWER, seeds[1], sample)
     rows = zip(kinds, questions, prompts, answers, strict=True)
     return [Conversation([a, b], kind, question, prompt, *answer) for kind, question, prompt, answer in rows]
+
+
+def _behind(tokenizer, chunk, prompts: Sequence[str], new: int, seeds, sample: Sampler) -> list[Answer]:
+    """Return answers to prompts of the teacher about a chunk."""
+    parts = [teacher_prompt(tokenizer, prompt) for prompt in prompts]
+    return sample([*parts[0][0], *chunk], [tail for _, tail in parts], new, seeds)
 
 
 def _chunk(tokens: int, longest: int, draws: torch.Generator) -> tuple[int, int]:

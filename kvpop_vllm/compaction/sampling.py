@@ -42,6 +42,11 @@ class Branches:
         out = (far.transpose(0, 1).flatten(1, 2) @ far_v).unflatten(1, (rows, -1)).transpose(0, 1) + near @ v
         return out.unflatten(2, (-1, new)).flatten(1, 2)
 
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with some rows alone, given as booleans ``[R]``."""
+        self.own = [(k[rows], v[rows]) for k, v in self.own]
+        self.seen = self.seen[rows]
+
 
 class TransformersSampler:
     """Sampler that runs the model in this process; see :class:`kvpop_vllm.compaction.conversations.Sampler`.
@@ -69,7 +74,8 @@ class TransformersSampler:
         places = torch.arange(width, device=device) - width + lengths  # [R, width], negative for padding
         attend, draws = Branches(self.prefix), [torch.Generator().manual_seed(seed) for seed in seeds]
         attend.seen = places >= 0
-        answers, ended = [Answer([], [], []) for _ in prompts], [False] * len(prompts)
+        answers = [Answer([], [], []) for _ in prompts]
+        going = list(range(len(prompts)))
         for _ in range(new):
             hidden = self.model.get_decoder()(
                 input_ids=ids,
@@ -78,33 +84,32 @@ class TransformersSampler:
                 attend=attend,
             ).last_hidden_state[:, -1]
             logp = self.model.get_output_embeddings()(hidden).float().log_softmax(-1).cpu()
-            tokens = [
-                row.multinomial(1, generator=d) for row, d in zip((logp / TEMPERATURE).softmax(-1), draws, strict=True)
-            ]
-            ids = torch.stack(tokens)
-            _add(answers, ended, ids, logp)
-            ended = [was or int(token) in self.stop for was, token in zip(ended, ids, strict=True)]
-            if all(ended):
+            chances = (logp / TEMPERATURE).softmax(-1)
+            ids = torch.stack([row.multinomial(1, generator=draws[i]) for row, i in zip(chances, going, strict=True)])
+            _add([answers[i] for i in going], ids, logp)
+            ended = torch.tensor([int(token) in self.stop for token in ids])
+            if ended.all():
                 break
+            if ended.any():
+                going = [i for i, end in zip(going, ended.tolist(), strict=True) if not end]
+                attend.keep(~ended.to(device))
+                ids, places = ids[~ended], places[~ended.to(device)]
             ids, places = ids.to(device), places[:, -1:] + 1
             attend.seen = torch.cat([attend.seen, torch.ones_like(places, dtype=torch.bool)], 1)
         return answers
 
 
-def _add(answers: Sequence[Answer], ended: Sequence[bool], tokens: torch.Tensor, logp: torch.Tensor) -> None:
-    """Add a sampled token and its position's candidates to each answer that has not ended.
+def _add(answers: Sequence[Answer], tokens: torch.Tensor, logp: torch.Tensor) -> None:
+    """Add a sampled token and its position's candidates to each answer.
 
     Args:
         answers: of each row.
-        ended: of each row.
         tokens: ``[R, 1]``.
         logp: ``[R, V]``.
     """
     best = logp.topk(min(TOP, logp.shape[-1]), -1)
     true = logp.gather(1, tokens)
     for row, answer in enumerate(answers):
-        if ended[row]:
-            continue
         ids, values, token = best.indices[row].tolist(), best.values[row].tolist(), int(tokens[row])
         if token not in ids:
             ids, values = [*ids, token], [*values, float(true[row])]

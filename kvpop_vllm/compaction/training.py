@@ -134,7 +134,7 @@ def train_cartridge(
     loaded = None if engine else load(model, options.dtype)
     path, conversations = run / "conversations.jsonl", []
     if training.steps:
-        stop = _stop_tokens(model, tokenizer)
+        stop = stop_tokens(model, tokenizer)
         own = nullcontext(TransformersSampler(loaded, stop)) if loaded is not None else None
         todo = -(-training.conversations // ROUND) - _rounds(path, training.conversations)
         if todo:
@@ -179,7 +179,7 @@ def _check_same_run(out: Path, own: dict) -> None:
         )
 
 
-def _stop_tokens(model: str, tokenizer) -> set[int]:
+def stop_tokens(model: str, tokenizer) -> set[int]:
     """Return the ids that end an answer."""
     ends = load_config(model).eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
