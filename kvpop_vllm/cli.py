@@ -100,6 +100,13 @@ def vllm_backend() -> type:
     return EngineBackend
 
 
+def vllm_sampler() -> Callable:
+    """Return the function that starts vLLM to make the conversations of `kvpop compact`."""
+    from kvpop_vllm.vllm_glue.self_study import engine_sampler
+
+    return engine_sampler
+
+
 def add_command(commands: Commands, name: str, purpose: str, run: Callable | None = None) -> argparse.ArgumentParser:
     """Add and return a subcommand.
 
@@ -193,7 +200,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_command(commands, "fetch-demo-model", purpose, fetch_demo_model).add_argument("directory", metavar="DIR")
     add_init(commands)
     add_import(commands)
-    add_compact(commands)
+    add_compact(commands, vllm_sampler)
     add_distill(commands)
     add_eval(commands, vllm_backend)
     add_export(commands)

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+from collections.abc import Callable
 
-from kvpop_vllm.argument_types import positive
+from kvpop_vllm.argument_types import non_negative, positive
+from kvpop_vllm.config import ConfigError
+
+FITTED = ("queries", "keys", "reference", "answers", "on_policy")
+"""Options of ``--method attention-matching`` alone."""
+TRAINED = ("init_text", "conversations", "steps", "batch", "lr", "save_every", "backend")
+"""Options of ``--method cartridge`` alone."""
 
 
-def add_compact(commands) -> None:
-    """Add `kvpop compact` to argparse's ``commands``."""
+def add_compact(commands, engine: Callable) -> None:
+    """Add `kvpop compact` to argparse's ``commands``.
+
+    Args:
+        commands: subcommands that it is added to.
+        engine: imports and returns the function that starts vLLM to make conversations.
+    """
     summary = "write a cartridge of a corpus: a KV cache of a few slots that MODEL can use in place of the corpus"
     command = commands.add_parser("compact", help=summary, description=summary)
     command.add_argument("model", metavar="MODEL", help="folder of the base model")
     command.add_argument("--data", required=True, metavar="TEXT", help="the corpus: a text or JSONL file, or a folder")
-    command.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    command.add_argument(
+        "--out", required=True, metavar="DIR", help="folder to write; a stopped --method cartridge is continued"
+    )
     command.add_argument(
         "--method",
-        choices=("attention-matching", "first", "last", "truncation"),
+        choices=("attention-matching", "cartridge", "first", "last", "truncation"),
         default="attention-matching",
-        help="attention-matching (default); first or last (the same as truncation): the corpus' own tokens, for comparison",
+        help="attention-matching (default); cartridge: trained; first or last (the same as truncation): the corpus' own tokens, for comparison",
     )
     command.add_argument("--slots", type=positive, default=1024, metavar="P", help="slots per KV head (default 1024)")
     command.add_argument(
@@ -34,7 +49,10 @@ def add_compact(commands) -> None:
         help="kept keys: of highest attention (default), or of a matching pursuit (slower)",
     )
     command.add_argument(
-        "--chunk", type=positive, metavar="N", help="compact N tokens at a time (default: all at once)"
+        "--chunk",
+        type=positive,
+        metavar="N",
+        help="compact N tokens at a time (default: all at once); cartridge: most tokens that a conversation is about (default 2048)",
     )
     command.add_argument(
         "--reference", type=positive, default=4096, metavar="N", help="queries per head (default 4096)"
@@ -55,15 +73,54 @@ def add_compact(commands) -> None:
     )
     command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     command.add_argument("--seed", type=int, default=0, help="of samples (default 0)")
-    command.set_defaults(run=run_compact)
+    add_training(command)
+    command.set_defaults(run=lambda options: run_compact(options, engine, command.get_default))
 
 
-def run_compact(options: argparse.Namespace) -> None:
+def add_training(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``--method cartridge``."""
+    group = command.add_argument_group("--method cartridge")
+    add = group.add_argument
+    add("--init-text", metavar="FILE", help="start from the first P tokens of this text (default: of the corpus)")
+    add("--conversations", type=positive, metavar="N", help="conversations to train on (default 256)")
+    add("--steps", type=non_negative, metavar="N", help="optimiser steps (default 256)")
+    add("--batch", type=positive, metavar="N", help="conversations of a step (default 16)")
+    add("--lr", type=float, metavar="X", help="peak of the learning rate (default 0.02)")
+    add("--save-every", type=positive, metavar="N", help="optimiser steps between checkpoints (default 50)")
+    text = "what makes the conversations (default: vllm where it is installed)"
+    add("--backend", choices=("vllm", "transformers"), help=text)
+
+
+def check_method(options: argparse.Namespace, default: Callable[[str], object]) -> None:
+    """Check that no option of another method is given.
+
+    Raises:
+        ConfigError: one is.
+    """
+    owners = {"attention-matching": FITTED, "cartridge": TRAINED}
+    for owner, names in owners.items():
+        for name in names if owner != options.method else ():
+            if getattr(options, name) != default(name):
+                flag = "--no-on-policy" if name == "on_policy" else f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is of --method {owner}: leave it out, or choose that method")
+
+
+def run_compact(options: argparse.Namespace, engine: Callable, default: Callable[[str], object]) -> None:
     """Run `kvpop compact`.
+
+    Args:
+        options: of the command line.
+        engine: see :func:`add_compact`.
+        default: returns the default of an option.
 
     Raises:
         ConfigError: an option, the model or the data is wrong.
+        TrainingError: training cannot go on.
     """
+    check_method(options, default)
+    if options.method == "cartridge":
+        run_training(options, engine)
+        return
     from kvpop_vllm.compaction.matching import Matching
     from kvpop_vllm.compaction.run import CompactOptions, compact
 
@@ -71,3 +128,25 @@ def run_compact(options: argparse.Namespace) -> None:
     chosen = {name: getattr(options, name) for name in names}
     settings = CompactOptions(**chosen, allocator=options.kv_allocator, matching=Matching(keys=options.keys))
     compact(options.model, options.data, options.out, settings, options.threads)
+
+
+def run_training(options: argparse.Namespace, engine: Callable) -> None:
+    """Run `kvpop compact --method cartridge`; see :func:`run_compact`."""
+    from kvpop_vllm.compaction.run import CompactOptions
+    from kvpop_vllm.compaction.training import Training, train_cartridge
+
+    names = ("method", "slots", "chunk", "dtype", "seed")
+    settings = CompactOptions(**{name: getattr(options, name) for name in names}, allocator=options.kv_allocator)
+    given = {name: getattr(options, name) for name in ("init_text", "conversations", "steps", "batch", "lr")}
+    training = Training(**{name: value for name, value in given.items() if value is not None})
+    backend = options.backend or ("vllm" if importlib.util.find_spec("vllm") else "transformers")
+    train_cartridge(
+        options.model,
+        options.data,
+        options.out,
+        settings,
+        training,
+        engine=engine() if backend == "vllm" else None,
+        save_every=options.save_every or 50,
+        threads=options.threads,
+    )

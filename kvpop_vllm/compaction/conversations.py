@@ -1,0 +1,253 @@
+"""Self-study: conversations of a model about a corpus, with the teacher's most likely tokens, in a file.
+
+Each conversation is about a chunk of the corpus, which the model reads in the user's message. A seed prompt behind it
+makes the model write a question or an instruction. The answer to that is sampled behind the same chunk
+(arXiv:2506.06266, section 4).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvpop_vllm.compaction.queries import instruction
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.chat import render
+from kvpop_vllm.files import write_whole
+
+SEEDS = {
+    "summary": (
+        "Write one instruction that asks for a summary of a part of the text above. Name the part. Write nothing else.",
+        "Which part of the text above should be summarised? Write the request for it as one sentence.",
+        "Ask for a short overview of one topic of the text above, in one sentence.",
+    ),
+    "question": (
+        "Write one question that only a reader of the text above can answer. Write nothing else.",
+        "Ask one question about a name, a number or a date in the text above.",
+        "Write one question about why or how something in the text above happens. Write only the question.",
+    ),
+    "use": (
+        "For which task could someone need the text above? Write that task as one instruction to an assistant.",
+        "Think of a user who needs the text above for work. Write one message of that user to an assistant.",
+        "Write one practical problem that the text above helps to solve, as a request in one sentence.",
+    ),
+    "structure": (
+        "Write one instruction to put a part of the information in the text above into a list. Name the part.",
+        "Ask for some facts of the text above in JSON or as a table. Say which facts, in one sentence.",
+        "Write one instruction to sort or group things that the text above mentions. Write nothing else.",
+    ),
+    "creative": (
+        "Write one instruction to quote a part of the text above word for word. Say which part.",
+        "Write one creative task that starts from a detail of the text above, as an instruction in one sentence.",
+        "Ask an assistant to continue or to rewrite a passage of the text above. Say which passage.",
+    ),
+}
+"""Prompts that make the model write a question or an instruction, by kind. Kinds take turns."""
+PLAIN = {
+    "summary": "Summarise the text above.",
+    "question": "What is the text above about?",
+    "use": "What is the text above useful for?",
+    "structure": "List the facts in the text above.",
+    "creative": "Quote the text above.",
+}
+"""Instruction of a kind where the model has written none."""
+QUESTION, ANSWER = 96, 256
+"""Most tokens of a question and of an answer."""
+ROOM = 1024
+"""Positions that a conversation may take behind a chunk or a cartridge."""
+LONGEST = 2048
+"""Most tokens of a chunk by default; the fewest are a quarter."""
+ROUND = 32
+"""Conversations that are about one chunk, and are made and stored together."""
+TOP = 20
+"""Tokens whose log-probabilities are stored at each position of an answer."""
+TEMPERATURE = 0.7
+CHUNK = "\ue000chunk\ue001"
+"""Stands for the chunk while a chat template is filled in."""
+
+
+class Answer(NamedTuple):
+    """Sampled tokens, with the sampled one among the candidates of each position.
+
+    Attributes:
+        tokens: ids, with the token that ended the answer.
+        top: ids of the candidates at each position, TOP or one more.
+        logp: their log-probabilities at temperature 1.
+    """
+
+    tokens: list[int]
+    top: list[list[int]]
+    logp: list[list[float]]
+
+
+class Sampler(Protocol):
+    """Function that samples the model's answers behind one prefix."""
+
+    def __call__(
+        self, prefix: Sequence[int], prompts: Sequence[list[int]], new: int, seeds: Sequence[int]
+    ) -> list[Answer]:
+        """Return an answer to each prompt, at temperature TEMPERATURE.
+
+        Args:
+            prefix: ids that all prompts follow.
+            prompts: ids of each.
+            new: most tokens of an answer.
+            seeds: seed of each answer.
+        """
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One line of the file.
+
+    Attributes:
+        chunk: first and behind the last token of the chunk in the corpus.
+        kind: kind of the seed prompt.
+        question: what the model was asked.
+        prompt: ids that the student reads behind its cache, without the chunk, up to where the answer begins.
+        answer: ids of the answer.
+        top: see :class:`Answer`.
+        logp: see :class:`Answer`.
+    """
+
+    chunk: list[int]
+    kind: str
+    question: str
+    prompt: list[int]
+    answer: list[int]
+    top: list[list[int]]
+    logp: list[list[float]]
+
+
+def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the candidates ``[A, K]`` of A answer tokens and their probabilities, which sum to 1 at each position.
+
+    Positions with fewer candidates are filled with token 0 of probability 0.
+    """
+    ids = [torch.tensor(own) for own in conversation.top]
+    logp = [torch.tensor(own) for own in conversation.logp]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(ids, True), pad(logp, True, padding_value=-torch.inf).softmax(-1)
+
+
+def teacher_prompt(tokenizer, prompt: str) -> tuple[list[int], list[int]]:
+    """Return the ids before and behind a chunk in a prompt of the teacher, up to where the model's answer begins.
+
+    The chunk, an empty line and ``prompt`` are the user's message. Without a chat template they are the text, and what
+    is behind the chunk is the same as for the student.
+    """
+    head, tail = "", f"\n\n{prompt}\n\n"
+    if getattr(tokenizer, "chat_template", None):
+        message = {"role": "user", "content": f"{CHUNK}\n\n{prompt}"}
+        head, tail = render(tokenizer, [message], "the prompt", add_generation_prompt=True).split(CHUNK, 1)
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in (head, tail))
+
+
+def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | None) -> int:
+    """Return the most tokens of a chunk.
+
+    Args:
+        chunk: as asked for, or None.
+        tokens: T.
+        slots: P.
+        positions: positions of the model, or None.
+
+    Raises:
+        ConfigError: chunk and conversation, or slots and conversation, do not fit into the model's positions.
+    """
+    room = (positions or 1 << 30) - ROOM
+    if slots > room:
+        raise ConfigError(
+            f"the model has {positions} positions, and {ROOM} are for conversations: lower --slots to {max(0, room)}"
+        )
+    most = min(chunk or min(LONGEST, room), tokens)
+    if most > room:
+        raise ConfigError(
+            f"the model has {positions} positions, and {ROOM} are for conversations: lower --chunk to {room}"
+        )
+    return most
+
+
+def make_conversations(
+    path: Path,
+    tokenizer,
+    tokens: Sequence[int],
+    count: int,
+    sample: Sampler,
+    *,
+    longest: int,
+    seed: int = 0,
+    done: Callable[[], object] = lambda: None,
+) -> None:
+    """Write ``count`` conversations to a JSONL file; those that it has already are kept.
+
+    A round is written at once. What a conversation is depends on its number, seed and corpus alone.
+
+    Args:
+        path: the file.
+        tokenizer: the model's.
+        tokens: ids of the corpus.
+        count: number of conversations.
+        sample: see :class:`Sampler`.
+        longest: most tokens of a chunk. A corpus of as many is one chunk, else chunks have a quarter of it or more.
+        seed: seed of chunks, prompts and samples.
+        done: called after each round.
+    """
+    lines = _whole_lines(path)[:count]
+    lines = lines[: len(lines) if len(lines) == count else len(lines) // ROUND * ROUND]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(lines))
+    for first in range(len(lines), count, ROUND):
+        found = _round(tokenizer, tokens, range(first, min(first + ROUND, count)), sample, longest, seed)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(asdict(own)) + "\n" for own in found))
+        done()
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Return the conversations of a file."""
+    return [Conversation(**json.loads(line)) for line in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file with their ends, without a last one that has none."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith("\n")]
+
+
+def _round(tokenizer, tokens, numbers: range, sample: Sampler, longest: int, seed: int) -> list[Conversation]:
+    """Return the conversations of these numbers, which are about one chunk."""
+    draws = torch.Generator().manual_seed(seed * 1_000_003 + numbers[0])
+    a, b = _chunk(len(tokens), longest, draws)
+    kinds = [list(SEEDS)[number % len(SEEDS)] for number in numbers]
+    picks = [SEEDS[kind][int(torch.randint(len(SEEDS[kind]), (), generator=draws))] for kind in kinds]
+    seeds = torch.randint(1 << 31, (2, len(numbers)), generator=draws).tolist()
+    asked = _behind(tokenizer, tokens[a:b], picks, QUESTION, seeds[0], sample)
+    questions = [
+        tokenizer.decode(own.tokens, skip_special_tokens=True).strip() or PLAIN[kind]
+        for own, kind in zip(asked, kinds, strict=True)
+    ]
+    prompts = [instruction(tokenizer, question) for question in questions]
+    answers = _behind(tokenizer, tokens[a:b], questions, ANSWER, seeds[1], sample)
+    rows = zip(kinds, questions, prompts, answers, strict=True)
+    return [Conversation([a, b], kind, question, prompt, *answer) for kind, question, prompt, answer in rows]
+
+
+def _behind(tokenizer, chunk, prompts: Sequence[str], new: int, seeds, sample: Sampler) -> list[Answer]:
+    """Return answers to prompts of the teacher about a chunk."""
+    parts = [teacher_prompt(tokenizer, prompt) for prompt in prompts]
+    return sample([*parts[0][0], *chunk], [tail for _, tail in parts], new, seeds)
+
+
+def _chunk(tokens: int, longest: int, draws: torch.Generator) -> tuple[int, int]:
+    """Return the first and behind the last token of a random chunk."""
+    if tokens <= longest:
+        return 0, tokens
+    size = int(torch.randint(max(1, longest // 4), longest + 1, (), generator=draws))
+    first = int(torch.randint(tokens - size + 1, (), generator=draws))
+    return first, first + size

@@ -1,0 +1,118 @@
+"""Sampling of answers behind a shared prefix in transformers, for models loaded by ``distill.hook``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvpop_vllm.compaction.conversations import TEMPERATURE, TOP, Answer
+from kvpop_vllm.compaction.reference import read_corpus
+
+
+class Branches:
+    """Attention of R sequences that go on behind one prefix, whose keys and values are in memory once.
+
+    Args:
+        prefix: keys and values ``[H, T, D]`` of every layer.
+
+    Attributes:
+        seen: ``[R, S]`` booleans, False for padding among the S own tokens so far, those of the running pass included.
+    """
+
+    def __init__(self, prefix: list[tuple[torch.Tensor, torch.Tensor]]):
+        self.prefix, self.own = prefix, [None] * len(prefix)
+        self.seen: torch.Tensor | None = None
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        if self.own[layer] is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip(self.own[layer], (k, v), strict=True))
+        self.own[layer] = k, v
+        far_k, far_v = self.prefix[layer]
+        rows, new, own = q.shape[0], q.shape[2], k.shape[2]
+        by_head = q.unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 3)  # [H, R * G * new, D]
+        near_q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [R, H, G * new, D]
+        far = (by_head @ far_k.mT).unflatten(1, (rows, -1)).transpose(0, 1)
+        order = torch.arange(own - new, own, device=q.device).unsqueeze(1) >= torch.arange(own, device=q.device)
+        hidden = ~(order & self.seen.unsqueeze(1))  # [R, new, own]
+        near = (near_q @ k.mT).unflatten(2, (-1, new)).masked_fill(hidden[:, None, None], -torch.inf).flatten(2, 3)
+        weights = (torch.cat([far, near], -1).float() * scale).softmax(-1).to(v.dtype)
+        far, near = weights.split([far.shape[-1], own], -1)
+        out = (far.transpose(0, 1).flatten(1, 2) @ far_v).unflatten(1, (rows, -1)).transpose(0, 1) + near @ v
+        return out.unflatten(2, (-1, new)).flatten(1, 2)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with some rows alone, given as booleans ``[R]``."""
+        self.own = [(k[rows], v[rows]) for k, v in self.own]
+        self.seen = self.seen[rows]
+
+
+class TransformersSampler:
+    """Sampler that runs the model in this process; see :class:`kvpop_vllm.compaction.conversations.Sampler`.
+
+    The last prefix is kept, so that it is read once for questions and answers.
+
+    Args:
+        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        stop: ids that end an answer.
+    """
+
+    def __init__(self, model: torch.nn.Module, stop: set[int]):
+        self.model, self.stop, self.tokens, self.prefix = model, stop, None, []
+
+    @torch.inference_mode()
+    def __call__(self, prefix, prompts, new, seeds) -> list[Answer]:
+        """Return an answer to each prompt."""
+        if self.tokens != list(prefix):
+            self.tokens = list(prefix)
+            self.prefix = read_corpus(self.model, self.tokens)
+        device = next(self.model.parameters()).device
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(own)) + list(own) for own in prompts], device=device)
+        lengths = torch.tensor([len(own) for own in prompts], device=device).unsqueeze(1)
+        places = torch.arange(width, device=device) - width + lengths  # [R, width], negative for padding
+        attend, draws = Branches(self.prefix), [torch.Generator().manual_seed(seed) for seed in seeds]
+        attend.seen = places >= 0
+        answers = [Answer([], [], []) for _ in prompts]
+        going = list(range(len(prompts)))
+        for _ in range(new):
+            hidden = self.model.get_decoder()(
+                input_ids=ids,
+                position_ids=len(self.tokens) + places.clamp_min(0),
+                use_cache=False,
+                attend=attend,
+            ).last_hidden_state[:, -1]
+            logp = self.model.get_output_embeddings()(hidden).float().log_softmax(-1).cpu()
+            chances = (logp / TEMPERATURE).softmax(-1)
+            ids = torch.stack([row.multinomial(1, generator=draws[i]) for row, i in zip(chances, going, strict=True)])
+            _add([answers[i] for i in going], ids, logp)
+            ended = torch.tensor([int(token) in self.stop for token in ids])
+            if ended.all():
+                break
+            if ended.any():
+                going = [i for i, end in zip(going, ended.tolist(), strict=True) if not end]
+                attend.keep(~ended.to(device))
+                ids, places = ids[~ended], places[~ended.to(device)]
+            ids, places = ids.to(device), places[:, -1:] + 1
+            attend.seen = torch.cat([attend.seen, torch.ones_like(places, dtype=torch.bool)], 1)
+        return answers
+
+
+def _add(answers: Sequence[Answer], tokens: torch.Tensor, logp: torch.Tensor) -> None:
+    """Add a sampled token and its position's candidates to each answer.
+
+    Args:
+        answers: of each row.
+        tokens: ``[R, 1]``.
+        logp: ``[R, V]``.
+    """
+    best = logp.topk(min(TOP, logp.shape[-1]), -1)
+    true = logp.gather(1, tokens)
+    for row, answer in enumerate(answers):
+        ids, values, token = best.indices[row].tolist(), best.values[row].tolist(), int(tokens[row])
+        if token not in ids:
+            ids, values = [*ids, token], [*values, float(true[row])]
+        answer.tokens.append(token)
+        answer.top.append(ids)
+        answer.logp.append([round(value, 5) for value in values])
