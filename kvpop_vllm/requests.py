@@ -154,7 +154,10 @@ def _cartridges(names: object, known: Mapping[str, Placed]) -> tuple[Placed, ...
         if name not in known:
             those = f"name one of {', '.join(known)}" if known else "this server has none, start it with --kv-cartridge"
             raise UnknownCartridge(f"the cartridge {name!r} does not exist: {those}")
-    return tuple(known[name] for name in names)
+    placed = tuple(known[name] for name in names)
+    if len({each.digest for each in placed}) < len(placed):
+        raise ConfigError(f"{CARTRIDGES} names a cartridge twice, by two names of it: name each once")
+    return placed
 
 
 def _seed(policy: Policy, asked: Mapping) -> int | None:

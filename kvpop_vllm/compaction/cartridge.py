@@ -37,6 +37,7 @@ __all__ = [
     "CartridgeConfig",
     "base_digests",
     "check_base",
+    "layer_at",
     "looks_like_cartridge",
     "read_cartridge",
     "read_config",
@@ -158,6 +159,22 @@ class Cartridge(NamedTuple):
     config: CartridgeConfig
     layers: list[Layer]
     digest: str
+
+
+def layer_at(config: CartridgeConfig, layer: Layer, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a layer's slots for the positions from ``first`` on, float32; own tokens go on behind them.
+
+    Args:
+        config: the cartridge's.
+        layer: keys, values and biases of some of its heads.
+        first: position of the first slot.
+
+    Returns:
+        Keys and values ``[H, P, D]``, and biases ``[H, P]``, 0 where there are none.
+    """
+    k, v, bias = layer
+    k = turned(k.float(), first + config.slots - config.next_position, config.rope)
+    return k, v.float(), torch.zeros(k.shape[:2]) if bias is None else bias
 
 
 def looks_like_cartridge(folder: str | Path) -> bool:

@@ -12,7 +12,7 @@ from transformers import Cache
 
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
-from kvpop_vllm.hf.cartridges import made_of
+from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
     check_inputs,
     check_model,
@@ -125,7 +125,7 @@ class KVpopCache(Cache, AttentionCache):
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
             self.policy.checked_shares(heads)
             self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
-            self._made = made_of(cartridge, model, self.policy)
+            self._made = slots_of(cartridge, model, self.policy)
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
@@ -149,7 +149,7 @@ class KVpopCache(Cache, AttentionCache):
     @property
     def _protects(self) -> bool:
         """True if a row has a prefix: a protected prompt, or a cartridge."""
-        return self._made.slots > 0 or self._rows.any_protects(self.policy)
+        return self._made.count > 0 or self._rows.any_protects(self.policy)
 
     # contents
 
@@ -212,7 +212,7 @@ class KVpopCache(Cache, AttentionCache):
             )
         self._rows.check_number(rows)
         columns, lengths = self._begins_at(mask, positions, length)
-        made = self._made.slots
+        made = self._made.count
         decoding = length == 1 and columns == self._columns and len(lengths) > 0 and all(lengths)
         lengths = lengths or [made] * rows
         recorded = recording(inputs.device)
@@ -324,7 +324,7 @@ class KVpopCache(Cache, AttentionCache):
         """Return the clock of a device, created with the progress of the rows if necessary."""
         if device not in self._lengths_by_device:
             with torch.inference_mode(False):
-                made = self._made.slots
+                made = self._made.count
                 sequence_lengths = SequenceLengths(self._rows.seeds(rows), device, made)
             self._lengths_by_device[device] = sequence_lengths
             sequence_lengths.positions.copy_(torch.tensor(self._lengths or [made] * rows))
@@ -368,7 +368,7 @@ class KVpopCache(Cache, AttentionCache):
                 budgets, windows = self._rows.sizes(self.policy, index, len(k))
                 told = k, scale, sequence_lengths, self.policy.shifted
                 self._layers[index] = pages = LayerPages(rule, budgets, windows, *told)
-                if self._made.slots:
+                if self._made.count:
                     pages.place(*(part.to(k.device) for part in self._made.layers[index]))
             self._make_room(self._layers[index], self.protected)
         return self._layers[index]

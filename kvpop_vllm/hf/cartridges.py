@@ -8,25 +8,25 @@ from os import PathLike
 
 import torch
 
-from kvpop_vllm.compaction.cartridge import check_base, read_cartridge, turned
+from kvpop_vllm.compaction.cartridge import check_base, layer_at, read_cartridge
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies import Policy
 
 
 @dataclass(frozen=True)
-class Made:
+class Slots:
     """Slots with which every row begins.
 
     Attributes:
-        slots: P, number of slots.
+        count: P, number of slots.
         layers: keys and values ``[H, P, D]`` and biases ``[H, P]`` of each layer, float32.
     """
 
-    slots: int
+    count: int
     layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def made_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn.Module, policy: Policy) -> Made:
+def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn.Module, policy: Policy) -> Slots:
     """Return the slots of cartridges that stand one behind another.
 
     Args:
@@ -46,14 +46,7 @@ def made_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn.
     for folder in folders:
         config, layers, _ = read_cartridge(folder)
         check_base(config, model.config.get_text_config(), str(folder))
-        shift = slots + config.slots - config.next_position
-        parts.append([_placed(*layer, shift, config.rope) for layer in layers])
+        parts.append([layer_at(config, layer, slots) for layer in layers])
         slots += config.slots
     joined = [tuple(torch.cat(same, 1) for same in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]
-    return Made(slots, joined)
-
-
-def _placed(k, v, bias, shift: int, rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a layer's keys turned by ``shift`` positions, its values and its biases, float32."""
-    bias = torch.zeros(k.shape[:2]) if bias is None else bias
-    return turned(k.float(), shift, rope), v.float(), bias
+    return Slots(slots, joined)

@@ -70,6 +70,9 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         Returns:
             The blocks of its cartridges, with which it begins.
         """
+        waiting = set(self.made) - set(self.req_to_blocks) - {request.request_id}
+        for name in waiting:
+            self._forget_cartridges(name)  # a request that was not admitted must not hold what others wait for
         spec, asked = self.kv_cache_spec, of_params(request.sampling_params)
         own = protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget
         own = own if asked is None else (asked.protected, asked.budget)
@@ -83,6 +86,12 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.made[request_id] = asked.made
         (self.waits.add if blocks is None else self.waits.discard)(request_id)
         return blocks or []
+
+    def _forget_cartridges(self, request_id: str) -> None:
+        """Release the copies of a request, if it begins with cartridges."""
+        self.waits.discard(request_id)
+        if self.made.pop(request_id, 0):
+            self.cartridges.release(request_id)
 
     def protected(self, request_id: str) -> int:
         """Return p of a request, in tokens."""
@@ -145,9 +154,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
     def pop_blocks_for_free(self, request_id):
         """Forget a request and return its blocks."""
         self.requests.pop(request_id, None)
-        self.waits.discard(request_id)
-        if self.made.pop(request_id, 0):
-            self.cartridges.release(request_id)
+        self._forget_cartridges(request_id)
         return super().pop_blocks_for_free(request_id)
 
     @classmethod
@@ -259,7 +266,10 @@ class FixedBudgetSpec(AttentionSpec):
         return self.loads or bool(self.cartridges)
 
     def set_aside(self, cartridges: Sequence[int]) -> int:
-        """Return the blocks of cartridges with so many slots, and of copies that one request may need."""
+        """Return the blocks of cartridges with so many slots, and of the copies that one request may need.
+
+        The first cartridge of a request needs no copy.
+        """
         return sum(cartridges) // self.block_size * (1 if len(cartridges) == 1 else 2)
 
     def max_memory_usage_bytes(self, vllm_config) -> int:

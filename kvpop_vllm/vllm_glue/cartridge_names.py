@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch.utils.weak import WeakIdKeyDictionary
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
@@ -19,6 +20,10 @@ from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.requests import CARTRIDGES, Placed, RequestCache, UnknownCartridge, resolve
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
+logger = init_logger("vllm.kvpop_vllm")
+
+SALT = "kvpop "
+"""Beginning of the cache salt of requests behind cartridges, which no client may use."""
 _names = WeakIdKeyDictionary()
 """Names of each config."""
 
@@ -70,12 +75,18 @@ class CartridgeNames:
                 f"--kv-policy {self.policy.name} gives up what stands before a prompt's end: choose another policy, or leave"
                 " --kv-cartridge out"
             )
+        if not cache.enable_prefix_caching:
+            raise ConfigError(
+                "requests share cartridges as prefixes: leave --no-enable-prefix-caching, or cartridges, out"
+            )
         if model.enable_sleep_mode:
             raise ConfigError(
                 "a sleeping engine throws its KV cache away: leave --enable-sleep-mode out to load cartridges"
             )
         cartridge = read_cartridge(folder)
         base = model.model if Path(model.model).is_dir() else model.hf_text_config
+        if base is model.hf_text_config:
+            logger.warning("%s is no folder: that %s was made with its weights is not checked", model.model, folder)
         check_base(cartridge.config, base, str(folder))
         slots, size = cartridge.config.slots, cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
         if slots % size:
@@ -142,8 +153,8 @@ def _check(found: RequestCache, params, prompt: int, adapter: LoRARequest | None
         raise VLLMValidationError("a cartridge was made with the base model: name the base model, not an adapter")
     if found.made + prompt >= longest:
         raise VLLMValidationError(
-            f"{found.made} slots of cartridges and a prompt of {prompt} tokens are more than the model's {longest}: shorten"
-            " the prompt, or name fewer cartridges"
+            f"{found.made} slots of cartridges and a prompt of {prompt} tokens leave no room within --max-model-len {longest}:"
+            " shorten the prompt, or name fewer cartridges"
         )
 
 
@@ -167,6 +178,6 @@ def prepend(request, found: RequestCache, longest: int) -> None:
         )
     request.prompt_token_ids = request.prompt_token_ids[:1] * found.made + list(request.prompt_token_ids)
     digests = "+".join(placed.digest for placed in found.cartridges)
-    request.cache_salt = f"kvpop {digests} {request.cache_salt or ''}"
+    request.cache_salt = f"{SALT}{digests} {request.cache_salt or ''}"
     params = request.sampling_params
     params.max_tokens = min(params.max_tokens, longest - len(request.prompt_token_ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from asyncio import Lock
 from http import HTTPStatus
 from typing import Annotated
@@ -13,7 +14,7 @@ from vllm import envs
 from vllm.entrypoints.serve import create_error_response
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.vllm_glue.cartridge_names import Known, NamedCartridge, names_of
+from kvpop_vllm.vllm_glue.cartridge_names import CartridgeNames, Known, NamedCartridge, names_of
 from kvpop_vllm.vllm_glue.engine_policy import requested
 from kvpop_vllm.vllm_glue.patches import wrap
 
@@ -67,26 +68,33 @@ def _error(status: HTTPStatus, message: str) -> JSONResponse:
     return JSONResponse(error.model_dump(), status)
 
 
+def _refused(request: Request, names: CartridgeNames) -> JSONResponse | None:
+    """Return the error of a server with several front ends or engines, which would not all know of a change."""
+    several = request.app.state.args.api_server_count not in (None, 1)
+    if several or names.vllm_config.parallel_config.data_parallel_size > 1:
+        message = "other servers or engines would not know of it: set --api-server-count and --data-parallel-size to 1"
+        return _error(HTTPStatus.BAD_REQUEST, message)
+    return None
+
+
 @router.post("/v1/load_kv_cartridge")
 async def load_kv_cartridge(body: LoadCartridge, request: Request):
     """Load the cartridge in a folder of the server's machine, and serve it under a name."""
     models = request.app.state.openai_serving_models
     names = names_of(models.engine_client.vllm_config)
-    if request.app.state.args.api_server_count not in (None, 1):
-        return _error(
-            HTTPStatus.BAD_REQUEST, "other API servers would not know the cartridge: set --api-server-count 1"
-        )
+    if refused := _refused(request, names):
+        return refused
     async with _lock:
-        if body.name in models.lora_requests:
+        if body.name in models.lora_requests or body.name in names.known or models.is_base_model(body.name):
             return _error(HTTPStatus.BAD_REQUEST, f"the name {body.name!r} is taken: unload it, or use another")
         try:
-            known = names.add(body.name, body.path)
+            known = await asyncio.to_thread(names.add, body.name, body.path)
             core = models.engine_client.engine_core
             await core.call_utility_async("kvpop_load_cartridge", body.name, known.folder, *known.placed)
-            _list(models, body.name, known)
         except Exception as error:  # an engine's error comes as an exception of another class
             names.known.pop(body.name, None)
             return _error(HTTPStatus.BAD_REQUEST, str(error))
+        _list(models, body.name, known)
     return {"name": body.name, "slots": known.placed.slots}
 
 
@@ -95,15 +103,20 @@ async def unload_kv_cartridge(body: UnloadCartridge, request: Request):
     """Stop serving a cartridge and free its blocks, unless unfinished requests use it."""
     models = request.app.state.openai_serving_models
     names = names_of(models.engine_client.vllm_config)
+    if refused := _refused(request, names):
+        return refused
     async with _lock:
         if (known := names.known.pop(body.name, None)) is None:
             return _error(HTTPStatus.NOT_FOUND, f"the cartridge {body.name!r} does not exist")
-        listed = models.lora_requests.pop(body.name)
-        core = models.engine_client.engine_core
-        using = await core.call_utility_async("kvpop_unload_cartridge", body.name, known.placed.digest)
-        if using:
-            names.known[body.name], models.lora_requests[body.name] = known, listed
-            return _error(
-                HTTPStatus.CONFLICT, f"{using} requests use the cartridge {body.name!r}: unload it when they are done"
-            )
+        models.lora_requests.pop(body.name, None)  # requests name it no longer
+        core, using = models.engine_client.engine_core, None
+        try:
+            using = await core.call_utility_async("kvpop_unload_cartridge", body.name, known.placed.digest)
+        finally:
+            if using != 0:
+                names.known[body.name] = known
+                _list(models, body.name, known)
+    if using:
+        message = f"{using} requests use the cartridge {body.name!r}: unload it when they are done"
+        return _error(HTTPStatus.CONFLICT, message)
     return {"name": body.name}

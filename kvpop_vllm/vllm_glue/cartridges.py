@@ -7,19 +7,19 @@ where it stands: such a copy is made when a request asks for it, and lives as lo
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from kvpop_vllm.compaction.cartridge import Cartridge, read_cartridge, turned
+from kvpop_vllm.compaction.cartridge import layer_at, read_cartridge, read_config, turned
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.requests import Placed, of_params
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager, FixedBudgetSpec
-from kvpop_vllm.vllm_glue.engine_policy import requested
 from kvpop_vllm.vllm_glue.patches import wrap
 
 
@@ -64,12 +64,21 @@ class CartridgeBlocks:
         if (known := self.loaded.get(placed.digest)) is None:
             blocks = self.pool.get_new_blocks(self._fitting(name, placed.slots))
             try:
-                (rope, *_) = self.run(write_cartridge, (folder, placed.digest, [block.block_id for block in blocks]))
+                self._run(write_slots, folder, placed.digest, [block.block_id for block in blocks])
             except BaseException:
                 self.pool.free_blocks(blocks)
                 raise
-            known = self.loaded[placed.digest] = _Loaded(blocks, rope)
+            known = self.loaded[placed.digest] = _Loaded(blocks, read_config(folder).rope)
         known.names.add(name)
+
+    def _run(self, function: Callable, *arguments) -> None:
+        """Run a function in every worker; it returns an error, as replies behind an exception would stay unread.
+
+        Raises:
+            ConfigError: a worker had an error.
+        """
+        if errors := [error for error in self.run(function, arguments) if error is not None]:
+            raise ConfigError(errors[0])
 
     def _fitting(self, name: str, slots: int) -> int:
         """Return the number of blocks of a cartridge.
@@ -98,27 +107,23 @@ class CartridgeBlocks:
 
     def place(self, request_id: str, cartridges: Sequence[Placed]) -> list[KVCacheBlock] | None:
         """Return the blocks with which a request begins, or None if there is no room for a copy now."""
-        blocks, offset = [], 0
-        for placed in cartridges:
-            if (found := self._at(request_id, placed, offset)) is None:
-                self.release(request_id)
-                return None
-            blocks += found
-            offset += placed.slots
+        offsets = itertools.accumulate((placed.slots for placed in cartridges), initial=0)
+        keys = [(placed.digest, offset) for placed, offset in zip(cartridges, offsets, strict=False)]
+        missing = [key for key in keys[1:] if key not in self.copies]
+        if sum(len(self.loaded[digest].blocks) for digest, _ in missing) > self.pool.get_num_free_blocks():
+            return None
+        blocks = list(self.loaded[keys[0][0]].blocks)
+        for key in keys[1:]:
+            blocks += self._copied(request_id, *key)
         return blocks
 
-    def _at(self, request_id: str, placed: Placed, offset: int) -> list[KVCacheBlock] | None:
-        """Return the blocks of a cartridge whose first slot is at a position, made if need be."""
-        source = self.loaded[placed.digest]
-        if not offset:
-            return source.blocks
-        key = placed.digest, offset
+    def _copied(self, request_id: str, digest: str, offset: int) -> list[KVCacheBlock]:
+        """Return the blocks of a cartridge whose first slot is at position ``offset``, made if need be."""
+        source, key = self.loaded[digest], (digest, offset)
         if key not in self.copies:
-            if len(source.blocks) > self.pool.get_num_free_blocks():
-                return None
             blocks = self.pool.get_new_blocks(len(source.blocks))
             numbers = [[block.block_id for block in each] for each in (source.blocks, blocks)]
-            self.run(copy_cartridge, (*numbers, offset, source.rope))
+            self._run(copy_slots, *numbers, offset, source.rope)
             self.copies[key] = _Copy(blocks)
         self.copies[key].users.add(request_id)
         return self.copies[key].blocks
@@ -142,49 +147,57 @@ def apply() -> None:
     from vllm.v1.engine.core import EngineCore
 
     wrap("vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size", _start)
+    wrap("vllm.v1.engine.core:EngineCore.preprocess_add_request", _preprocess_add_request)
     EngineCore.kvpop_load_cartridge, EngineCore.kvpop_unload_cartridge = _load, _unload
+
+
+def _manager(engine) -> FixedBudgetManager | None:
+    """Return the block manager of an engine with a policy; its layers have one cache group."""
+    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return next((manager for manager in managers if isinstance(manager, FixedBudgetManager)), None)
 
 
 def _start(original, self) -> None:
     from kvpop_vllm.vllm_glue.cartridge_names import names_of
 
     original(self)
-    longest = self.vllm_config.model_config.max_model_len
-    for manager in _managers(self):
-        manager.cartridges = CartridgeBlocks(manager.block_pool, manager.kv_cache_spec, longest, _runner(self))
-    if requested(self.vllm_config):
-        for name, known in names_of(self.vllm_config).known.items():
-            self.kvpop_load_cartridge(name, known.folder, *known.placed)
+    if (manager := _manager(self)) is None:
+        return
+    sizes = manager.block_pool, manager.kv_cache_spec, self.vllm_config.model_config.max_model_len
+    run = self.model_executor.collective_rpc
+    manager.cartridges = CartridgeBlocks(*sizes, lambda function, arguments: run(function, args=arguments))
+    for name, known in names_of(self.vllm_config).known.items():
+        self.kvpop_load_cartridge(name, known.folder, *known.placed)
 
 
-def _managers(engine) -> list:
-    """Return the block managers of this package in an engine."""
-    all_managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
-    return [manager for manager in all_managers if isinstance(manager, FixedBudgetManager)]
-
-
-def _runner(engine) -> Callable[[Callable, tuple], Any]:
-    return lambda function, arguments: engine.model_executor.collective_rpc(function, args=arguments)
+def _preprocess_add_request(original, self, request):
+    asked, manager = of_params(request.sampling_params), _manager(self)
+    for placed in () if asked is None or manager is None else asked.cartridges:
+        if placed.digest not in manager.cartridges.loaded:
+            raise ConfigError("the cartridge is not loaded any more: name another")
+    return original(self, request)
 
 
 def _load(self, name: str, folder: str, digest: str, slots: int) -> None:
     """Load a cartridge into an engine under a name; see :meth:`CartridgeBlocks.load`."""
-    for manager in _managers(self):
-        manager.cartridges.load(name, folder, Placed(digest, slots))
+    _manager(self).cartridges.load(name, folder, Placed(digest, slots))
 
 
 def _unload(self, name: str, digest: str) -> int:
     """Unload a cartridge; return the number of unfinished requests that use it, in which case nothing is done."""
+    cartridges = _manager(self).cartridges
     asked = [of_params(request.sampling_params) for request in self.scheduler.requests.values()]
     using = sum(any(placed.digest == digest for placed in each.cartridges) for each in asked if each is not None)
-    for manager in _managers(self):
-        if not using or len(manager.cartridges.loaded[digest].names) > 1:
-            manager.cartridges.unload(name, digest)
-            using = 0
-    return using
+    if using and len(cartridges.loaded[digest].names) == 1:
+        return using
+    cartridges.unload(name, digest)
+    return 0
 
 
 # workers
+
+PIECE = 64
+"""Blocks that are turned at a time, which bounds the memory."""
 
 
 def _layers(worker):
@@ -196,10 +209,23 @@ def _layers(worker):
             yield impl, impl._bind(layer.kv_cache)[2]
 
 
-def write_cartridge(worker, folder: str, digest: str, blocks: list[int]) -> dict:
-    """Write a cartridge into blocks of a worker's cache; return the rotary embedding of its keys.
+def _reported(function: Callable) -> Callable:
+    """Return the function with its error's text as result, None without one."""
 
-    Keys are turned so that the first token behind the cartridge can have the position of its number of slots.
+    @functools.wraps(function)
+    def reported(*arguments) -> str | None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return None
+
+    return reported
+
+
+@_reported
+def write_slots(worker, folder: str, digest: str, blocks: list[int]) -> None:
+    """Write a cartridge into blocks of a worker's cache, turned so that tokens can go on behind its slots.
 
     Args:
         worker: worker of vLLM.
@@ -212,24 +238,23 @@ def write_cartridge(worker, folder: str, digest: str, blocks: list[int]) -> dict
     """
     from kvpop_vllm.vllm_glue.backend import for_config
 
-    cartridge: Cartridge = read_cartridge(folder)
+    cartridge, heads_of = read_cartridge(folder), for_config(worker.vllm_config).heads
     if cartridge.digest != digest:
         raise ConfigError(f"{folder} has changed while it was loaded: load it again")
-    config, heads_of = cartridge.config, for_config(worker.vllm_config).heads
     for impl, pages in _layers(worker):
-        k, v, bias = cartridge.layers[impl.layer]
         heads = heads_of(impl.num_kv_heads)
-        k = turned(k[heads].float(), config.slots - config.next_position, config.rope)
-        bias = torch.zeros(k.shape[:2]) if bias is None else bias[heads]
-        _write(pages, blocks, k, v[heads].float(), bias, folder)
-    return dict(config.rope)
+        own = tuple(None if part is None else part[heads] for part in cartridge.layers[impl.layer])
+        _write(pages, blocks, *layer_at(cartridge.config, own, 0), folder)
 
 
-def copy_cartridge(worker, source: list[int], target: list[int], shift: int, rope: dict) -> None:
+@_reported
+def copy_slots(worker, source: list[int], target: list[int], shift: int, rope: dict) -> None:
     """Copy blocks of a worker's cache, and turn their keys by ``shift`` positions."""
     for _, pages in _layers(worker):
-        k, v, bias = (x[source].transpose(0, 1).flatten(1, 2) for x in (pages.k, pages.v, pages.score))
-        _write(pages, target, turned(k.float(), shift, rope), v, bias, "a copy")
+        for first in range(0, len(source), PIECE):
+            part = slice(first, first + PIECE)
+            k, v, bias = (x[source[part]].transpose(0, 1).flatten(1, 2) for x in (pages.k, pages.v, pages.score))
+            _write(pages, target[part], turned(k.float(), shift, rope), v, bias, "a copy")
 
 
 def _write(pages, blocks: list[int], k, v, bias, what: str) -> None:

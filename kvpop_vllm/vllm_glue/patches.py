@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm import envs
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from kvpop_vllm import requests
@@ -116,6 +117,12 @@ LEDGER = (
         "(cartridges.py) The first step of an engine's start that has workers and block managers: cartridges are loaded into blocks of "
         "the pool.",
         "when plugins can put blocks into the pool",
+    ),
+    Patch(
+        "vllm.v1.engine.core:EngineCore.preprocess_add_request",
+        False,
+        "(cartridges.py) A request that names a cartridge that the engine does not have fails alone; later it would stop the engine.",
+        "with the one above",
     ),
     Patch(
         "vllm.entrypoints.openai.models.serving:OpenAIServingModels.init_static_loras",
@@ -313,6 +320,8 @@ def _process_inputs(original, self, *args, **kwargs):
     params = request.sampling_params
     if params is None:
         return request
+    if (request.cache_salt or "").startswith(cartridge_names.SALT):
+        raise VLLMValidationError(f"cache_salt must not begin with {cartridge_names.SALT!r}: choose another")
     prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
     found = cartridge_names.resolved(self.vllm_config, params, len(prompt), adapter)
     if found is not None:  # a new dictionary, as the old one belongs to the caller

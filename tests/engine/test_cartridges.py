@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.requests import RESOLVED
 from kvpop_vllm.testing import DisturbedSums, random_prompt
 from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend
+from kvpop_vllm.vllm_glue.cartridge_names import names_of
 from kvpop_vllm.vllm_glue.cuda_backend import CudaMetadataBuilder
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
@@ -174,6 +177,7 @@ def test_one_cartridge(served):
     assert answers[0].num_cached_tokens == 64 and answers[1].num_cached_tokens == 128
     tokens = [tuple(answers[i].outputs[0].token_ids) for i in range(3)]
     assert len(set(tokens)) == 3
+    assert all(set(a.prompt_token_ids) == set(random_prompt(40, seed=40)) for a in answers.values())  # so for penalties
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK, 120])
@@ -233,6 +237,21 @@ def test_a_copy_waits_for_room(served):
     assert len(answers) == 4
 
 
+def test_a_request_that_waits_holds_no_copies(served):
+    """A copy for a request that could not be admitted does not take the room of the one that is looked at next."""
+    manager = served.engine.recorder.manager
+    placed = [list(names_of(served.engine.engine.vllm_config).placed[name]) for name in ("plain", "biased")]
+
+    def request(name: str, cartridges: list):
+        params = SimpleNamespace(extra_args={RESOLVED: [64 + 128, BUDGET, 16, None, cartridges]})
+        return SimpleNamespace(request_id=name, sampling_params=params, num_prompt_tokens=200, max_tokens=5)
+
+    assert len(manager.admit(request("waits", placed))) == (64 + 128) // BLOCK and len(manager.cartridges.copies) == 1
+    assert manager.admit(request("next", [])) == [] and not manager.cartridges.copies
+    for name in ("waits", "next"):
+        manager.requests.pop(name)
+
+
 def test_prefixes_behind_a_cartridge_are_shared(served):
     """The prefix cache tells cartridges apart, and shares what stands behind the same ones."""
     if not served.case.judge.protect:
@@ -258,9 +277,11 @@ def test_requests_of_an_unknown_kind_are_refused(served):
     ):
         with pytest.raises(error, match=text):
             served.engine.add("x", Job(10, scored=False, asks=asks))
+    with pytest.raises(VLLMValidationError, match="cache_salt must not begin with 'kvpop '"):
+        served.engine.add("x", Job(10, scored=False, salt="kvpop a "))
     with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
         served.engine.add("x", Job(10, asks=named("plain")))
-    with pytest.raises(VLLMValidationError, match="more than the model's 1024"):
+    with pytest.raises(VLLMValidationError, match="no room within --max-model-len 1024"):
         served.engine.add("x", Job(960, scored=False, asks=named("plain")))
     assert not served.engine.engine.has_unfinished_requests()
 
@@ -269,6 +290,7 @@ def test_requests_of_an_unknown_kind_are_refused(served):
     "changes, settings, options, text",
     [
         ({}, {"policy": "snapkv", "budget": 64}, {}, "--kv-policy snapkv gives up what stands before a prompt's end"),
+        ({}, {}, {"enable_prefix_caching": False}, "leave --no-enable-prefix-caching, or cartridges, out"),
         ({}, {}, {"block_size": 128}, "64 slots, no multiple of --block-size 128"),
         ({}, {}, {"max_model_len": 64}, "64 slots: raise --max-model-len 64 above them"),
         ({"model_type": "llama"}, {}, {}, "made for a model with model_type = 'llama'"),

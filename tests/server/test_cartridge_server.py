@@ -74,15 +74,6 @@ def test_a_cartridge_is_named_as_a_model_or_in_the_request(served):
     assert echo.choices[0].text.startswith("Once upon") and echo.choices[0].text.count("Once") == 1
 
 
-def test_penalties_do_not_see_placeholders(served):
-    """A repetition penalty changes nothing that a prompt of the same tokens would not change."""
-    _, client = served
-    asked = {"prompt": [28, 500, 28], "max_tokens": 8, "temperature": 0, "logprobs": 1}
-    plain = client.completions.create(model="one", **asked)
-    again = client.completions.create(model="one", **asked, extra_body={"repetition_penalty": 1.0})
-    assert plain.choices[0].text == again.choices[0].text
-
-
 def test_one_copy_for_all_requests(served):
     server, client = served
     pinned = server.blocks_in_use()
