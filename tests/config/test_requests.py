@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvpop_vllm import policies
-from kvpop_vllm.config import PolicySettings
+from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.requests import RequestCache, of_params, resolve
+from kvpop_vllm.requests import Placed, RequestCache, UnknownCartridge, of_params, resolve
 
 SHAPE = ModelShape("llama", 2, 2, 32, 4096, num_heads=4)
 
@@ -41,3 +41,14 @@ def test_protection():
     assert resolve(server(protect_prompt=8), {"kv_protect_prompt": 0}, 50).protected == 0
     assert resolve(server(protect_prompt=8), {"kv_budget": 64}, 50).protected == 8
     assert resolve(server("random"), {"kv_seed": -3}, 50) == RequestCache(50, 64, server("random").retention.window, -3)
+
+
+def test_cartridges_stand_before_the_protected_prompt():
+    known = {"a": Placed("1", 64), "b": Placed("2", 128), "again": Placed("1", 64)}
+    asked = {"kv_cartridges": ["b", "a"]}
+    found = resolve(server("h2o"), asked, 40, known)
+    assert (found.protected, found.made, found.cartridges) == (192, 192, (known["b"], known["a"]))
+    with pytest.raises(ConfigError, match="twice, by two names of it"):
+        resolve(server("h2o"), {"kv_cartridges": ["a", "again"]}, 40, known)
+    with pytest.raises(UnknownCartridge, match="'c' does not exist: name one of a, b, again"):
+        resolve(server("h2o"), {"kv_cartridges": ["c"]}, 40, known)
