@@ -11,7 +11,7 @@ from kvpop_vllm.compaction.cartridge import Layer
 from kvpop_vllm.compaction.conversations import Conversation, sparse_teacher
 
 FROZEN = 1
-"""First slots that are not trained. They are an attention sink, and training them diverges (the paper's section 3.2)."""
+"""First slots that are not trained, an anchor for attention as in HazyResearch/cartridges."""
 PACK = 1024
 """Tokens of conversations in one pass, unless a single one is longer."""
 
