@@ -167,6 +167,11 @@ LEDGER = (
     ),
 )
 
+ADDED = (
+    "vllm.v1.engine.core:EngineCore.kvpop_load_cartridge",
+    "vllm.v1.engine.core:EngineCore.kvpop_unload_cartridge",
+)
+"""Methods that vLLM's classes get (cartridges.py), since a front end calls methods of its engine by name."""
 _MARK = "_kvpop_wrapped"
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine.stock_run import functions_of_ours_in_vllm
 from engine.tiny_engine import backend, complete, configure, generate, running
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -75,13 +76,15 @@ def test_without_a_policy_only_what_the_ledger_says_is_wrapped(fresh_processes):
     assert fresh_processes["without"]["wrapped"] == []
 
 
-def test_with_a_policy_all_of_the_ledger_is_wrapped_and_nothing_else(model):
-    """All patches of the ledger are applied with a policy, and no others.
+def test_with_a_policy_all_of_the_ledger_is_wrapped_and_nothing_else(model, monkeypatch):
+    """All patches of the ledger are applied with a policy that may load cartridges, and no others.
 
     They are found by the file of each function's code, not by their own names.
     """
+    monkeypatch.setattr(envs, "VLLM_ALLOW_RUNTIME_LORA_UPDATING", True)
     generate(model, {"policy": "h2o", "budget": 64, "protect_prompt": True}, tokens=1)
-    assert functions_of_ours_in_vllm() == sorted(patch.target for patch in patches.LEDGER if not patch.on_gpus)
+    wrapped = [patch.target for patch in patches.LEDGER if not patch.on_gpus]
+    assert functions_of_ours_in_vllm() == sorted([*wrapped, *patches.ADDED])
     assert all(patch.why and patch.goes for patch in patches.LEDGER)
 
 
