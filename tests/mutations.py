@@ -58,7 +58,7 @@ FAULTS = {
         ("if len(best) > topk«→ + 1»:", "tests/kernels/test_running_topk.py -k 'reference'"),
     ],
     f"{REFERENCE}/begin_tail.py": [
-        ("max(0, end - rule.replay«→ - 1»), end)", "tests/kernels/test_begin_tail.py -k baseline"),
+        ("max(begin, end - rule.replay«→ - 1»), end)", "tests/kernels/test_begin_tail.py -k baseline"),
     ],
     f"{REFERENCE}/moments.py": [
         # the second token's deviation is from zero
@@ -109,7 +109,7 @@ FAULTS = {
         ("h).take_in(float(evicted + «1→2»), x_u, deviation);", f"{PREFILL} -k 'however and baseline and moment'"),
         # the first token stays in the ring
         ("return u >«=→» roles.first_evictable() ? roles", f"{PREFILL} -k 'however and baseline and mass'"),
-        ("> replay ? end - replay «→+ 1 »: 0; t < end; t += BATCH) {", "tests/kernels/test_begin_tail.py -k baseline"),
+        ("a.biased(r) ? end - replay «→+ 1 »: a.biased(r); t < end; t += BATCH) {", "tests/kernels/test_begin_tail.py -k baseline"),
     ],
     f"{CPP}/include/kvpop/score.h": [
         # rows over two blocks

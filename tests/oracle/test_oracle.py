@@ -266,10 +266,10 @@ def test_budgets_are_tight_and_near_ties_rare(model_dir, tmp_path, monkeypatch, 
     assert (full.logprobs - exact.logprobs)[-1].abs().max() > 0.1, "the budget changed nothing"
     attend = OraclePolicy.attend
 
-    def without_a_key(self, query, key, value, visible):
+    def without_a_key(self, query, key, value, visible, added):
         visible = visible.clone()
         visible[0, 310, int(visible[0, 310].nonzero()[30])] = False
-        return attend(self, query, key, value, visible)
+        return attend(self, query, key, value, visible, added)
 
     monkeypatch.setattr(OraclePolicy, "attend", without_a_key)
     fault = (OracleModel(model_dir).run(tokens, policy).logprobs - exact.logprobs).abs().max()
