@@ -109,7 +109,10 @@ FAULTS = {
         ("h).take_in(float(evicted + «1→2»), x_u, deviation);", f"{PREFILL} -k 'however and baseline and moment'"),
         # the first token stays in the ring
         ("return u >«=→» roles.first_evictable() ? roles", f"{PREFILL} -k 'however and baseline and mass'"),
-        ("a.biased(r) ? end - replay «→+ 1 »: a.biased(r); t < end; t += BATCH) {", "tests/kernels/test_begin_tail.py -k baseline"),
+        (
+            "a.biased(r) ? end - replay «→+ 1 »: a.biased(r); t < end; t += BATCH) {",
+            "tests/kernels/test_begin_tail.py -k baseline",
+        ),
     ],
     f"{CPP}/include/kvpop/score.h": [
         # rows over two blocks
