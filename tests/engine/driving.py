@@ -28,7 +28,7 @@ MOST_STEPS = 2000
 
 @dataclass
 class Job:
-    """A request, greedy if it has one sample.
+    """A request, greedy unless it has several samples or a temperature.
 
     Attributes:
         length: number of random prompt tokens, if ``prompt`` is None.
@@ -38,6 +38,7 @@ class Job:
         salt: cache salt.
         priority: priority for the scheduler.
         samples: number of continuations; more than one are drawn at temperature 1.
+        temperature: temperature of the one sample.
         adapter: a ``LoRARequest``.
         asks: ``extra_args`` of the request for its cache.
     """
@@ -49,6 +50,7 @@ class Job:
     salt: str | None = None
     priority: int = 0
     samples: int = 1
+    temperature: float = 0.0
     adapter: object = None
     asks: dict | None = None
 
@@ -118,6 +120,9 @@ class Watched:
                     answers |= _each_sample(self.names[answer.request_id], answer)
             step += 1
             assert step < MOST_STEPS, "the engine does not come to an end"
+        for i, job in enumerate(jobs):
+            if job.temperature:
+                answers[self.names[str(i)]].sampled = True
         return answers
 
     def fill_pool(self, byte: int) -> None:
@@ -224,9 +229,9 @@ def _parameters(job: Job):
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=0 if job.samples == 1 else 1.0,
+        temperature=job.temperature if job.samples == 1 else 1.0,
         n=job.samples,
-        seed=None if job.samples == 1 else 5,
+        seed=5 if job.samples > 1 or job.temperature else None,
         max_tokens=job.new,
         logprobs=TOP_LOGPROBS,
         prompt_logprobs=TOP_LOGPROBS if job.scored else None,

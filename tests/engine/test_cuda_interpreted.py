@@ -186,7 +186,7 @@ class Served:
         asks = [self.requests.asks.get(name) for name in names]
         metadata = self.runner.step(counts, lengths, rows, prompts, asks)
         q, k, v = layers.tokens(n)
-        protected, budgets, windows, _ = zip(*map(self.requests.sizes, names), strict=True)
+        protected, budgets, windows, *_ = zip(*map(self.requests.sizes, names), strict=True)
         sizes = RequestSettings(list(protected), list(budgets), list(windows))
         expected = layers.expected(q, k, v, counts, lengths, rows, sizes)
         if graph:
@@ -291,7 +291,7 @@ def test_a_dummy_run_begins_no_tail(serve):
     before, builder = served.layers.gpu.clone().view(torch.int32), served.layers.group.get_metadata_builder()
     served.runner.dummy(MOST)
     with torch.inference_mode():
-        builder._begin_tails([0, 1], [9, 12])
+        builder._begin_tails([0, 1], [9, 12], [0, 0])
     after = served.layers.gpu.view(torch.int32)
     assert torch.equal(before[:, 1:], after[:, 1:]) and not torch.equal(before, after)
 

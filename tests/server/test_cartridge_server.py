@@ -42,7 +42,9 @@ def served(folders):
         options = ["--max-model-len", "2048", "--kv-cache-memory-bytes", str(512 << 20), "--enforce-eager"]
         options += ["--enable-prompt-tokens-details", "--served-model-name", "base"]
         with Server(str(MODEL), "--kv-cartridge", *names, *options) as server:
-            yield server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+            ask(client, "base")  # the gauge of blocks in use is set by steps
+            yield server, client
 
 
 def ask(client, model: str, **options):
@@ -109,7 +111,7 @@ def test_loading_and_unloading(served, folders):
     taken = post(server, "load_kv_cartridge", name="later", path=folders["loaded"])
     assert taken.status_code == 400 and "is taken" in taken.json()["error"]["message"]
     stream = ask(client, "later", stream=True, max_tokens=400, extra_body={"ignore_eos": True})
-    next(iter(stream))
+    next(iter(stream)), next(iter(stream))  # the role, which is told before the engine knows the request, and a token
     busy = post(server, "unload_kv_cartridge", name="later")
     assert busy.status_code == 409 and "1 requests use the cartridge 'later'" in busy.json()["error"]["message"]
     stream.close()
