@@ -10,9 +10,22 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation import examples, problems
 from kvpop_vllm.supported import DTYPES
 
-TASKS = "text", "retrieval", "replay", "reasoning"
+TASKS = "text", "retrieval", "replay", "reasoning", "corpus"
 KINDS = {"retrieval": list(examples.KINDS), "reasoning": list(problems.KINDS)}
 """Kinds of questions of a task."""
+POLICIES = (
+    "policies",
+    "scorer",
+    "teacher",
+    "correction",
+    "allocator",
+    "protect_prompt",
+    "sinks",
+    "window",
+    "equal",
+    "report",
+)
+"""Options of every task but corpus, whose caches are made before a question is known."""
 
 
 def add_eval(commands, engine: Callable[[], type]) -> None:
@@ -24,7 +37,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     """
     summary = (
         "compare policies: recall, divergence from dense and perplexity on text; what they find again; long replay;"
-        " problems that take long written steps"
+        " problems that take long written steps; questions about documents that a small cache replaces"
     )
     command = commands.add_parser("eval", help=summary, description=summary)
     command.add_argument("--model", required=True, metavar="MODEL", help="folder of the base model")
@@ -46,7 +59,8 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         default="text",
         help="text: recall, errors of outputs, divergence, perplexity, with sinks and window of all policies alike (default); retrieval: RULER's needles"
         " and lists, answers generated under the policy; replay: divergence from dense by position in long documents; reasoning:"
-        " problems solved in about 1,000 written tokens; all but text with each policy's own sinks and window",
+        " problems solved in about 1,000 written tokens; corpus: questions about documents behind caches as 'kvpop compact'"
+        " makes them; all but text with each policy's own sinks and window",
     )
     command.add_argument(
         "--backend",
@@ -91,6 +105,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         "--kinds", nargs="+", choices=sum(KINDS.values(), []), help="of retrieval or reasoning (default: all)"
     )
     _add_sampling(command)
+    _add_methods(command)
     command.add_argument(
         "--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)"
     )
@@ -124,6 +139,26 @@ def _add_sampling(command) -> None:
     command.add_argument("--top-p", type=share, metavar="P", help="reasoning: of sampling (default 1)")
 
 
+def _add_methods(command) -> None:
+    """Add the options of corpus."""
+    command.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="NAME",
+        help="corpus: truncation, first, attention-matching, cartridge, or policies that compress prompts (default:"
+        " truncation, snapkv, attention-matching)",
+    )
+    command.add_argument(
+        "--questions", type=positive, metavar="N", help="corpus: most of each kind about a document (default 4)"
+    )
+    command.add_argument(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="corpus: steps of a trained cartridge, on 16 conversations each (64)",
+    )
+
+
 def _add_settings(command) -> None:
     """Add options for lengths, budgets and their slot roles, rows and dtype."""
     command.add_argument(
@@ -131,11 +166,11 @@ def _add_settings(command) -> None:
         nargs="+",
         type=positive,
         metavar="S",
-        help="tokens per row (default 1024); reasoning: of a prompt with its solution (default: what the longest takes)",
+        help="tokens per row or document (default 1024); reasoning: of a prompt with its solution (default: what the longest takes)",
     )
     size = command.add_mutually_exclusive_group()
     size.add_argument("--share", nargs="+", type=positive, metavar="C", help="budgets: B = S / C (default 4)")
-    add_setting(size, "budget", "budgets, tokens per KV head", nargs="+")
+    add_setting(size, "budget", "budgets, tokens per KV head; corpus: slots", nargs="+")
     add_setting(
         command,
         "sinks",
@@ -151,7 +186,7 @@ def _add_settings(command) -> None:
         "--rows",
         type=positive,
         default=4,
-        help="rows of text, or examples of each kind (default 4; intervals need 8, a figure to quote 16)",
+        help="rows of text, documents, or examples of each kind (default 4; intervals need 8, a figure to quote 16)",
     )
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--dtype", choices=DTYPES["cpu"], default="bfloat16")
@@ -177,7 +212,11 @@ def run_eval(options, engine: Callable[[], type]) -> None:
 
         torch.set_num_threads(options.threads)
     from kvpop_vllm.evaluation.backends import TransformersBackend
-    from kvpop_vllm.evaluation.tasks import evaluate_task
+    from kvpop_vllm.evaluation.tasks import evaluate_corpus, evaluate_task
+
+    if options.task == "corpus":
+        evaluate_corpus(options)
+        return
 
     evaluate_task(options, engine() if options.backend == "vllm" else TransformersBackend)
 
@@ -186,7 +225,7 @@ def _check_options(options) -> None:
     beside = {
         "--backend vllm": (options.backend == "vllm", ("retrieval", "replay", "reasoning")),
         "--kinds": (options.kinds is not None, tuple(KINDS)),
-        "--data": (bool(options.data), ("text", "retrieval", "replay")),
+        "--data": (bool(options.data), ("text", "retrieval", "replay", "corpus")),
         "--size": (options.size is not None, ("reasoning",)),
         "--requests": (options.requests is not None, ("reasoning",)),
         "--samples": (options.samples is not None, ("reasoning",)),
@@ -194,8 +233,13 @@ def _check_options(options) -> None:
         "--top-p": (options.top_p is not None, ("reasoning",)),
         "--digits": (options.digits is not None, ("retrieval",)),
         "--bucket": (options.bucket is not None, ("replay",)),
-        "--against": (options.against is not None, ("text", "replay", "reasoning")),
+        "--against": (options.against is not None, ("text", "replay", "reasoning", "corpus")),
+        "--methods": (options.methods is not None, ("corpus",)),
+        "--questions": (options.questions is not None, ("corpus",)),
+        "--steps": (options.steps is not None, ("corpus",)),
     }
+    for name in POLICIES:
+        beside[f"--{name.replace('_', '-')}"] = getattr(options, name) not in (None, []), TASKS[:-1]
     for name, (given, tasks) in beside.items():
         if given and options.task not in tasks:
             raise ConfigError(f"{name} says nothing to --task {options.task}: leave it out, or give --task {tasks[0]}")

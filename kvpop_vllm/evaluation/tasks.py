@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm import __version__, policies
+from kvpop_vllm.compaction.conversations import ROOM
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
+from kvpop_vllm.evaluation import corpus, reasoning, replay, retrieval, summaries
 from kvpop_vllm.evaluation import options as asked
-from kvpop_vllm.evaluation import reasoning, replay, retrieval, summaries
 from kvpop_vllm.evaluation.backends import Backend, Run, Sampling, TransformersBackend
 from kvpop_vllm.evaluation.haystack import Row, rows_in_turn, sentences, units_of
 from kvpop_vllm.evaluation.output import format_table, note, progress, records_file
@@ -27,6 +28,7 @@ from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from kvpop_vllm.evaluation.runner import DENSE, OWN, Runs, Setting, dense_bytes, described, evaluate, resolve_all
 from kvpop_vllm.evaluation.statistics import LEAST
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.policies.base import ModelShape
 
 DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
@@ -108,12 +110,7 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     task = tasks[options.task](options, against)
     report, found = Report(options.report) if options.report else None, []
     with records_file(options.out) if options.out else nullcontext() as file:
-
-        def write(line: dict) -> None:
-            if file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-
+        write = _writer(file)
         teacher = None
         if options.teacher is not None:
             teacher = TransformersBackend(options.teacher, dtype, longest, options.requests)
@@ -138,6 +135,55 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
                 tick(1)
         report.write(options.task, table, task.columns, " ".join(options.data))
     return table
+
+
+def evaluate_corpus(options) -> list[dict]:
+    """Run ``--task corpus``, print its table, and write records.
+
+    Returns:
+        The table.
+
+    Raises:
+        ConfigError: the options do not fit each other, the model or the data.
+    """
+    methods = options.methods or list(corpus.DEFAULT_METHODS)
+    corpus.check_methods(methods)
+    against = options.against or methods[0]
+    if against not in methods:
+        raise ConfigError(f"--against {against} is not compared: choose from {', '.join(methods)}, or add it")
+    if len(options.length) > 1:
+        raise ConfigError("--task corpus has documents of one length: give one --length")
+    (length,) = options.length
+    slots = sorted({-(-count // BLOCK_SLOTS) * BLOCK_SLOTS for count, _ in asked.budgets(options, length)})
+    if slots[-1] >= length:
+        raise ConfigError(f"{slots[-1]} slots keep all of {length} tokens: lower --budget or raise --length")
+    check_length(options.model, length + ROOM)
+    rows, units, about = _rows(options)
+    material = [(row.tokens.tolist(), unit) for row, unit in zip(rows, units, strict=True)]
+    backend = TransformersBackend(options.model, getattr(torch, options.dtype), length + ROOM)
+    settings = options.questions or 4, options.seed, options.steps or 64
+    model, found = corpus.Corpus(backend, options.model, load_tokenizer(options.model), *settings), []
+    with records_file(options.out) if options.out else nullcontext() as file:
+        write = _writer(file)
+        write({"run": about_run(options) | about})
+        with progress(len(material) * (2 + len(slots) * len(methods)), "corpus") as tick:
+            for record in corpus.records_of(model, material, methods, slots, tick):
+                found.append(record)
+                write(record)
+    table = corpus.summarise(found, against)
+    print(format_table(table, corpus.COLUMNS), flush=True)
+    return table
+
+
+def _writer(file) -> Callable[[dict], None]:
+    """Return a function that writes a line to a file of records at once, or nothing if there is none."""
+
+    def write(line: dict) -> None:
+        if file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+    return write
 
 
 def about_run(options) -> dict:

@@ -1,0 +1,314 @@
+"""Questions about documents, answered from caches that take the documents' place (`kvpop eval --task corpus`).
+
+Every cache is made once for a document, before a question is known, and every question is asked behind it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.compaction.cartridge import Layer
+from kvpop_vllm.compaction.conversations import (
+    chunk_tokens,
+    make_conversations,
+    read_conversations,
+    teacher_prompt,
+)
+from kvpop_vllm.compaction.matching import padded
+from kvpop_vllm.compaction.queries import instruction
+from kvpop_vllm.compaction.reference import read_corpus
+from kvpop_vllm.compaction.run import CompactOptions, layers_of
+from kvpop_vllm.compaction.sampling import TransformersSampler
+from kvpop_vllm.compaction.trained import Packed, TrainedCache
+from kvpop_vllm.compaction.training import CacheTrainer, Training, stop_tokens
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import longest
+from kvpop_vllm.evaluation import corpus_questions
+from kvpop_vllm.evaluation.backends import TransformersBackend
+from kvpop_vllm.evaluation.corpus_questions import Question
+from kvpop_vllm.evaluation.policies import training_free
+from kvpop_vllm.evaluation.statistics import estimate
+
+FULL, NOTHING = "full context", "no context"
+METHODS = "truncation", "first", "attention-matching", "cartridge"
+"""Methods of ``kvpop compact`` that make a cache of a document; a policy that compresses prompts is another."""
+DEFAULT_METHODS = "truncation", "snapkv", "attention-matching"
+ANSWER = 128
+"""Most tokens of an answer to an open question."""
+TIMED = 3
+"""Passes whose median is the time to a first token."""
+
+
+class Asked(NamedTuple):
+    """Questions about one document, with the answers of the model that reads all of it.
+
+    Attributes:
+        tokens: ids of the document.
+        head: ids in front of it in the full context's prompt.
+        questions: with choices.
+        opened: open questions.
+        answers: ids of the answer to each, sampled behind the full context.
+        logp: log-probabilities ``[A, V]`` of each answer's positions behind the full context.
+    """
+
+    tokens: list[int]
+    head: list[int]
+    questions: list[Question]
+    opened: list[str]
+    answers: list[list[int]]
+    logp: list[torch.Tensor]
+
+
+class Cache(NamedTuple):
+    """What stands in a document's place.
+
+    Attributes:
+        layers: keys, values and biases of every layer.
+        position: position of the first token behind it.
+        prompt: returns the ids of a question, up to where the answer begins.
+        seconds: time that it took to make.
+    """
+
+    layers: Sequence[Layer]
+    position: int
+    prompt: Callable[[str], list[int]]
+    seconds: float
+
+
+class Corpus:
+    """Documents with questions, and the model that answers them.
+
+    Args:
+        backend: holds the model.
+        folder: the model's folder.
+        tokenizer: the model's.
+        each: most questions of each kind about a document.
+        seed: seed of questions and answers.
+        steps: optimiser steps of ``cartridge``.
+    """
+
+    def __init__(self, backend: TransformersBackend, folder: str, tokenizer, each: int, seed: int, steps: int):
+        self.backend, self.model, self.folder, self.tokenizer = backend, backend.model, folder, tokenizer
+        self.each, self.seed, self.steps = each, seed, steps
+        self.sampler = TransformersSampler(self.model, stop_tokens(folder, tokenizer))
+
+    def ask(self, number: int, tokens: list[int]) -> tuple[Asked, Cache]:
+        """Return the questions about a document and the full context's cache."""
+        text = self.tokenizer.decode(tokens)
+        questions = corpus_questions.make_questions(text, self.each, f"{self.seed}/{number}")
+        opened = corpus_questions.open_questions(text)
+        parts = [teacher_prompt(self.tokenizer, prompt) for prompt in opened]
+        head = parts[0][0]
+        began = time.monotonic()
+        full = [(k, v, None) for k, v in read_corpus(self.model, [*head, *tokens])]
+        seconds = time.monotonic() - began
+        cache = Cache(full, len(head) + len(tokens), lambda prompt: teacher_prompt(self.tokenizer, prompt)[1], seconds)
+        self.sampler.tokens, self.sampler.prefix = [*head, *tokens], [layer[:2] for layer in full]
+        seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
+        answers = [one.tokens for one in self.sampler(self.sampler.tokens, [b for _, b in parts], ANSWER, seeds)]
+        logp = [self.behind(cache, [cache.prompt(o)], [a])[0] for o, a in zip(opened, answers, strict=True)]
+        return Asked(tokens, head, questions, opened, answers, logp), cache
+
+    @torch.inference_mode()
+    def behind(self, cache: Cache, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[torch.Tensor]:
+        """Return log-probabilities ``[A, V]`` at each position of answers to prompts, each alone behind a cache."""
+        rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        device, lengths = cache.layers[0][0].device, [len(row) for row in rows]
+        places = [cache.position + i for length in lengths for i in range(length)]
+        hidden = self.model.get_decoder()(
+            input_ids=torch.tensor([sum(rows, [])], device=device),
+            position_ids=torch.tensor([places], device=device),
+            use_cache=False,
+            attend=Packed(cache.layers, lengths),
+        ).last_hidden_state[0]
+        own = [h[-len(a) - 1 : -1] for h, a in zip(hidden.split(lengths), answers, strict=True)]
+        return [
+            part.log_softmax(-1)
+            for part in self.model.get_output_embeddings()(torch.cat(own)).float().split(list(map(len, answers)))
+        ]
+
+    def make(self, method: str, slots: int, asked: Asked) -> Cache:
+        """Return a document's cache of P slots per KV head.
+
+        Args:
+            method: one of METHODS, NOTHING or a policy that compresses prompts.
+            slots: P.
+            asked: the document.
+
+        Raises:
+            ConfigError: the method cannot make it.
+        """
+        began, equal = time.monotonic(), torch.full((len(self.sampler.prefix), self.backend.shape.num_kv_heads), slots)
+        if method == NOTHING:
+            layers, position = [(k, v, None) for k, v in read_corpus(self.model, asked.tokens[:1])], 1
+        elif method == "cartridge":
+            layers, position = self._trained(slots, asked), slots
+        elif method in METHODS:
+            options = CompactOptions(method, slots, seed=self.seed)
+            layers, position = layers_of(self.model, self.tokenizer, asked.tokens, slots, equal, options)
+        else:
+            layers, position = self._compressed(method, slots, asked.tokens), len(asked.tokens)
+        return Cache(layers, position, lambda text: instruction(self.tokenizer, text), time.monotonic() - began)
+
+    def _compressed(self, policy: str, slots: int, tokens: list[int]) -> list[Layer]:
+        """Return what a policy holds at the end of a document that is its prompt; heads with fewer slots are padded."""
+        resolved = training_free(policy).resolve(self.backend.shape, slots, None, None)
+        with self.backend.start(resolved) as run:
+            held = run.held(torch.tensor(tokens))
+        found = []
+        for (k, v), own in zip(read_corpus(self.model, tokens), held, strict=True):
+            most = int(own.sum(-1).max())
+            heads = [
+                padded(k[None, h, row], v[None, h, row], torch.zeros(1, int(row.sum()), device=k.device), most)
+                for h, row in enumerate(own.to(k.device))
+            ]
+            found.append(tuple(torch.cat(part) for part in zip(*heads, strict=True)))
+        return found
+
+    def _trained(self, slots: int, asked: Asked) -> list[Layer]:
+        """Return the slots of a trained cartridge: one epoch over new conversations."""
+        training = replace(Training(), steps=self.steps)
+        training = replace(training, conversations=self.steps * training.batch)
+        chunk = chunk_tokens(None, len(asked.tokens), slots, longest(self.model.config))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "conversations.jsonl"
+            sampler = TransformersSampler(self.model, self.sampler.stop)
+            many, seed = training.conversations, self.seed
+            make_conversations(path, self.tokenizer, asked.tokens, many, sampler, longest=chunk, seed=seed)
+            cache = TrainedCache(read_corpus(self.model, asked.tokens[:slots]))
+            cache = cache.to(next(self.model.parameters()).device)
+            conversations = read_conversations(path)
+            CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, 10**9, True).run()
+        with torch.no_grad():
+            return cache.layers()
+
+    def measure(self, cache: Cache, asked: Asked) -> Iterator[dict]:
+        """Yield records of a cache's answers: of each question with choices, then one of all open questions.
+
+        Yields:
+            ``kind, right`` (the likeliest choice per token is the true one) and, for gaps, ``exact`` (greedy decoding
+            writes it); then ``kl``, the divergence from the full context in nats per token of its answers, ``tokens``
+            of them and ``first``, seconds to the first token behind the cache.
+        """
+        for question in asked.questions:
+            prompt = cache.prompt(question.prompt) + self._tokens(question.begin)
+            choices = [self._tokens(choice) for choice in question.choices]
+            letters = all(len(ids) == 1 for ids in choices)
+            rows = choices[:1] if letters else choices  # letters have their scores from one pass
+            found = self.behind(cache, [prompt] * len(rows), rows) * (len(choices) if letters else 1)
+            pairs = zip(found, choices, strict=True)
+            scores = [float(logp.gather(1, torch.tensor(ids).unsqueeze(1)).mean()) for logp, ids in pairs]
+            right = question.right
+            record = {"kind": question.kind, "right": float(scores.index(max(scores)) == right)}
+            if question.kind in corpus_questions.GAPS:
+                record["exact"] = float(found[right].argmax(-1).tolist() == choices[right])
+            yield record
+        lost, count = 0.0, 0
+        for prompt, answer, best in zip(asked.opened, asked.answers, asked.logp, strict=True):
+            (own,) = self.behind(cache, [cache.prompt(prompt)], [answer])
+            lost, count = lost + float((best.exp() * (best - own)).sum()), count + len(answer)
+        times, ids = [], cache.prompt(asked.opened[0])
+        for _ in range(TIMED):
+            began = time.monotonic()
+            self.behind(cache, [ids[:-1]], [ids[-1:]])
+            times.append(time.monotonic() - began)
+        yield {"kind": "open", "kl": lost / count, "tokens": count, "first": statistics.median(times)}
+
+    def _tokens(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    """Check the names of methods.
+
+    Raises:
+        ConfigError: one is unknown, given twice, or a policy that does not compress a prompt at its end.
+    """
+    for method in methods:
+        if methods.count(method) > 1:
+            raise ConfigError(f"--methods names {method} twice: give it once")
+        known = [*METHODS, *(policy.name for policy in policies.loadable()[0] if policy.compresses)]
+        if method not in known:
+            raise ConfigError(f"--methods {method} makes no cache of a document: choose from {', '.join(known)}")
+
+
+def records_of(
+    corpus: Corpus, documents: Sequence[tuple[list[int], int]], methods: Sequence[str], slots: Sequence[int], tick
+) -> Iterator[dict]:
+    """Yield the records of all documents: of the full context, of none, then of each method and number of slots.
+
+    A record has ``document, unit, method, slots``, ``bytes`` of keys and values, ``build`` seconds and what
+    :meth:`Corpus.measure` yields.
+
+    Args:
+        corpus: the model.
+        documents: tokens and unit of each.
+        methods: see :func:`check_methods`.
+        slots: P.
+        tick: called after each cache.
+    """
+    for number, (tokens, unit) in enumerate(documents):
+        asked, full = corpus.ask(number, tokens)
+        caches = [(FULL, 0), (NOTHING, 0), *((method, count) for count in slots for method in methods)]
+        for method, count in caches:
+            cache = full if method == FULL else corpus.make(method, count, asked)
+            size = sum(2 * k.numel() * k.element_size() for k, _, _ in cache.layers)
+            about = {"document": number, "unit": unit, "method": method, "slots": count, "bytes": size}
+            for record in corpus.measure(cache, asked):
+                yield about | {"build": cache.seconds} | record
+            tick(1)
+
+
+def summarise(records: list[dict], against: str) -> list[dict]:
+    """Return a line for each number of slots and method; see :data:`COLUMNS`.
+
+    ``kl ratio`` is summed divergence over that of the method ``against`` with as many slots. ``pays`` is the number of
+    questions after which the time to make the cache is won back against reading the document for each question.
+    """
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault((record["slots"], record["method"]), []).append(record)
+    nats = {key: {m["document"]: m for m in own if m["kind"] == "open"} for key, own in groups.items()}
+    table = []
+    for (slots, method), own in groups.items():
+        opened = list(nats[slots, method].values())
+        line = {"slots": slots or None, "method": method, "documents": len(opened)}
+        line |= {"MiB": statistics.mean(m["bytes"] for m in opened) / 2**20}
+        units = [m["unit"] for m in opened]
+        for kind in ("right", *corpus_questions.KINDS):
+            some = [m for m in own if m["kind"] != "open" and kind in ("right", m["kind"])]
+            if some:
+                line |= estimate(kind, [m["right"] for m in some], units=[m["unit"] for m in some], shares=True)
+        gaps = [m for m in own if "exact" in m]
+        if gaps:
+            line |= estimate("exact", [m["exact"] for m in gaps], units=[m["unit"] for m in gaps], shares=True)
+        if method != FULL:
+            lost = [m["kl"] * m["tokens"] for m in opened]
+            line |= estimate("kl", lost, [m["tokens"] for m in opened], units=units)
+            other = nats.get((slots, against))
+            if other and method != against:
+                beside = [other[m["document"]]["kl"] * other[m["document"]]["tokens"] for m in opened]
+                line |= estimate("kl ratio", lost, beside, units=units)
+        build, first = (statistics.median(m[name] for m in opened) for name in ("build", "first"))
+        line |= {"build s": build, "first s": first}
+        if method == FULL:
+            line["first s"], whole = build + first, build + first
+        elif first < whole and method != NOTHING:
+            line["pays"] = math.ceil(build / (whole - first))
+        table.append(line)
+    return table
+
+
+COLUMNS = (
+    "slots", "method", "documents", "MiB", "right", *corpus_questions.KINDS, "exact", "kl", "kl ratio", "build s", "first s", "pays",
+)  # fmt: skip

@@ -1,0 +1,137 @@
+"""Questions about a text that are made from it by rules, so that their answers need no one to write them.
+
+``name`` and ``number`` take a sentence apart: the model is to write it as it stands in the text, and the gap is a name
+or a number. The other choices are names or numbers of the same text. ``order`` asks which of four sentences comes
+first, ``section`` in which quarter of the text a sentence stands; their choices are letters.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from typing import NamedTuple
+
+KINDS = "name", "number", "order", "section"
+GAPS = "name", "number"
+"""Kinds whose answer stands in the text, so that it can also be judged without choices."""
+CHOICES = 4
+LETTERS = "ABCD"
+SHORTEST, LONGEST = 40, 240
+"""Characters of a sentence that is asked about."""
+BEFORE = 20
+"""Fewest characters of a sentence before its gap."""
+NAME = re.compile(r"(?<=[a-z,;] )(?!I\b)[A-Z][a-z]+(?: [A-Z][a-z]+)*")
+NUMBER = re.compile(r"(?<= )[1-9][0-9]+(?![0-9.,]*[0-9])\b")
+OPEN = (
+    "What is the text above about? Answer in a few sentences.",
+    "Name the most important people or things in the text above, and say what they do.",
+    "What does the first half of the text above say?",
+    "How does the text above end?",
+    "What would a reader of the text above learn from it?",
+    "Explain in your own words what the text above says about {0}.",
+    "Which part does {1} play in the text above?",
+    "Tell a friend about {2}, from the text above alone.",
+)
+"""Questions whose answers are compared with those from the full text; ``{i}`` is its i-th most frequent name."""
+
+
+class Question(NamedTuple):
+    """Question with its choices.
+
+    Attributes:
+        kind: of :data:`KINDS`.
+        prompt: what the model is asked behind the text.
+        begin: beginning of its answer, which the choices complete.
+        choices: different completions.
+        right: index of the one that is true.
+        about: sentence of a gap or of ``section``, sentences of ``order``; what :func:`verified` looks for.
+    """
+
+    kind: str
+    prompt: str
+    begin: str
+    choices: tuple[str, ...]
+    right: int
+    about: tuple[str, ...]
+
+
+def make_questions(text: str, each: int, seed: str) -> list[Question]:
+    """Return at most ``each`` questions of every kind about a text, fewer where it has too few sentences or names."""
+    draw, found = random.Random(seed), []
+    known = sentences_of(text)
+    for kind in KINDS:
+        own = _gaps(kind, text, known, draw) if kind in GAPS else _placed(kind, text, known, draw)
+        found += [question for question in own if verified(question, text)][:each]
+    return found
+
+
+def open_questions(text: str) -> list[str]:
+    """Return the questions of :data:`OPEN` with the most frequent names of a text; those without a name are left out."""
+    names = [name for name, _ in Counter(NAME.findall(text)).most_common()]
+    fields = [int(field) for field in (re.findall(r"\{(\d)\}", asked) or [-1] for asked in OPEN) for field in field]
+    return [asked.format(*names) for asked, field in zip(OPEN, fields, strict=True) if field < len(names)]
+
+
+def sentences_of(text: str) -> list[str]:
+    """Return the sentences of a text, on one line each, that occur once and are neither short nor long."""
+    found = re.split(r"(?<=[.!?])\s+|\n{2,}", text)
+    counts = Counter(found)
+    return [one for one in found if counts[one] == 1 and SHORTEST <= len(one) <= LONGEST and "\n" not in one]
+
+
+def _gaps(kind: str, text: str, known: list[str], draw: random.Random) -> list[Question]:
+    """Return a question for each sentence that has a name or number behind its first words, in random order."""
+    pattern, found = {"name": NAME, "number": NUMBER}[kind], []
+    every = sorted(set(pattern.findall(text)))
+    for sentence in draw.sample(known, len(known)):
+        gap = next((m for m in pattern.finditer(sentence) if m.start() >= BEFORE), None)
+        others = [one for one in every if gap and one != gap[0]]
+        if len(others) < CHOICES - 1:
+            continue
+        choices = [gap[0], *draw.sample(others, CHOICES - 1)]
+        draw.shuffle(choices)
+        begin, behind = sentence[: gap.start()].rstrip(), sentence[gap.end() :]
+        prompt = f'Fill the gap as it stands in the text above: "{begin} ____{behind}"'
+        completions = tuple(f" {choice}" for choice in choices)
+        found.append(Question(kind, prompt, begin, completions, choices.index(gap[0]), (sentence,)))
+    return found
+
+
+def _placed(kind: str, text: str, known: list[str], draw: random.Random) -> list[Question]:
+    """Return questions about where sentences stand, of which no sentence is in two."""
+    quarters: list[list[str]] = [[] for _ in range(CHOICES)]
+    for sentence in draw.sample(known, len(known)):
+        quarters[_quarter(sentence, text)].append(sentence)
+    found = []
+    for four in zip(*quarters, strict=False):
+        shown = draw.sample(four, CHOICES)
+        if kind == "order":
+            listed = "\n".join(f"{letter}. {one}" for letter, one in zip(LETTERS, shown, strict=True))
+            prompt = f"Which of these sentences comes first in the text above?\n{listed}\nAnswer with its letter alone."
+            found.append(Question(kind, prompt, "", tuple(LETTERS), shown.index(four[0]), tuple(shown)))
+        else:
+            prompt = (
+                f'Where does this sentence stand in the text above? "{shown[0]}"\nA. In the first quarter\nB. In the second'
+                " quarter\nC. In the third quarter\nD. In the last quarter\nAnswer with the letter alone."
+            )
+            found.append(Question(kind, prompt, "", tuple(LETTERS), four.index(shown[0]), (shown[0],)))
+    return found
+
+
+def _quarter(sentence: str, text: str) -> int:
+    return CHOICES * text.index(sentence) // len(text)
+
+
+def verified(question: Question, text: str) -> bool:
+    """Return whether the text proves the right choice, and proves no other."""
+    if question.kind in GAPS:
+        proved = [f"{question.begin}{choice}" in text for choice in question.choices]
+    elif question.kind == "order":
+        places = [text.find(one) for one in question.about]
+        proved = [place == min(places) for place in places]
+    else:
+        place = text.find(question.about[0]) / len(text)
+        proved = [i / CHOICES <= place < (i + 1) / CHOICES for i in range(CHOICES)]
+    different = len(set(question.choices)) == CHOICES == len(question.choices)
+    return different and [i for i, each in enumerate(proved) if each] == [question.right]
