@@ -1,0 +1,63 @@
+"""A cartridge of a prompt's first tokens, untrained, gives what a cached prefix of these tokens gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.driving import BLOCK, Job, watched
+
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, write_cartridge
+from kvpop_vllm.compaction.reference import read_corpus
+from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.testing import random_prompt
+
+SLOTS, OWN, NEW = 64, 70, 40
+CASES = {"kvpop-linear": "qwen3", "kvpop": "qwen3", "streaming-llm": "llama", "h2o": "llama", "momentkv": "llama"}
+"""Policy -> kind of model."""
+CLOSE = 1e-4
+"""Log-probabilities of two computations in float32 of one thing, in nats."""
+
+
+def served(model: str, settings: dict, job: Job, times: int = 1) -> tuple[list[int], list[dict], list, int]:
+    """Return tokens, log-probabilities, held positions of each step and cached tokens of a request's last run."""
+    with watched(model, settings, None, num_gpu_blocks_override=65) as engine:
+        engine.recorder.slots = {"first": SLOTS}
+        for _ in range(times):
+            ((name, answer),) = engine.serve([job]).items()
+        (out,), held = answer.outputs, engine.recorder.held[name]
+        logp = [{token: entry.logprob for token, entry in step.items()} for step in out.logprobs]
+        steps = [step.positions for layer in sorted(held) for step in held[layer] if step.seen > SLOTS + OWN]
+        return list(out.token_ids), logp, steps, answer.num_cached_tokens
+
+
+@pytest.mark.parametrize("policy", [pytest.param(c, marks=[] if c == "kvpop" else pytest.mark.slow) for c in CASES])
+def test_it_equals_a_cached_prefix(case, tmp_path, policy):
+    """They are equal but for an mLSTM, which has not read what is in a cartridge: its difference is printed."""
+    found = case(CASES[policy], policy)
+    text = random_prompt(SLOTS + OWN, seed=8)
+    base = base_of(found.model)
+    layers = [(k, v, None) for k, v in read_corpus(load_model(found.model, torch.float32), text[:SLOTS])]
+    told = {"slots": SLOTS, "next_position": SLOTS, "method": "first", "provenance": {}}
+    write_cartridge(tmp_path / "first", CartridgeConfig(**(base | told)), layers)
+
+    named = Job(prompt=text[SLOTS:], new=NEW, scored=False, asks={"kv_cartridges": ["first"]})
+    made = served(found.model, found.settings | {"cartridge": [f"first={tmp_path / 'first'}"]}, named)
+    whole = Job(prompt=text, new=NEW, scored=False)
+    cached = served(found.model, found.settings | {"protect_prompt": SLOTS}, whole, times=2)
+    assert made[3] == SLOTS and cached[3] >= SLOTS - BLOCK, "the prefix comes from the cache"
+    held = [
+        set(one) & set(other)
+        for steps in zip(made[2], cached[2], strict=True)
+        for one, other in zip(*steps, strict=True)
+    ]
+    same = sum(map(len, held)) / sum(len(one) for step in cached[2] for one in step)
+    if policy == "kvpop":
+        both = [abs(a[t] - b[t]) for a, b in zip(made[1], cached[1], strict=True) for t in a.keys() & b.keys()]
+        print(
+            f"{policy}: {same:.3f} of the held tokens are the same, log-probabilities differ by {max(both):.1e} at most"
+        )
+        assert 0.5 < same < 1, "an empty state decides otherwise, but not at random"
+        return
+    assert same == 1 and made[0] == cached[0]
+    for one, other in zip(made[1], cached[1], strict=True):
+        assert one == pytest.approx(other, abs=CLOSE)
