@@ -1,6 +1,8 @@
 """Questions about documents, answered from caches that take the documents' place (`kvpop eval --task corpus`).
 
-Every cache is made once for a document, before a question is known, and every question is asked behind it.
+Every cache is made once for a document, before a question is known, and every question is asked behind it, as a chat
+that begins there. The full context is the whole document in the same place. A document in the user's message is another
+full context: what it differs by is not a matter of the cache's size.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from kvpop_vllm.evaluation.corpus_questions import Question
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.statistics import estimate
 
-FULL, NOTHING = "full context", "no context"
+FULL, MESSAGE, NOTHING = "full context", "in the message", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge"
 """Methods of ``kvpop compact`` that make a cache of a document; a policy that compresses prompts is another."""
 DEFAULT_METHODS = "truncation", "snapkv", "attention-matching"
@@ -54,19 +56,17 @@ class Asked(NamedTuple):
 
     Attributes:
         tokens: ids of the document.
-        head: ids in front of it in the full context's prompt.
         questions: with choices.
         opened: open questions.
         answers: ids of the answer to each, sampled behind the full context.
-        logp: log-probabilities ``[A, V]`` of each answer's positions behind the full context.
+        logp: log-probabilities ``[A, V]`` of each answer's positions behind FULL and MESSAGE.
     """
 
     tokens: list[int]
-    head: list[int]
     questions: list[Question]
     opened: list[str]
     answers: list[list[int]]
-    logp: list[torch.Tensor]
+    logp: dict[str, list[torch.Tensor]]
 
 
 class Cache(NamedTuple):
@@ -102,22 +102,33 @@ class Corpus:
         self.each, self.seed, self.steps = each, seed, steps
         self.sampler = TransformersSampler(self.model, stop_tokens(folder, tokenizer))
 
-    def ask(self, number: int, tokens: list[int]) -> tuple[Asked, Cache]:
-        """Return the questions about a document and the full context's cache."""
+    def ask(self, number: int, tokens: list[int]) -> tuple[Asked, dict[str, Cache]]:
+        """Return the questions about a document and the caches of FULL and MESSAGE."""
         text = self.tokenizer.decode(tokens)
         questions = corpus_questions.make_questions(text, self.each, f"{self.seed}/{number}")
         opened = corpus_questions.open_questions(text)
-        parts = [teacher_prompt(self.tokenizer, prompt) for prompt in opened]
-        head = parts[0][0]
-        began = time.monotonic()
-        full = [(k, v, None) for k, v in read_corpus(self.model, [*head, *tokens])]
-        seconds = time.monotonic() - began
-        cache = Cache(full, len(head) + len(tokens), lambda prompt: teacher_prompt(self.tokenizer, prompt)[1], seconds)
-        self.sampler.tokens, self.sampler.prefix = [*head, *tokens], [layer[:2] for layer in full]
+        head = teacher_prompt(self.tokenizer, opened[0])[0]
+        caches = {
+            FULL: self._read(tokens, self._behind_a_cache),
+            MESSAGE: self._read([*head, *tokens], lambda prompt: teacher_prompt(self.tokenizer, prompt)[1]),
+        }
+        self.sampler.tokens, self.sampler.prefix = tokens, [layer[:2] for layer in caches[FULL].layers]
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
-        answers = [one.tokens for one in self.sampler(self.sampler.tokens, [b for _, b in parts], ANSWER, seeds)]
-        logp = [self.behind(cache, [cache.prompt(o)], [a])[0] for o, a in zip(opened, answers, strict=True)]
-        return Asked(tokens, head, questions, opened, answers, logp), cache
+        prompts = [self._behind_a_cache(prompt) for prompt in opened]
+        answers = [one.tokens for one in self.sampler(tokens, prompts, ANSWER, seeds)]
+        logp = {
+            name: [self.behind(cache, [cache.prompt(o)], [a])[0] for o, a in zip(opened, answers, strict=True)]
+            for name, cache in caches.items()
+        }
+        return Asked(tokens, questions, opened, answers, logp), caches
+
+    def _read(self, tokens: list[int], prompt: Callable[[str], list[int]]) -> Cache:
+        began = time.monotonic()
+        layers = [(k, v, None) for k, v in read_corpus(self.model, tokens)]
+        return Cache(layers, len(tokens), prompt, time.monotonic() - began)
+
+    def _behind_a_cache(self, prompt: str) -> list[int]:
+        return instruction(self.tokenizer, prompt)
 
     @torch.inference_mode()
     def behind(self, cache: Cache, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[torch.Tensor]:
@@ -158,7 +169,7 @@ class Corpus:
             layers, position = layers_of(self.model, self.tokenizer, asked.tokens, slots, equal, options)
         else:
             layers, position = self._compressed(method, slots, asked.tokens), len(asked.tokens)
-        return Cache(layers, position, lambda text: instruction(self.tokenizer, text), time.monotonic() - began)
+        return Cache(layers, position, self._behind_a_cache, time.monotonic() - began)
 
     def _compressed(self, policy: str, slots: int, tokens: list[int]) -> list[Layer]:
         """Return what a policy holds at the end of a document that is its prompt; heads with fewer slots are padded."""
@@ -197,8 +208,8 @@ class Corpus:
 
         Yields:
             ``kind, right`` (the likeliest choice per token is the true one) and, for gaps, ``exact`` (greedy decoding
-            writes it); then ``kl``, the divergence from the full context in nats per token of its answers, ``tokens``
-            of them and ``first``, seconds to the first token behind the cache.
+            writes it); then ``kl`` and ``kl_message``, the divergences from FULL and MESSAGE in nats per token of the
+            answers, ``tokens`` of them and ``first``, seconds to the first token behind the cache.
         """
         for question in asked.questions:
             prompt = cache.prompt(question.prompt) + self._tokens(question.begin)
@@ -213,16 +224,18 @@ class Corpus:
             if question.kind in corpus_questions.GAPS:
                 record["exact"] = float(found[right].argmax(-1).tolist() == choices[right])
             yield record
-        lost, count = 0.0, 0
-        for prompt, answer, best in zip(asked.opened, asked.answers, asked.logp, strict=True):
+        lost, count = dict.fromkeys(asked.logp, 0.0), sum(map(len, asked.answers))
+        for i, (prompt, answer) in enumerate(zip(asked.opened, asked.answers, strict=True)):
             (own,) = self.behind(cache, [cache.prompt(prompt)], [answer])
-            lost, count = lost + float((best.exp() * (best - own)).sum()), count + len(answer)
+            for name, logp in asked.logp.items():
+                lost[name] += float((logp[i].exp() * (logp[i] - own)).sum())
         times, ids = [], cache.prompt(asked.opened[0])
         for _ in range(TIMED):
             began = time.monotonic()
             self.behind(cache, [ids[:-1]], [ids[-1:]])
             times.append(time.monotonic() - began)
-        yield {"kind": "open", "kl": lost / count, "tokens": count, "first": statistics.median(times)}
+        nats = {"kl": lost[FULL] / count, "kl_message": lost[MESSAGE] / count}
+        yield {"kind": "open", "tokens": count, "first": statistics.median(times)} | nats
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -245,7 +258,7 @@ def check_methods(methods: Sequence[str]) -> None:
 def records_of(
     corpus: Corpus, documents: Sequence[tuple[list[int], int]], methods: Sequence[str], slots: Sequence[int], tick
 ) -> Iterator[dict]:
-    """Yield the records of all documents: of the full context, of none, then of each method and number of slots.
+    """Yield the records of all documents: of full contexts, of none, then of each method and number of slots.
 
     A record has ``document, unit, method, slots``, ``bytes`` of keys and values, ``build`` seconds and what
     :meth:`Corpus.measure` yields.
@@ -258,10 +271,10 @@ def records_of(
         tick: called after each cache.
     """
     for number, (tokens, unit) in enumerate(documents):
-        asked, full = corpus.ask(number, tokens)
-        caches = [(FULL, 0), (NOTHING, 0), *((method, count) for count in slots for method in methods)]
+        asked, known = corpus.ask(number, tokens)
+        caches = [*((name, 0) for name in (*known, NOTHING)), *((method, p) for p in slots for method in methods)]
         for method, count in caches:
-            cache = full if method == FULL else corpus.make(method, count, asked)
+            cache = known[method] if method in known else corpus.make(method, count, asked)
             size = sum(2 * k.numel() * k.element_size() for k, _, _ in cache.layers)
             about = {"document": number, "unit": unit, "method": method, "slots": count, "bytes": size}
             for record in corpus.measure(cache, asked):
@@ -272,7 +285,7 @@ def records_of(
 def summarise(records: list[dict], against: str) -> list[dict]:
     """Return a line for each number of slots and method; see :data:`COLUMNS`.
 
-    ``kl ratio`` is summed divergence over that of the method ``against`` with as many slots. ``pays`` is the number of
+    ``kl ratio`` and ``kl_message ratio`` are summed divergences over those of the method ``against`` with as many slots. ``pays`` is the number of
     questions after which the time to make the cache is won back against reading the document for each question.
     """
     groups: dict[tuple, list[dict]] = {}
@@ -292,23 +305,26 @@ def summarise(records: list[dict], against: str) -> list[dict]:
         gaps = [m for m in own if "exact" in m]
         if gaps:
             line |= estimate("exact", [m["exact"] for m in gaps], units=[m["unit"] for m in gaps], shares=True)
-        if method != FULL:
-            lost = [m["kl"] * m["tokens"] for m in opened]
-            line |= estimate("kl", lost, [m["tokens"] for m in opened], units=units)
-            other = nats.get((slots, against))
-            if other and method != against:
-                beside = [other[m["document"]]["kl"] * other[m["document"]]["tokens"] for m in opened]
-                line |= estimate("kl ratio", lost, beside, units=units)
+        other = nats.get((slots, against), {}) if method != against else {}
+        for name in [] if method == FULL else ["kl"] if method == MESSAGE else ["kl", "kl_message"]:
+            lost = [m[name] * m["tokens"] for m in opened]
+            line |= estimate(name, lost, [m["tokens"] for m in opened], units=units)
+            if other:
+                beside = [other[m["document"]][name] * m["tokens"] for m in opened]
+                line |= estimate(f"{name} ratio", lost, beside, units=units)
         build, first = (statistics.median(m[name] for m in opened) for name in ("build", "first"))
-        line |= {"build s": build, "first s": first}
-        if method == FULL:
-            line["first s"], whole = build + first, build + first
-        elif first < whole and method != NOTHING:
-            line["pays"] = math.ceil(build / (whole - first))
+        if method in (FULL, MESSAGE):
+            line["first s"] = build + first
+        else:
+            line |= {"build s": build, "first s": first}
+            whole = next(one["first s"] for one in table if one["method"] == FULL)
+            if method != NOTHING and first < whole:
+                line["pays"] = math.ceil(build / (whole - first))
         table.append(line)
     return table
 
 
 COLUMNS = (
-    "slots", "method", "documents", "MiB", "right", *corpus_questions.KINDS, "exact", "kl", "kl ratio", "build s", "first s", "pays",
-)  # fmt: skip
+    *("slots", "method", "documents", "MiB", "right", *corpus_questions.KINDS, "exact"),
+    *("kl", "kl ratio", "kl_message", "kl_message ratio", "build s", "first s", "pays"),
+)

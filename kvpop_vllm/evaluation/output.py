@@ -15,7 +15,7 @@ from kvpop_vllm.evaluation.statistics import INTERVAL
 
 SECONDS = 60
 """Seconds between lines of progress in a log."""
-DECIMALS = {"MiB": 1, "kl ratio": 3, "gap ratio": 3, "written": 0}
+DECIMALS = {"MiB": 1, "kl ratio": 3, "kl_message ratio": 3, "gap ratio": 3, "written": 0, "build s": 1, "first s": 2}
 DECIMALS |= dict.fromkeys(("exact", "partial", "of dense", "difference", "right", "before_error", "answered"), 3)
 """Decimals of a column's floats, if not four."""
 

@@ -15,7 +15,7 @@ from kvpop_vllm.cli import main
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.evaluation import corpus
 from kvpop_vllm.evaluation.backends import TransformersBackend
-from kvpop_vllm.evaluation.corpus import FULL, NOTHING, Corpus
+from kvpop_vllm.evaluation.corpus import FULL, MESSAGE, NOTHING, Corpus
 from kvpop_vllm.evaluation.corpus_questions import KINDS, Question, make_questions, open_questions, verified
 from kvpop_vllm.testing.models import write_tiny_model
 
@@ -49,7 +49,7 @@ def made(folder):
 
 @pytest.fixture(scope="module")
 def asked(made):
-    """Return the questions about a document and the full context's cache."""
+    """Return the questions about a document and the full contexts' caches."""
     return made.ask(0, made.tokenizer(story(0), add_special_tokens=False)["input_ids"][:LENGTH])
 
 
@@ -104,18 +104,19 @@ def chat(message: str) -> str:
     return byte_tokenizer().apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
 
-def test_the_full_context_and_truncation_are_transformers_own(folder, made, asked):
+def test_full_contexts_and_truncation_are_transformers_own(folder, made, asked):
     """Caches are scored as the texts they stand for are, by transformers without any code of ours."""
-    asked, full = asked
+    asked, caches = asked
     text = bytes(asked.tokens).decode()
     prompts = {
-        FULL: lambda prompt: [*chat(f"{text}\n\n{prompt}").encode()],
+        FULL: lambda prompt: [*f"{text}\n\n{chat(prompt)}".encode()],
+        MESSAGE: lambda prompt: [*chat(f"{text}\n\n{prompt}").encode()],
         "truncation": lambda prompt: [*f"{text[-SLOTS:]}\n\n{chat(prompt)}".encode()],
     }
     lost = {}
-    for name, cache in ((FULL, full), ("truncation", made.make("truncation", SLOTS, asked))):
+    for name, cache in (caches | {"truncation": made.make("truncation", SLOTS, asked)}).items():
         *choices, opened = made.measure(cache, asked)
-        lost[name], total = 0.0, 0
+        lost[name], total = {FULL: 0.0, MESSAGE: 0.0}, 0
         for question, record in zip(asked.questions, choices, strict=True):
             prompt = prompts[name](question.prompt) + [*question.begin.encode()]
             scores = []
@@ -126,12 +127,14 @@ def test_the_full_context_and_truncation_are_transformers_own(folder, made, aske
                     assert record["exact"] == float(bytes(logp.argmax(-1).tolist()) == choice.encode())
             assert record["right"] == float(scores.index(max(scores)) == question.right), question
         for prompt, answer in zip(asked.opened, asked.answers, strict=True):
-            best, own = (stock(folder, prompts[one](prompt) + answer)[-len(answer) - 1 : -1] for one in (FULL, name))
-            lost[name] += float((best.exp() * (best - own)).sum())
+            logp = {one: stock(folder, prompts[one](prompt) + answer)[-len(answer) - 1 : -1] for one in prompts}
+            for one, best in ((FULL, logp[FULL]), (MESSAGE, logp[MESSAGE])):
+                lost[name][one] += float((best.exp() * (best - logp[name])).sum())
             total += len(answer)
         assert opened["tokens"] == total
-        assert opened["kl"] == pytest.approx(lost[name] / total, rel=1e-3, abs=1e-5)
-    assert lost["truncation"] > 1e-2 > abs(lost[FULL])
+        assert opened["kl"] == pytest.approx(lost[name][FULL] / total, rel=1e-3, abs=1e-5)
+        assert opened["kl_message"] == pytest.approx(lost[name][MESSAGE] / total, rel=1e-3, abs=1e-5)
+    assert lost["truncation"][FULL] > 1e-2 > abs(lost[FULL][FULL]) and lost[FULL][MESSAGE] > 1e-2
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv"])
@@ -165,7 +168,11 @@ def test_methods_differ_and_nothing_loses_most(made, asked):
 
 def record(document, method, slots, kl=None, right=None, **more):
     told = {"document": document, "unit": document, "method": method, "slots": slots, "bytes": 2**20, "build": 6.0}
-    told |= {"kind": "name", "right": right} if kl is None else {"kind": "open", "kl": kl, "tokens": 10, "first": 1.0}
+    told |= (
+        {"kind": "name", "right": right}
+        if kl is None
+        else {"kind": "open", "kl": kl, "kl_message": kl + 1, "tokens": 10, "first": 1.0}
+    )
     return told | more
 
 
@@ -180,6 +187,7 @@ def test_the_table_by_hand():
     assert "kl" not in full and "kl ratio" not in truncated
     assert snap["right"] == snap["name"] == 0.5 and snap["exact"] == 0.0 and snap["MiB"] == 1.0
     assert snap["kl ratio"] == pytest.approx(0.5) and snap["kl ratio interval"][0] < 0.5 < snap["kl ratio interval"][1]
+    assert snap["kl_message"] == pytest.approx(1.2) and snap["kl_message ratio"] == pytest.approx(1.2 / 1.4)
     assert snap["pays"] == 1, "6 s to make, 6 s won by each question"
 
 
@@ -201,7 +209,7 @@ def test_the_command(folder, data, tmp_path, capsys):
     assert run(folder, data, "--rows", "2", "--questions", "1", "--out", str(out)) == 0
     printed = capsys.readouterr()
     assert [line.split("  ")[0] or line.split()[0] for line in printed.out.splitlines()][0] == "slots"
-    for method in (FULL, NOTHING, *corpus.DEFAULT_METHODS):
+    for method in (FULL, MESSAGE, NOTHING, *corpus.DEFAULT_METHODS):
         assert sum(method in line for line in printed.out.splitlines()) == 1
     about, *records = map(json.loads, out.read_text().splitlines())
     assert about["run"]["options"]["budget"] == [SLOTS] and len(about["run"]["rows"]) == 2
