@@ -130,13 +130,8 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
     from kvpop_vllm.compaction.run import CompactOptions, compact
 
     names = ("method", "queries", "chunk", "reference", "answers", "on_policy", "dtype", "seed", "compactor")
-    chosen = {name: getattr(options, name) for name in names} | {"slots": options.slots or SLOTS}
-    if options.method == "still":
-        from kvpop_vllm.compaction.still_files import read_compactor
-
-        if options.compactor is None:
-            raise ConfigError("--method still needs a compactor: give --compactor, or train one: kvpop train-compactor")
-        chosen["slots"] = read_compactor(options.compactor, options.model, options.slots).config.slots
+    chosen = {name: getattr(options, name) for name in names}
+    chosen["slots"] = options.slots or (None if options.method == "still" else SLOTS)
     settings = CompactOptions(**chosen, allocator=options.kv_allocator, matching=Matching(keys=options.keys))
     compact(options.model, options.data, options.out, settings, options.threads)
 

@@ -6,7 +6,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ class CompactOptions:
 
     Attributes:
         method: one of METHODS, or ``truncation``, which is ``last``.
-        slots: P.
+        slots: P; None for that of the compactor.
         queries: ``repeat-prefill`` or ``self-study``.
         chunk: tokens of a chunk; None for one chunk.
         dtype: dtype of the model and of the cartridge.
@@ -53,7 +53,7 @@ class CompactOptions:
     """
 
     method: str = "attention-matching"
-    slots: int = 1024
+    slots: int | None = 1024
     queries: str = "repeat-prefill"
     chunk: int | None = None
     dtype: str = "float32"
@@ -124,7 +124,12 @@ def compact(model: str, data: str, out: str, options: CompactOptions, threads: i
         torch.set_num_threads(threads)
     base = base_of(model)
     check_rope(base["rope"], str(model))
-    still = read_compactor(options.compactor, model) if options.compactor else None
+    still = None
+    if options.method == "still":
+        if options.compactor is None:
+            raise ConfigError("--method still needs a compactor: give --compactor, or train one: kvpop train-compactor")
+        still = read_compactor(options.compactor, model, options.slots)
+        options = replace(options, slots=still.config.slots)
     slots, budgets = slots_of(options, base["num_layers"], base["num_kv_heads"])
     if slots != options.slots:
         print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
