@@ -224,11 +224,11 @@ def test_gradient_reaches_all_of_the_compactor_and_none_of_the_model(model, corp
 
 
 def test_training_lowers_the_loss_on_other_text(model, tmp_path):
-    """The untrained compactor has half of the tokens, or fewer. After training it stands for more of them."""
-    base, options = load(str(model), "float32"), StillOptions(slots=64, window=256, steps=30, batch=2, lr=3e-3, ce=0.0)
-    rows = torch.randint(97, 123, (80, 320), generator=torch.Generator().manual_seed(5))
-    compactor = Compactor(2, 32, SLOTS, {"rope_type": "default", "rope_theta": 10000.0})
-    compactor.measure(read_corpus(base, rows[0, :256].tolist()))
+    """It begins with noise on all parameters, because a random model has little to gain from better slots."""
+    base, options = load(str(model), "float32"), StillOptions(slots=64, window=128, steps=25, batch=1, lr=3e-3, ce=0.0)
+    rows = torch.randint(97, 123, (80, 160), generator=torch.Generator().manual_seed(5))
+    compactor = disturbed(Compactor(2, 32, SLOTS, {"rope_type": "default", "rope_theta": 10000.0}), size=0.1)
+    compactor.measure(read_corpus(base, rows[0, :128].tolist()))
 
     @torch.no_grad()
     def held_out():
@@ -237,7 +237,7 @@ def test_training_lowers_the_loss_on_other_text(model, tmp_path):
 
     before = held_out()
     StillTrainer(base, compactor, rows, tmp_path, options, quiet=True).run()
-    assert held_out() < 0.8 * before
+    assert held_out() < 0.6 * before
 
 
 def test_run_that_was_stopped_equals_a_whole_one(model, texts, trained, tmp_path, monkeypatch):
