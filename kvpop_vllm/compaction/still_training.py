@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ class StillOptions:
     window: int = 1024
     steps: int = 1000
     batch: int = 4
-    lr: float = 1e-3
+    lr: float = 2e-4
     kl: float = 1.0
     ce: float = 0.1
     dtype: str = "float32"
@@ -67,11 +67,11 @@ class StillOptions:
             ConfigError: one is impossible.
         """
         if not 0 < self.lr < math.inf:
-            raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.001, or less if the loss rises")
+            raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.0002, or less if the loss rises")
         if not (0 <= self.kl < math.inf and 0 <= self.ce < math.inf and self.kl + self.ce > 0):
             raise ConfigError(f"--kl {self.kl} and --ce {self.ce} are weights: give numbers from 0 on, one above 0")
         if self.window < 2 * self.slots:
-            raise ConfigError(f"windows have {self.window // 2} tokens or more, not fewer than slots: raise --window to {2 * self.slots}")  # fmt: skip
+            raise ConfigError(f"half a window must hold as many tokens as slots: raise --window to {2 * self.slots}")
 
 
 def example_of(row: torch.Tensor, number: int, options: StillOptions) -> tuple[torch.Tensor, int]:
@@ -181,13 +181,13 @@ def train_compactor(
         TrainingError: training cannot go on.
     """
     began = time.monotonic()
+    slots = -(-options.slots // BLOCK_SLOTS) * BLOCK_SLOTS
+    options = replace(options, slots=slots)
     options.check()
     if threads:
         torch.set_num_threads(threads)
-    base, slots = base_of(model), -(-options.slots // BLOCK_SLOTS) * BLOCK_SLOTS
+    base = base_of(model)
     check_rope(base["rope"], str(model))
-    options = StillOptions(**asdict(options) | {"slots": slots})
-    options.check()
     check_length(model, options.window + options.own)
     run = Path(out) / "run"
     settings = {"seed": options.seed, "vocab_size": vocabulary_of(model), "folder": run}
