@@ -171,7 +171,7 @@ def add_train_compactor(commands) -> None:
     add("--window", type=positive, metavar="N", help=text)
     add("--steps", type=non_negative, metavar="N", help="optimiser steps (default 1000)")
     add("--batch", type=positive, metavar="N", help="windows of a step (default 4)")
-    add("--lr", type=float, metavar="X", help="peak of the learning rate (default 0.0002)")
+    add("--lr", type=float, metavar="X", help="peak of the learning rate (default 0.0001)")
     add("--kl", type=float, metavar="X", help="weight of the KL divergence from the full context (default 1)")
     add("--ce", type=float, metavar="X", help="weight of the cross-entropy to the text (default 0.1)")
     add("--save-every", type=positive, metavar="N", default=50, help="optimiser steps between checkpoints (default 50)")

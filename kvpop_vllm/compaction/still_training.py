@@ -49,7 +49,7 @@ class StillOptions:
     window: int = 1024
     steps: int = 1000
     batch: int = 4
-    lr: float = 2e-4
+    lr: float = 1e-4
     kl: float = 1.0
     ce: float = 0.1
     dtype: str = "float32"
@@ -67,7 +67,7 @@ class StillOptions:
             ConfigError: one is impossible.
         """
         if not 0 < self.lr < math.inf:
-            raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.0002, or less if the loss rises")
+            raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.0001, or less if the loss rises")
         if not (0 <= self.kl < math.inf and 0 <= self.ce < math.inf and self.kl + self.ce > 0):
             raise ConfigError(f"--kl {self.kl} and --ce {self.ce} are weights: give numbers from 0 on, one above 0")
         if self.window < 2 * self.slots:

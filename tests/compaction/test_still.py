@@ -360,7 +360,7 @@ def test_refusals(model, corpus, texts, trained, tmp_path, capsys):
     refused("raise --window to 256", train, texts, out, "--slots", "65", "--window", "140")
     refused("--lr nan is not a number above 0", train, texts, out, "--lr", "nan")
     refused("are weights: give numbers from 0 on", train, texts, out, "--kl", "0", "--ce", "0")
-    refused("holds a run with lr = 0.0002, not 0.5", train, texts, trained, "--lr", "0.5")
+    refused("holds a run with lr = 0.0001, not 0.5", train, texts, trained, "--lr", "0.5")
     refused("the model has 4096 positions", train, texts, out, "--window", "4096")
     assert not out.exists()
 
