@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvpop_vllm import __version__
 from kvpop_vllm.argument_types import add_setting, memory, positive
-from kvpop_vllm.compaction.command import add_compact
+from kvpop_vllm.compaction.command import add_compact, add_train_compactor
 from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.evaluation.command import add_eval
@@ -201,6 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_init(commands)
     add_import(commands)
     add_compact(commands, vllm_sampler)
+    add_train_compactor(commands)
     add_distill(commands)
     add_eval(commands, vllm_backend)
     add_export(commands)

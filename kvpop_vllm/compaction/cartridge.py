@@ -232,11 +232,15 @@ def read_cartridge(folder: str | Path) -> Cartridge:
     except (SafetensorError, OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        advice = _advice(path)
-        raise ConfigError(f"{path} is not a complete safetensors file ({reason}): {advice}") from None
+        raise incomplete(path, error) from None
     _check_values(layers, str(path))
-    return Cartridge(config, layers, _digest(Path(folder)))
+    return Cartridge(config, layers, digest_of(Path(folder), CONFIG_NAME, TENSORS_NAME))
+
+
+def incomplete(path: Path, error: Exception) -> ConfigError:
+    """Return the error for a tensor file that cannot be read because of ``error``."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError(f"{path} is not a complete safetensors file ({reason}): {_advice(path)}")
 
 
 def _advice(path: Path) -> str:
@@ -285,9 +289,10 @@ def _check_values(layers: Sequence[Layer], source: str) -> None:
                 raise ConfigError(f"{source}: tensor layers.{i}.{part} holds NaN or infinity: make the cartridge again")
 
 
-def _digest(folder: Path) -> str:
+def digest_of(folder: Path, *names: str) -> str:
+    """Return the sha256 of these files in a folder, with their sizes."""
     digest = hashlib.sha256()
-    for name in (CONFIG_NAME, TENSORS_NAME):
+    for name in names:
         digest.update((folder / name).stat().st_size.to_bytes(8, "little"))
         with open(folder / name, "rb") as file:
             while block := file.read(1 << 20):
@@ -392,14 +397,17 @@ def base_of(folder: str | Path) -> dict:
     return sizes | {"rope": rope_of(raw), "base": base_digests(folder)}
 
 
-def check_base(config: CartridgeConfig, model: str | Path | Mapping | object, source: str = "this cartridge") -> None:
-    """Check that a cartridge was made for a model.
+def check_base(
+    config, model: str | Path | Mapping | object, source: str = "this cartridge", kind: str = "cartridge"
+) -> None:
+    """Check that a cartridge, or a compactor, was made for a model.
 
     Args:
-        config: the cartridge's.
+        config: its config, a :class:`CartridgeConfig` or one with the same fields for the base model.
         model: the model's folder, whose weights are compared too; or its decoded ``config.json`` or
             transformers config.
-        source: names the cartridge in errors.
+        source: its name in errors.
+        kind: what it is called in errors.
 
     Raises:
         ConfigError: names the first property that differs.
@@ -412,16 +420,16 @@ def check_base(config: CartridgeConfig, model: str | Path | Mapping | object, so
         if shape[key] != getattr(config, key):
             raise ConfigError(
                 f"{source} was made for a model with {key} = {getattr(config, key)!r}, {name} has {shape[key]!r}: give"
-                " a cartridge of this model"
+                f" a {kind} of this model"
             )
     if rope != (own := rope_of({"rope_parameters": config.rope})):
         key = next(key for key in sorted(set(rope) | set(own)) if rope.get(key) != own.get(key))
         raise ConfigError(
             f"{source} was made for rotary embeddings with {key} = {own.get(key)!r}, {name} has {rope.get(key)!r}: give"
-            " a cartridge of this model"
+            f" a {kind} of this model"
         )
     digests = base_digests(folder) if folder else {"config": _config_digest(raw, name), "weights": None}
     for key, value in digests.items():
         if None not in (value, config.base[key]) and value != config.base[key]:
             what = "other weights" if key == "weights" else "a model of other sizes"
-            raise ConfigError(f"{source} was made for {what} than those of {name}: give a cartridge of this model")
+            raise ConfigError(f"{source} was made for {what} than those of {name}: give a {kind} of this model")

@@ -1,4 +1,4 @@
-"""Options of `kvpop compact`; nothing heavy is imported before it runs."""
+"""Options of `kvpop compact` and `kvpop train-compactor`; nothing heavy is imported before it runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ FITTED = ("queries", "keys", "reference", "answers", "on_policy")
 """Options of ``--method attention-matching`` alone."""
 TRAINED = ("init_text", "conversations", "steps", "batch", "lr", "save_every", "backend")
 """Options of ``--method cartridge`` alone."""
+SLOTS = 1024
+"""Slots per KV head by default."""
 
 
 def add_compact(commands, engine: Callable) -> None:
@@ -31,11 +33,14 @@ def add_compact(commands, engine: Callable) -> None:
     )
     command.add_argument(
         "--method",
-        choices=("attention-matching", "cartridge", "first", "last", "truncation"),
+        choices=("attention-matching", "cartridge", "still", "first", "last", "truncation"),
         default="attention-matching",
-        help="attention-matching (default); cartridge: trained; first or last (the same as truncation): the corpus' own tokens, for comparison",
+        help="attention-matching (default); cartridge: trained; still: by a trained compactor; first or last (the same as truncation): the corpus' own tokens, for comparison",
     )
-    command.add_argument("--slots", type=positive, default=1024, metavar="P", help="slots per KV head (default 1024)")
+    text = "slots per KV head (default 1024; still: those of the compactor)"
+    command.add_argument("--slots", type=positive, metavar="P", help=text)
+    text = "still: folder of the compactor, from 'kvpop train-compactor'"
+    command.add_argument("--compactor", metavar="DIR", help=text)
     command.add_argument(
         "--queries",
         choices=("repeat-prefill", "self-study"),
@@ -97,7 +102,7 @@ def check_method(options: argparse.Namespace, default: Callable[[str], object]) 
     Raises:
         ConfigError: one is.
     """
-    owners = {"attention-matching": FITTED, "cartridge": TRAINED}
+    owners = {"attention-matching": FITTED, "cartridge": TRAINED, "still": ("compactor",)}
     for owner, names in owners.items():
         for name in names if owner != options.method else ():
             if getattr(options, name) != default(name):
@@ -124,8 +129,9 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
     from kvpop_vllm.compaction.matching import Matching
     from kvpop_vllm.compaction.run import CompactOptions, compact
 
-    names = ("method", "slots", "queries", "chunk", "reference", "answers", "on_policy", "dtype", "seed")
+    names = ("method", "queries", "chunk", "reference", "answers", "on_policy", "dtype", "seed", "compactor")
     chosen = {name: getattr(options, name) for name in names}
+    chosen["slots"] = options.slots or (None if options.method == "still" else SLOTS)
     settings = CompactOptions(**chosen, allocator=options.kv_allocator, matching=Matching(keys=options.keys))
     compact(options.model, options.data, options.out, settings, options.threads)
 
@@ -135,8 +141,8 @@ def run_training(options: argparse.Namespace, engine: Callable) -> None:
     from kvpop_vllm.compaction.run import CompactOptions
     from kvpop_vllm.compaction.training import Training, train_cartridge
 
-    names = ("method", "slots", "chunk", "dtype", "seed")
-    settings = CompactOptions(**{name: getattr(options, name) for name in names}, allocator=options.kv_allocator)
+    chosen = {name: getattr(options, name) for name in ("method", "chunk", "dtype", "seed")}
+    settings = CompactOptions(**chosen, slots=options.slots or SLOTS, allocator=options.kv_allocator)
     given = {name: getattr(options, name) for name in ("init_text", "conversations", "steps", "batch", "lr")}
     training = Training(**{name: value for name, value in given.items() if value is not None})
     backend = options.backend or ("vllm" if importlib.util.find_spec("vllm") else "transformers")
@@ -150,3 +156,36 @@ def run_training(options: argparse.Namespace, engine: Callable) -> None:
         save_every=options.save_every or 50,
         threads=options.threads,
     )
+
+
+def add_train_compactor(commands) -> None:
+    """Add `kvpop train-compactor` to argparse's ``commands``."""
+    summary = "train a compactor (STILL) for MODEL on texts, once for 'kvpop compact --method still' of any corpus"
+    command = commands.add_parser("train-compactor", help=summary, description=summary)
+    add = command.add_argument
+    add("model", metavar="MODEL", help="folder of the base model")
+    add("--data", required=True, nargs="+", metavar="TEXT", help="text, JSONL, Parquet or datasets folders")
+    add("--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued")
+    add("--slots", type=positive, metavar="P", help="slots per KV head (default 256)")
+    text = "most tokens that are compacted at once; a quarter as many follow (default 1024)"
+    add("--window", type=positive, metavar="N", help=text)
+    add("--steps", type=non_negative, metavar="N", help="optimiser steps (default 1000)")
+    add("--batch", type=positive, metavar="N", help="windows of a step (default 4)")
+    add("--lr", type=float, metavar="X", help="peak of the learning rate (default 0.0001)")
+    add("--kl", type=float, metavar="X", help="weight of the KL divergence from the full context (default 1)")
+    add("--ce", type=float, metavar="X", help="weight of the cross-entropy to the text (default 0.1)")
+    add("--save-every", type=positive, metavar="N", default=50, help="optimiser steps between checkpoints (default 50)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the model (default float32)")
+    add("--threads", type=positive, help="CPU threads (default: all)")
+    add("--seed", type=int, help="of the windows (default 0)")
+    command.set_defaults(run=run_train_compactor)
+
+
+def run_train_compactor(options: argparse.Namespace) -> None:
+    """Run `kvpop train-compactor`; see :func:`run_compact` for errors."""
+    from kvpop_vllm.compaction.still_training import StillOptions, train_compactor
+
+    names = ("slots", "window", "steps", "batch", "lr", "kl", "ce", "dtype", "seed")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    settings, rest = StillOptions(**given), {"save_every": options.save_every, "threads": options.threads}
+    train_compactor(options.model, options.data, options.out, settings, **rest)

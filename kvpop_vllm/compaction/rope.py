@@ -84,7 +84,7 @@ def inverse_frequencies(rope: Mapping, head_dim: int) -> torch.Tensor:
     return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")[0].float()
 
 
-def turned(k: torch.Tensor, shift: int, rope: Mapping) -> torch.Tensor:
+def turned(k: torch.Tensor, shift: int | torch.Tensor, rope: Mapping) -> torch.Tensor:
     """Return rotated keys as they would be ``shift`` positions later (earlier if it is negative).
 
     The halves of the rotated channels are paired, as in Llama and Qwen. Factors on the rotation, as those of
@@ -92,16 +92,17 @@ def turned(k: torch.Tensor, shift: int, rope: Mapping) -> torch.Tensor:
 
     Args:
         k: ``[.., D]``.
-        shift: number of positions.
+        shift: number of positions, or one for each of the keys ``[T]``, if they are ``[.., T, D]``.
         rope: rope parameters, see :func:`rope_of`.
 
     Raises:
         ConfigError: the rotation is not static.
     """
-    angles = shift * inverse_frequencies(rope, k.shape[-1]).to(k.device).double()
-    if not shift:
+    frequencies = inverse_frequencies(rope, k.shape[-1]).to(k.device).double()
+    if isinstance(shift, int) and not shift:
         return k
-    half = angles.shape[0]
+    angles = shift.unsqueeze(-1) * frequencies if isinstance(shift, torch.Tensor) else shift * frequencies
+    half = len(frequencies)
     a, b, rest = k.double().split([half, half, k.shape[-1] - 2 * half], -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(k.dtype)

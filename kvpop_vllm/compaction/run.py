@@ -6,7 +6,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from kvpop_vllm.compaction.matching import Matching
 from kvpop_vllm.compaction.queries import REPEAT, instruction, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
 from kvpop_vllm.compaction.rope import check_rope, turned
+from kvpop_vllm.compaction.still import Compactor
+from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.hook import load_config, load_model, longest
@@ -28,7 +30,7 @@ from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.supported import refused
 
-METHODS = ("attention-matching", "first", "last")
+METHODS = ("attention-matching", "first", "last", "still")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class CompactOptions:
 
     Attributes:
         method: one of METHODS, or ``truncation``, which is ``last``.
-        slots: P.
+        slots: P; None for that of the compactor.
         queries: ``repeat-prefill`` or ``self-study``.
         chunk: tokens of a chunk; None for one chunk.
         dtype: dtype of the model and of the cartridge.
@@ -47,10 +49,11 @@ class CompactOptions:
         reference: most queries that a head is fitted to.
         answers: answers of self-study.
         matching: options of the fit.
+        compactor: folder of the compactor of ``still``, which has as many slots.
     """
 
     method: str = "attention-matching"
-    slots: int = 1024
+    slots: int | None = 1024
     queries: str = "repeat-prefill"
     chunk: int | None = None
     dtype: str = "float32"
@@ -60,6 +63,7 @@ class CompactOptions:
     reference: int = 4096
     answers: int = 10
     matching: Matching = Matching()
+    compactor: str | None = None
 
 
 class Progress:
@@ -120,6 +124,12 @@ def compact(model: str, data: str, out: str, options: CompactOptions, threads: i
         torch.set_num_threads(threads)
     base = base_of(model)
     check_rope(base["rope"], str(model))
+    still = None
+    if options.method == "still":
+        if options.compactor is None:
+            raise ConfigError("--method still needs a compactor: give --compactor, or train one: kvpop train-compactor")
+        still = read_compactor(options.compactor, model, options.slots)
+        options = replace(options, slots=still.config.slots)
     slots, budgets = slots_of(options, base["num_layers"], base["num_kv_heads"])
     if slots != options.slots:
         print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
@@ -127,13 +137,16 @@ def compact(model: str, data: str, out: str, options: CompactOptions, threads: i
     text, tokens = corpus_of(tokenizer, data)
     check_length(tokenizer, len(tokens), slots, options.method, longest(load_config(model)))
     loaded = load(model, options.dtype)
-    layers, position = layers_of(loaded, tokenizer, tokens, slots, budgets, options)
+    if still is None:
+        layers, position = layers_of(loaded, tokenizer, tokens, slots, budgets, options)
+    else:
+        layers, position = compacted(loaded, still.module, tokens), len(tokens)
     arguments = {name: value for name, value in vars(options).items() if name != "matching"}
     provenance = {
         "kvpop": __version__,
         "corpus": {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)},
         "arguments": arguments | {"matching": vars(options.matching)},
-    }
+    } | ({"compactor": {"sha256": still.digest}} if still else {})
     method = "last" if options.method == "truncation" else options.method
     config = CartridgeConfig(**base, slots=slots, next_position=position, method=method, provenance=provenance)
     write_cartridge(out, config, layers)
@@ -163,6 +176,10 @@ def check_length(tokenizer, tokens: int, slots: int, method: str, positions: int
         raise ConfigError(f"the corpus has {tokens} tokens, fewer than {slots} slots: {advice}")
     elif positions is not None and slots > positions:
         raise ConfigError(f"the model has {positions} positions: lower --slots")
+    elif method == "still" and positions is not None and tokens >= positions:
+        raise ConfigError(
+            f"the model has {positions} positions, too few for {tokens} tokens and any behind them: cut the corpus"
+        )
 
 
 def slots_of(options: CompactOptions, layers: int, heads: int) -> tuple[int, torch.Tensor]:
@@ -213,6 +230,12 @@ def check_rotation(model: torch.nn.Module, rope: dict, shift: int = 100) -> None
     error = (turned(keys[0], shift, rope) - keys[1]).norm() / keys[1].norm()
     if error > (1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2):
         raise ConfigError("the model pairs channels in its rotary embeddings in another way: choose another model")
+
+
+@torch.no_grad()
+def compacted(model, compactor: Compactor, tokens: list[int]) -> list[Layer]:
+    """Return the layers that a compactor makes of a corpus, in one prefill and one pass."""
+    return compactor.to(next(model.parameters()).device)(read_corpus(model, tokens))
 
 
 def layers_of(

@@ -9,7 +9,7 @@ from distill.byte_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.compaction import training
+from kvpop_vllm.compaction import loop
 from kvpop_vllm.compaction.cartridge import read_cartridge
 from kvpop_vllm.compaction.conversations import TOP, Conversation, read_conversations, sparse_teacher, teacher_prompt
 from kvpop_vllm.compaction.reference import read_corpus
@@ -257,7 +257,5 @@ def test_rate_rises_and_falls():
     trainer = CacheTrainer(None, TrainedCache([(torch.zeros(1, 4, 2),) * 2]), [], None, Training(steps=40, lr=1.0), 4)
     rates = [trainer.rate(step) for step in range(40)]
     assert (
-        rates[:3] == [0.5, 1.0, 1.0]
-        and rates[-1] == pytest.approx(training.END)
-        and sorted(rates[2:])[::-1] == rates[2:]
+        rates[:3] == [0.5, 1.0, 1.0] and rates[-1] == pytest.approx(loop.END) and sorted(rates[2:])[::-1] == rates[2:]
     )

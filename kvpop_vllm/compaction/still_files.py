@@ -1,0 +1,187 @@
+"""Compactor files, format version 1: a trained compactor of one base model (:mod:`kvpop_vllm.compaction.still`).
+
+A folder holds ``kvpop_compactor.json`` and ``kvpop_compactor.safetensors``, with the module's tensors in float16.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvpop_vllm.compaction.cartridge import DTYPES, MAX_CONFIG_BYTES, check_base, digest_of, incomplete
+from kvpop_vllm.compaction.rope import check_rope
+from kvpop_vllm.compaction.still import Compactor
+from kvpop_vllm.config import MAX_BUDGET, ConfigError
+from kvpop_vllm.files import replacing
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+
+FORMAT = {"format": "kvpop-compactor", "version": 1}
+CONFIG_NAME = "kvpop_compactor.json"
+TENSORS_NAME = "kvpop_compactor.safetensors"
+KINDS = {
+    "model_type": str,
+    "num_layers": int,
+    "num_kv_heads": int,
+    "head_dim": int,
+    "rope": dict,
+    "base": dict,
+    "slots": int,
+    "width": int,
+    "provenance": dict,
+}
+"""Fields of the config and their types in JSON."""
+
+
+@dataclass(frozen=True)
+class CompactorConfig:
+    """Contents of ``kvpop_compactor.json``.
+
+    Attributes:
+        model_type: model type of the base model.
+        num_layers: layers of the base model.
+        num_kv_heads: H.
+        head_dim: D.
+        rope: rope parameters of the base model.
+        base: digests of the base model, see :func:`kvpop_vllm.compaction.cartridge.base_digests`.
+        slots: P, a multiple of 64.
+        width: channels of the compactor's queries and keys, an even number.
+        provenance: further JSON.
+    """
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    rope: dict
+    base: dict
+    slots: int
+    width: int
+    provenance: dict
+
+    @classmethod
+    def from_dict(cls, raw: object, source: str) -> CompactorConfig:
+        """Return the checked config of a decoded file; ``source`` names it in errors.
+
+        Raises:
+            ConfigError: a key is missing, unknown or has an impossible value.
+        """
+        if not isinstance(raw, Mapping) or {name: raw.get(name) for name in FORMAT} != FORMAT:
+            raise ConfigError(f"{source} is not that of a compactor of version 1: give one of 'kvpop train-compactor'")
+        names = [field.name for field in fields(cls)]
+        if wrong := sorted(set(raw) ^ {*names, *FORMAT}, key=str):
+            known = "misses" if wrong[0] in names else "has an unknown"
+            raise ConfigError(f"{source} {known} key {wrong[0]!r}: copy the compactor again")
+        for name, kind in KINDS.items():
+            if type(raw[name]) is not kind or (kind is int and not 0 < raw[name] <= MAX_BUDGET):
+                raise ConfigError(f"{source}: {name} has an impossible value {raw[name]!r}: copy the compactor again")
+        config = cls(**{name: raw[name] for name in names})
+        if config.slots % BLOCK_SLOTS or config.width % 2 or config.width > 2 * config.head_dim:
+            raise ConfigError(
+                f"{source}: slots {config.slots} or width {config.width} is impossible: copy the compactor again"
+            )
+        check_rope(config.rope, source)
+        if set(config.base) != {"config", "weights"}:
+            raise ConfigError(f"{source}: base must hold the digests config and weights: copy the compactor again")
+        return config
+
+    def build(self) -> Compactor:
+        """Return an untrained compactor of these sizes."""
+        return Compactor(self.num_layers, self.head_dim, self.slots, self.rope, self.width)
+
+
+class StoredCompactor(NamedTuple):
+    """A compactor in memory.
+
+    Attributes:
+        config: its config.
+        module: the compactor, in float32.
+        digest: sha256 of its two files.
+    """
+
+    config: CompactorConfig
+    module: Compactor
+    digest: str
+
+
+def read_compactor(folder: str | Path, model: str | Path, slots: int | None = None) -> StoredCompactor:
+    """Read and check a compactor. Nothing is loaded before names, shapes and dtypes are right.
+
+    Args:
+        folder: its folder.
+        model: folder of the base model that it should be for.
+        slots: P that it should have; None for any.
+
+    Raises:
+        ConfigError: a file is missing or damaged, a tensor is missing, unknown, or has a wrong shape, dtype or value, or
+            the compactor is for another model or number of slots.
+    """
+    folder = Path(folder)
+    path, tensors = folder / CONFIG_NAME, folder / TENSORS_NAME
+    for each in (path, tensors):
+        if not each.is_file():
+            raise ConfigError(
+                f"no compactor at {str(folder)!r}: {each.name} is missing; train one: kvpop train-compactor"
+            )
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"more than {MAX_CONFIG_BYTES} bytes")
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}): copy the compactor again") from None
+    config = CompactorConfig.from_dict(raw, str(path))
+    check_base(config, model, f"the compactor {folder}", "compactor")
+    if slots not in (None, config.slots):
+        raise ConfigError(f"the compactor {folder} has {config.slots} slots, not {slots}: leave --slots out")
+    with torch.device("meta"):
+        module = config.build()
+    module.load_state_dict(_tensors(tensors, module.state_dict()), assign=True)
+    return StoredCompactor(config, module.requires_grad_(False), digest_of(folder, CONFIG_NAME, TENSORS_NAME))
+
+
+def _tensors(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file in float32, checked against the names and shapes of ``expected``."""
+    try:
+        with safe_open(path, "pt") as file:
+            if wrong := sorted(set(file.keys()) ^ set(expected)):
+                known = "misses" if wrong[0] in expected else "has an unknown"
+                raise ConfigError(f"{path} {known} tensor {wrong[0]!r}: copy the compactor again")
+            for name in file.keys():
+                own = file.get_slice(name)
+                shape, wanted = tuple(own.get_shape()), tuple(expected[name].shape)
+                if shape != wanted or own.get_dtype() not in DTYPES:
+                    raise ConfigError(
+                        f"{path}: tensor {name} is {own.get_dtype()} {shape}, expected F16 {wanted}: copy the compactor again"
+                    )
+            found = {name: file.get_tensor(name).float() for name in file.keys()}
+    except (SafetensorError, OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise incomplete(path, error) from None
+    if bad := next((name for name, own in found.items() if not bool(own.isfinite().all())), None):
+        raise ConfigError(f"{path}: tensor {bad} holds NaN or infinity: train the compactor again")
+    return found
+
+
+def write_compactor(folder: str | Path, config: CompactorConfig, module: Compactor) -> None:
+    """Write a compactor's folder, whole or not at all.
+
+    Raises:
+        ConfigError: a value is not finite in float16.
+    """
+    from kvpop_vllm.scorers.checkpoint import save_tensors
+
+    folder = Path(folder)
+    named = {name: own.detach().cpu().half().contiguous() for name, own in module.state_dict().items()}
+    if bad := next((name for name, own in named.items() if not bool(own.isfinite().all())), None):
+        raise ConfigError(f"tensor {bad} of the compactor is not finite in float16: train with a lower --lr")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(folder) as draft:
+        draft.mkdir()
+        (draft / CONFIG_NAME).write_text(json.dumps(FORMAT | asdict(config), indent=2) + "\n", encoding="utf-8")
+        save_tensors(named, draft / TENSORS_NAME, mode_of=draft / CONFIG_NAME)
