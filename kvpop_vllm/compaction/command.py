@@ -11,7 +11,7 @@ from kvpop_vllm.config import ConfigError
 
 FITTED = ("queries", "keys", "reference", "answers", "on_policy")
 """Options of ``--method attention-matching`` alone."""
-TRAINED = ("init_text", "conversations", "steps", "batch", "lr", "save_every", "backend")
+TRAINED = ("init", "conversations", "steps", "batch", "lr", "save_every", "backend")
 """Options of ``--method cartridge`` alone."""
 SLOTS = 1024
 """Slots per KV head by default."""
@@ -86,7 +86,8 @@ def add_training(command: argparse.ArgumentParser) -> None:
     """Add the options of ``--method cartridge``."""
     group = command.add_argument_group("--method cartridge")
     add = group.add_argument
-    add("--init-text", metavar="FILE", help="start from the first P tokens of this text (default: of the corpus)")
+    text = "start from the first P tokens of this text, or from this cartridge (default: the corpus' first P tokens)"
+    add("--init", metavar="PATH", help=text)
     add("--conversations", type=positive, metavar="N", help="conversations to train on (default 256)")
     add("--steps", type=non_negative, metavar="N", help="optimiser steps (default 256)")
     add("--batch", type=positive, metavar="N", help="conversations of a step (default 16)")
@@ -143,7 +144,7 @@ def run_training(options: argparse.Namespace, engine: Callable) -> None:
 
     chosen = {name: getattr(options, name) for name in ("method", "chunk", "dtype", "seed")}
     settings = CompactOptions(**chosen, slots=options.slots or SLOTS, allocator=options.kv_allocator)
-    given = {name: getattr(options, name) for name in ("init_text", "conversations", "steps", "batch", "lr")}
+    given = {name: getattr(options, name) for name in ("init", "conversations", "steps", "batch", "lr")}
     training = Training(**{name: value for name, value in given.items() if value is not None})
     backend = options.backend or ("vllm" if importlib.util.find_spec("vllm") else "transformers")
     train_cartridge(

@@ -17,26 +17,27 @@ PACK = 1024
 
 
 class TrainedCache(torch.nn.Module):
-    """Keys and values of every layer in float32, all but the first slot trainable.
+    """Keys and values of every layer in float32, all but the first slot trainable. Biases stay as they are.
 
     Args:
-        layers: keys and values ``[H, P, D]`` to start from.
+        layers: keys and values ``[H, P, D]`` to start from, and biases ``[H, P]`` or None.
     """
 
-    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, layers: Sequence[Layer]):
         super().__init__()
-        self.frozen = [tuple(part[:, :FROZEN].detach().clone() for part in layer) for layer in layers]
+        self.frozen = [tuple(part[:, :FROZEN].detach().clone() for part in layer[:2]) for layer in layers]
+        self.bias = [layer[2] for layer in layers]
         self.dtype = layers[0][0].dtype
         for name, part in (("k", 0), ("v", 1)):
             rest = [torch.nn.Parameter(layer[part][:, FROZEN:].detach().float().clone()) for layer in layers]
             setattr(self, name, torch.nn.ParameterList(rest))
 
     def layers(self) -> list[Layer]:
-        """Return keys, values ``[H, P, D]`` in the model's dtype, and no bias, of every layer."""
-        rows = zip(self.frozen, self.k, self.v, strict=True)
+        """Return keys, values ``[H, P, D]`` in the model's dtype, and biases ``[H, P]`` or None, of every layer."""
+        rows = zip(self.frozen, self.k, self.v, self.bias, strict=True)
         return [
-            (torch.cat([k, more_k.to(k.dtype)], 1), torch.cat([v, more_v.to(v.dtype)], 1), None)
-            for (k, v), more_k, more_v in rows
+            (torch.cat([k, more_k.to(k.dtype)], 1), torch.cat([v, more_v.to(v.dtype)], 1), bias)
+            for (k, v), more_k, more_v, bias in rows
         ]
 
 

@@ -17,8 +17,14 @@ from kvpop_vllm import __version__
 from kvpop_vllm.compaction.cartridge import (
     CONFIG_NAME,
     TENSORS_NAME,
+    Cartridge,
     CartridgeConfig,
+    Layer,
     base_of,
+    check_base,
+    layer_at,
+    looks_like_cartridge,
+    read_cartridge,
     write_cartridge,
 )
 from kvpop_vllm.compaction.conversations import (
@@ -53,14 +59,14 @@ class Training:
         steps: optimiser steps; 0 writes the start.
         batch: conversations of a step.
         lr: peak of the learning rate. The paper's code has 0.02.
-        init_text: file whose first P tokens the cache starts from, or None for the corpus.
+        init: text whose first P tokens the cache starts from, or folder of a cartridge; None for the corpus.
     """
 
     conversations: int = 256
     steps: int = 256
     batch: int = 16
     lr: float = 2e-2
-    init_text: str | None = None
+    init: str | None = None
 
     def check(self) -> None:
         """Check the numbers.
@@ -112,14 +118,17 @@ def train_cartridge(
     slots, _ = slots_of(options, base["num_layers"], base["num_kv_heads"])
     tokenizer, positions = load_tokenizer(model), longest(load_config(model))
     text, tokens = corpus_of(tokenizer, data)
-    first = corpus_of(tokenizer, training.init_text)[1] if training.init_text else tokens
-    check_length(tokenizer, len(first), slots, "first", positions)
+    start = read_start(training.init, model, slots) if training.init and looks_like_cartridge(training.init) else None
+    if start is None:
+        first = (corpus_of(tokenizer, training.init)[1] if training.init else tokens)[:slots]
+        check_length(tokenizer, len(first), slots, "first", positions)
     chunk = chunk_tokens(options.chunk, len(tokens), slots, positions)
     arguments = {"slots": slots, "chunk": chunk, "dtype": options.dtype, "seed": options.seed} | asdict(training)
     corpus = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)}
-    start = hashlib.sha256(json.dumps(first[:slots]).encode()).hexdigest()
+    began_as = start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
     run = Path(out) / "run"
-    check_same_run(Path(out), {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": start})
+    own = {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": began_as}
+    check_same_run(Path(out), own)
 
     loaded = None if engine else load(model, options.dtype)
     path, conversations = run / "conversations.jsonl", []
@@ -134,7 +143,8 @@ def train_cartridge(
                 make_conversations(path, tokenizer, tokens, many, sample, longest=chunk, seed=seed, done=done)
         conversations = read_conversations(path)
     loaded = load(model, options.dtype) if loaded is None else loaded
-    cache = TrainedCache(read_corpus(loaded, first[:slots])).to(next(loaded.parameters()).device)
+    layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
+    cache = TrainedCache(layers).to(next(loaded.parameters()).device)
     trainer = CacheTrainer(loaded, cache, conversations, run, training, slots, options.seed, save_every, quiet)
     last = trainer.run()
 
@@ -146,6 +156,29 @@ def train_cartridge(
     loss = f"loss {last['loss']:.4f}, " if last else ""
     print(f"{slots} slots for {len(tokens)} tokens, {loss}{time.monotonic() - began:.0f} s: wrote {out}")
     return config
+
+
+def read_start(folder: str, model: str, slots: int) -> Cartridge:
+    """Return the cartridge that training starts from.
+
+    Raises:
+        ConfigError: it cannot be read, is for another model, or has another number of slots.
+    """
+    found = read_cartridge(folder)
+    check_base(found.config, model, f"the cartridge {folder}")
+    if found.config.slots != slots:
+        raise ConfigError(f"--init {folder} has {found.config.slots} slots, not {slots}: set --slots to as many")
+    return found
+
+
+def start_of(cartridge: Cartridge, model: torch.nn.Module) -> list[Layer]:
+    """Return a cartridge's layers in the model's dtype, with keys for own tokens that go on at P."""
+    like = next(model.parameters())
+    layers = []
+    for own in cartridge.layers:
+        k, v, bias = (part.to(like.device) for part in layer_at(cartridge.config, own, 0))
+        layers.append((k.to(like.dtype), v.to(like.dtype), None if own[2] is None else bias))
+    return layers
 
 
 def stop_tokens(model: str, tokenizer) -> set[int]:

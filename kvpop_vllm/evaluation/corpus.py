@@ -196,7 +196,7 @@ class Corpus:
             sampler = TransformersSampler(self.model, self.sampler.stop)
             many, seed = training.conversations, self.seed
             make_conversations(path, self.tokenizer, asked.tokens, many, sampler, longest=chunk, seed=seed)
-            cache = TrainedCache(read_corpus(self.model, asked.tokens[:slots]))
+            cache = TrainedCache([(k, v, None) for k, v in read_corpus(self.model, asked.tokens[:slots])])
             cache = cache.to(next(self.model.parameters()).device)
             conversations = read_conversations(path)
             CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, 10**9, True).run()

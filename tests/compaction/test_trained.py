@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.compaction import loop
-from kvpop_vllm.compaction.cartridge import read_cartridge
+from kvpop_vllm.compaction.cartridge import read_cartridge, turned
 from kvpop_vllm.compaction.conversations import TOP, Conversation, read_conversations, sparse_teacher, teacher_prompt
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.sampling import TransformersSampler
@@ -114,13 +114,17 @@ def test_loss_is_that_of_transformers_behind_the_slots(model, corpus, whole, bas
     assert list(map(len, packs(pack, sizes[0] + sizes[1]))) == [2, 1] and list(map(len, packs(pack, 1))) == [1, 1, 1]
 
 
+def first_slots(base, corpus) -> list:
+    return [(k, v, None) for k, v in read_corpus(base, list(corpus.read_bytes())[:SLOTS])]
+
+
 def test_only_slots_behind_the_first_are_trained(corpus, whole, base, tmp_path):
-    start = read_corpus(base, list(corpus.read_bytes())[:SLOTS])
+    start = first_slots(base, corpus)
     rows = read_conversations(whole / "run" / "conversations.jsonl")[:4]
     cache = TrainedCache(start)
     CacheTrainer(base, cache, rows, tmp_path, Training(4, 2, 2), SLOTS, quiet=True).run()
     assert all(parameter.grad is None for parameter in base.parameters())
-    for (k, v), found in zip(start, cache.layers(), strict=True):
+    for (k, v, _), found in zip(start, cache.layers(), strict=True):
         for before, after in ((k, found[0]), (v, found[1])):
             assert torch.equal(before[:, 0], after[:, 0])
             assert ((before != after)[:, 1:].float().mean((0, 2)) > 0.9).all()
@@ -128,7 +132,7 @@ def test_only_slots_behind_the_first_are_trained(corpus, whole, base, tmp_path):
 
 def test_few_conversations_are_learned(corpus, whole, base, tmp_path):
     rows = read_conversations(whole / "run" / "conversations.jsonl")[:2]
-    cache = TrainedCache(read_corpus(base, list(corpus.read_bytes())[:SLOTS]))
+    cache = TrainedCache(first_slots(base, corpus))
     trainer = CacheTrainer(base, cache, rows, tmp_path, Training(2, 60, 2, lr=0.2), SLOTS, quiet=True)
     trainer.run()
     kl = [json.loads(line)["kl"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -181,7 +185,7 @@ def test_without_training_it_is_its_start(model, corpus, tmp_path):
     """The start is the first tokens, of the corpus or of another text."""
     other = tmp_path / "other.txt"
     other.write_text(corpus.read_text()[::-1])
-    for data, options in ((corpus, []), (other, ["--init-text", str(other)])):
+    for data, options in ((corpus, []), (other, ["--init", str(other)])):
         out = tmp_path / f"c{len(options)}"
         compact(model, corpus, out, "--steps", "0", *options)
         first = tmp_path / f"f{len(options)}"
@@ -191,6 +195,26 @@ def test_without_training_it_is_its_start(model, corpus, tmp_path):
         assert found.config.next_position == expected.config.next_position
         for own, them in zip(found.layers, expected.layers, strict=True):
             assert torch.equal(own[0], them[0]) and torch.equal(own[1], them[1])
+
+
+def test_it_starts_from_another_cartridge(model, corpus, tmp_path):
+    """Keys are turned so that own tokens go on at P, biases are kept, and all slots but the first are trained."""
+    start = ["compact", str(model), "--data", str(corpus), "--slots", str(SLOTS), "--threads", "1", "--out"]
+    assert main([*start, str(tmp_path / "am")]) == 0
+    before, length = read_cartridge(tmp_path / "am"), len(corpus.read_bytes())
+    assert before.config.next_position == length
+    for steps in ("0", "2"):
+        more = ["--conversations", "4", "--batch", "2", "--steps", steps, "--init", str(tmp_path / "am")]
+        compact(model, corpus, tmp_path / steps, *more)
+        found = read_cartridge(tmp_path / steps)
+        assert found.config.next_position == SLOTS
+        for (k, v, bias), (own_k, own_v, own_bias) in zip(before.layers, found.layers, strict=True):
+            assert torch.equal(bias, own_bias) and bias.std() > 0
+            same = (
+                torch.isclose(own_v, v, atol=1e-6),
+                torch.isclose(own_k, turned(k, SLOTS - length, found.config.rope), atol=1e-5),
+            )
+            assert all(part[:, :1].all() and part[:, 1:].all() == (steps == "0") for part in same)
 
 
 def test_model_without_a_chat_template(corpus, tmp_path):
@@ -224,13 +248,16 @@ REFUSALS = {
     "shares": (["--kv-allocator", "shares.json"], "--method attention-matching: leave it out"),
     "options of training": (["--method", "last", "--steps", "3"], "--steps is of --method cartridge"),
     "backend of another method": (["--method", "first"], "--backend is of --method cartridge"),
-    "no text": (["--init-text", "missing.txt"], "there is no file or folder missing.txt"),
+    "a start of another size": (["--init", "START", "--slots", "128"], "has 64 slots, not 128: set --slots to as many"),
+    "no text": (["--init", "missing.txt"], "there is no file or folder missing.txt"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refusals(model, corpus, tmp_path, capsys, case):
+def test_refusals(model, corpus, whole, tmp_path, capsys, case):
     options, message = REFUSALS[case]
+    options = [str(whole) if each == "START" else each for each in options]
+    capsys.readouterr()
     compact(model, corpus, tmp_path / "c", *options, code=2)
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "c").exists()
@@ -254,7 +281,14 @@ def test_chunks_fit_into_the_positions(corpus, tmp_path, capsys):
 
 
 def test_rate_rises_and_falls():
-    trainer = CacheTrainer(None, TrainedCache([(torch.zeros(1, 4, 2),) * 2]), [], None, Training(steps=40, lr=1.0), 4)
+    trainer = CacheTrainer(
+        None,
+        TrainedCache([(torch.zeros(1, 4, 2), torch.zeros(1, 4, 2), None)]),
+        [],
+        None,
+        Training(steps=40, lr=1.0),
+        4,
+    )
     rates = [trainer.rate(step) for step in range(40)]
     assert (
         rates[:3] == [0.5, 1.0, 1.0] and rates[-1] == pytest.approx(loop.END) and sorted(rates[2:])[::-1] == rates[2:]
