@@ -145,9 +145,10 @@ def _add_methods(command) -> None:
         "--methods",
         nargs="+",
         metavar="NAME",
-        help="corpus: truncation, first, attention-matching, cartridge, or policies that compress prompts (default:"
+        help="corpus: truncation, first, attention-matching, cartridge, still, or policies that compress prompts (default:"
         " truncation, snapkv, attention-matching)",
     )
+    command.add_argument("--compactor", metavar="DIR", help="corpus: of still, for as many slots as --budget")
     command.add_argument(
         "--questions", type=positive, metavar="N", help="corpus: most of each kind about a document (default 4)"
     )
@@ -235,6 +236,7 @@ def _check_options(options) -> None:
         "--bucket": (options.bucket is not None, ("replay",)),
         "--against": (options.against is not None, ("text", "replay", "reasoning", "corpus")),
         "--methods": (options.methods is not None, ("corpus",)),
+        "--compactor": (options.compactor is not None, ("corpus",)),
         "--questions": (options.questions is not None, ("corpus",)),
         "--steps": (options.steps is not None, ("corpus",)),
     }

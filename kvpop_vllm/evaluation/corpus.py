@@ -29,8 +29,9 @@ from kvpop_vllm.compaction.conversations import (
 from kvpop_vllm.compaction.matching import padded
 from kvpop_vllm.compaction.queries import instruction
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.run import CompactOptions, layers_of
+from kvpop_vllm.compaction.run import CompactOptions, compacted, layers_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
+from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.compaction.trained import Packed, TrainedCache
 from kvpop_vllm.compaction.training import CacheTrainer, Training, stop_tokens
 from kvpop_vllm.config import ConfigError
@@ -42,7 +43,7 @@ from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.statistics import estimate
 
 FULL, MESSAGE, NOTHING = "full context", "in the message", "no context"
-METHODS = "truncation", "first", "attention-matching", "cartridge"
+METHODS = "truncation", "first", "attention-matching", "cartridge", "still"
 """Methods of ``kvpop compact`` that make a cache of a document; a policy that compresses prompts is another."""
 DEFAULT_METHODS = "truncation", "snapkv", "attention-matching"
 ANSWER = 128
@@ -95,11 +96,21 @@ class Corpus:
         each: most questions of each kind about a document.
         seed: seed of questions and answers.
         steps: optimiser steps of ``cartridge``.
+        compactor: folder of the compactor of ``still``.
     """
 
-    def __init__(self, backend: TransformersBackend, folder: str, tokenizer, each: int, seed: int, steps: int):
+    def __init__(
+        self,
+        backend: TransformersBackend,
+        folder: str,
+        tokenizer,
+        each: int,
+        seed: int,
+        steps: int,
+        compactor: str | None = None,
+    ):
         self.backend, self.model, self.folder, self.tokenizer = backend, backend.model, folder, tokenizer
-        self.each, self.seed, self.steps = each, seed, steps
+        self.each, self.seed, self.steps, self.compactor = each, seed, steps, compactor
         self.sampler = TransformersSampler(self.model, stop_tokens(folder, tokenizer))
 
     def ask(self, number: int, tokens: list[int]) -> tuple[Asked, dict[str, Cache]]:
@@ -164,6 +175,9 @@ class Corpus:
             layers, position = [(k, v, None) for k, v in read_corpus(self.model, asked.tokens[:1])], 1
         elif method == "cartridge":
             layers, position = self._trained(slots, asked), slots
+        elif method == "still":
+            layers = compacted(self.model, read_compactor(self.compactor, self.folder, slots).module, asked.tokens)
+            position = len(asked.tokens)
         elif method in METHODS:
             options = CompactOptions(method, slots, seed=self.seed)
             layers, position = layers_of(self.model, self.tokenizer, asked.tokens, slots, equal, options)

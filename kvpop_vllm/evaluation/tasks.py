@@ -15,6 +15,7 @@ import torch
 
 from kvpop_vllm import __version__, policies
 from kvpop_vllm.compaction.conversations import ROOM
+from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
@@ -157,11 +158,16 @@ def evaluate_corpus(options) -> list[dict]:
     slots = sorted({-(-count // BLOCK_SLOTS) * BLOCK_SLOTS for count, _ in asked.budgets(options, length)})
     if slots[-1] >= length:
         raise ConfigError(f"{slots[-1]} slots keep all of {length} tokens: lower --budget or raise --length")
+    if ("still" in methods) != (options.compactor is not None):
+        raise ConfigError("--methods still and --compactor DIR go together: give both, or none")
+    if options.compactor is not None:
+        for count in slots:
+            read_compactor(options.compactor, options.model, count)
     check_length(options.model, length + ROOM)
     rows, units, about = _rows(options)
     material = [(row.tokens.tolist(), unit) for row, unit in zip(rows, units, strict=True)]
     backend = TransformersBackend(options.model, getattr(torch, options.dtype), length + ROOM)
-    settings = options.questions or 4, options.seed, options.steps or 64
+    settings = options.questions or 4, options.seed, options.steps or 64, options.compactor
     model, found = corpus.Corpus(backend, options.model, load_tokenizer(options.model), *settings), []
     with records_file(options.out) if options.out else nullcontext() as file:
         write = _writer(file)

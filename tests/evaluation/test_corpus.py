@@ -203,6 +203,18 @@ def run(folder, data, *options) -> int:
     return main(["eval", *given, "--length", str(LENGTH), "--budget", str(SLOTS), "--dtype", "float32", *options])
 
 
+def test_a_compactor(folder, data, tmp_path, capsys):
+    """An untrained compactor keeps tokens of the whole document, unlike truncation."""
+    sizes = ["--slots", str(SLOTS), "--window", "256", "--steps", "0", "--threads", "1", "--out", str(tmp_path / "c")]
+    assert main(["train-compactor", str(folder), "--data", str(data), *sizes]) == 0
+    capsys.readouterr()
+    still = ["--methods", "truncation", "still", "--compactor", str(tmp_path / "c"), "--rows", "1", "--questions", "1"]
+    assert run(folder, data, *still, "--out", str(tmp_path / "records.jsonl")) == 0
+    records = map(json.loads, (tmp_path / "records.jsonl").read_text().splitlines()[1:])
+    lost = {record["method"]: record["kl"] for record in records if record["kind"] == "open"}
+    assert 0 < lost["still"] < lost[NOTHING] and lost["still"] != lost["truncation"]
+
+
 def test_the_command(folder, data, tmp_path, capsys):
     """It prints a line for each method, and its records say how to repeat it."""
     out = tmp_path / "records.jsonl"
@@ -224,6 +236,8 @@ def test_the_command(folder, data, tmp_path, capsys):
         (["--methods", "h2o"], "--methods h2o makes no cache of a document: choose from truncation, first"),
         (["--methods", "first", "first"], "--methods names first twice"),
         (["--against", "h2o"], "--against h2o is not compared: choose from truncation, snapkv"),
+        (["--methods", "still"], "--methods still and --compactor DIR go together"),
+        (["--methods", "still", "--compactor", "missing"], "no compactor at 'missing'"),
         (["--policies", "h2o"], "--policies says nothing to --task corpus"),
         (["--window", "8"], "--window says nothing to --task corpus"),
         (["--length", "100"], "128 slots keep all of 100 tokens: lower --budget or raise --length"),
