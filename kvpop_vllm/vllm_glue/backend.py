@@ -35,7 +35,7 @@ from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.kernels.regions import RegionMap, region_map
 from kvpop_vllm.requests import RequestCache
 from kvpop_vllm.supported import DTYPES
-from kvpop_vllm.vllm_glue import step_requests
+from kvpop_vllm.vllm_glue import cpu_seeds, step_requests
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
@@ -215,6 +215,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.prompts = self.seeds = None
         self.asked: list[RequestCache | None] = []
         step_requests.apply()
+        cpu_seeds.apply()
 
     def sizes(self, requests: int, dummy: bool = False) -> RequestSettings:
         """Return the sizes of the step's requests.

@@ -145,6 +145,19 @@ LEDGER = (
         "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
     ),
     Patch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+        False,
+        "(cpu_seeds.py) A request with a seed whose prompt is read in chunks stops the engine on a CPU: the states of the generators "
+        "whose draws are discarded are kept.",
+        "when draws of unfinished prompts are not made, or are taken back on CPUs too",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
+        False,
+        "(cpu_seeds.py) And set again, in place of an offset that generators of a CPU do not have.",
+        "with the one above",
+    ),
+    Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
         False,
         "(step_requests.py) The same of model runner V2.",
