@@ -1,4 +1,4 @@
-"""Training loop of what takes the place of a cache, for one process, and the folder of a run."""
+"""Training loop of cartridges and compactors, in one process, and the folder of a run."""
 
 from __future__ import annotations
 

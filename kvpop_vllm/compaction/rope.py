@@ -47,7 +47,7 @@ def check_rope(rope: object, source: str) -> None:
         ConfigError: they do not; ``source`` is named in the message.
     """
     if not isinstance(rope, Mapping) or not isinstance(rope.get("rope_type"), str):
-        raise ConfigError(f"{source}: rope must be an object with a rope_type: write the cartridge again")
+        raise ConfigError(f"{source}: rope must be an object with a rope_type: write the file again")
     kind = rope["rope_type"]
     if kind not in STATIC:
         raise ConfigError(
@@ -59,7 +59,7 @@ def check_rope(rope: object, source: str) -> None:
     for name in ("rope_theta", *needed.get(kind, llama3)):
         value = rope.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(f"{source}: {name} of rope is {value!r}, not a number above 0: write the cartridge again")
+            raise ConfigError(f"{source}: {name} of rope is {value!r}, not a number above 0: write the file again")
     part = rope.get("partial_rotary_factor", 1.0)
     if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
         raise ConfigError(f"{source}: partial_rotary_factor of rope is {part!r}, not above 0 and at most 1")

@@ -173,6 +173,7 @@ def check_length(tokenizer, tokens: int, slots: int, method: str, positions: int
     elif tokens < slots:
         fewer = tokens // BLOCK_SLOTS * BLOCK_SLOTS
         advice = f"lower --slots to {fewer}" if fewer else f"give at least {BLOCK_SLOTS} tokens"
+        advice = f"give at least {slots} tokens, or a compactor to fewer slots" if method == "still" else advice
         raise ConfigError(f"the corpus has {tokens} tokens, fewer than {slots} slots: {advice}")
     elif positions is not None and slots > positions:
         raise ConfigError(f"the model has {positions} positions: lower --slots")

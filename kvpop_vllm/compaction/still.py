@@ -1,12 +1,14 @@
 """STILL, a trained compactor: a small network per layer that turns the cache of any corpus into P slots.
 
-The paper trains one network per layer, shared by the KV heads, once for many corpora. Latents, one for each slot, read
-the keys and values by cross-attention. Compaction of a corpus is then one prefill and one pass. Departures from it:
+STILL (Baseten's *Towards Infinite Context Windows*) trains one network per layer, shared by the KV heads, once for many
+corpora. Latents, one for each slot, read the keys and values by cross-attention. Compaction of a corpus is then one
+prefill and one pass. Departures from it:
 
 - Latents are shared by all layers, and queries and keys of the compactor have few channels. Values are not projected
   before the weighted sum: with a single head, the projection behind it is the product of both. A compactor for 30
   layers of D = 64 is then 7 MB in float16.
 - At the start a latent reads the token at its position alone, so an untrained compactor keeps evenly spaced tokens.
+  Its own queries and keys have rotary embeddings of type default, whatever the model's are.
 - RMSNorm takes the size of a latent away. The size of what the first block reads is a factor on keys and values.
 """
 
@@ -25,6 +27,8 @@ BLOCKS = 2
 """Pairs of cross- and self-attention."""
 WIDTH = 32
 """Channels of the compactor's queries and keys by default."""
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+"""Rotary embeddings of the compactor's queries and keys."""
 PEAK = 8.0
 """Logit of a latent at its own position per rotated pair of channels, at the start."""
 
@@ -43,13 +47,11 @@ class Attention(nn.Module):
     Args:
         size: channels of latents and memory.
         width: channels of queries and keys.
-        rope: rope parameters, see :func:`kvpop_vllm.compaction.rope.rope_of`.
         reads: True if the output is at first what is read, False if it is 0.
     """
 
-    def __init__(self, size: int, width: int, rope: Mapping, reads: bool):
+    def __init__(self, size: int, width: int, reads: bool):
         super().__init__()
-        self.rope = rope
         self.query, self.key = nn.Linear(size, width), nn.Linear(size, width)
         self.out = nn.Linear(size, size, bias=False)
         start = torch.zeros(width)
@@ -69,17 +71,17 @@ class Attention(nn.Module):
             query_positions: ``[P]``.
             key_positions: ``[T]``.
         """
-        q = turned(self.query(latents), query_positions, self.rope)
-        k = turned(self.key(memory), key_positions, self.rope)
+        q = turned(self.query(latents), query_positions, ROPE)
+        k = turned(self.key(memory), key_positions, ROPE)
         return self.out(scaled_dot_product_attention(q[None], k[None], memory[None])[0])
 
 
 class Block(nn.Module):
     """Cross-attention to the tokens and self-attention of the latents, each with a residual and an RMSNorm behind it."""
 
-    def __init__(self, size: int, width: int, rope: Mapping, first: bool):
+    def __init__(self, size: int, width: int, first: bool):
         super().__init__()
-        self.cross, self.self = Attention(size, width, rope, reads=first), Attention(size, width, rope, reads=False)
+        self.cross, self.self = Attention(size, width, reads=first), Attention(size, width, reads=False)
         self.cross_norm, self.self_norm = nn.RMSNorm(size, eps=1e-6), nn.RMSNorm(size, eps=1e-6)
 
     def forward(self, latents, memory, places, tokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +104,7 @@ class LayerCompactor(nn.Module):
     def __init__(self, head_dim: int, width: int, rope: Mapping):
         super().__init__()
         size, self.rope = 2 * head_dim, rope
-        self.blocks = nn.ModuleList(Block(size, width, rope, first=i == 0) for i in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(size, width, first=i == 0) for i in range(BLOCKS))
         self.k, self.v = nn.Linear(size, head_dim, bias=False), nn.Linear(size, head_dim, bias=False)
         self.bias = nn.Linear(size, 1)
         self.register_buffer("scale", torch.ones(2))

@@ -137,7 +137,9 @@ def read_compactor(folder: str | Path, model: str | Path, slots: int | None = No
     config = CompactorConfig.from_dict(raw, str(path))
     check_base(config, model, f"the compactor {folder}", "compactor")
     if slots not in (None, config.slots):
-        raise ConfigError(f"the compactor {folder} has {config.slots} slots, not {slots}: leave --slots out")
+        raise ConfigError(
+            f"the compactor {folder} has {config.slots} slots, not {slots}: leave --slots out, or give another compactor"
+        )
     with torch.device("meta"):
         module = config.build()
     module.load_state_dict(_tensors(tensors, module.state_dict()), assign=True)

@@ -21,8 +21,9 @@ from kvpop_vllm.compaction.still import WIDTH, Compactor
 from kvpop_vllm.compaction.still_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
-from kvpop_vllm.distill.hook import check_length, vocabulary_of
+from kvpop_vllm.distill.hook import load_config, longest, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.files import remove
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 
 OWN = 4
@@ -188,18 +189,27 @@ def train_compactor(
         torch.set_num_threads(threads)
     base = base_of(model)
     check_rope(base["rope"], str(model))
-    check_length(model, options.window + options.own)
+    most = longest(load_config(model))
+    if most is not None and options.window + options.own > most:
+        raise ConfigError(f"the model has {most} positions: lower --window to {most * OWN // (OWN + 1)}")
     run = Path(out) / "run"
     settings = {"seed": options.seed, "vocab_size": vocabulary_of(model), "folder": run}
     rows = PackedTokens(data, load_tokenizer(model), options.window + options.own, **settings)
     provenance = {"kvpop": __version__, "data": rows.fingerprint, "arguments": asdict(options)}
     config = CompactorConfig(**base, slots=slots, width=WIDTH, provenance=provenance)
     own = {"model": str(Path(model).resolve())} | asdict(options) | {"data": rows.fingerprint}
+    new = not Path(out).exists()
     check_same_run(Path(out), own)
+    try:
+        first = rows[0][: options.window].tolist()
+    except ConfigError as error:
+        if new:  # so that the mended command finds no other run there
+            remove(Path(out))
+        raise ConfigError(str(error).replace("--length", "--window")) from None
 
     loaded = load(model, options.dtype)
     compactor = config.build().to(next(loaded.parameters()).device)
-    compactor.measure(read_corpus(loaded, rows[0][: options.window].tolist()))
+    compactor.measure(read_corpus(loaded, first))
     last = StillTrainer(loaded, compactor, rows, run, options, save_every, quiet).run()
     write_beside(Path(out), lambda draft: write_compactor(draft, config, compactor), TENSORS_NAME, CONFIG_NAME)
     loss = f"loss {last['loss']:.4f}, " if last else ""

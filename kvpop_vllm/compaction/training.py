@@ -22,7 +22,6 @@ from kvpop_vllm.compaction.cartridge import (
     Layer,
     base_of,
     check_base,
-    layer_at,
     looks_like_cartridge,
     read_cartridge,
     write_cartridge,
@@ -38,7 +37,7 @@ from kvpop_vllm.compaction.conversations import (
 )
 from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.rope import check_rope
+from kvpop_vllm.compaction.rope import check_rope, turned
 from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.trained import TrainedCache, losses, packs
@@ -127,8 +126,8 @@ def train_cartridge(
     corpus = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)}
     began_as = start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
     run = Path(out) / "run"
-    own = {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": began_as}
-    check_same_run(Path(out), own)
+    settings = {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": began_as}
+    check_same_run(Path(out), settings)
 
     loaded = None if engine else load(model, options.dtype)
     path, conversations = run / "conversations.jsonl", []
@@ -173,12 +172,15 @@ def read_start(folder: str, model: str, slots: int) -> Cartridge:
 
 def start_of(cartridge: Cartridge, model: torch.nn.Module) -> list[Layer]:
     """Return a cartridge's layers in the model's dtype, with keys for own tokens that go on at P."""
-    like = next(model.parameters())
-    layers = []
-    for own in cartridge.layers:
-        k, v, bias = (part.to(like.device) for part in layer_at(cartridge.config, own, 0))
-        layers.append((k.to(like.dtype), v.to(like.dtype), None if own[2] is None else bias))
-    return layers
+    like, shift = next(model.parameters()), cartridge.config.slots - cartridge.config.next_position
+    return [
+        (
+            turned(k.float(), shift, cartridge.config.rope).to(like),
+            v.to(like),
+            None if bias is None else bias.to(like.device),
+        )
+        for k, v, bias in cartridge.layers
+    ]
 
 
 def stop_tokens(model: str, tokenizer) -> set[int]:

@@ -66,7 +66,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         "--backend",
         choices=("transformers", "vllm"),
         default="transformers",
-        help="what runs all tasks but text: transformers with the kernels of serving (default), or vLLM's engine",
+        help="what runs all tasks but text and corpus: transformers with the kernels of serving (default), or vLLM's engine",
     )
     command.add_argument("--split", choices=("train", "validation", "test", "all"), default="test")
     command.add_argument(
@@ -81,7 +81,8 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     command.add_argument(
         "--against",
         metavar="NAME",
-        help="the compared policy that ratios of text and replay refer to (default: streaming-llm, if it is compared)",
+        help="the compared policy that ratios of text and replay refer to (default: streaming-llm, if it is compared), or"
+        " method of corpus (default: the first)",
     )
     add_setting(
         command,

@@ -26,12 +26,12 @@ from kvpop_vllm.compaction.conversations import (
     read_conversations,
     teacher_prompt,
 )
-from kvpop_vllm.compaction.matching import padded
+from kvpop_vllm.compaction.matching import NO_WEIGHT, padded
 from kvpop_vllm.compaction.queries import instruction
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import CompactOptions, compacted, layers_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
-from kvpop_vllm.compaction.still_files import read_compactor
+from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.compaction.trained import Packed, TrainedCache
 from kvpop_vllm.compaction.training import CacheTrainer, Training, stop_tokens
 from kvpop_vllm.config import ConfigError
@@ -52,7 +52,7 @@ TIMED = 3
 """Passes whose median is the time to a first token."""
 
 
-class Asked(NamedTuple):
+class Examination(NamedTuple):
     """Questions about one document, with the answers of the model that reads all of it.
 
     Attributes:
@@ -61,6 +61,7 @@ class Asked(NamedTuple):
         opened: open questions.
         answers: ids of the answer to each, sampled behind the full context.
         logp: log-probabilities ``[A, V]`` of each answer's positions behind FULL and MESSAGE.
+        full: keys and values ``[H, T, D]`` of every layer.
     """
 
     tokens: list[int]
@@ -68,10 +69,11 @@ class Asked(NamedTuple):
     opened: list[str]
     answers: list[list[int]]
     logp: dict[str, list[torch.Tensor]]
+    full: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Cache(NamedTuple):
-    """What stands in a document's place.
+    """Keys and values that a question is asked behind.
 
     Attributes:
         layers: keys, values and biases of every layer.
@@ -85,6 +87,32 @@ class Cache(NamedTuple):
     prompt: Callable[[str], list[int]]
     seconds: float
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys and values; slots that pad a head do not count."""
+        return sum(2 * k.shape[-1] * k.element_size() * used(k, bias) for k, _, bias in self.layers)
+
+
+def used(k: torch.Tensor, bias: torch.Tensor | None) -> int:
+    """Return the slots of all heads of a layer that have weight."""
+    return k.shape[0] * k.shape[1] if bias is None else int((bias > NO_WEIGHT).sum())
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds when a device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic()
+
+
+def _held_slots(k: torch.Tensor, v: torch.Tensor, held: torch.Tensor) -> Layer:
+    """Return the held tokens of a layer; heads that hold fewer than others are padded."""
+    heads, most = [], int(held.sum(-1).max())
+    for head, rows in enumerate(held.to(k.device)):
+        bias = torch.zeros(1, int(rows.sum()), device=k.device)
+        heads.append(padded(k[None, head, rows], v[None, head, rows], bias, most))
+    return tuple(torch.cat(part) for part in zip(*heads, strict=True))
+
 
 class Corpus:
     """Documents with questions, and the model that answers them.
@@ -96,7 +124,7 @@ class Corpus:
         each: most questions of each kind about a document.
         seed: seed of questions and answers.
         steps: optimiser steps of ``cartridge``.
-        compactor: folder of the compactor of ``still``.
+        compactor: compactor of ``still``.
     """
 
     def __init__(
@@ -107,13 +135,14 @@ class Corpus:
         each: int,
         seed: int,
         steps: int,
-        compactor: str | None = None,
+        compactor: Compactor | None = None,
     ):
         self.backend, self.model, self.folder, self.tokenizer = backend, backend.model, folder, tokenizer
         self.each, self.seed, self.steps, self.compactor = each, seed, steps, compactor
+        self.device = next(self.model.parameters()).device
         self.sampler = TransformersSampler(self.model, stop_tokens(folder, tokenizer))
 
-    def ask(self, number: int, tokens: list[int]) -> tuple[Asked, dict[str, Cache]]:
+    def ask(self, number: int, tokens: list[int]) -> tuple[Examination, dict[str, Cache]]:
         """Return the questions about a document and the caches of FULL and MESSAGE."""
         text = self.tokenizer.decode(tokens)
         questions = corpus_questions.make_questions(text, self.each, f"{self.seed}/{number}")
@@ -123,7 +152,8 @@ class Corpus:
             FULL: self._read(tokens, self._behind_a_cache),
             MESSAGE: self._read([*head, *tokens], lambda prompt: teacher_prompt(self.tokenizer, prompt)[1]),
         }
-        self.sampler.tokens, self.sampler.prefix = tokens, [layer[:2] for layer in caches[FULL].layers]
+        full = [layer[:2] for layer in caches[FULL].layers]
+        self.sampler.tokens, self.sampler.prefix = tokens, full
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
         prompts = [self._behind_a_cache(prompt) for prompt in opened]
         answers = [one.tokens for one in self.sampler(tokens, prompts, ANSWER, seeds)]
@@ -131,19 +161,22 @@ class Corpus:
             name: [self.behind(cache, [cache.prompt(o)], [a])[0] for o, a in zip(opened, answers, strict=True)]
             for name, cache in caches.items()
         }
-        return Asked(tokens, questions, opened, answers, logp), caches
+        return Examination(tokens, questions, opened, answers, logp, full), caches
 
     def _read(self, tokens: list[int], prompt: Callable[[str], list[int]]) -> Cache:
-        began = time.monotonic()
+        began = now(self.device)
         layers = [(k, v, None) for k, v in read_corpus(self.model, tokens)]
-        return Cache(layers, len(tokens), prompt, time.monotonic() - began)
+        return Cache(layers, len(tokens), prompt, now(self.device) - began)
 
     def _behind_a_cache(self, prompt: str) -> list[int]:
         return instruction(self.tokenizer, prompt)
 
     @torch.inference_mode()
     def behind(self, cache: Cache, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[torch.Tensor]:
-        """Return log-probabilities ``[A, V]`` at each position of answers to prompts, each alone behind a cache."""
+        """Return log-probabilities ``[A, V]`` at each position of answers to prompts, each alone behind a cache.
+
+        They are on the CPU.
+        """
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         device, lengths = cache.layers[0][0].device, [len(row) for row in rows]
         places = [cache.position + i for length in lengths for i in range(length)]
@@ -155,69 +188,63 @@ class Corpus:
         ).last_hidden_state[0]
         own = [h[-len(a) - 1 : -1] for h, a in zip(hidden.split(lengths), answers, strict=True)]
         return [
-            part.log_softmax(-1)
+            part.log_softmax(-1).cpu()
             for part in self.model.get_output_embeddings()(torch.cat(own)).float().split(list(map(len, answers)))
         ]
 
-    def make(self, method: str, slots: int, asked: Asked) -> Cache:
+    def make(self, method: str, slots: int, exam: Examination) -> Cache:
         """Return a document's cache of P slots per KV head.
 
         Args:
             method: one of METHODS, NOTHING or a policy that compresses prompts.
             slots: P.
-            asked: the document.
+            exam: the document.
 
         Raises:
             ConfigError: the method cannot make it.
         """
-        began, equal = time.monotonic(), torch.full((len(self.sampler.prefix), self.backend.shape.num_kv_heads), slots)
+        began = now(self.device)
         if method == NOTHING:
-            layers, position = [(k, v, None) for k, v in read_corpus(self.model, asked.tokens[:1])], 1
+            layers, position = [(k[:, :1], v[:, :1], None) for k, v in exam.full], 1
         elif method == "cartridge":
-            layers, position = self._trained(slots, asked), slots
+            layers, position = self._trained(slots, exam.tokens), slots
         elif method == "still":
-            layers = compacted(self.model, read_compactor(self.compactor, self.folder, slots).module, asked.tokens)
-            position = len(asked.tokens)
+            layers, position = compacted(self.model, self.compactor, exam.tokens), len(exam.tokens)
         elif method in METHODS:
             options = CompactOptions(method, slots, seed=self.seed)
-            layers, position = layers_of(self.model, self.tokenizer, asked.tokens, slots, equal, options)
+            equal = torch.full((self.backend.shape.num_layers, self.backend.shape.num_kv_heads), slots)
+            layers, position = layers_of(self.model, self.tokenizer, exam.tokens, slots, equal, options)
         else:
-            layers, position = self._compressed(method, slots, asked.tokens), len(asked.tokens)
-        return Cache(layers, position, self._behind_a_cache, time.monotonic() - began)
+            held = self._held(method, slots, exam.tokens)
+            seconds = now(self.device) - began  # its own cache has the tokens that are held
+            layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held, strict=True)]
+            return Cache(layers, len(exam.tokens), self._behind_a_cache, seconds)
+        return Cache(layers, position, self._behind_a_cache, now(self.device) - began)
 
-    def _compressed(self, policy: str, slots: int, tokens: list[int]) -> list[Layer]:
-        """Return what a policy holds at the end of a document that is its prompt; heads with fewer slots are padded."""
+    def _held(self, policy: str, slots: int, tokens: list[int]) -> torch.Tensor:
+        """Return what a policy holds at the end of a document that is its prompt, ``[layers, H, T]`` booleans."""
         resolved = training_free(policy).resolve(self.backend.shape, slots, None, None)
         with self.backend.start(resolved) as run:
-            held = run.held(torch.tensor(tokens))
-        found = []
-        for (k, v), own in zip(read_corpus(self.model, tokens), held, strict=True):
-            most = int(own.sum(-1).max())
-            heads = [
-                padded(k[None, h, row], v[None, h, row], torch.zeros(1, int(row.sum()), device=k.device), most)
-                for h, row in enumerate(own.to(k.device))
-            ]
-            found.append(tuple(torch.cat(part) for part in zip(*heads, strict=True)))
-        return found
+            return run.held(torch.tensor(tokens))
 
-    def _trained(self, slots: int, asked: Asked) -> list[Layer]:
+    def _trained(self, slots: int, tokens: list[int]) -> list[Layer]:
         """Return the slots of a trained cartridge: one epoch over new conversations."""
         training = replace(Training(), steps=self.steps)
         training = replace(training, conversations=self.steps * training.batch)
-        chunk = chunk_tokens(None, len(asked.tokens), slots, longest(self.model.config))
+        chunk = chunk_tokens(None, len(tokens), slots, longest(self.model.config))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "conversations.jsonl"
             sampler = TransformersSampler(self.model, self.sampler.stop)
             many, seed = training.conversations, self.seed
-            make_conversations(path, self.tokenizer, asked.tokens, many, sampler, longest=chunk, seed=seed)
-            cache = TrainedCache([(k, v, None) for k, v in read_corpus(self.model, asked.tokens[:slots])])
-            cache = cache.to(next(self.model.parameters()).device)
+            make_conversations(path, self.tokenizer, tokens, many, sampler, longest=chunk, seed=seed)
+            cache = TrainedCache([(k, v, None) for k, v in read_corpus(self.model, tokens[:slots])])
+            cache = cache.to(self.device)
             conversations = read_conversations(path)
             CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, 10**9, True).run()
         with torch.no_grad():
             return cache.layers()
 
-    def measure(self, cache: Cache, asked: Asked) -> Iterator[dict]:
+    def measure(self, cache: Cache, exam: Examination) -> Iterator[dict]:
         """Yield records of a cache's answers: of each question with choices, then one of all open questions.
 
         Yields:
@@ -225,7 +252,7 @@ class Corpus:
             writes it); then ``kl`` and ``kl_message``, the divergences from FULL and MESSAGE in nats per token of the
             answers, ``tokens`` of them and ``first``, seconds to the first token behind the cache.
         """
-        for question in asked.questions:
+        for question in exam.questions:
             prompt = cache.prompt(question.prompt) + self._tokens(question.begin)
             choices = [self._tokens(choice) for choice in question.choices]
             letters = all(len(ids) == 1 for ids in choices)
@@ -238,16 +265,16 @@ class Corpus:
             if question.kind in corpus_questions.GAPS:
                 record["exact"] = float(found[right].argmax(-1).tolist() == choices[right])
             yield record
-        lost, count = dict.fromkeys(asked.logp, 0.0), sum(map(len, asked.answers))
-        for i, (prompt, answer) in enumerate(zip(asked.opened, asked.answers, strict=True)):
+        lost, count = dict.fromkeys(exam.logp, 0.0), sum(map(len, exam.answers))
+        for i, (prompt, answer) in enumerate(zip(exam.opened, exam.answers, strict=True)):
             (own,) = self.behind(cache, [cache.prompt(prompt)], [answer])
-            for name, logp in asked.logp.items():
+            for name, logp in exam.logp.items():
                 lost[name] += float((logp[i].exp() * (logp[i] - own)).sum())
-        times, ids = [], cache.prompt(asked.opened[0])
+        times, ids = [], cache.prompt(exam.opened[0])
         for _ in range(TIMED):
-            began = time.monotonic()
+            began = now(self.device)
             self.behind(cache, [ids[:-1]], [ids[-1:]])
-            times.append(time.monotonic() - began)
+            times.append(now(self.device) - began)
         nats = {"kl": lost[FULL] / count, "kl_message": lost[MESSAGE] / count}
         yield {"kind": "open", "tokens": count, "first": statistics.median(times)} | nats
 
@@ -285,13 +312,13 @@ def records_of(
         tick: called after each cache.
     """
     for number, (tokens, unit) in enumerate(documents):
-        asked, known = corpus.ask(number, tokens)
+        exam, known = corpus.ask(number, tokens)
         caches = [*((name, 0) for name in (*known, NOTHING)), *((method, p) for p in slots for method in methods)]
         for method, count in caches:
-            cache = known[method] if method in known else corpus.make(method, count, asked)
-            size = sum(2 * k.numel() * k.element_size() for k, _, _ in cache.layers)
-            about = {"document": number, "unit": unit, "method": method, "slots": count, "bytes": size}
-            for record in corpus.measure(cache, asked):
+            cache = known[method] if method in known else corpus.make(method, count, exam)
+            about = {"task": "corpus", "document": number, "unit": unit}
+            about |= {"method": method, "slots": count, "bytes": cache.bytes}
+            for record in corpus.measure(cache, exam):
                 yield about | {"build": cache.seconds} | record
             tick(1)
 
@@ -299,8 +326,8 @@ def records_of(
 def summarise(records: list[dict], against: str) -> list[dict]:
     """Return a line for each number of slots and method; see :data:`COLUMNS`.
 
-    ``kl ratio`` and ``kl_message ratio`` are summed divergences over those of the method ``against`` with as many slots. ``pays`` is the number of
-    questions after which the time to make the cache is won back against reading the document for each question.
+    ``kl ratio`` and ``kl_message ratio`` are summed divergences over those of the method ``against`` with as many slots.
+    ``pays`` is the number of questions after which the cache has cost no more time than reading the document for each.
     """
     groups: dict[tuple, list[dict]] = {}
     for record in records:

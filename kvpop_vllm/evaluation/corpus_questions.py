@@ -21,7 +21,7 @@ SHORTEST, LONGEST = 40, 240
 """Characters of a sentence that is asked about."""
 BEFORE = 20
 """Fewest characters of a sentence before its gap."""
-NAME = re.compile(r"(?<=[a-z,;] )(?!I\b)[A-Z][a-z]+(?: [A-Z][a-z]+)*")
+NAME = re.compile(r"(?<=[a-z,;] )(?!I\b)[A-Z][a-z]+(?: [A-Z][a-z]+)*(?![\w-])")
 NUMBER = re.compile(r"(?<= )[1-9][0-9]+(?![0-9.,]*[0-9])\b")
 OPEN = (
     "What is the text above about? Answer in a few sentences.",
@@ -124,8 +124,12 @@ def _quarter(sentence: str, text: str) -> int:
 
 
 def verified(question: Question, text: str) -> bool:
-    """Return whether the text proves the right choice, and proves no other."""
+    """Return whether the text proves the right choice and no other, and the prompt of a gap names none of them."""
+    if any(text.count(sentence) != 1 for sentence in question.about):
+        return False
     if question.kind in GAPS:
+        if any(re.search(rf"\b{re.escape(choice.strip())}\b", question.prompt) for choice in question.choices):
+            return False
         proved = [f"{question.begin}{choice}" in text for choice in question.choices]
     elif question.kind == "order":
         places = [text.find(one) for one in question.about]

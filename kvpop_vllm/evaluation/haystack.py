@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -81,9 +81,27 @@ def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: i
             row, names, keys = [], [], []
 
 
-def rows_in_turn(paths: list[str], *how, **places) -> Iterator[Row]:
-    """Yield a row of each file or folder in turn, as long as it has one; see :func:`replay_rows`."""
-    streams = [replay_rows([path], *how, **places) for path in dict.fromkeys(paths)]
+def single_documents(
+    paths: list[str], tokenizer, length: int, *, split: str, seed: int, vocab_size: int
+) -> Iterator[Row]:
+    """Yield the first ``length`` tokens of each document that has as many; see :func:`replay_rows`."""
+    found = list(documents(paths, split))
+    random.Random(seed).shuffle(found)
+    for document, ids in DocumentEncoder(tokenizer, vocab_size).encode(found):
+        if len(ids) >= length:
+            yield Row(ids[:length], [document.where], [key_of(document)])
+
+
+def rows_in_turn(rows: Callable[..., Iterator[Row]], paths: list[str], *how, **places) -> Iterator[Row]:
+    """Yield a row of each file or folder in turn, as long as it has one.
+
+    Args:
+        rows: :func:`replay_rows` or :func:`single_documents`.
+        paths: files or folders.
+        how: further arguments of ``rows``.
+        places: further arguments of ``rows``.
+    """
+    streams = [rows([path], *how, **places) for path in dict.fromkeys(paths)]
     while streams:
         found = [(stream, next(stream, None)) for stream in streams]
         streams = [stream for stream, row in found if row is not None]

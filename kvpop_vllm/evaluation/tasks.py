@@ -17,13 +17,13 @@ from kvpop_vllm import __version__, policies
 from kvpop_vllm.compaction.conversations import ROOM
 from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import check_length, vocabulary_of
+from kvpop_vllm.distill.hook import check_length, load_config, longest, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation import corpus, reasoning, replay, retrieval, summaries
 from kvpop_vllm.evaluation import options as asked
 from kvpop_vllm.evaluation.backends import Backend, Run, Sampling, TransformersBackend
-from kvpop_vllm.evaluation.haystack import Row, rows_in_turn, sentences, units_of
+from kvpop_vllm.evaluation.haystack import Row, replay_rows, rows_in_turn, sentences, single_documents, units_of
 from kvpop_vllm.evaluation.output import format_table, note, progress, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
@@ -124,9 +124,7 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
                 write(record)
     table = task.summarise(found)
     print(format_table(table, task.columns), flush=True)
-    if len(set(task.units)) < LEAST:
-        few = f"intervals need at least {LEAST} documents or examples, got {len(set(task.units))}"
-        note(f"{few}: raise --rows or give more text")
+    _note_few(task.units)
     if report:
         maps = [(resolved, [s for s in own if s.length == longest]) for resolved, own in runs]
         maps = [(resolved, own) for resolved, own in maps if own]
@@ -160,14 +158,22 @@ def evaluate_corpus(options) -> list[dict]:
         raise ConfigError(f"{slots[-1]} slots keep all of {length} tokens: lower --budget or raise --length")
     if ("still" in methods) != (options.compactor is not None):
         raise ConfigError("--methods still and --compactor DIR go together: give both, or none")
+    compactor = None
     if options.compactor is not None:
-        for count in slots:
-            read_compactor(options.compactor, options.model, count)
-    check_length(options.model, length + ROOM)
-    rows, units, about = _rows(options)
+        compactor = read_compactor(options.compactor, options.model)
+        if slots != [compactor.config.slots]:
+            raise ConfigError(
+                f"the compactor {options.compactor} has {compactor.config.slots} slots: set --budget to them"
+            )
+    most = longest(load_config(options.model))
+    if most is not None and length + ROOM > most:
+        raise ConfigError(
+            f"the model has {most} positions, {ROOM} for questions: lower --length to {max(0, most - ROOM)}"
+        )
+    rows, units, about = _rows(options, single_documents)
     material = [(row.tokens.tolist(), unit) for row, unit in zip(rows, units, strict=True)]
     backend = TransformersBackend(options.model, getattr(torch, options.dtype), length + ROOM)
-    settings = options.questions or 4, options.seed, options.steps or 64, options.compactor
+    settings = options.questions or 4, options.seed, options.steps or 64, compactor and compactor.module
     model, found = corpus.Corpus(backend, options.model, load_tokenizer(options.model), *settings), []
     with records_file(options.out) if options.out else nullcontext() as file:
         write = _writer(file)
@@ -178,7 +184,15 @@ def evaluate_corpus(options) -> list[dict]:
                 write(record)
     table = corpus.summarise(found, against)
     print(format_table(table, corpus.COLUMNS), flush=True)
+    _note_few(units)
     return table
+
+
+def _note_few(units: list[int]) -> None:
+    """Say if there are too few units for intervals."""
+    if len(set(units)) < LEAST:
+        few = f"intervals need at least {LEAST} documents or examples, got {len(set(units))}"
+        note(f"{few}: raise --rows or give more text")
 
 
 def _writer(file) -> Callable[[dict], None]:
@@ -280,10 +294,10 @@ def run_task(
                     yield from ({"length": length} | each | record for each in about)
 
 
-def _rows(options) -> tuple[list[Row], list[int], dict]:
-    """Return rows of text, their units, and what the records say of both."""
+def _rows(options, rows: Callable[..., Iterator[Row]] = replay_rows) -> tuple[list[Row], list[int], dict]:
+    """Return rows of text, their units, and what the records say of both; see :func:`rows_in_turn`."""
     places = {"split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)}
-    found = rows_in_turn(options.data, load_tokenizer(options.model), max(options.length), **places)
+    found = rows_in_turn(rows, options.data, load_tokenizer(options.model), max(options.length), **places)
     rows = asked.first_rows(found, options)
     units = units_of(rows)
     lines = enumerate(zip(units, rows, strict=True))

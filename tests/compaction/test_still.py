@@ -97,7 +97,7 @@ def normed(x, weight):
     return [a / size * w for a, w in zip(x, weight, strict=True)], size
 
 
-def oracle_attention(p, name, latents, memory, places, positions, theta, factor):
+def oracle_attention(p, name, latents, memory, places, positions, theta=10000.0, factor=1.0):
     outputs = []
     keys = [
         rotate(times(p[f"{name}.key.weight"], x, p[f"{name}.key.bias"]), at, theta, factor)
@@ -125,13 +125,13 @@ def oracle(p, k, v, latents, theta, factor):
     ]
     sizes = None
     for n in (0, 1):
-        read = oracle_attention(p, f"blocks.{n}.cross", latents, memory, places, range(tokens), theta, factor)
+        read = oracle_attention(p, f"blocks.{n}.cross", latents, memory, places, range(tokens))
         both = [
             normed([a + b for a, b in zip(z, x, strict=True)], p[f"blocks.{n}.cross_norm.weight"])
             for z, x in zip(latents, read, strict=True)
         ]
         latents, sizes = [z for z, _ in both], sizes or [size for _, size in both]
-        read = oracle_attention(p, f"blocks.{n}.self", latents, latents, places, places, theta, factor)
+        read = oracle_attention(p, f"blocks.{n}.self", latents, latents, places, places)
         latents = [
             normed([a + b for a, b in zip(z, x, strict=True)], p[f"blocks.{n}.self_norm.weight"])[0]
             for z, x in zip(latents, read, strict=True)
@@ -161,11 +161,18 @@ def test_equals_loops(kind):
             torch.testing.assert_close(part[head].double(), torch.tensor(wanted).double(), rtol=1e-4, atol=1e-4)
 
 
-def test_untrained_compactor_keeps_evenly_spaced_tokens(model, corpus, tmp_path):
-    """The biases are 0. Keys and values are nearly those of tokens, of any length of text."""
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e6},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    ],
+)
+def test_untrained_compactor_keeps_evenly_spaced_tokens(model, corpus, rope):
+    """The biases are 0. Keys and values are nearly those of tokens, of any length of text and any model's rotation."""
     base = load(str(model), "float32")
     caches = read_corpus(base, list(corpus.read_bytes()))
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
     compactor = Compactor(2, 32, SLOTS, rope)
     compactor.measure(caches)
     for tokens in (SLOTS, 2 * SLOTS + 1, TOKENS):

@@ -84,6 +84,15 @@ def test_wrong_questions_are_not_verified():
         assert verified(question, text) and not verified(question._replace(right=(question.right + 1) % 4), text)
     gap = make_questions(text, 1, "0")[0]
     assert not verified(gap, f"{text} {gap.begin}{gap.choices[gap.right - 1]}."), "two choices are true"
+    assert not verified(gap, f"{text} {gap.about[0]}"), "the sentence stands there twice"
+    assert not verified(gap._replace(prompt=f"{gap.prompt}{gap.choices[gap.right]}"), text), "the answer is given away"
+
+
+def test_a_gap_is_not_a_part_of_a_word():
+    lines = [f"In the year {1000 + i} the module of {name}Config was read by {name}." for i, name in enumerate(PEOPLE)]
+    for question in make_questions(" ".join(lines), 5, "0"):
+        if question.kind == "name":
+            assert not question.prompt.partition("____")[2].startswith("Config")
 
 
 def test_a_text_without_names_has_no_question_about_them():
@@ -137,15 +146,15 @@ def test_full_contexts_and_truncation_are_transformers_own(folder, made, asked):
     assert lost["truncation"][FULL] > 1e-2 > abs(lost[FULL][FULL]) and lost[FULL][MESSAGE] > 1e-2
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "pyramidkv"])
 def test_a_policy_keeps_what_it_holds_at_the_documents_end(made, asked, name):
-    """Each head keeps keys and values of the document's own tokens, as many as there are slots for the layer."""
+    """Each head keeps keys and values of the document's own tokens, together as many as there are slots."""
     asked, _ = asked
     cache = made.make(name, SLOTS, asked)
-    assert cache.position == LENGTH
+    assert cache.position == LENGTH and cache.bytes == 2 * SLOTS * 2 * 2 * 32 * 4, "padding does not count"
     for (k, v, bias), (whole_k, whole_v) in zip(cache.layers, read_corpus(made.model, asked.tokens), strict=True):
         used = bias == 0
-        assert int(used.sum()) == SLOTS * len(k), "heads share a layer's slots"
+        assert int(used.sum()) == SLOTS * len(k) or name == "pyramidkv", "heads share a layer's slots"
         for head in range(len(k)):
             rows = [int((whole_k[head] - key).abs().sum(-1).argmin()) for key in k[head][used[head]]]
             assert rows == sorted(set(rows)) and rows[-8:] == list(range(LENGTH - 8, LENGTH))
@@ -210,9 +219,18 @@ def test_a_compactor(folder, data, tmp_path, capsys):
     capsys.readouterr()
     still = ["--methods", "truncation", "still", "--compactor", str(tmp_path / "c"), "--rows", "1", "--questions", "1"]
     assert run(folder, data, *still, "--out", str(tmp_path / "records.jsonl")) == 0
-    records = map(json.loads, (tmp_path / "records.jsonl").read_text().splitlines()[1:])
+    about, *records = map(json.loads, (tmp_path / "records.jsonl").read_text().splitlines())
     lost = {record["method"]: record["kl"] for record in records if record["kind"] == "open"}
-    assert 0 < lost["still"] < lost[NOTHING] and lost["still"] != lost["truncation"]
+    (number,) = (int(row["documents"][0].rpartition(":")[2]) for row in about["run"]["rows"])
+    tokens = byte_tokenizer()(json.loads(data.read_text().splitlines()[number - 1])["text"])["input_ids"][:LENGTH]
+    made = Corpus(
+        TransformersBackend(str(folder), torch.float32, LENGTH + 1024), str(folder), byte_tokenizer(), 1, 0, 1
+    )
+    exam, caches = made.ask(0, tokens)
+    places = torch.linspace(0, LENGTH - 1, SLOTS, dtype=torch.float64).round().long()
+    spaced = [(k[:, places], v[:, places], None) for k, v in exam.full]
+    *_, expected = made.measure(caches[FULL]._replace(layers=spaced), exam)
+    assert lost["still"] == pytest.approx(expected["kl"], rel=0.1) and 0 < lost["still"] < lost[NOTHING]
 
 
 def test_the_command(folder, data, tmp_path, capsys):
@@ -226,7 +244,8 @@ def test_the_command(folder, data, tmp_path, capsys):
     about, *records = map(json.loads, out.read_text().splitlines())
     assert about["run"]["options"]["budget"] == [SLOTS] and len(about["run"]["rows"]) == 2
     kinds = [r["kind"] for r in records if r["document"] == 1 and r["method"] == "snapkv"]
-    assert kinds == [*KINDS, "open"]
+    assert kinds == [*KINDS, "open"] and "intervals need at least 8 documents" in printed.err
+    assert all(len(row["documents"]) == 1 for row in about["run"]["rows"]), "a document is not joined with another"
     assert {r["bytes"] for r in records if r["slots"]} == {2 * SLOTS * 2 * 2 * 32 * 4}, "2 layers, 2 heads, D = 32"
 
 
@@ -241,6 +260,7 @@ def test_the_command(folder, data, tmp_path, capsys):
         (["--policies", "h2o"], "--policies says nothing to --task corpus"),
         (["--window", "8"], "--window says nothing to --task corpus"),
         (["--length", "100"], "128 slots keep all of 100 tokens: lower --budget or raise --length"),
+        (["--length", "9000"], "positions, 1024 for questions: lower --length to"),
         (["--length", "400", "500"], "--task corpus has documents of one length"),
     ],
 )

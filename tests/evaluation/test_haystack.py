@@ -63,7 +63,7 @@ def test_texts_take_turns(tokenizer, tmp_path):
     paths = [
         write(tmp_path / f"{name}.jsonl", [name * 40] * count)[0] for name, count in (("a", 3), ("b", 1), ("c", 2))
     ]
-    found = rows_in_turn([*paths, paths[0]], tokenizer, 30, split="all", seed=0, vocab_size=VOCABULARY)
+    found = rows_in_turn(replay_rows, [*paths, paths[0]], tokenizer, 30, split="all", seed=0, vocab_size=VOCABULARY)
     assert "".join(tokenizer.decode(row.tokens)[0] for row in found) == "abcaca"
 
 
