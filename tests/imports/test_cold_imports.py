@@ -132,7 +132,7 @@ ARROWS = {
     "bench": "config",
     "distill": "scorers kernels config files roles argument_types",
     "compaction": "distill policies scorers kernels config files roles argument_types",
-    "evaluation": "hf distill policies scorers cache kernels config roles argument_types",
+    "evaluation": "hf compaction distill policies scorers cache kernels config roles argument_types",
     "model_types": "config",
     "hf": "attention compaction distill policies scorers cache kernels config roles model_types",
     "plan": "policies cache scorers kernels config argument_types",
