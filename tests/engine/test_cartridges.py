@@ -100,6 +100,8 @@ CASES = {
 }
 """Name -> kind of model, policy, and options of the case. "GPU" asks for the GPU's metadata builder."""
 QUICK = ("state", "mass")
+FEW = pytest.mark.parametrize("served", [*QUICK, pytest.param("state, GPU", marks=pytest.mark.slow)], indirect=True)
+"""Cases of tests that are about blocks and requests, and not about what a policy keeps."""
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +182,7 @@ def test_one_cartridge(served):
     assert all(set(a.prompt_token_ids) == set(random_prompt(40, seed=40)) for a in answers.values())  # so for penalties
 
 
+@FEW
 @pytest.mark.parametrize("length", [1, 2, BLOCK, 120])
 def test_short_and_long_prompts(served, length):
     """A prompt of one token is decoded at once; the first step is not at position 0."""
@@ -218,6 +221,7 @@ def test_preemption(served):
     assert min(served.engine.recorder.preemptions.values()) > 0
 
 
+@FEW
 def test_aborts(served):
     """An aborted request frees its copies, also while it waits."""
     engine = served.engine
@@ -232,6 +236,7 @@ def test_aborts(served):
     served.serve([Job(40, new=8, asks=named("biased", "later"))])
 
 
+@FEW
 def test_a_copy_waits_for_room(served):
     """A request whose copy does not fit waits until others have ended."""
     with served.engine.small_pool(40):
@@ -240,6 +245,7 @@ def test_a_copy_waits_for_room(served):
     assert len(answers) == 4
 
 
+@FEW
 def test_a_request_that_waits_holds_no_copies(served):
     """A copy for a request that could not be admitted does not take the room of the one that is looked at next."""
     manager = served.engine.recorder.manager
@@ -269,6 +275,7 @@ def test_prefixes_behind_a_cartridge_are_shared(served):
     assert salted[0].num_cached_tokens == 64
 
 
+@FEW
 def test_requests_of_an_unknown_kind_are_refused(served):
     """Each refusal is one line; nothing is queued."""
     for asks, error, text in (
