@@ -29,8 +29,6 @@ class Matching:
     Attributes:
         keys: ``highest`` keeps the keys of highest attention, ``omp`` those of a matching pursuit on the masses.
         score: what ranks the keys of ``highest``: ``rms`` or ``max`` of their weights over the queries.
-        pool: keys around a key, an odd number; ``highest`` ranks it by the best score of these (as SnapKV pools).
-        window: last keys that ``highest`` keeps in any case, at most half of the slots.
         most_bias: bound on the size of a bias, in nats.
         ridge: strength of the pull towards the kept values, relative to a slot's mean squared weight.
         iterations: most iterations of the non-negative least squares.
@@ -38,8 +36,6 @@ class Matching:
 
     keys: str = "highest"
     score: str = "rms"
-    pool: int = 7
-    window: int = 32
     most_bias: float = 3.0
     ridge: float = 1e-2
     iterations: int = 500
@@ -91,9 +87,6 @@ def choose(weights: torch.Tensor, kept: int, options: Matching) -> torch.Tensor:
     if options.keys == "omp":
         return pursue(weights, kept, options)
     scores = weights.amax(1) if options.score == "max" else weights.square().mean(1)
-    scores = torch.nn.functional.max_pool1d(scores, options.pool, 1, options.pool // 2)
-    if window := min(options.window, kept // 2):
-        scores[:, -window:] = torch.inf
     return scores.topk(kept, -1).indices
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpop_vllm.compaction.attend import attend
-from kvpop_vllm.compaction.matching import NO_WEIGHT, Matching, bounded_least_squares, choose, fit_factors, match
+from kvpop_vllm.compaction.matching import NO_WEIGHT, Matching, bounded_least_squares, fit_factors, match
 from kvpop_vllm.compaction.reference import Fitting, Reference
 
 HEADS, GROUP, TOKENS, DIM = 2, 3, 200, 16
@@ -52,11 +52,10 @@ def test_all_keys_are_exact(slots, keys):
 @pytest.mark.parametrize(("keys", "score"), [("highest", "rms"), ("highest", "max"), ("omp", "rms")])
 @pytest.mark.parametrize("slots", [32, 64])
 def test_fewer_keys_beat_the_baselines(keys, score, slots):
-    """Keys are drawn apart from each other, so that neighbours and the last ones are worth no more than others."""
     k, v, centres = keys_and_values()
     q, held_out = queries(centres, 1000, 5), queries(centres, 200, 6)
     mass, output = attention(held_out, k, v)
-    found = match(q, k, v, slots, SCALE, Matching(keys=keys, score=score, pool=1, window=0))
+    found = match(q, k, v, slots, SCALE, Matching(keys=keys, score=score))
     own_mass, own = attention(held_out, *found)
     error = (own - output).norm()
     last = (attention(held_out, k[:, -slots:], v[:, -slots:])[1] - output).norm()
@@ -67,19 +66,6 @@ def test_fewer_keys_beat_the_baselines(keys, score, slots):
     assert best[1].isfinite().all()
     assert error < 0.8 * (plain - output).norm() and error < 0.5 * last
     assert (own_mass - mass).square().mean() < 0.5 * (plain_mass - mass).square().mean()
-
-
-def test_neighbours_and_the_last_keys_are_kept():
-    """A key that is attended to brings its neighbours, as in lists; the window takes at most half of the slots."""
-    weights = torch.full((1, 5, 40), 0.001)
-    weights[:, :, 10], weights[:, 2, 20] = 0.5, 0.4
-    for pool, window, kept, expected in (
-        (1, 0, 2, [10, 20]),
-        (5, 0, 5, [8, 9, 10, 11, 12]),
-        (5, 3, 8, [8, 9, 10, 11, 12, 37, 38, 39]),
-        (3, 32, 6, [9, 10, 11, 37, 38, 39]),
-    ):
-        assert sorted(choose(weights, kept, Matching(pool=pool, window=window))[0].tolist()) == expected
 
 
 def test_large_logits_stay_finite():
