@@ -214,7 +214,8 @@ def run_eval(options, engine: Callable[[], type]) -> None:
 
         torch.set_num_threads(options.threads)
     from kvpop_vllm.evaluation.backends import TransformersBackend
-    from kvpop_vllm.evaluation.tasks import evaluate_corpus, evaluate_task
+    from kvpop_vllm.evaluation.corpus_task import evaluate_corpus
+    from kvpop_vllm.evaluation.tasks import evaluate_task
 
     if options.task == "corpus":
         evaluate_corpus(options)

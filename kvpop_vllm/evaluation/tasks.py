@@ -14,22 +14,19 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm import __version__, policies
-from kvpop_vllm.compaction.conversations import ROOM
-from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import check_length, load_config, longest, vocabulary_of
+from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
-from kvpop_vllm.evaluation import corpus, reasoning, replay, retrieval, summaries
 from kvpop_vllm.evaluation import options as asked
+from kvpop_vllm.evaluation import reasoning, replay, retrieval, summaries
 from kvpop_vllm.evaluation.backends import Backend, Run, Sampling, TransformersBackend
-from kvpop_vllm.evaluation.haystack import Row, replay_rows, rows_in_turn, sentences, single_documents, units_of
+from kvpop_vllm.evaluation.haystack import Row, replay_rows, rows_in_turn, sentences, units_of
 from kvpop_vllm.evaluation.output import format_table, note, progress, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from kvpop_vllm.evaluation.runner import DENSE, OWN, Runs, Setting, dense_bytes, described, evaluate, resolve_all
 from kvpop_vllm.evaluation.statistics import LEAST
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.policies.base import ModelShape
 
 DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
@@ -111,7 +108,7 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     task = tasks[options.task](options, against)
     report, found = Report(options.report) if options.report else None, []
     with records_file(options.out) if options.out else nullcontext() as file:
-        write = _writer(file)
+        write = writer(file)
         teacher = None
         if options.teacher is not None:
             teacher = TransformersBackend(options.teacher, dtype, longest, options.requests)
@@ -124,7 +121,7 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
                 write(record)
     table = task.summarise(found)
     print(format_table(table, task.columns), flush=True)
-    _note_few(task.units)
+    note_few(task.units)
     if report:
         maps = [(resolved, [s for s in own if s.length == longest]) for resolved, own in runs]
         maps = [(resolved, own) for resolved, own in maps if own]
@@ -136,66 +133,14 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     return table
 
 
-def evaluate_corpus(options) -> list[dict]:
-    """Run ``--task corpus``, print its table, and write records.
-
-    Returns:
-        The table.
-
-    Raises:
-        ConfigError: the options do not fit each other, the model or the data.
-    """
-    methods = options.methods or list(corpus.DEFAULT_METHODS)
-    corpus.check_methods(methods)
-    against = options.against or methods[0]
-    if against not in methods:
-        raise ConfigError(f"--against {against} is not compared: choose from {', '.join(methods)}, or add it")
-    if len(options.length) > 1:
-        raise ConfigError("--task corpus has documents of one length: give one --length")
-    (length,) = options.length
-    slots = sorted({-(-count // BLOCK_SLOTS) * BLOCK_SLOTS for count, _ in asked.budgets(options, length)})
-    if slots[-1] >= length:
-        raise ConfigError(f"{slots[-1]} slots keep all of {length} tokens: lower --budget or raise --length")
-    if ("still" in methods) != (options.compactor is not None):
-        raise ConfigError("--methods still and --compactor DIR go together: give both, or none")
-    compactor = None
-    if options.compactor is not None:
-        compactor = read_compactor(options.compactor, options.model)
-        if slots != [compactor.config.slots]:
-            raise ConfigError(
-                f"the compactor {options.compactor} has {compactor.config.slots} slots: set --budget to them"
-            )
-    most = longest(load_config(options.model))
-    if most is not None and length + ROOM > most:
-        raise ConfigError(
-            f"the model has {most} positions, {ROOM} for questions: lower --length to {max(0, most - ROOM)}"
-        )
-    rows, units, about = _rows(options, single_documents)
-    material = [(row.tokens.tolist(), unit) for row, unit in zip(rows, units, strict=True)]
-    backend = TransformersBackend(options.model, getattr(torch, options.dtype), length + ROOM)
-    settings = options.questions or 4, options.seed, options.steps or 64, compactor and compactor.module
-    model, found = corpus.Corpus(backend, options.model, load_tokenizer(options.model), *settings), []
-    with records_file(options.out) if options.out else nullcontext() as file:
-        write = _writer(file)
-        write({"run": about_run(options) | about})
-        with progress(len(material) * (3 + len(slots) * len(methods)), "corpus") as tick:
-            for record in corpus.records_of(model, material, methods, slots, tick):
-                found.append(record)
-                write(record)
-    table = corpus.summarise(found, against)
-    print(format_table(table, corpus.COLUMNS), flush=True)
-    _note_few(units)
-    return table
-
-
-def _note_few(units: list[int]) -> None:
+def note_few(units: list[int]) -> None:
     """Say if there are too few units for intervals."""
     if len(set(units)) < LEAST:
         few = f"intervals need at least {LEAST} documents or examples, got {len(set(units))}"
         note(f"{few}: raise --rows or give more text")
 
 
-def _writer(file) -> Callable[[dict], None]:
+def writer(file) -> Callable[[dict], None]:
     """Return a function that writes a line to a file of records at once, or nothing if there is none."""
 
     def write(line: dict) -> None:
@@ -294,7 +239,7 @@ def run_task(
                     yield from ({"length": length} | each | record for each in about)
 
 
-def _rows(options, rows: Callable[..., Iterator[Row]] = replay_rows) -> tuple[list[Row], list[int], dict]:
+def rows_of(options, rows: Callable[..., Iterator[Row]] = replay_rows) -> tuple[list[Row], list[int], dict]:
     """Return rows of text, their units, and what the records say of both; see :func:`rows_in_turn`."""
     places = {"split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)}
     found = rows_in_turn(rows, options.data, load_tokenizer(options.model), max(options.length), **places)
@@ -305,7 +250,7 @@ def _rows(options, rows: Callable[..., Iterator[Row]] = replay_rows) -> tuple[li
 
 
 def _text(options, against: str | None) -> Task:
-    rows, units, about = _rows(options)
+    rows, units, about = rows_of(options)
     tokens = [row.tokens for row in rows]
 
     def records(models: Models, runs: Runs, tick) -> Iterator[dict]:
@@ -335,7 +280,7 @@ def _retrieval(options, against: str | None) -> Task:
 
 
 def _replay(options, against: str | None) -> Task:
-    rows, units, about = _rows(options)
+    rows, units, about = rows_of(options)
     material = {length: [row.tokens[:length] for row in rows] for length in options.length}
     ask = Replay(material, units, options.bucket, options.teacher is not None)
     summarise = functools.partial(summaries.summarise_replay, against=against)

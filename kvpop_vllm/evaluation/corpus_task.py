@@ -1,0 +1,72 @@
+"""`kvpop eval --task corpus` from its options to its table; see :mod:`kvpop_vllm.evaluation.corpus`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from kvpop_vllm.compaction.conversations import ROOM
+from kvpop_vllm.compaction.still_files import read_compactor
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import load_config, longest
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.evaluation import corpus
+from kvpop_vllm.evaluation.backends import TransformersBackend
+from kvpop_vllm.evaluation.haystack import single_documents
+from kvpop_vllm.evaluation.options import budgets
+from kvpop_vllm.evaluation.output import format_table, progress, records_file
+from kvpop_vllm.evaluation.tasks import about_run, note_few, rows_of, writer
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+
+
+def evaluate_corpus(options) -> list[dict]:
+    """Run ``--task corpus``, print its table, and write records.
+
+    Returns:
+        The table.
+
+    Raises:
+        ConfigError: the options do not fit each other, the model or the data.
+    """
+    methods = options.methods or list(corpus.DEFAULT_METHODS)
+    corpus.check_methods(methods)
+    against = options.against or methods[0]
+    if against not in methods:
+        raise ConfigError(f"--against {against} is not compared: choose from {', '.join(methods)}, or add it")
+    if len(options.length) > 1:
+        raise ConfigError("--task corpus has documents of one length: give one --length")
+    (length,) = options.length
+    slots = sorted({-(-count // BLOCK_SLOTS) * BLOCK_SLOTS for count, _ in budgets(options, length)})
+    if slots[-1] >= length:
+        raise ConfigError(f"{slots[-1]} slots keep all of {length} tokens: lower --budget or raise --length")
+    if ("still" in methods) != (options.compactor is not None):
+        raise ConfigError("--methods still and --compactor DIR go together: give both, or none")
+    compactor = None
+    if options.compactor is not None:
+        compactor = read_compactor(options.compactor, options.model)
+        if slots != [compactor.config.slots]:
+            raise ConfigError(
+                f"the compactor {options.compactor} has {compactor.config.slots} slots: set --budget to them"
+            )
+    most = longest(load_config(options.model))
+    if most is not None and length + ROOM > most:
+        raise ConfigError(
+            f"the model has {most} positions, {ROOM} for questions: lower --length to {max(0, most - ROOM)}"
+        )
+    rows, units, about = rows_of(options, single_documents)
+    material = [(row.tokens.tolist(), unit) for row, unit in zip(rows, units, strict=True)]
+    backend = TransformersBackend(options.model, getattr(torch, options.dtype), length + ROOM)
+    settings = options.questions or 4, options.seed, options.steps or 64, compactor and compactor.module
+    model, found = corpus.Corpus(backend, options.model, load_tokenizer(options.model), *settings), []
+    with records_file(options.out) if options.out else nullcontext() as file:
+        write = writer(file)
+        write({"run": about_run(options) | about})
+        with progress(len(material) * (3 + len(slots) * len(methods)), "corpus") as tick:
+            for record in corpus.records_of(model, material, methods, slots, tick):
+                found.append(record)
+                write(record)
+    table = corpus.summarise(found, against)
+    print(format_table(table, corpus.COLUMNS), flush=True)
+    note_few(units)
+    return table
