@@ -48,7 +48,7 @@ def compact(options, folder: Path) -> str:
     words = "north south east west river mountain winter summer stone water paper silver".split()
     (folder / "corpus.txt").write_text(" ".join(random.Random(0).choices(words, k=2 * options.slots)))
     command = [Path(sys.executable).with_name("kvpop"), "compact", options.model, "--data", folder / "corpus.txt"]
-    command += ["--method", "first", "--slots", str(options.slots), "--out", folder / "cartridge"]
+    command += ["--method", "first", "--slots", str(options.slots), "--place", "front", "--out", folder / "cartridge"]
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
     return str(folder / "cartridge")
 

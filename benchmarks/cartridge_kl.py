@@ -1,8 +1,8 @@
 """Measures what answers about a corpus lose when a cartridge takes its place.
 
 Usage: ``python benchmarks/cartridge_kl.py MODEL CORPUS QUESTIONS CARTRIDGE... [--threads N]``. QUESTIONS is a text file
-with one question a line. Each is answered once, sampled, with the whole corpus in the user's message. The KL divergence from the full
-context to the model with each cartridge is averaged over the answers' tokens, teacher forced, over the whole vocabulary.
+with one question a line. Each is answered once, sampled, with the whole corpus where the cartridges stand. The KL divergence
+from the full context to the model with each cartridge is averaged over the answers' tokens, teacher forced, over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
-from kvpop_vllm.compaction.conversations import teacher_prompt
-from kvpop_vllm.compaction.queries import instruction
+from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import corpus_of, load
 from kvpop_vllm.compaction.sampling import TransformersSampler
@@ -49,22 +48,24 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     model, tokenizer = load(options.model, "float32"), load_tokenizer(options.model)
-    tokens = corpus_of(tokenizer, options.corpus)[1]
+    place = place_of(tokenizer)
+    tokens = place.around(corpus_of(place, options.corpus)[1])
     questions = [line for line in Path(options.questions).read_text().splitlines() if line]
-    prompts = [instruction(tokenizer, question) for question in questions]
-    parts = [teacher_prompt(tokenizer, question) for question in questions]
-    tokens, tails = [*parts[0][0], *tokens], [tail for _, tail in parts]
+    prompts = [place.asking(question) for question in questions]
     sample = TransformersSampler(model, stop_tokens(options.model, tokenizer))
-    answers = [own.tokens for own in sample(tokens, tails, options.answer, range(len(prompts)))]
-    caches = {"no context": ([(k[:, :1], v[:, :1], None) for k, v in read_corpus(model, tokens[:1])], 1)}
+    answers = [own.tokens for own in sample(tokens, prompts, options.answer, range(len(prompts)))]
+    alone = place.head or tokens[:1]
+    caches = {"no context": ([(k, v, None) for k, v in read_corpus(model, alone)], len(alone))}
     for folder in options.cartridges:
         found = read_cartridge(folder)
         check_base(found.config, options.model)
+        if found.config.head != place.head:
+            parser.error(f"{folder} does not stand in the message of a chat as the full context does: make it again")
         caches[folder] = found.layers, found.config.next_position
     full = [(k, v, None) for k, v in read_corpus(model, tokens)]
     lost = dict.fromkeys(caches, 0.0)
-    for prompt, tail, answer in zip(prompts, tails, answers, strict=True):
-        best = answer_logp(model, full, len(tokens), tail, answer)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        best = answer_logp(model, full, len(tokens), prompt, answer)
         for name, (layers, position) in caches.items():
             own = answer_logp(model, layers, position, prompt, answer)
             lost[name] += float((best.exp() * (best - own)).sum())

@@ -7,8 +7,7 @@ and to the workers (:data:`RESOLVED`). This module does not import vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpop_vllm.config import ConfigError, protected_tokens, protection
@@ -64,7 +63,7 @@ class RequestCache(NamedTuple):
 
 
 def resolve(
-    policy: Policy, extra_args: Mapping | None, prompt: int, known: Mapping[str, Placed] = MappingProxyType({})
+    policy: Policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Placed] = ()
 ) -> RequestCache | None:
     """Return the resolved settings of a request, or None if it asks for nothing.
 
@@ -74,10 +73,9 @@ def resolve(
         policy: policy of the server.
         extra_args: what the request asks for.
         prompt: number of its own prompt tokens.
-        known: cartridges of the server, by name.
+        placed: cartridges in front of them.
 
     Raises:
-        UnknownCartridge: the server has no cartridge of a name.
         ConfigError: a key is unknown, a value has the wrong type, is too large or too small, or the policy
             does not support it.
     """
@@ -92,8 +90,7 @@ def resolve(
         raise ConfigError(f"unknown key {unknown[0]!r}: use {', '.join(KEYS)}")
     kept = policy.retention if asked.get(BUDGET) is None else _retention(policy, asked[BUDGET])
     protected, seed = _protected(policy, asked.get(PROTECT), prompt), _seed(policy, asked)
-    placed = _cartridges(asked.get(CARTRIDGES), known)
-    return RequestCache(protected + sum(p.slots for p in placed), kept.budget, kept.window, seed, placed)
+    return RequestCache(protected + sum(p.slots for p in placed), kept.budget, kept.window, seed, tuple(placed))
 
 
 def of_params(params: object) -> RequestCache | None:
@@ -143,9 +140,20 @@ def _protected(policy: Policy, asked: object, prompt: int) -> int:
     return tokens
 
 
-def _cartridges(names: object, known: Mapping[str, Placed]) -> tuple[Placed, ...]:
+def named(extra_args: Mapping | None, known: Mapping[str, Placed]) -> dict[str, Placed]:
+    """Return the cartridges that a request asks for, by name and in order.
+
+    Args:
+        extra_args: what the request asks for.
+        known: cartridges of the server, by name.
+
+    Raises:
+        UnknownCartridge: the server has no cartridge of a name.
+        ConfigError: what is asked for is no list of names, or one is there twice.
+    """
+    names = (extra_args or {}).get(CARTRIDGES)
     if names is None:
-        return ()
+        return {}
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{CARTRIDGES} must be a list of names, got {names!r}")
     if len(set(names)) < len(names):
@@ -154,8 +162,8 @@ def _cartridges(names: object, known: Mapping[str, Placed]) -> tuple[Placed, ...
         if name not in known:
             those = f"name one of {', '.join(known)}" if known else "this server has none, start it with --kv-cartridge"
             raise UnknownCartridge(f"the cartridge {name!r} does not exist: {those}")
-    placed = tuple(known[name] for name in names)
-    if len({each.digest for each in placed}) < len(placed):
+    placed = {name: known[name] for name in names}
+    if len({each.digest for each in placed.values()}) < len(placed):
         raise ConfigError(f"{CARTRIDGES} names a cartridge twice, by two names of it: name each once")
     return placed
 

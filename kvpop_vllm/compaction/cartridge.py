@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,6 +76,8 @@ class CartridgeConfig:
         method: how the cartridge was made.
         base: digests of the base model, see :func:`base_digests`.
         provenance: further JSON.
+        head: token ids with which the slots begin; a request's prompt begins with them too, and its own tokens are those
+            behind them. Empty if own tokens are the whole prompt.
     """
 
     model_type: str
@@ -88,6 +90,7 @@ class CartridgeConfig:
     method: str
     base: dict
     provenance: dict
+    head: list = field(default_factory=list)
 
     @classmethod
     def from_dict(cls, raw: object, source: str = "this cartridge") -> CartridgeConfig:
@@ -100,12 +103,13 @@ class CartridgeConfig:
             raise ConfigError(f"{source} is not a cartridge's: format must be {FORMAT['format']!r}")
         if raw.get("version") != FORMAT["version"] or isinstance(raw["version"], bool):
             raise ConfigError(f"{source} has version {raw.get('version')!r}, this kvpop reads 1: use a newer kvpop")
-        names = [field.name for field in fields(cls)]
+        names = [own.name for own in fields(cls)]
+        optional = [own.name for own in fields(cls) if own.default_factory is not MISSING]
         if unknown := sorted(set(raw) - set(names) - set(FORMAT), key=str):
             raise ConfigError(f"{source} has an unknown key {unknown[0]!r}: remove it, or use a newer kvpop")
-        if missing := [name for name in names if name not in raw]:
+        if missing := [name for name in names if name not in raw and name not in optional]:
             raise ConfigError(f"{source} has no {missing[0]!r}: write the cartridge again")
-        config = cls(**{name: raw[name] for name in names})
+        config = cls(**{name: raw[name] for name in names if name in raw})
         config.check(source)
         return config
 
@@ -145,6 +149,8 @@ class CartridgeConfig:
             raise ConfigError(f"{source}: the digests of base must be text: write the cartridge again")
         if not isinstance(self.provenance, Mapping):
             raise ConfigError(f"{source}: provenance must be an object: write the cartridge again")
+        if not isinstance(self.head, list) or not all(type(token) is int and token >= 0 for token in self.head):
+            raise ConfigError(f"{source}: head must be a list of token ids: write the cartridge again")
 
 
 class Cartridge(NamedTuple):

@@ -13,6 +13,8 @@ FITTED = ("queries", "keys", "reference", "answers", "on_policy")
 """Options of ``--method attention-matching`` alone."""
 TRAINED = ("init", "conversations", "steps", "batch", "lr", "save_every", "backend")
 """Options of ``--method cartridge`` alone."""
+COMMON = ("dtype", "seed", "place", "system")
+"""Options of all methods."""
 SLOTS = 1024
 """Slots per KV head by default."""
 
@@ -69,6 +71,13 @@ def add_compact(commands, engine: Callable) -> None:
         default=True,
         help="fit upper layers to queries that come from compacted lower ones (default)",
     )
+    command.add_argument(
+        "--place",
+        choices=("message", "front"),
+        help="where the corpus stands: in the first message of a chat (default), or in front of any prompt (default without a chat template)",
+    )
+    text = "system message of the chats (default: that of the chat template); requests must have the same"
+    command.add_argument("--system", metavar="TEXT", help=text)
     command.add_argument("--kv-allocator", metavar="FILE", help="JSON with the heads' shares ('kvpop distill shares')")
     command.add_argument(
         "--dtype",
@@ -132,7 +141,7 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
     from kvpop_vllm.compaction.matching import Matching
     from kvpop_vllm.compaction.run import CompactOptions, compact
 
-    names = ("method", "queries", "chunk", "reference", "answers", "on_policy", "dtype", "seed", "compactor")
+    names = ("method", "queries", "chunk", "reference", "answers", "on_policy", *COMMON, "compactor")
     chosen = {name: getattr(options, name) for name in names}
     chosen["slots"] = options.slots or (None if options.method == "still" else SLOTS)
     settings = CompactOptions(**chosen, allocator=options.kv_allocator, matching=Matching(keys=options.keys))
@@ -144,7 +153,7 @@ def run_training(options: argparse.Namespace, engine: Callable) -> None:
     from kvpop_vllm.compaction.run import CompactOptions
     from kvpop_vllm.compaction.training import Training, train_cartridge
 
-    chosen = {name: getattr(options, name) for name in ("method", "chunk", "dtype", "seed")}
+    chosen = {name: getattr(options, name) for name in ("method", "chunk", *COMMON)}
     settings = CompactOptions(**chosen, slots=options.slots or SLOTS, allocator=options.kv_allocator)
     given = {name: getattr(options, name) for name in ("init", "conversations", "steps", "batch", "lr")}
     training = Training(**{name: value for name, value in given.items() if value is not None})

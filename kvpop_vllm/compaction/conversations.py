@@ -1,7 +1,7 @@
 """Self-study: conversations of a model about a corpus, with the teacher's most likely tokens, in a file.
 
-Each conversation is about a chunk of the corpus, which the model reads in the user's message. A seed prompt behind it
-makes the model write a question or an instruction. The answer to that is sampled behind the same chunk
+Each conversation is about a chunk of the corpus, which the model reads where the corpus will stand. A seed prompt behind
+it makes the model write a question or an instruction. The answer to that is sampled behind the same chunk
 (arXiv:2506.06266, section 4).
 """
 
@@ -15,9 +15,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kvpop_vllm.compaction.queries import instruction
+from kvpop_vllm.compaction.place import Place
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.chat import render
 from kvpop_vllm.files import write_whole
 
 SEEDS = {
@@ -67,8 +66,6 @@ ROUND = 32
 TOP = 20
 """Tokens whose log-probabilities are stored at each position of an answer."""
 TEMPERATURE = 0.7
-CHUNK = "\ue000chunk\ue001"
-"""Stands for the chunk while a chat template is filled in."""
 
 
 class Answer(NamedTuple):
@@ -135,19 +132,6 @@ def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tens
     return pad(ids, True), pad(logp, True, padding_value=-torch.inf).softmax(-1)
 
 
-def teacher_prompt(tokenizer, prompt: str) -> tuple[list[int], list[int]]:
-    """Return the ids before and behind a chunk in a prompt of the teacher, up to where the model's answer begins.
-
-    The chunk, an empty line and ``prompt`` are the user's message. Without a chat template they are the text, and what
-    is behind the chunk is the same as for the student.
-    """
-    head, tail = "", f"\n\n{prompt}\n\n"
-    if getattr(tokenizer, "chat_template", None):
-        message = {"role": "user", "content": f"{CHUNK}\n\n{prompt}"}
-        head, tail = render(tokenizer, [message], "the prompt", add_generation_prompt=True).split(CHUNK, 1)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in (head, tail))
-
-
 def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | None) -> int:
     """Return the most tokens of a chunk.
 
@@ -175,7 +159,7 @@ def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | No
 
 def make_conversations(
     path: Path,
-    tokenizer,
+    place: Place,
     tokens: Sequence[int],
     count: int,
     sample: Sampler,
@@ -190,8 +174,8 @@ def make_conversations(
 
     Args:
         path: the file.
-        tokenizer: the model's.
-        tokens: ids of the corpus.
+        place: where the corpus stands.
+        tokens: its ids.
         count: number of conversations.
         sample: see :class:`Sampler`.
         longest: most tokens of a chunk. A corpus of as many is one chunk, else chunks have a quarter of it or more.
@@ -203,7 +187,7 @@ def make_conversations(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(lines))
     for first in range(len(lines), count, ROUND):
-        found = _round(tokenizer, tokens, range(first, min(first + ROUND, count)), sample, longest, seed)
+        found = _round(place, tokens, range(first, min(first + ROUND, count)), sample, longest, seed)
         with open(path, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(asdict(own)) + "\n" for own in found))
         done()
@@ -220,28 +204,23 @@ def _whole_lines(path: Path) -> list[str]:
     return [line for line in lines if line.endswith("\n")]
 
 
-def _round(tokenizer, tokens, numbers: range, sample: Sampler, longest: int, seed: int) -> list[Conversation]:
+def _round(place: Place, tokens, numbers: range, sample: Sampler, longest: int, seed: int) -> list[Conversation]:
     """Return the conversations of these numbers, which are about one chunk."""
     draws = torch.Generator().manual_seed(seed * 1_000_003 + numbers[0])
     a, b = _chunk(len(tokens), longest, draws)
     kinds = [list(SEEDS)[number % len(SEEDS)] for number in numbers]
     picks = [SEEDS[kind][int(torch.randint(len(SEEDS[kind]), (), generator=draws))] for kind in kinds]
     seeds = torch.randint(1 << 31, (2, len(numbers)), generator=draws).tolist()
-    asked = _behind(tokenizer, tokens[a:b], picks, QUESTION, seeds[0], sample)
+    before = place.around(tokens[a:b])
+    asked = sample(before, [place.asking(pick) for pick in picks], QUESTION, seeds[0])
     questions = [
-        tokenizer.decode(own.tokens, skip_special_tokens=True).strip() or PLAIN[kind]
+        place.tokenizer.decode(own.tokens, skip_special_tokens=True).strip() or PLAIN[kind]
         for own, kind in zip(asked, kinds, strict=True)
     ]
-    prompts = [instruction(tokenizer, question) for question in questions]
-    answers = _behind(tokenizer, tokens[a:b], questions, ANSWER, seeds[1], sample)
+    prompts = [place.asking(question) for question in questions]
+    answers = sample(before, prompts, ANSWER, seeds[1])
     rows = zip(kinds, questions, prompts, answers, strict=True)
     return [Conversation([a, b], kind, question, prompt, *answer) for kind, question, prompt, answer in rows]
-
-
-def _behind(tokenizer, chunk, prompts: Sequence[str], new: int, seeds, sample: Sampler) -> list[Answer]:
-    """Return answers to prompts of the teacher about a chunk."""
-    parts = [teacher_prompt(tokenizer, prompt) for prompt in prompts]
-    return sample([*parts[0][0], *chunk], [tail for _, tail in parts], new, seeds)
 
 
 def _chunk(tokens: int, longest: int, draws: torch.Generator) -> tuple[int, int]:

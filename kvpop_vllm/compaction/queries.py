@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import DynamicCache
 
+from kvpop_vllm.compaction.place import Place
 from kvpop_vllm.compaction.reference import Reference
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.hook import NAME
 
 REPEAT = "Repeat the text above word for word."
@@ -27,26 +27,19 @@ LEAST = 64
 """Fewest reference tokens that must fit behind a corpus and an instruction."""
 
 
-def instruction(tokenizer, prompt: str) -> list[int]:
-    """Return the tokens of a prompt behind a corpus, up to where the model's answer begins."""
-    text = f"\n\n{prompt}\n\n"
-    if getattr(tokenizer, "chat_template", None):
-        message = {"role": "user", "content": prompt}
-        text = "\n\n" + render(tokenizer, [message], "the prompt", add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def room_behind(tokens: int, positions: int | None, start: int) -> int:
+def room_behind(place: Place, tokens: int, positions: int | None, prompt: str) -> int:
     """Return how many reference tokens fit behind a corpus and an instruction.
 
     Args:
-        tokens: T.
+        place: where the corpus stands.
+        tokens: tokens of the corpus.
         positions: positions of the model, or None if it has no limit.
-        start: tokens of the instruction.
+        prompt: the instruction.
 
     Raises:
         ConfigError: fewer than 64.
     """
+    start = len(place.around(place.asking(prompt)))
     room = (positions or tokens + start + (1 << 30)) - tokens - start
     if room < LEAST:
         raise ConfigError(
@@ -57,7 +50,7 @@ def room_behind(tokens: int, positions: int | None, start: int) -> int:
 
 
 def repeat_prefill(
-    tokenizer, tokens: Sequence[int], chunks: Sequence[tuple[int, int]], positions: int | None
+    place: Place, corpus: Sequence[int], chunks: Sequence[tuple[int, int]], positions: int | None
 ) -> Reference:
     """Return the corpus again, in pieces that each follow directly behind it.
 
@@ -65,21 +58,22 @@ def repeat_prefill(
     on would be. Each chunk has pieces of its own.
 
     Args:
-        tokenizer: the model's.
-        tokens: ids of the corpus.
-        chunks: first and behind the last token of each chunk.
+        place: where the corpus stands.
+        corpus: its ids.
+        chunks: first and behind the last token of each chunk, among the tokens of ``place.around(corpus)``.
         positions: positions of the model, or None.
 
     Raises:
         ConfigError: as :func:`room_behind`.
     """
-    start = instruction(tokenizer, REPEAT)
-    piece = min(PIECE, room_behind(len(tokens), positions, len(start)))
+    start, tokens = place.asking(REPEAT), place.around(corpus)
+    first, last = len(place.head), len(tokens) - len(place.end)
+    piece = min(PIECE, room_behind(place, len(corpus), positions, REPEAT))
     found = Reference([], [], [])
     for number, (a, b) in enumerate(chunks):
-        for place in range(a, b, piece):
+        for at in range(max(a, first), min(b, last), piece):
             before = start if len(found.used) % 2 else []
-            found.sequences.append(before + list(tokens[place : min(b, place + piece)]))
+            found.sequences.append(before + tokens[at : min(b, last, at + piece)])
             found.used.append(len(before))
             found.chunks.append(number)
     return found
@@ -87,8 +81,8 @@ def repeat_prefill(
 
 def self_study(
     model,
-    tokenizer,
-    tokens: Sequence[int],
+    place: Place,
+    corpus: Sequence[int],
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
     positions: int | None,
     *,
@@ -101,9 +95,9 @@ def self_study(
 
     Args:
         model: from :func:`kvpop_vllm.distill.hook.load_model`.
-        tokenizer: the model's.
-        tokens: ids of the corpus.
-        caches: keys and values ``[H, T, D]`` of every layer.
+        place: where the corpus stands.
+        corpus: its ids.
+        caches: keys and values ``[H, T, D]`` of every layer, of the T tokens of ``place.around(corpus)``.
         positions: positions of the model, or None.
         answers: number of answers; the prompts take turns.
         length: most tokens of an answer.
@@ -113,7 +107,7 @@ def self_study(
     Raises:
         ConfigError: as :func:`room_behind`.
     """
-    cache = DynamicCache()
+    cache, tokens = DynamicCache(), place.around(corpus)
     for i, (k, v) in enumerate(caches):
         cache.update(k.unsqueeze(0), v.unsqueeze(0), i)
     device = caches[0][0].device
@@ -123,8 +117,8 @@ def self_study(
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             for i in range(answers):
-                start = instruction(tokenizer, PROMPTS[i % len(PROMPTS)])
-                room = room_behind(len(tokens), positions, len(start))
+                start = place.asking(PROMPTS[i % len(PROMPTS)])
+                room = room_behind(place, len(corpus), positions, PROMPTS[i % len(PROMPTS)])
                 ids = torch.tensor([*tokens, *start], device=device).unsqueeze(0)
                 found = model.generate(
                     ids,
@@ -133,7 +127,7 @@ def self_study(
                     use_cache=True,
                     do_sample=True,
                     max_new_tokens=min(length, room),
-                    pad_token_id=tokenizer.pad_token_id or 0,
+                    pad_token_id=place.tokenizer.pad_token_id or 0,
                 )
                 cache.crop(len(tokens))
                 sequences.append(found[0, len(tokens) :].tolist())

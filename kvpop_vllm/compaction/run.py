@@ -15,7 +15,8 @@ from tqdm import tqdm
 from kvpop_vllm import __version__
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, check_new, write_cartridge
 from kvpop_vllm.compaction.matching import Matching
-from kvpop_vllm.compaction.queries import REPEAT, instruction, repeat_prefill, room_behind, self_study
+from kvpop_vllm.compaction.place import Place, place_of
+from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
 from kvpop_vllm.compaction.rope import check_rope, turned
 from kvpop_vllm.compaction.still import Compactor
@@ -50,6 +51,8 @@ class CompactOptions:
         answers: answers of self-study.
         matching: options of the fit.
         compactor: folder of the compactor of ``still``, which has as many slots.
+        place: see :func:`kvpop_vllm.compaction.place.place_of`.
+        system: the same.
     """
 
     method: str = "attention-matching"
@@ -64,6 +67,8 @@ class CompactOptions:
     answers: int = 10
     matching: Matching = Matching()
     compactor: str | None = None
+    place: str | None = None
+    system: str | None = None
 
 
 class Progress:
@@ -89,8 +94,8 @@ class Progress:
             print(f"{self.unit} {self.count} of {self.total}", file=sys.stderr, flush=True)
 
 
-def corpus_of(tokenizer, data: str | Path) -> tuple[str, list[int]]:
-    """Return a corpus and its tokens. Documents are joined with an empty line between them.
+def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
+    """Return a corpus and its ids. Documents are joined with an empty line between them.
 
     Raises:
         ConfigError: the data cannot be read, or is empty.
@@ -98,11 +103,11 @@ def corpus_of(tokenizer, data: str | Path) -> tuple[str, list[int]]:
     parts = []
     for document in documents_of(find_sources([data])):
         content = document.content
-        parts.append(content if isinstance(content, str) else render(tokenizer, content, document.where))
+        parts.append(content if isinstance(content, str) else render(place.tokenizer, content, document.where))
     text = "\n\n".join(parts)
     if not text.strip():
         raise ConfigError(f"{data} holds no text: give --data another file")
-    return text, tokenizer(text, verbose=False)["input_ids"]
+    return text, place.read(text)
 
 
 def compact(model: str, data: str, out: str, options: CompactOptions, threads: int | None = None) -> CartridgeConfig:
@@ -133,34 +138,37 @@ def compact(model: str, data: str, out: str, options: CompactOptions, threads: i
     slots, budgets = slots_of(options, base["num_layers"], base["num_kv_heads"])
     if slots != options.slots:
         print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
-    tokenizer = load_tokenizer(model)
-    text, tokens = corpus_of(tokenizer, data)
-    check_length(tokenizer, len(tokens), slots, options.method, longest(load_config(model)))
+    place = place_of(load_tokenizer(model), options.place, options.system)
+    text, corpus = corpus_of(place, data)
+    check_length(place, len(corpus), slots, options.method, longest(load_config(model)))
     loaded = load(model, options.dtype)
     if still is None:
-        layers, position = layers_of(loaded, tokenizer, tokens, slots, budgets, options)
+        layers, position = layers_of(loaded, place, corpus, slots, budgets, options)
     else:
+        tokens = place.around(corpus)
         layers, position = compacted(loaded, still.module, tokens), len(tokens)
     arguments = {name: value for name, value in vars(options).items() if name != "matching"}
     provenance = {
         "kvpop": __version__,
-        "corpus": {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)},
+        "corpus": {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(corpus)},
         "arguments": arguments | {"matching": vars(options.matching)},
     } | ({"compactor": {"sha256": still.digest}} if still else {})
     method = "last" if options.method == "truncation" else options.method
-    config = CartridgeConfig(**base, slots=slots, next_position=position, method=method, provenance=provenance)
+    config = CartridgeConfig(
+        **base, slots=slots, next_position=position, method=method, provenance=provenance, head=place.head
+    )
     write_cartridge(out, config, layers)
     size = sum(path.stat().st_size for path in Path(out).iterdir())
-    print(f"{slots} slots for {len(tokens)} tokens, {size} bytes, {time.monotonic() - began:.0f} s: wrote {out}")
+    print(f"{slots} slots for {len(corpus)} tokens, {size} bytes, {time.monotonic() - began:.0f} s: wrote {out}")
     return config
 
 
-def check_length(tokenizer, tokens: int, slots: int, method: str, positions: int | None) -> None:
+def check_length(place: Place, corpus: int, slots: int, method: str, positions: int | None) -> None:
     """Check that a corpus is long enough for its slots and short enough for the model.
 
     Args:
-        tokenizer: the model's.
-        tokens: T.
+        place: where the corpus stands.
+        corpus: its tokens.
         slots: P.
         method: one of METHODS, or ``truncation``.
         positions: positions of the model, or None.
@@ -168,8 +176,13 @@ def check_length(tokenizer, tokens: int, slots: int, method: str, positions: int
     Raises:
         ConfigError: it is not.
     """
+    tokens = len(place.around(range(corpus)))
+    if len(place.head) >= slots:
+        raise ConfigError(
+            f"the chat has {len(place.head)} tokens before the corpus, and {slots} slots are no more: raise --slots"
+        )
     if method == "attention-matching":
-        room_behind(tokens, positions, len(instruction(tokenizer, REPEAT)))
+        room_behind(place, corpus, positions, REPEAT)
     elif tokens < slots:
         fewer = tokens // BLOCK_SLOTS * BLOCK_SLOTS
         advice = f"lower --slots to {fewer}" if fewer else f"give at least {BLOCK_SLOTS} tokens"
@@ -240,21 +253,21 @@ def compacted(model, compactor: Compactor, tokens: list[int]) -> list[Layer]:
 
 
 def layers_of(
-    model, tokenizer, tokens: Sequence[int], slots: int, budgets: torch.Tensor, options: CompactOptions
+    model, place: Place, corpus: Sequence[int], slots: int, budgets: torch.Tensor, options: CompactOptions
 ) -> tuple[list[Layer], int]:
     """Return a cartridge's layers and its next position.
 
     Args:
         model: the loaded model.
-        tokenizer: the model's.
-        tokens: ids of the corpus.
+        place: where the corpus stands.
+        corpus: its ids.
         slots: P.
         budgets: ``[L, H]``, slots of each head.
         options: what to do.
     """
-    positions, tokens = longest(model.config), list(tokens)
+    positions, tokens = longest(model.config), place.around(corpus)
     if options.method != "attention-matching":
-        part = tokens[:slots] if options.method == "first" else tokens[-slots:]
+        part = tokens[:slots] if options.method == "first" else place.head + tokens[len(place.head) - slots :]
         return [(k, v, None) for k, v in read_corpus(model, part)], slots
     size = options.chunk or len(tokens)
     chunks = [(a, min(a + size, len(tokens))) for a in range(0, len(tokens), size)]
@@ -262,10 +275,10 @@ def layers_of(
     if options.queries == "self-study":
         done = Progress(options.answers, "answer")
         reference = self_study(
-            model, tokenizer, tokens, caches, positions, answers=options.answers, seed=options.seed, done=done
+            model, place, corpus, caches, positions, answers=options.answers, seed=options.seed, done=done
         )
     else:
-        reference = repeat_prefill(tokenizer, tokens, chunks, positions)
+        reference = repeat_prefill(place, corpus, chunks, positions)
     fitting = Fitting(
         caches,
         reference,

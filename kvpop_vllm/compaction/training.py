@@ -36,6 +36,7 @@ from kvpop_vllm.compaction.conversations import (
     read_conversations,
 )
 from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
+from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.rope import check_rope, turned
 from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
@@ -97,7 +98,7 @@ def train_cartridge(
         model: folder of the base model.
         data: text or JSONL file, or a folder of them.
         out: folder to write; ``out/run`` holds conversations, checkpoints and metrics.
-        options: slots, chunk, dtype and seed are read.
+        options: slots, chunk, dtype, seed, place and system are read.
         training: further options.
         engine: makes conversations; None for transformers.
         save_every: optimiser steps between checkpoints.
@@ -116,17 +117,22 @@ def train_cartridge(
     check_rope(base["rope"], str(model))
     slots, _ = slots_of(options, base["num_layers"], base["num_kv_heads"])
     tokenizer, positions = load_tokenizer(model), longest(load_config(model))
-    text, tokens = corpus_of(tokenizer, data)
+    place = place_of(tokenizer, options.place, options.system)
+    text, tokens = corpus_of(place, data)
     start = read_start(training.init, model, slots) if training.init and looks_like_cartridge(training.init) else None
     if start is None:
-        first = (corpus_of(tokenizer, training.init)[1] if training.init else tokens)[:slots]
-        check_length(tokenizer, len(first), slots, "first", positions)
+        own = corpus_of(place, training.init)[1] if training.init else tokens
+        check_length(place, len(own), slots, "first", positions)
+        first = place.around(own)[:slots]
     chunk = chunk_tokens(options.chunk, len(tokens), slots, positions)
-    arguments = {"slots": slots, "chunk": chunk, "dtype": options.dtype, "seed": options.seed} | asdict(training)
+    arguments = {"slots": slots, "chunk": chunk} | asdict(training)
+    arguments |= {name: getattr(options, name) for name in ("dtype", "seed", "place", "system")}
     corpus = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)}
     began_as = start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
     run = Path(out) / "run"
-    settings = {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": began_as}
+    settings = (
+        {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": began_as, "head": place.head}
+    )
     check_same_run(Path(out), settings)
 
     loaded = None if engine else load(model, options.dtype)
@@ -139,7 +145,7 @@ def train_cartridge(
             done = Progress(todo, "round of conversations")
             with own or engine(model, options.dtype, chunk + ROOM, stop) as sample:
                 many, seed = training.conversations, options.seed
-                make_conversations(path, tokenizer, tokens, many, sample, longest=chunk, seed=seed, done=done)
+                make_conversations(path, place, tokens, many, sample, longest=chunk, seed=seed, done=done)
         conversations = read_conversations(path)
     loaded = load(model, options.dtype) if loaded is None else loaded
     layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
@@ -148,7 +154,9 @@ def train_cartridge(
     last = trainer.run()
 
     provenance = {"kvpop": __version__, "corpus": corpus, "arguments": arguments}
-    config = CartridgeConfig(**base, slots=slots, next_position=slots, method="cartridge", provenance=provenance)
+    config = CartridgeConfig(
+        **base, slots=slots, next_position=slots, method="cartridge", provenance=provenance, head=place.head
+    )
     with torch.no_grad():
         layers = cache.layers()
     write_beside(Path(out), lambda draft: write_cartridge(draft, config, layers), TENSORS_NAME, CONFIG_NAME)

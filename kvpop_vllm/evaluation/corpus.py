@@ -1,8 +1,8 @@
 """Questions about documents, answered from caches that take the documents' place (`kvpop eval --task corpus`).
 
-Every cache is made once for a document, before a question is known, and every question is asked behind it, as a chat
-that begins there. The full context is the whole document in the same place. A document in the user's message is another
-full context: what it differs by is not a matter of the cache's size.
+Every cache is made once for a document, before a question is known, and every question is asked behind it. The document
+stands in the user's message, or in front of everything if the model has no chat template. The full context is the whole
+document in the same place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,10 +24,9 @@ from kvpop_vllm.compaction.conversations import (
     chunk_tokens,
     make_conversations,
     read_conversations,
-    teacher_prompt,
 )
 from kvpop_vllm.compaction.matching import NO_WEIGHT, padded
-from kvpop_vllm.compaction.queries import instruction
+from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import CompactOptions, compacted, layers_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
@@ -42,7 +41,7 @@ from kvpop_vllm.evaluation.corpus_questions import Question
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.statistics import estimate
 
-FULL, MESSAGE, NOTHING = "full context", "in the message", "no context"
+FULL, NOTHING = "full context", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge", "still"
 """Methods of ``kvpop compact`` that make a cache of a document; a policy that compresses prompts is another."""
 DEFAULT_METHODS = "truncation", "snapkv", "attention-matching"
@@ -60,15 +59,15 @@ class Examination(NamedTuple):
         questions: with choices.
         opened: open questions.
         answers: ids of the answer to each, sampled behind the full context.
-        logp: log-probabilities ``[A, V]`` of each answer's positions behind FULL and MESSAGE.
-        full: keys and values ``[H, T, D]`` of every layer.
+        logp: log-probabilities ``[A, V]`` of each answer's positions.
+        full: keys and values ``[H, T, D]`` of every layer, of what stands before the document and of what separates it too.
     """
 
     tokens: list[int]
     questions: list[Question]
     opened: list[str]
     answers: list[list[int]]
-    logp: dict[str, list[torch.Tensor]]
+    logp: list[torch.Tensor]
     full: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -78,13 +77,11 @@ class Cache(NamedTuple):
     Attributes:
         layers: keys, values and biases of every layer.
         position: position of the first token behind it.
-        prompt: returns the ids of a question, up to where the answer begins.
         seconds: time that it took to make.
     """
 
     layers: Sequence[Layer]
     position: int
-    prompt: Callable[[str], list[int]]
     seconds: float
 
     @property
@@ -137,39 +134,26 @@ class Corpus:
         steps: int,
         compactor: Compactor | None = None,
     ):
-        self.backend, self.model, self.folder, self.tokenizer = backend, backend.model, folder, tokenizer
+        self.backend, self.model, self.folder = backend, backend.model, folder
+        self.tokenizer, self.place = tokenizer, place_of(tokenizer)
         self.each, self.seed, self.steps, self.compactor = each, seed, steps, compactor
         self.device = next(self.model.parameters()).device
         self.sampler = TransformersSampler(self.model, stop_tokens(folder, tokenizer))
 
-    def ask(self, number: int, tokens: list[int]) -> tuple[Examination, dict[str, Cache]]:
-        """Return the questions about a document and the caches of FULL and MESSAGE."""
-        text = self.tokenizer.decode(tokens)
+    def ask(self, number: int, document: list[int]) -> tuple[Examination, Cache]:
+        """Return the questions about a document, and the cache of the full context."""
+        text, tokens = self.tokenizer.decode(document), self.place.around(document)
         questions = corpus_questions.make_questions(text, self.each, f"{self.seed}/{number}")
         opened = corpus_questions.open_questions(text)
-        head = teacher_prompt(self.tokenizer, opened[0])[0]
-        caches = {
-            FULL: self._read(tokens, self._behind_a_cache),
-            MESSAGE: self._read([*head, *tokens], lambda prompt: teacher_prompt(self.tokenizer, prompt)[1]),
-        }
-        full = [layer[:2] for layer in caches[FULL].layers]
+        began = now(self.device)
+        full = read_corpus(self.model, tokens)
+        cache = Cache([(k, v, None) for k, v in full], len(tokens), now(self.device) - began)
         self.sampler.tokens, self.sampler.prefix = tokens, full
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
-        prompts = [self._behind_a_cache(prompt) for prompt in opened]
+        prompts = [self.place.asking(prompt) for prompt in opened]
         answers = [one.tokens for one in self.sampler(tokens, prompts, ANSWER, seeds)]
-        logp = {
-            name: [self.behind(cache, [cache.prompt(o)], [a])[0] for o, a in zip(opened, answers, strict=True)]
-            for name, cache in caches.items()
-        }
-        return Examination(tokens, questions, opened, answers, logp, full), caches
-
-    def _read(self, tokens: list[int], prompt: Callable[[str], list[int]]) -> Cache:
-        began = now(self.device)
-        layers = [(k, v, None) for k, v in read_corpus(self.model, tokens)]
-        return Cache(layers, len(tokens), prompt, now(self.device) - began)
-
-    def _behind_a_cache(self, prompt: str) -> list[int]:
-        return instruction(self.tokenizer, prompt)
+        logp = [self.behind(cache, [own], [a])[0] for own, a in zip(prompts, answers, strict=True)]
+        return Examination(document, questions, opened, answers, logp, full), cache
 
     @torch.inference_mode()
     def behind(self, cache: Cache, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[torch.Tensor]:
@@ -205,21 +189,24 @@ class Corpus:
         """
         began = now(self.device)
         if method == NOTHING:
-            layers, position = [(k[:, :1], v[:, :1], None) for k, v in exam.full], 1
+            position = len(self.place.head) or 1
+            layers = [(k[:, :position], v[:, :position], None) for k, v in exam.full]
         elif method == "cartridge":
             layers, position = self._trained(slots, exam.tokens), slots
         elif method == "still":
-            layers, position = compacted(self.model, self.compactor, exam.tokens), len(exam.tokens)
+            tokens = self.place.around(exam.tokens)
+            layers, position = compacted(self.model, self.compactor, tokens), len(tokens)
         elif method in METHODS:
             options = CompactOptions(method, slots, seed=self.seed)
             equal = torch.full((self.backend.shape.num_layers, self.backend.shape.num_kv_heads), slots)
-            layers, position = layers_of(self.model, self.tokenizer, exam.tokens, slots, equal, options)
+            layers, position = layers_of(self.model, self.place, exam.tokens, slots, equal, options)
         else:
-            held = self._held(method, slots, exam.tokens)
+            tokens = self.place.around(exam.tokens)
+            held = self._held(method, slots, tokens)
             seconds = now(self.device) - began  # its own cache has the tokens that are held
             layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held, strict=True)]
-            return Cache(layers, len(exam.tokens), self._behind_a_cache, seconds)
-        return Cache(layers, position, self._behind_a_cache, now(self.device) - began)
+            return Cache(layers, len(tokens), seconds)
+        return Cache(layers, position, now(self.device) - began)
 
     def _held(self, policy: str, slots: int, tokens: list[int]) -> torch.Tensor:
         """Return what a policy holds at the end of a document that is its prompt, ``[layers, H, T]`` booleans."""
@@ -236,9 +223,9 @@ class Corpus:
             path = Path(folder) / "conversations.jsonl"
             sampler = TransformersSampler(self.model, self.sampler.stop)
             many, seed = training.conversations, self.seed
-            make_conversations(path, self.tokenizer, tokens, many, sampler, longest=chunk, seed=seed)
-            cache = TrainedCache([(k, v, None) for k, v in read_corpus(self.model, tokens[:slots])])
-            cache = cache.to(self.device)
+            make_conversations(path, self.place, tokens, many, sampler, longest=chunk, seed=seed)
+            first = self.place.around(tokens)[:slots]
+            cache = TrainedCache([(k, v, None) for k, v in read_corpus(self.model, first)]).to(self.device)
             conversations = read_conversations(path)
             CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, 10**9, True).run()
         with torch.no_grad():
@@ -249,11 +236,11 @@ class Corpus:
 
         Yields:
             ``kind, right`` (the likeliest choice per token is the true one) and, for gaps, ``exact`` (greedy decoding
-            writes it); then ``kl`` and ``kl_message``, the divergences from FULL and MESSAGE in nats per token of the
-            answers, ``tokens`` of them and ``first``, seconds to the first token behind the cache.
+            writes it); then ``kl``, the divergence from the full context in nats per token of the answers, ``tokens`` of
+            them and ``first``, seconds to the first token behind the cache.
         """
         for question in exam.questions:
-            prompt = cache.prompt(question.prompt) + self._tokens(question.begin)
+            prompt = self.place.asking(question.prompt) + self._tokens(question.begin)
             choices = [self._tokens(choice) for choice in question.choices]
             letters = all(len(ids) == 1 for ids in choices)
             rows = choices[:1] if letters else choices  # letters have their scores from one pass
@@ -265,18 +252,16 @@ class Corpus:
             if question.kind in corpus_questions.GAPS:
                 record["exact"] = float(found[right].argmax(-1).tolist() == choices[right])
             yield record
-        lost, count = dict.fromkeys(exam.logp, 0.0), sum(map(len, exam.answers))
-        for i, (prompt, answer) in enumerate(zip(exam.opened, exam.answers, strict=True)):
-            (own,) = self.behind(cache, [cache.prompt(prompt)], [answer])
-            for name, logp in exam.logp.items():
-                lost[name] += float((logp[i].exp() * (logp[i] - own)).sum())
-        times, ids = [], cache.prompt(exam.opened[0])
+        lost, count = 0.0, sum(map(len, exam.answers))
+        for prompt, answer, logp in zip(exam.opened, exam.answers, exam.logp, strict=True):
+            (own,) = self.behind(cache, [self.place.asking(prompt)], [answer])
+            lost += float((logp.exp() * (logp - own)).sum())
+        times, ids = [], self.place.asking(exam.opened[0])
         for _ in range(TIMED):
             began = now(self.device)
             self.behind(cache, [ids[:-1]], [ids[-1:]])
             times.append(now(self.device) - began)
-        nats = {"kl": lost[FULL] / count, "kl_message": lost[MESSAGE] / count}
-        yield {"kind": "open", "tokens": count, "first": statistics.median(times)} | nats
+        yield {"kind": "open", "tokens": count, "first": statistics.median(times), "kl": lost / count}
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -312,10 +297,10 @@ def records_of(
         tick: called after each cache.
     """
     for number, (tokens, unit) in enumerate(documents):
-        exam, known = corpus.ask(number, tokens)
-        caches = [*((name, 0) for name in (*known, NOTHING)), *((method, p) for p in slots for method in methods)]
+        exam, whole = corpus.ask(number, tokens)
+        caches = [(FULL, 0), (NOTHING, 0), *((method, p) for p in slots for method in methods)]
         for method, count in caches:
-            cache = known[method] if method in known else corpus.make(method, count, exam)
+            cache = whole if method == FULL else corpus.make(method, count, exam)
             about = {"task": "corpus", "document": number, "unit": unit}
             about |= {"method": method, "slots": count, "bytes": cache.bytes}
             for record in corpus.measure(cache, exam):
@@ -326,7 +311,7 @@ def records_of(
 def summarise(records: list[dict], against: str) -> list[dict]:
     """Return a line for each number of slots and method; see :data:`COLUMNS`.
 
-    ``kl ratio`` and ``kl_message ratio`` are summed divergences over those of the method ``against`` with as many slots.
+    ``kl ratio`` is summed divergences over those of the method ``against`` with as many slots.
     ``pays`` is the number of questions after which the cache has cost no more time than reading the document for each.
     """
     groups: dict[tuple, list[dict]] = {}
@@ -347,14 +332,14 @@ def summarise(records: list[dict], against: str) -> list[dict]:
         if gaps:
             line |= estimate("exact", [m["exact"] for m in gaps], units=[m["unit"] for m in gaps], shares=True)
         other = nats.get((slots, against), {}) if method != against else {}
-        for name in [] if method == FULL else ["kl"] if method == MESSAGE else ["kl", "kl_message"]:
-            lost = [m[name] * m["tokens"] for m in opened]
-            line |= estimate(name, lost, [m["tokens"] for m in opened], units=units)
+        if method != FULL:
+            lost = [m["kl"] * m["tokens"] for m in opened]
+            line |= estimate("kl", lost, [m["tokens"] for m in opened], units=units)
             if other:
-                beside = [other[m["document"]][name] * m["tokens"] for m in opened]
-                line |= estimate(f"{name} ratio", lost, beside, units=units)
+                beside = [other[m["document"]]["kl"] * m["tokens"] for m in opened]
+                line |= estimate("kl ratio", lost, beside, units=units)
         build, first = (statistics.median(m[name] for m in opened) for name in ("build", "first"))
-        if method in (FULL, MESSAGE):
+        if method == FULL:
             line["first s"] = build + first
         else:
             line |= {"build s": build, "first s": first}
@@ -367,5 +352,5 @@ def summarise(records: list[dict], against: str) -> list[dict]:
 
 COLUMNS = (
     *("slots", "method", "documents", "MiB", "right", *corpus_questions.KINDS, "exact"),
-    *("kl", "kl ratio", "kl_message", "kl_message ratio", "build s", "first s", "pays"),
+    *("kl", "kl ratio", "build s", "first s", "pays"),
 )

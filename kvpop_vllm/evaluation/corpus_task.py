@@ -62,7 +62,7 @@ def evaluate_corpus(options) -> list[dict]:
     with records_file(options.out) if options.out else nullcontext() as file:
         write = writer(file)
         write({"run": about_run(options) | about})
-        with progress(len(material) * (3 + len(slots) * len(methods)), "corpus") as tick:
+        with progress(len(material) * (2 + len(slots) * len(methods)), "corpus") as tick:
             for record in corpus.records_of(model, material, methods, slots, tick):
                 found.append(record)
                 write(record)

@@ -70,7 +70,8 @@ class KVpopCache(Cache, AttentionCache):
         allocator: as in :class:`kvpop_vllm.config.PolicySettings`.
         protect_prompt: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row.
         cartridge: folder of a cartridge (``kvpop compact``) with which every row begins, or several in order.
-            Neither inputs nor positions that are given count its slots.
+            Neither inputs nor positions that are given count its slots. One that stands in a chat's message holds
+            the chat's first tokens, :attr:`head`: give the ids behind them.
         max_length: longest sequence in tokens, slots of cartridges included, for ``compression`` and for the policy ``full``; by default
             the model's.
         seed: seed of the draws for every row, or a list with one entry per row.
@@ -81,6 +82,7 @@ class KVpopCache(Cache, AttentionCache):
     Attributes:
         policy: policy, resolved as in an engine.
         protected: p of each row.
+        head: ids of a chat's beginning that the cartridge holds; inputs begin behind them.
         gates: gate of each layer, None where the kernels score tokens.
         borrows: True if a query channel is removed from the queries in passes with this cache.
         attended: layers that have attended in the current pass, None between passes.
@@ -126,6 +128,7 @@ class KVpopCache(Cache, AttentionCache):
             self.policy.checked_shares(heads)
             self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
             self._made = slots_of(cartridge, model, self.policy)
+            self.head = self._made.head
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
@@ -195,7 +198,7 @@ class KVpopCache(Cache, AttentionCache):
 
         Raises:
             ConfigError: the cache belongs to another model, or cannot serve the pass.
-            ValueError: the pass does not continue where the cache ends.
+            ValueError: the pass does not continue where the cache ends, or repeats what cartridges hold.
             RuntimeError: the previous pass was interrupted, or the pass cannot be recorded.
         """
         if decoder is not self._decoder():
@@ -225,6 +228,8 @@ class KVpopCache(Cache, AttentionCache):
         counts = columns_of_tokens(mask, [seen - made for seen in lengths], columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
+        if not self._columns:
+            self._made.check_inputs(inputs, counts)
         if self._lengths_by_device and len(next(iter(self._lengths_by_device.values())).positions) != rows:
             self._check_unrecorded()
             self._lengths_by_device, self._layers = {}, {}

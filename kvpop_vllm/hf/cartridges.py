@@ -20,10 +20,29 @@ class Slots:
     Attributes:
         count: P, number of slots.
         layers: keys and values ``[H, P, D]`` and biases ``[H, P]`` of each layer, float32.
+        head: ids of the prompt's beginning that the slots hold.
     """
 
     count: int
     layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    head: list[int]
+
+    def check_inputs(self, inputs: torch.Tensor, counts: Sequence[int]) -> None:
+        """Check that no row repeats what the slots hold.
+
+        Args:
+            inputs: ids ``[R, L]``, or embeddings, of which nothing is known.
+            counts: tokens of each row, its last ones.
+
+        Raises:
+            ValueError: a row begins with the head.
+        """
+        if self.head and inputs.dim() == 2:
+            for row, count in zip(inputs.tolist(), counts, strict=True):
+                if row[len(row) - count :][: len(self.head)] == self.head:
+                    raise ValueError(
+                        f"the cartridge holds the first {len(self.head)} tokens of the chat: give the others, ids[:, {len(self.head)}:]"
+                    )
 
 
 def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn.Module, policy: Policy) -> Slots:
@@ -35,18 +54,22 @@ def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn
         policy: policy of the cache.
 
     Raises:
-        ConfigError: a cartridge cannot be read, was made for another model, or the policy compresses prompts.
+        ConfigError: a cartridge cannot be read, was made for another model or stands elsewhere than the first, or the
+            policy compresses prompts.
     """
     folders = [folders] if isinstance(folders, str | PathLike) else list(folders)
     if folders and policy.compresses:
         raise ConfigError(
             f"{policy.name} gives up what stands before a prompt's end: leave cartridge out, or choose another policy"
         )
-    slots, parts = 0, []
+    slots, parts, heads = 0, [], []
     for folder in folders:
         config, layers, _ = read_cartridge(folder)
         check_base(config, model.config.get_text_config(), str(folder))
         parts.append([layer_at(config, layer, slots) for layer in layers])
         slots += config.slots
+        heads.append(config.head)
+        if heads[0] != config.head:
+            raise ConfigError(f"{folder} and {folders[0]} stand behind different system messages: leave one out")
     joined = [tuple(torch.cat(same, 1) for same in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]
-    return Slots(slots, joined)
+    return Slots(slots, joined, heads[0] if heads else [])

@@ -6,6 +6,7 @@ what it is over with each request that names it. The request's prompt then begin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
-from kvpop_vllm.requests import CARTRIDGES, Placed, RequestCache, UnknownCartridge, resolve
+from kvpop_vllm.requests import CARTRIDGES, Placed, RequestCache, UnknownCartridge, named, resolve
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -34,10 +35,11 @@ class NamedCartridge(LoRARequest):
 
 @dataclass(frozen=True)
 class Known:
-    """Cartridge that requests may name: its folder, its digest and number of slots."""
+    """Cartridge that requests may name: its folder, its digest and number of slots, and ids that it begins with."""
 
     folder: str
     placed: Placed
+    head: tuple[int, ...]
 
 
 class CartridgeNames:
@@ -95,7 +97,9 @@ class CartridgeNames:
             )
         if slots >= model.max_model_len:
             raise ConfigError(f"{folder} has {slots} slots: raise --max-model-len {model.max_model_len} above them")
-        self.known[name] = Known(str(Path(folder).resolve()), Placed(cartridge.digest, slots))
+        self.known[name] = Known(
+            str(Path(folder).resolve()), Placed(cartridge.digest, slots), tuple(cartridge.config.head)
+        )
         return self.known[name]
 
 
@@ -110,13 +114,17 @@ def names_of(vllm_config) -> CartridgeNames:
     return _names[vllm_config]
 
 
-def resolved(vllm_config, params, prompt: int, adapter: LoRARequest | None) -> RequestCache | None:
-    """Return the resolved cache options of a request, or None if it asks for none.
+def resolved(
+    vllm_config, params, prompt: Sequence, adapter: LoRARequest | None
+) -> tuple[RequestCache | None, tuple[int, ...]]:
+    """Return the resolved cache options of a request, None if it asks for none, and the head of its cartridges.
+
+    The head are ids with which the prompt begins. Its cartridges begin with them too, and hold them.
 
     Args:
         vllm_config: config of the engine.
         params: sampling parameters of the request.
-        prompt: number of its own prompt tokens.
+        prompt: its prompt tokens, or their embeddings; empty if they are not known yet.
         adapter: what the request names as its model, if that is no base model.
 
     Raises:
@@ -131,14 +139,41 @@ def resolved(vllm_config, params, prompt: int, adapter: LoRARequest | None) -> R
             )
         given[CARTRIDGES] = [adapter.lora_name]
     try:
-        found = resolve(names.policy, given, prompt, names.placed)
+        placed = named(given, names.placed)
+        head = _head_of([(name, names.known[name].head) for name in placed], prompt)
+        own = max(0, len(prompt) - len(head))
+        found = resolve(names.policy, given, own, tuple(placed.values()))
     except UnknownCartridge as error:
         raise VLLMNotFoundError(str(error)) from None
     except ConfigError as error:
         raise VLLMValidationError(str(error)) from None
     if found is not None and found.cartridges:
-        _check(found, params, prompt, adapter, vllm_config.model_config.max_model_len)
-    return found
+        _check(found, params, own, adapter, vllm_config.model_config.max_model_len)
+    return found, head
+
+
+def _head_of(heads: Sequence[tuple[str, tuple[int, ...]]], prompt: Sequence) -> tuple[int, ...]:
+    """Return the ids that cartridges hold of a prompt's beginning.
+
+    Args:
+        heads: name and ids of each cartridge, in order.
+        prompt: see :func:`resolved`.
+
+    Raises:
+        ConfigError: cartridges do not begin with the same ids, or the prompt does not begin with them alone.
+    """
+    if len({head for _, head in heads}) > 1:
+        names = " and ".join(name for name, _ in heads)
+        raise ConfigError(f"{names} stand behind other system messages, or one is in front of all: name one of them")
+    name, head = heads[0] if heads else ("", ())
+    if head and len(prompt) and tuple(prompt[: len(head)]) != head:
+        raise ConfigError(
+            f"the cartridge {name!r} stands in the first message of a chat: begin with a message of the user, behind the system"
+            " message that it was made with, if any; for other prompts make it with 'kvpop compact --place front'"
+        )
+    if head and len(prompt) == len(head):
+        raise ConfigError("the prompt ends where the cartridge begins: send a message behind it")
+    return head
 
 
 def _check(found: RequestCache, params, prompt: int, adapter: LoRARequest | None, longest: int) -> None:
@@ -158,15 +193,16 @@ def _check(found: RequestCache, params, prompt: int, adapter: LoRARequest | None
         )
 
 
-def prepend(request, found: RequestCache, longest: int) -> None:
-    """Begin a request's prompt with a placeholder for each slot of its cartridges.
+def prepend(request, found: RequestCache, head: int, longest: int) -> None:
+    """Begin a request's prompt with a placeholder for each slot of its cartridges, in place of what they hold of it.
 
-    Placeholders repeat the prompt's first token, so that penalties of prompt tokens see no other. Blocks behind the
+    Placeholders repeat the first token behind them, so that penalties of prompt tokens see no other. Blocks behind the
     cartridges are hashed with the cartridges' digests, and with the request's own salt.
 
     Args:
         request: an ``EngineCoreRequest``, changed in place.
         found: resolved cache options of the request.
+        head: number of the prompt's first tokens that the cartridges hold.
         longest: ``--max-model-len``.
 
     Raises:
@@ -176,7 +212,8 @@ def prepend(request, found: RequestCache, longest: int) -> None:
         raise VLLMValidationError(
             "a cartridge needs a prompt of tokens alone: leave embeddings and media, or the cartridge, out"
         )
-    request.prompt_token_ids = request.prompt_token_ids[:1] * found.made + list(request.prompt_token_ids)
+    own = list(request.prompt_token_ids[head:])
+    request.prompt_token_ids = own[:1] * found.made + own
     digests = "+".join(placed.digest for placed in found.cartridges)
     request.cache_salt = f"{SALT}{digests} {request.cache_salt or ''}"
     params = request.sampling_params

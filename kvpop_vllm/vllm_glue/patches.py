@@ -341,11 +341,11 @@ def _process_inputs(original, self, *args, **kwargs):
     if (request.cache_salt or "").startswith(cartridge_names.SALT):
         raise VLLMValidationError(f"cache_salt must not begin with {cartridge_names.SALT!r}: choose another")
     prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
-    found = cartridge_names.resolved(self.vllm_config, params, len(prompt), adapter)
+    found, head = cartridge_names.resolved(self.vllm_config, params, prompt, adapter)
     if found is not None:  # a new dictionary, as the old one belongs to the caller
         params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: list(found)}
         if found.cartridges:
-            cartridge_names.prepend(request, found, self.vllm_config.model_config.max_model_len)
+            cartridge_names.prepend(request, found, len(head), self.vllm_config.model_config.max_model_len)
     return request
 
 
@@ -355,7 +355,7 @@ def _generate(original, self, prompt, sampling_params, *args, **kwargs):
     adapter = kwargs.get("lora_request")
     if requested(self.vllm_config) and (adapter or getattr(sampling_params, "extra_args", None)):
         tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        cartridge_names.resolved(self.vllm_config, sampling_params, 0 if tokens is None else len(tokens), adapter)
+        cartridge_names.resolved(self.vllm_config, sampling_params, tokens or (), adapter)
     return original(self, prompt, sampling_params, *args, **kwargs)
 
 

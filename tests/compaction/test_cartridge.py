@@ -33,7 +33,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def config(model):
-    return CartridgeConfig(**base_of(model), slots=SLOTS, next_position=300, method="test", provenance={"a": [1]})
+    return CartridgeConfig(
+        **base_of(model), slots=SLOTS, next_position=300, method="test", provenance={"a": [1]}, head=[1, 5]
+    )
 
 
 def layers_of(dtype=torch.float32, bias=True, seed=0):
@@ -47,6 +49,13 @@ def layers_of(dtype=torch.float32, bias=True, seed=0):
         )
         for _ in range(LAYERS)
     ]
+
+
+def test_a_file_without_a_head_has_none(config, tmp_path):
+    write_cartridge(tmp_path / "c", config, layers_of())
+    path = tmp_path / "c" / CONFIG_NAME
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "head"}))
+    assert read_cartridge(tmp_path / "c").config == dataclasses.replace(config, head=[])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -165,6 +174,8 @@ REFUSALS = {
     "base": (edited(base={}), "base must hold"),
     "base digests": (edited(base={"config": 1, "weights": None}), "digests of base"),
     "provenance": (edited(provenance=3), "provenance must be an object"),
+    "head": (edited(head="<user>"), "head must be a list of token ids"),
+    "negative head": (edited(head=[3, -1]), "head must be a list of token ids"),
     "more layers": (edited(num_layers=3), "layers.2.k is missing"),
     "fewer layers": (edited(num_layers=1), "unexpected tensor 'layers.1.bias'"),
     "more slots": (edited(slots=2**23), "layers.0.k has shape"),

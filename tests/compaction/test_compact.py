@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.compaction.cartridge import read_cartridge, turned
-from kvpop_vllm.compaction.queries import REPEAT, instruction, repeat_prefill
+from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing.models import write_tiny_model
 
 TOKENS, SLOTS, OWN = 700, 128, 40
@@ -85,7 +87,8 @@ def divergence(full, own):
 
 @pytest.fixture(scope="module")
 def texts(corpus):
-    tokens = torch.tensor([list(corpus.read_bytes())])
+    """Return the corpus in the first message of a chat, and own tokens."""
+    tokens = torch.tensor([list(b"<user>" + corpus.read_bytes() + b"\n\n")])
     return tokens, tokens[:, 100 : 100 + OWN]
 
 
@@ -118,21 +121,25 @@ def test_nearer_to_the_full_context_than_the_last_tokens(model, corpus, texts, l
     assert (cartridge.layers[1][0] != highest.layers[1][0]).any() == (case != "default")  # each option has an effect
     config = cartridge.config
     assert (config.slots, config.next_position, config.method) == (SLOTS, texts[0].shape[1], "attention-matching")
-    assert config.provenance["corpus"]["tokens"] == texts[0].shape[1]
-    assert capsys.readouterr().out.startswith(f"{SLOTS} slots for {texts[0].shape[1]} tokens, ")
+    size = len(corpus.read_bytes())
+    assert config.head == list(b"<user>") and config.provenance["corpus"]["tokens"] == size
+    assert capsys.readouterr().out.startswith(f"{SLOTS} slots for {size} tokens, ")
     found = divergence(full_answers(model, *texts), answers(model, cartridge, texts[1]))
     assert found < 0.6 * last
 
 
 def test_all_of_the_corpus_is_repeated():
     """Pieces keep to their chunk and to the model's positions, and every other one has an instruction."""
-    tokenizer, tokens = byte_tokenizer(), [i % 250 for i in range(TOKENS)]
-    start = instruction(tokenizer, REPEAT)
-    found = repeat_prefill(tokenizer, tokens, [(0, 300), (300, TOKENS)], TOKENS + len(start) + 70)
+    place, tokens = place_of(byte_tokenizer()), [i % 250 for i in range(TOKENS)]
+    start, around = place.asking(REPEAT), len(place.head) + len(place.end)
+    chunks = [(0, 300), (300, TOKENS + around)]
+    found = repeat_prefill(place, tokens, chunks, TOKENS + around + len(start) + 70)
     pieces = [own[used:] for own, used in zip(found.sequences, found.used, strict=True)]
     assert sum(pieces, []) == tokens and max(map(len, found.sequences)) <= len(start) + 70
     assert [own[:used] == start for own, used in zip(found.sequences, found.used, strict=True)][:4] == [False, True] * 2
-    assert sum(len(own) for own, number in zip(pieces, found.chunks, strict=True) if number == 0) == 300
+    assert sum(len(own) for own, number in zip(pieces, found.chunks, strict=True) if number == 0) == 300 - len(
+        place.head
+    )
 
 
 def test_same_seed_same_cartridge(model, corpus, tmp_path):
@@ -146,6 +153,44 @@ def test_first_tokens_are_a_prefix(model, corpus, texts, tmp_path):
     assert cartridge.config.next_position == SLOTS and cartridge.layers[0][2] is None
     full = full_answers(model, texts[0][:, :SLOTS], texts[1])
     torch.testing.assert_close(answers(model, cartridge, texts[1]), full, rtol=0, atol=1e-4)
+
+
+def test_last_tokens_keep_the_head(model, corpus, texts, tmp_path):
+    cartridge = compact(model, corpus, tmp_path / "c", "--method", "last", "--system", "Hi")
+    head = b"<system>Hi</system>\n<user>"
+    assert cartridge.config.head == list(head)
+    tokens = torch.tensor([list(head + (corpus.read_bytes() + b"\n\n")[len(head) - SLOTS :])])
+    assert tokens.shape[1] == SLOTS
+    full = full_answers(model, tokens, texts[1])
+    torch.testing.assert_close(answers(model, cartridge, texts[1]), full, rtol=0, atol=1e-4)
+
+
+def test_in_front_of_everything(model, corpus, texts, tmp_path):
+    cartridge = compact(model, corpus, tmp_path / "c", "--method", "first", "--place", "front")
+    tokens = texts[0][:, len(b"<user>") :][:, :SLOTS]
+    assert cartridge.config.head == []
+    full = full_answers(model, tokens, texts[1])
+    torch.testing.assert_close(answers(model, cartridge, texts[1]), full, rtol=0, atol=1e-4)
+
+
+def test_a_place_is_what_a_chat_is():
+    """Head, corpus, separator and words are the chat whose message is the corpus and the words."""
+    tokenizer = byte_tokenizer(bos=True)
+    for system in (None, "Be brief."):
+        place = place_of(tokenizer, system=system)
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": "A text.\n\nWhat is it?"})
+        chat = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids = [*place.around(place.read("A text.")), *place.asking("What is it?")]
+        assert ids == list(chat.encode())
+    front = place_of(tokenizer, "front")
+    assert front.around(front.read("A text.")) == [257, *b"A text."] and front.head == []
+    assert bytes(front.asking("What?")) == b"\n\n<user>What?</user>\n"
+    plain = place_of(byte_tokenizer(template=None))
+    assert plain.head == [] and bytes(plain.asking("What?")) == b"\n\nWhat?\n\n"
+    joined = place_of(byte_tokenizer("{% for m in messages %}<{{ m.content | length }}>{{ m.content }}{% endfor %}"))
+    with pytest.raises(ConfigError, match="changes what is before a message: use --place front"):
+        joined.asking("What?")
 
 
 def test_all_tokens_fit(model, corpus, texts, tmp_path):
@@ -170,9 +215,11 @@ def test_heads_with_shares(model, corpus, texts, last, tmp_path):
 
 
 REFUSALS = {
-    "short corpus": (["--method", "first", "--slots", "704"], "tokens, fewer than 704 slots: lower --slots to 640"),
+    "short corpus": (["--method", "first", "--slots", "768"], "tokens, fewer than 768 slots: lower --slots to 704"),
     "shares of equal heads": (["--method", "last", "--kv-allocator", "uniform"], "--kv-allocator takes a file"),
     "no shares": (["--kv-allocator", "missing.json"], "cannot be read as JSON"),
+    "no room for the head": (["--slots", "64", "--system", "x" * 64], "88 tokens before the corpus"),
+    "system in front": (["--place", "front", "--system", "Hi"], "has no system message before it: leave --system out"),
     "no data": (["--data", "missing.txt"], "there is no file or folder missing.txt"),
 }
 
@@ -191,6 +238,14 @@ def test_too_long_a_corpus(corpus, tmp_path, capsys):
     byte_tokenizer().save_pretrained(small)
     assert main(["compact", str(small), "--data", str(corpus), "--out", str(tmp_path / "c"), "--slots", "64"]) == 2
     assert "cut the corpus to" in capsys.readouterr().err
+
+
+def test_no_template_no_message(corpus, tmp_path, capsys):
+    bare = write_tiny_model(tmp_path / "model", vocab=258)
+    byte_tokenizer(template=None).save_pretrained(bare)
+    for option in (["--place", "message"], ["--system", "Hi"]):
+        assert main(["compact", str(bare), "--data", str(corpus), "--out", str(tmp_path / "c"), *option]) == 2
+        assert f"has no chat template: leave {' '.join(option[:1])}" in capsys.readouterr().err
 
 
 def test_dynamic_rotation_is_refused(model, corpus, tmp_path, capsys):

@@ -273,11 +273,11 @@ def test_from_a_text_to_a_cartridge(model, corpus, trained, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"{SLOTS} slots for {TOKENS} tokens, ")
     found, stored = read_cartridge(tmp_path / "cartridge"), read_compactor(trained, model)
     config = found.config
-    assert (config.slots, config.next_position, config.method) == (SLOTS, TOKENS, "still")
+    assert (config.slots, config.next_position, config.method) == (SLOTS, len(b"<user>") + TOKENS + 2, "still")
     assert config.provenance["compactor"] == {"sha256": stored.digest}
     base = load(str(model), "float32")
     with torch.no_grad():
-        expected = stored.module(read_corpus(base, list(corpus.read_bytes())))
+        expected = stored.module(read_corpus(base, list(b"<user>" + corpus.read_bytes() + b"\n\n")))
     for own, them in zip(found.layers, expected, strict=True):
         for part, wanted in zip(own, them, strict=True):
             assert wanted.any() and torch.equal(part, wanted)
@@ -381,4 +381,4 @@ def test_other_base_and_long_corpora_are_refused(model, corpus, trained, tmp_pat
     long = tmp_path / "long.txt"
     long.write_text("a" * 4096)
     compact(model, long, tmp_path / "c", "--compactor", trained, code=2)
-    assert "4096 positions, too few for 4096 tokens" in capsys.readouterr().err
+    assert "4096 positions, too few for 4104 tokens" in capsys.readouterr().err

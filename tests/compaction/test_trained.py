@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvpop_vllm.cli import main
 from kvpop_vllm.compaction import loop
 from kvpop_vllm.compaction.cartridge import read_cartridge, turned
-from kvpop_vllm.compaction.conversations import TOP, Conversation, read_conversations, sparse_teacher, teacher_prompt
+from kvpop_vllm.compaction.conversations import TOP, Conversation, read_conversations, sparse_teacher
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.trained import TrainedCache, losses, packs
@@ -85,8 +85,9 @@ def test_stored_candidates_are_those_of_the_teacher_behind_the_chunk(model, corp
     assert len(rows) == 36 and len({own.kind for own in rows}) == 5
     assert {own.chunk[1] - own.chunk[0] for own in rows} <= set(range(50, 201))
     for own in rows[:3] + rows[-2:]:
-        head, tail = teacher_prompt(byte_tokenizer(), own.question)
-        logp = stock_logp(model, head + text[slice(*own.chunk)] + tail + own.answer)[-len(own.answer) - 1 : -1]
+        told = b"<user>" + bytes(text[slice(*own.chunk)]) + b"\n\n" + own.question.encode() + b"</user>\n"
+        assert bytes(own.prompt) == own.question.encode() + b"</user>\n"
+        logp = stock_logp(model, list(told) + own.answer)[-len(own.answer) - 1 : -1]
         for position, (token, ids, values) in enumerate(zip(own.answer, own.top, own.logp, strict=True)):
             torch.testing.assert_close(torch.tensor(values), logp[position, ids], rtol=0, atol=1e-4)
             assert token in ids and set(ids[:TOP]) == set(logp[position].topk(TOP).indices.tolist())
@@ -201,7 +202,7 @@ def test_it_starts_from_another_cartridge(model, corpus, tmp_path):
     """Keys are turned so that own tokens go on at P, biases are kept, and all slots but the first are trained."""
     start = ["compact", str(model), "--data", str(corpus), "--slots", str(SLOTS), "--threads", "1", "--out"]
     assert main([*start, str(tmp_path / "am")]) == 0
-    before, length = read_cartridge(tmp_path / "am"), len(corpus.read_bytes())
+    before, length = read_cartridge(tmp_path / "am"), len(b"<user>" + corpus.read_bytes() + b"\n\n")
     assert before.config.next_position == length
     for steps in ("0", "2"):
         more = ["--conversations", "4", "--batch", "2", "--steps", steps, "--init", str(tmp_path / "am")]

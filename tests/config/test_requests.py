@@ -7,7 +7,7 @@ import pytest
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.requests import Placed, RequestCache, UnknownCartridge, of_params, resolve
+from kvpop_vllm.requests import Placed, RequestCache, UnknownCartridge, named, of_params, resolve
 
 SHAPE = ModelShape("llama", 2, 2, 32, 4096, num_heads=4)
 
@@ -46,9 +46,11 @@ def test_protection():
 def test_cartridges_stand_before_the_protected_prompt():
     known = {"a": Placed("1", 64), "b": Placed("2", 128), "again": Placed("1", 64)}
     asked = {"kv_cartridges": ["b", "a"]}
-    found = resolve(server("h2o"), asked, 40, known)
+    placed = named(asked, known)
+    assert placed == {"b": known["b"], "a": known["a"]} and list(placed) == ["b", "a"] and named({}, known) == {}
+    found = resolve(server("h2o"), asked, 40, tuple(placed.values()))
     assert (found.protected, found.made, found.cartridges) == (192, 192, (known["b"], known["a"]))
     with pytest.raises(ConfigError, match="twice, by two names of it"):
-        resolve(server("h2o"), {"kv_cartridges": ["a", "again"]}, 40, known)
+        named({"kv_cartridges": ["a", "again"]}, known)
     with pytest.raises(UnknownCartridge, match="'c' does not exist: name one of a, b, again"):
-        resolve(server("h2o"), {"kv_cartridges": ["c"]}, 40, known)
+        named({"kv_cartridges": ["c"]}, known)

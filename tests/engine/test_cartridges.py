@@ -183,6 +183,33 @@ def test_one_cartridge(served):
 
 
 @FEW
+def test_what_a_cartridge_holds_of_a_prompt_is_left_out(served, monkeypatch):
+    """A prompt that begins with the head is what stands behind it; another prompt is refused."""
+    names, head = names_of(served.engine.engine.vllm_config), (5, 9, 7)
+    for name in ("biased", "plain"):
+        monkeypatch.setitem(names.known, f"{name} headed", replace(names.known[name], head=head))
+        monkeypatch.setitem(served.folders, f"{name} headed", served.folders[name])
+        monkeypatch.setitem(SLOTS, f"{name} headed", SLOTS[name])
+    asked, both, own = named("biased headed"), named("plain headed", "biased headed"), random_prompt(40)
+    jobs = [Job(prompt=[*head, *own], new=30, asks=asked), Job(prompt=own, new=30, asks=named("biased"))]
+    jobs += [Job(prompt=[*head, *own], new=30, asks=both), Job(prompt=own, new=30, asks=named("plain", "biased"))]
+    answers = served.serve(jobs)
+    for one, other in ((0, 1), (2, 3)):
+        assert answers[one].prompt_token_ids == answers[other].prompt_token_ids
+        assert answers[one].outputs[0].token_ids == answers[other].outputs[0].token_ids
+    for prompt, asks, text in (
+        (own, asked, "'biased headed' stands in the first message of a chat: begin with a message of the user"),
+        ([*head], asked, "the prompt ends where the cartridge begins"),
+        ([*head, *own], named("biased headed", "plain"), "biased headed and plain stand behind other system messages"),
+    ):
+        with pytest.raises(VLLMValidationError, match=text):
+            served.engine.add("x", Job(prompt=prompt, scored=False, asks=asks))
+    assert not served.engine.engine.has_unfinished_requests()
+    for name in ("biased", "plain"):
+        monkeypatch.delitem(SLOTS, f"{name} headed")
+
+
+@FEW
 @pytest.mark.parametrize("length", [1, 2, BLOCK, 120])
 def test_short_and_long_prompts(served, length):
     """A prompt of one token is decoded at once; the first step is not at position 0."""

@@ -15,7 +15,7 @@ from kvpop_vllm.cli import main
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.evaluation import corpus
 from kvpop_vllm.evaluation.backends import TransformersBackend
-from kvpop_vllm.evaluation.corpus import FULL, MESSAGE, NOTHING, Corpus
+from kvpop_vllm.evaluation.corpus import FULL, NOTHING, Corpus
 from kvpop_vllm.evaluation.corpus_questions import KINDS, Question, make_questions, open_questions, verified
 from kvpop_vllm.testing.models import write_tiny_model
 
@@ -113,19 +113,20 @@ def chat(message: str) -> str:
     return byte_tokenizer().apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
 
-def test_full_contexts_and_truncation_are_transformers_own(folder, made, asked):
-    """Caches are scored as the texts they stand for are, by transformers without any code of ours."""
-    asked, caches = asked
+def test_full_context_and_truncation_are_transformers_own(folder, made, asked):
+    """Caches are scored as the chats they stand for are, by transformers without any code of ours."""
+    asked, whole = asked
     text = bytes(asked.tokens).decode()
+    kept = text[-(SLOTS - len("<user>") - len("\n\n")) :]
     prompts = {
-        FULL: lambda prompt: [*f"{text}\n\n{chat(prompt)}".encode()],
-        MESSAGE: lambda prompt: [*chat(f"{text}\n\n{prompt}").encode()],
-        "truncation": lambda prompt: [*f"{text[-SLOTS:]}\n\n{chat(prompt)}".encode()],
+        FULL: lambda prompt: [*chat(f"{text}\n\n{prompt}").encode()],
+        "truncation": lambda prompt: [*chat(f"{kept}\n\n{prompt}").encode()],
+        NOTHING: lambda prompt: [*chat(prompt).encode()],
     }
     lost = {}
-    for name, cache in (caches | {"truncation": made.make("truncation", SLOTS, asked)}).items():
+    for name, cache in {FULL: whole, **{name: made.make(name, SLOTS, asked) for name in [*prompts][1:]}}.items():
         *choices, opened = made.measure(cache, asked)
-        lost[name], total = {FULL: 0.0, MESSAGE: 0.0}, 0
+        lost[name], total = 0.0, 0
         for question, record in zip(asked.questions, choices, strict=True):
             prompt = prompts[name](question.prompt) + [*question.begin.encode()]
             scores = []
@@ -136,14 +137,12 @@ def test_full_contexts_and_truncation_are_transformers_own(folder, made, asked):
                     assert record["exact"] == float(bytes(logp.argmax(-1).tolist()) == choice.encode())
             assert record["right"] == float(scores.index(max(scores)) == question.right), question
         for prompt, answer in zip(asked.opened, asked.answers, strict=True):
-            logp = {one: stock(folder, prompts[one](prompt) + answer)[-len(answer) - 1 : -1] for one in prompts}
-            for one, best in ((FULL, logp[FULL]), (MESSAGE, logp[MESSAGE])):
-                lost[name][one] += float((best.exp() * (best - logp[name])).sum())
+            best, own = (stock(folder, prompts[one](prompt) + answer)[-len(answer) - 1 : -1] for one in (FULL, name))
+            lost[name] += float((best.exp() * (best - own)).sum())
             total += len(answer)
         assert opened["tokens"] == total
-        assert opened["kl"] == pytest.approx(lost[name][FULL] / total, rel=1e-3, abs=1e-5)
-        assert opened["kl_message"] == pytest.approx(lost[name][MESSAGE] / total, rel=1e-3, abs=1e-5)
-    assert lost["truncation"][FULL] > 1e-2 > abs(lost[FULL][FULL]) and lost[FULL][MESSAGE] > 1e-2
+        assert opened["kl"] == pytest.approx(lost[name] / total, rel=1e-3, abs=1e-5)
+    assert lost["truncation"] > 1e-2 > abs(lost[FULL]) and lost[NOTHING] != lost["truncation"]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "pyramidkv"])
@@ -151,13 +150,14 @@ def test_a_policy_keeps_what_it_holds_at_the_documents_end(made, asked, name):
     """Each head keeps keys and values of the document's own tokens, together as many as there are slots."""
     asked, _ = asked
     cache = made.make(name, SLOTS, asked)
-    assert cache.position == LENGTH and cache.bytes == 2 * SLOTS * 2 * 2 * 32 * 4, "padding does not count"
-    for (k, v, bias), (whole_k, whole_v) in zip(cache.layers, read_corpus(made.model, asked.tokens), strict=True):
+    tokens = [*b"<user>", *asked.tokens, *b"\n\n"]
+    assert cache.position == len(tokens) and cache.bytes == 2 * SLOTS * 2 * 2 * 32 * 4, "padding does not count"
+    for (k, v, bias), (whole_k, whole_v) in zip(cache.layers, read_corpus(made.model, tokens), strict=True):
         used = bias == 0
         assert int(used.sum()) == SLOTS * len(k) or name == "pyramidkv", "heads share a layer's slots"
         for head in range(len(k)):
             rows = [int((whole_k[head] - key).abs().sum(-1).argmin()) for key in k[head][used[head]]]
-            assert rows == sorted(set(rows)) and rows[-8:] == list(range(LENGTH - 8, LENGTH))
+            assert rows == sorted(set(rows)) and rows[-8:] == list(range(len(tokens) - 8, len(tokens)))
             torch.testing.assert_close(whole_k[head][rows], k[head][used[head]])
             torch.testing.assert_close(whole_v[head][rows], v[head][used[head]])
 
@@ -167,7 +167,7 @@ def test_methods_differ_and_nothing_loses_most(made, asked):
     lost = {}
     for method in ("first", "truncation", "attention-matching", "cartridge", NOTHING):
         cache = made.make(method, SLOTS, asked)
-        assert all(k.shape[1] == (1 if method == NOTHING else SLOTS) for k, _, _ in cache.layers)
+        assert all(k.shape[1] == (len("<user>") if method == NOTHING else SLOTS) for k, _, _ in cache.layers)
         lost[method] = [*made.measure(cache, asked)][-1]["kl"]
     assert len(set(lost.values())) == len(lost)
     assert lost["attention-matching"] < 0.5 * lost["truncation"]
@@ -177,11 +177,7 @@ def test_methods_differ_and_nothing_loses_most(made, asked):
 
 def record(document, method, slots, kl=None, right=None, **more):
     told = {"document": document, "unit": document, "method": method, "slots": slots, "bytes": 2**20, "build": 6.0}
-    told |= (
-        {"kind": "name", "right": right}
-        if kl is None
-        else {"kind": "open", "kl": kl, "kl_message": kl + 1, "tokens": 10, "first": 1.0}
-    )
+    told |= {"kind": "name", "right": right} if kl is None else {"kind": "open", "kl": kl, "tokens": 10, "first": 1.0}
     return told | more
 
 
@@ -196,7 +192,6 @@ def test_the_table_by_hand():
     assert "kl" not in full and "kl ratio" not in truncated
     assert snap["right"] == snap["name"] == 0.5 and snap["exact"] == 0.0 and snap["MiB"] == 1.0
     assert snap["kl ratio"] == pytest.approx(0.5) and snap["kl ratio interval"][0] < 0.5 < snap["kl ratio interval"][1]
-    assert snap["kl_message"] == pytest.approx(1.2) and snap["kl_message ratio"] == pytest.approx(1.2 / 1.4)
     assert snap["pays"] == 1, "6 s to make, 6 s won by each question"
 
 
@@ -226,10 +221,10 @@ def test_a_compactor(folder, data, tmp_path, capsys):
     made = Corpus(
         TransformersBackend(str(folder), torch.float32, LENGTH + 1024), str(folder), byte_tokenizer(), 1, 0, 1
     )
-    exam, caches = made.ask(0, tokens)
-    places = torch.linspace(0, LENGTH - 1, SLOTS, dtype=torch.float64).round().long()
+    exam, whole = made.ask(0, tokens)
+    places = torch.linspace(0, whole.position - 1, SLOTS, dtype=torch.float64).round().long()
     spaced = [(k[:, places], v[:, places], None) for k, v in exam.full]
-    *_, expected = made.measure(caches[FULL]._replace(layers=spaced), exam)
+    *_, expected = made.measure(whole._replace(layers=spaced), exam)
     assert lost["still"] == pytest.approx(expected["kl"], rel=0.1) and 0 < lost["still"] < lost[NOTHING]
 
 
@@ -239,7 +234,7 @@ def test_the_command(folder, data, tmp_path, capsys):
     assert run(folder, data, "--rows", "2", "--questions", "1", "--out", str(out)) == 0
     printed = capsys.readouterr()
     assert [line.split("  ")[0] or line.split()[0] for line in printed.out.splitlines()][0] == "slots"
-    for method in (FULL, MESSAGE, NOTHING, *corpus.DEFAULT_METHODS):
+    for method in (FULL, NOTHING, *corpus.DEFAULT_METHODS):
         assert sum(method in line for line in printed.out.splitlines()) == 1
     about, *records = map(json.loads, out.read_text().splitlines())
     assert about["run"]["options"]["budget"] == [SLOTS] and len(about["run"]["rows"]) == 2

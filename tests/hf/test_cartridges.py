@@ -70,6 +70,23 @@ def test_the_slots_are_there_once(case, folders):
     assert all(0 <= each - SLOTS["biased"] * slot < 6 * page.num_layers * 64 for each in extra)
 
 
+def test_what_the_slots_hold_of_a_chat_is_not_given_again(case, tiny, tmp_path):
+    """Ids behind the head are the prompt; ids that begin with it are refused, in a padded row too."""
+    model, found = case("qwen3", "h2o")
+    head, own = [5, 9, 7], random_prompt(20)
+    plain, headed = (
+        write(tmp_path / name, tiny("qwen3")[0], "biased", head=ids) for name, ids in (("a", []), ("b", head))
+    )
+    caches = [KVpopCache(model, **found.settings, cartridge=folder) for folder in (plain, headed)]
+    assert [cache.head for cache in caches] == [[], head]
+    assert generate(model, caches[0], [own], 8) == generate(model, caches[1], [own], 8)
+    caches[1].reset()
+    with pytest.raises(ValueError, match=r"holds the first 3 tokens of the chat: give the others, ids\[:, 3:\]"):
+        generate(model, caches[1], [random_prompt(40), head + own], 8)
+    with pytest.raises(ConfigError, match="stand behind different system messages: leave one out"):
+        KVpopCache(model, **found.settings, cartridge=[plain, headed])
+
+
 def test_refusals(case, folders, tiny):
     model, found = case("qwen3", "h2o")
     with pytest.raises(ConfigError, match="made for a model with model_type = 'llama'"):

@@ -10,8 +10,10 @@ import openai
 import pytest
 import torch
 from serving import Server
+from transformers import AutoTokenizer
 
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, write_cartridge
+from kvpop_vllm.compaction.place import place_of
 
 MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 SLOTS = 128
@@ -74,6 +76,35 @@ def test_a_cartridge_is_named_as_a_model_or_in_the_request(served):
     assert "".join(parts) == one.choices[0].message.content
     echo = client.completions.create(model="one", prompt="Once upon", max_tokens=4, temperature=0, echo=True)
     assert echo.choices[0].text.startswith("Once upon") and echo.choices[0].text.count("Once") == 1
+
+
+def test_a_cartridge_in_the_message_of_a_chat(served, tmp_path):
+    """It holds what the chat template writes before a message, and serves chats that begin as it does, and no others."""
+    server, client = served
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    usual, brief = (place_of(tokenizer, system=system).head for system in (None, "Be brief."))
+    assert tokenizer.decode(usual).endswith("<|im_start|>user\n") and usual != brief
+    for name, head in (("usual", usual), ("brief", brief)):
+        path = write(tmp_path / name, head=head)
+        assert post(server, "load_kv_cartridge", name=name, path=path).status_code == 200
+    base = ask(client, "base").usage.prompt_tokens
+    question = [{"role": "user", "content": "Who wrote this?"}]
+    told = [{"role": "system", "content": "Be brief."}, *question]
+    assert ask(client, "usual").usage.prompt_tokens == base - len(usual) + SLOTS
+    turns = [*question, {"role": "assistant", "content": "Nobody."}, {"role": "user", "content": "Why?"}]
+    assert ask(client, "usual", messages=turns).usage.prompt_tokens_details.cached_tokens == SLOTS
+    assert ask(client, "brief", messages=told).usage.prompt_tokens == base - len(usual) + SLOTS
+    for name, messages in (("usual", told), ("brief", question)):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="stands in the first message of a chat") as caught:
+                list(ask(client, name, messages=messages, stream=stream))
+            assert "\n" not in caught.value.message
+    with pytest.raises(openai.BadRequestError, match="for other prompts make it with 'kvpop compact --place front'"):
+        client.completions.create(model="usual", prompt="Once upon", max_tokens=4)
+    with pytest.raises(openai.BadRequestError, match="usual and one stand behind other system messages"):
+        ask(client, "base", extra_body={"vllm_xargs": {"kv_cartridges": ["usual", "one"]}})
+    for name in ("usual", "brief"):
+        assert post(server, "unload_kv_cartridge", name=name).status_code == 200
 
 
 def test_one_copy_for_all_requests(served):

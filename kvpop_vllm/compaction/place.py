@@ -1,0 +1,88 @@
+"""Place of a corpus in a prompt: in the first message of a chat, or in front of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.chat import render
+
+SEPARATOR = "\n\n"
+"""What stands between a corpus and the user's own words in a message."""
+MARK = "\ue000corpus\ue001"
+"""Stands for the user's message while a chat template is filled in."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a corpus stands; its ids are ``[*head, *corpus, *end]``, and what a user asks follows.
+
+    Attributes:
+        tokenizer: the model's.
+        head: ids before the corpus, with which the prompt of a chat begins too. Empty in front of everything.
+        end: ids that separate the corpus from what follows.
+        system: the system message of ``head``; None for that of the chat template, if it has one.
+    """
+
+    tokenizer: object
+    head: list[int]
+    end: list[int]
+    system: str | None = None
+
+    def read(self, text: str) -> list[int]:
+        """Return the ids of a corpus. In front of everything it begins as the tokenizer's texts do."""
+        return self.tokenizer(text, add_special_tokens=not self.head, verbose=False)["input_ids"]
+
+    def around(self, corpus: Sequence[int]) -> list[int]:
+        """Return the ids that a cache of the corpus stands for."""
+        return [*self.head, *corpus, *self.end]
+
+    def asking(self, prompt: str) -> list[int]:
+        """Return the ids of a user's words behind the corpus, up to where the model's answer begins.
+
+        Raises:
+            ConfigError: the chat template or the tokenizer joins the words with what is before them.
+        """
+        if self.head:
+            ids = self._ids(_chat(self.tokenizer, self.system, prompt))
+            if ids[: len(self.head)] != self.head:
+                raise ConfigError("the chat template changes what is before a message: use --place front")
+            return ids[len(self.head) :]
+        if getattr(self.tokenizer, "chat_template", None):
+            return self._ids(SEPARATOR + _chat(self.tokenizer, self.system, prompt))
+        return self._ids(f"{SEPARATOR}{prompt}{SEPARATOR}")
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def place_of(tokenizer, place: str | None = None, system: str | None = None) -> Place:
+    """Return the place of a corpus for a model.
+
+    Args:
+        tokenizer: the model's.
+        place: ``message``, ``front``, or None for the first where there is a chat template.
+        system: system message of the chats, or None for that of the template.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template for a message.
+    """
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    if not templated and (place == "message" or system is not None):
+        option = "--system" if system is not None else "--place message"
+        raise ConfigError(f"the tokenizer has no chat template: leave {option} out")
+    if place == "front" and system is not None:
+        raise ConfigError("a corpus in front of a chat has no system message before it: leave --system out")
+    if not templated or place == "front":
+        return Place(tokenizer, [], [])
+    head = _chat(tokenizer, system, MARK).split(MARK, 1)[0]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (head, SEPARATOR)]
+    return Place(tokenizer, *ids, system)
+
+
+def _chat(tokenizer, system: str | None, prompt: str) -> str:
+    """Return a chat of one message of the user, up to where the model's answer begins."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": prompt})
+    return render(tokenizer, messages, "the prompt", add_generation_prompt=True)
