@@ -194,8 +194,8 @@ class DecodeRows:
             split: division of the step.
             lengths: length of each request with its new tokens, exact for chunks.
             block_table: ``[requests, W]`` int32.
-            regions: as in :meth:`StepBatch.build`.
-            layer: as in :meth:`StepBatch.build`.
+            regions: as in :meth:`StepPlan.batch`.
+            layer: as in :meth:`StepPlan.batch`.
             sizes: the values that were sent to :meth:`fill`.
         """
         rows, heads, chosen = split.decodes, self.layout.num_kv_heads, [i for i, _, _ in split.chunks]

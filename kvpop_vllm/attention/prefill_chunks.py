@@ -19,8 +19,8 @@ class PrefillChunk:
         first: index of the first token in the flat batch.
         last: index behind the last token.
         start: position of the first token.
-        row: ``[H, P]`` int32, pages of the tail.
-        budgets: ``[H]`` int32, B of each head, on the CPU.
+        row: ``[H, P]`` int32, pages of the tail; None as long as no layer is chosen.
+        budgets: ``[H]`` int32, B of each head, on the CPU; None in the same way.
         window: w.
         protected: p, tokens of the protected prefix.
         prefix_row: ``[F]`` int32, blocks of the prefix.
@@ -34,8 +34,8 @@ class PrefillChunk:
     first: int
     last: int
     start: int
-    row: torch.Tensor
-    budgets: torch.Tensor
+    row: torch.Tensor | None
+    budgets: torch.Tensor | None
     window: int
     protected: int = 0
     prefix_row: torch.Tensor | None = None

@@ -87,8 +87,8 @@ class StepBatch:
         windows: ``[R]`` int32, w of each request.
         prefills: chunks of the other requests, in order.
         starts: ``[n]`` int64, first position of each request with tokens, in order; 0 if it is at most p,
-            because the tail then begins anew. None if the host must not wait for it; each kernel then checks
-            its own requests.
+            because the tail then begins anew. None if the host must not wait for it, or if another layer has
+            checked them; each kernel then checks its own requests.
         slot_zero: ``[n, H]`` int64, page of each head's slot 0, which stores ``tokens_seen``; None as for
             ``starts``.
         protection: work for protected prefixes, None if no request has one.
@@ -112,81 +112,89 @@ class StepBatch:
         """All prefill chunks, of which there is one at least."""
         return ChunkGroup.of(self.prefills)
 
-    @classmethod
-    def build(
-        cls,
+
+class StepPlan:
+    """One engine step as the host knows it. The batch of each layer is made from it, since pages may differ by layer.
+
+    Args:
+        layout: page layout of the layers.
+        retention: budget, sinks and window of all heads and layers.
+        query_lens: tokens of each request in this step.
+        seq_lens: ``[requests]``, lengths including them.
+        block_table: ``[requests, W]`` int32, blocks of each request's prefix, state and tail.
+        sizes: settings of each request.
+    """
+
+    def __init__(
+        self,
         layout: PageLayout,
         retention: Retention,
         query_lens: list[int],
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         sizes: RequestSettings = RequestSettings(),  # noqa: B008
-        regions: RegionMap | DividedRegions | None = None,
-        layer: int = 0,
-    ) -> StepBatch:
-        """Split a batch into decode rows and prefill chunks.
+    ):
+        requests, lengths = len(query_lens), seq_lens.tolist()
+        starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
+        protected, windows = sizes.protected or [0] * requests, sizes.windows or [retention.window] * requests
+        made, drawn = sizes.made or [0] * requests, [None] * requests if sizes.seeds is None else sizes.seeds.tolist()
+        self.layout, self.otherwise = layout, retention.budget
+        self.asked = [retention.budget] * requests if sizes.budgets is None else sizes.budgets
+        self.tails = tail_tables(block_table, protected, layout) if any(protected) else block_table
+        self.compressed = torch.tensor([start >= p for start, p in zip(starting, protected, strict=True)])
+        if sizes.compresses:  # a prompt that has been compressed leaves no prefix
+            protected = [p if start < p else 0 for start, p in zip(starting, protected, strict=True)]
+        firsts = list(itertools.accumulate(query_lens, initial=0))
+        singles, self.chunks = [], []
+        for i, count in enumerate(query_lens):
+            whole = sizes.compresses and protected[i]
+            if count == 1 and not whole:
+                singles.append(i)
+            elif count:
+                told = windows[i], protected[i], block_table[i], drawn[i]
+                chunk = PrefillChunk(firsts[i], firsts[i + 1], starting[i], None, None, *told, made=made[i])
+                self.chunks += [(i, part) for part in (chunk.cut_at_prompts_end() if whole else [chunk])]
+        at = [firsts[i] for i in singles]
+        together = at == singles == list(range(len(singles)))
+        self.chosen = slice(0, len(singles)) if together else torch.tensor(singles)
+        self.rows = {
+            "decodes": len(singles),
+            "tokens": self.chosen if together else torch.tensor(at),
+            "positions": seq_lens[self.chosen].long() - 1,
+            "windows": torch.tensor(windows, dtype=torch.int32)[self.chosen],
+            "seeds": None if sizes.seeds is None else sizes.seeds[self.chosen],
+        }
+        busy = [i for i, count in enumerate(query_lens) if count]
+        self.busy, self.protection = torch.tensor(busy, dtype=torch.int64), None
+        starts = [starting[i] if starting[i] > protected[i] else 0 for i in busy]
+        self.starts = torch.tensor(starts, dtype=torch.int64)
+        if any(protected):
+            spans, which = list(zip(firsts, starting, query_lens, strict=False)), torch.arange(requests)
+            those = block_table, which, self.chosen
+            self.protection = protection_of(layout.block_slots, spans, protected, *those, made=made)
+
+    def batch(self, regions: RegionMap | DividedRegions | None = None, layer: int = 0) -> StepBatch:
+        """Return the batch of a layer, or that of all layers if all heads have equal shares.
 
         Args:
-            layout: page layout of the layer.
-            retention: budget, sinks and window of all heads and layers.
-            query_lens: tokens of each request in this step.
-            seq_lens: ``[requests]``, lengths including them.
-            block_table: ``[requests, W]`` int32, blocks of each request's prefix, state and tail.
-            sizes: settings of each request.
             regions: map to the pages of heads with unequal budgets, or None.
             layer: layer in ``regions``.
         """
-        requests, seeds, lengths = len(query_lens), sizes.seeds, seq_lens.tolist()
-        starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
-        protected, windows = sizes.protected or [0] * requests, sizes.windows or [retention.window] * requests
-        drawn = [None] * requests if seeds is None else seeds.tolist()
-        tails = tail_tables(block_table, protected, layout) if any(protected) else block_table
         if regions is None:
-            asked = [retention.budget] * requests if sizes.budgets is None else sizes.budgets
-            budgets, rows = _equal_heads(layout, asked, tails, retention.budget)
+            budgets, rows = _equal_heads(self.layout, self.asked, self.tails, self.otherwise)
         else:
-            compressed = [start >= p for start, p in zip(starting, protected, strict=True)]
-            budgets, rows = regions.place(layer, tails, compressed)
-        made = sizes.made or [0] * requests
-        if sizes.compresses:  # a prompt that has been compressed leaves no prefix
-            protected = [p if start < p else 0 for start, p in zip(starting, protected, strict=True)]
-        singles, at, prefills, first = [], [], [], 0
-        for i, count in enumerate(query_lens):
-            start, own = starting[i], (rows[i], budgets[i], windows[i])
-            if sizes.compresses and count and protected[i]:
-                whole = PrefillChunk(first, first + count, start, *own, protected[i], block_table[i])
-                prefills += whole.cut_at_prompts_end()
-            elif count == 1:
-                singles.append(i)
-                at.append(first)
-            elif count > 1:
-                prefix = protected[i], block_table[i], drawn[i]
-                prefills.append(PrefillChunk(first, first + count, start, *own, *prefix, made=made[i]))
-            first += count
-        together = at == list(range(len(at))) and singles == at
-        chosen = slice(0, len(singles)) if together else torch.tensor(singles)
-        tokens, positions = chosen if together else torch.tensor(at), seq_lens[chosen].long() - 1
-        asked = torch.tensor(windows, dtype=torch.int32)[chosen]
-        busy = torch.tensor([i for i, count in enumerate(query_lens) if count], dtype=torch.int64)
-        starts = torch.tensor([starting[i] if starting[i] > protected[i] else 0 for i in busy.tolist()])
-        slot_zero = rows[busy, :, layout.state_blocks].long()
-        protection = None
-        if any(protected):
-            ends = itertools.accumulate(query_lens, initial=0)
-            spans = list(zip(ends, starting, query_lens, strict=False))
-            protection = protection_of(layout.block_slots, spans, protected, block_table, rows, chosen, made=made)
-        return cls(
-            len(singles),
-            tokens,
-            rows[chosen],
-            positions,
-            budgets[chosen],
-            asked,
-            tuple(prefills),
-            starts.long(),
-            slot_zero,
-            protection,
-            None if seeds is None else seeds[chosen],
+            budgets, rows = regions.place(layer, self.tails, self.compressed)
+        protection = self.protection
+        if protection is not None:
+            protection = replace(protection, begun=rows[protection.begun])
+        return StepBatch(
+            table=rows[self.chosen],
+            budgets=budgets[self.chosen],
+            prefills=tuple(replace(chunk, row=rows[i], budgets=budgets[i]) for i, chunk in self.chunks),
+            starts=self.starts,
+            slot_zero=rows[self.busy, :, self.layout.state_blocks].long(),
+            protection=protection,
+            **self.rows,
         )
 
 
@@ -238,7 +246,7 @@ def protection_of(
         spans: (first token in the flat batch, its position, tokens) of each request.
         protected: p of each request.
         table: ``[requests, F]`` int32, prefix blocks.
-        tails: ``[requests, H, P]`` int32, pages of the tails.
+        tails: ``[requests, H, P]`` int32, pages of the tails, or another tensor of ``begun`` for each request.
         chosen: the decoded requests.
         ahead: 0 if a tail begins in the step that has token p; 1 if it begins in the step of the token
             before.

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.shifted_scores import shift
-from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch, StepPlan
 from kvpop_vllm.compaction.cartridge import read_config
 from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.kernels import dispatch
@@ -176,17 +176,20 @@ class FixedBudgetMetadata:
     """Metadata of one engine step.
 
     A layer's batch is built anew each time it is asked for if heads have unequal shares, so that a CUDA graph
-    records how the batch is built and not its values.
+    records how the batch is built and not its values. Only the first layer's has starts to be checked, because all
+    layers have seen the same tokens.
 
     Attributes:
         build: builds the batch of one layer from the regions of its pages and its index.
         num_tokens: tokens of the step.
         shared: the batch of all layers where heads have equal shares, else None.
+        checked: True after the first layer.
     """
 
     build: Callable[[RegionMap | DividedRegions | None, int], StepBatch]
     num_tokens: int
     shared: StepBatch | None
+    checked: bool = False
 
     def batch(self, layer: int, regions: RegionMap | DividedRegions | None) -> StepBatch:
         """Return the batch of a layer.
@@ -195,7 +198,13 @@ class FixedBudgetMetadata:
             layer: index of the layer.
             regions: location of the layer's pages if shares are unequal, else None.
         """
-        return self.shared if regions is None else self.build(regions, layer)
+        batch = self.shared if regions is None else self.build(regions, layer)
+        if self.checked and batch.starts is not None:
+            batch = dataclasses.replace(batch, starts=None, slot_zero=None)
+        if regions is None:
+            self.shared = batch
+        self.checked = True
+        return batch
 
 
 class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
@@ -265,8 +274,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
         sizes = self.sizes(len(query_lens))
-        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, sizes
-        return self.finish(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
+        plan = StepPlan(self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, sizes)
+        return self.finish(plan.batch, int(starts[-1]))
 
     def finish(
         self, build: Callable[[RegionMap | DividedRegions | None, int], StepBatch], num_tokens: int

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvpop_vllm.attention.device_batch import DecodeRows, Split
-from kvpop_vllm.attention.step_batch import RequestSettings, StepBatch
+from kvpop_vllm.attention.step_batch import RequestSettings, StepPlan
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.roles import Retention
 
@@ -122,7 +122,7 @@ def test_equal_to_batches_made_anew(name, kind, state):
         sizes = RequestSettings(protected if longest else None, *((budgets, windows) if own else ()))
         batch, d = filled(rows, lens, lengths, sizes), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
-        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, sizes)
+        expected = StepPlan(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, sizes).batch()
         assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
         for each in ("positions", "budgets", "windows"):
             assert torch.equal(getattr(batch, each), getattr(expected, each)[:d]), each

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpop_vllm.attention.step_batch import FixedBudgetAttention, StepBatch
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepPlan
 from kvpop_vllm.kernels.ops import StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.roles import Retention
@@ -27,13 +28,13 @@ def layer():
 
 def batch(layer, query_lens, seq_lens, requests):
     rows = torch.nn.functional.pad(layer[2][requests], (0, 5))  # wider than needed, like vLLM's
-    return StepBatch.build(
+    return StepPlan(
         layer[0].layout,
         Retention(BUDGET, layer[0].rule.sinks, layer[0].rule.window),
         query_lens,
         torch.tensor(seq_lens, dtype=torch.int32),
         rows,
-    )
+    ).batch()
 
 
 def run(layer, step, tokens, seed):
@@ -130,3 +131,30 @@ def test_a_sequence_may_start_over(layer):
     fresh = run(layer, batch(layer, [20], [20], [0]), 20, seed=5)
     run(layer, batch(layer, [1], [1], [0]), 1, seed=6)
     assert torch.equal(run(layer, batch(layer, [20], [20], [0]), 20, seed=5), fresh)
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts the torch operations that run under it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("protected", [0, 20])
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_operations_of_a_plan_do_not_depend_on_the_number_of_requests(layer, protected, chunks):
+    """Decode rows are described together: as many operations for 3 as for 100, for the plan and for each layer."""
+    found = []
+    for requests in (3, 100):
+        query, seq = [1] * requests + [4] * chunks, torch.full((requests + chunks,), 90, dtype=torch.int32)
+        table = torch.zeros(requests + chunks, 12, dtype=torch.int32)
+        sizes = RequestSettings([protected] * (requests + chunks))
+        with CountedOps() as planning:
+            plan = StepPlan(layer[0].layout, Retention(BUDGET, SINKS, WINDOW), query, seq, table, sizes)
+        with CountedOps() as placing:
+            assert plan.batch().decodes == requests
+        found.append((planning.count, placing.count))
+    assert found[0] == found[1]

@@ -16,7 +16,7 @@ from kernels.memory import peak_bytes
 
 from kvpop_vllm.attention import step_batch
 from kvpop_vllm.attention.profile_run import worst_case_batches
-from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepPlan
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import region_map
 from kvpop_vllm.requests import RequestCache
@@ -83,7 +83,7 @@ class Layers:
             table = torch.zeros(len(counts), 32, dtype=torch.int32)
             for row, blocks in zip(table, rows, strict=True):
                 row[: len(blocks)] = torch.tensor(blocks)
-            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, sizes, regions, i)
+            step = StepPlan(layout, impl.policy.retention, counts, seq_lens, table, sizes).batch(regions, i)
             cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference")
             cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
         return out
