@@ -1,12 +1,18 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and JSON that may be anybody's."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from kvpop_vllm.config import ConfigError
+
+MAX_JSON_BYTES = 1 << 24
+"""Most bytes of a JSON file that is read."""
 
 
 @contextmanager
@@ -30,6 +36,27 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file by :func:`replacing`."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def read_json(path: str | Path, advice: str) -> object:
+    """Return the contents of a JSON file.
+
+    Args:
+        path: the file.
+        advice: what to do if it cannot be read, for the error.
+
+    Raises:
+        ConfigError: it cannot be read, is too large or too deep, or is not JSON.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
+        return json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} cannot be read as JSON ({reason}): {advice}") from None
 
 
 def remove(path: Path) -> None:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvpop_vllm.compaction.rope import check_rope, rope_of, turned
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
-from kvpop_vllm.files import replacing
+from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.scorers.init import shape_of
 
@@ -53,7 +53,6 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of keys and values, by their names in a safetensors file."""
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 """Suffixes of files that hold pickles."""
-MAX_CONFIG_BYTES = 1 << 24
 MAX_POSITION = 2**31 - 1
 """Largest position, because positions are int32 in the pages."""
 
@@ -201,13 +200,7 @@ def read_config(folder: str | Path) -> CartridgeConfig:
         raise ConfigError(
             f"no cartridge at {str(folder)!r}: {CONFIG_NAME} is missing; give a folder that 'kvpop compact' wrote"
         )
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError(f"more than {MAX_CONFIG_BYTES} bytes")
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}): write the cartridge again") from None
-    return CartridgeConfig.from_dict(raw, str(path))
+    return CartridgeConfig.from_dict(read_json(path, "write the cartridge again"), str(path))
 
 
 def _refuse_pickle(folder: Path) -> None:
@@ -378,11 +371,7 @@ def base_digests(folder: str | Path) -> dict[str, str | None]:
 
 
 def _model_config(folder: Path) -> dict:
-    path = folder / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give the folder of a Hugging Face model") from None
+    return read_json(folder / "config.json", "give the folder of a Hugging Face model")
 
 
 def _config_digest(config: Mapping, source: str) -> str:

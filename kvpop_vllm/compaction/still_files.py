@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvpop_vllm.compaction.cartridge import DTYPES, MAX_CONFIG_BYTES, check_base, digest_of, incomplete
+from kvpop_vllm.compaction.cartridge import DTYPES, check_base, digest_of, incomplete
 from kvpop_vllm.compaction.rope import check_rope
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
-from kvpop_vllm.files import replacing
+from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 
 FORMAT = {"format": "kvpop-compactor", "version": 1}
@@ -128,13 +128,7 @@ def read_compactor(folder: str | Path, model: str | Path, slots: int | None = No
             raise ConfigError(
                 f"no compactor at {str(folder)!r}: {each.name} is missing; train one: kvpop train-compactor"
             )
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError(f"more than {MAX_CONFIG_BYTES} bytes")
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}): copy the compactor again") from None
-    config = CompactorConfig.from_dict(raw, str(path))
+    config = CompactorConfig.from_dict(read_json(path, "copy the compactor again"), str(path))
     check_base(config, model, f"the compactor {folder}", "compactor")
     if slots not in (None, config.slots):
         raise ConfigError(

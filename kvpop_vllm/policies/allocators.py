@@ -6,14 +6,13 @@ prompts, and policies that rank all heads of a layer in one round need heads wit
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from kvpop_vllm.config import ConfigError, check_head_shares
+from kvpop_vllm.files import read_json
 from kvpop_vllm.roles import Retention
 
 Allocator = Callable[[Retention, int, int], torch.Tensor]
@@ -75,10 +74,7 @@ def allocator_of(name: str, layers: int, heads: int) -> Allocator:
     """
     if name in ALLOCATORS:
         return ALLOCATORS[name]
-    try:
-        found = json.loads(Path(name).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--kv-allocator {name} cannot be read as JSON: {error}") from None
+    found = read_json(name, "give --kv-allocator another file, or the name of an allocator")
     if not isinstance(found, dict) or not found.get("shares"):
         raise ConfigError(f"--kv-allocator {name} has no shares: write them with 'kvpop distill shares'")
     check_head_shares(found["shares"], layers, heads, name)

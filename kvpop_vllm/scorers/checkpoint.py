@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import replacing
+from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.scorers import ScorerConfig, parse_config
 
 CONFIG_NAME = "kvpop_config.json"
@@ -105,11 +105,7 @@ def read_config(folder: str | Path) -> ScorerConfig:
         raise ConfigError(
             f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop init-scorer'"
         )
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    return parse_config(raw, str(path))
+    return parse_config(read_json(path, "write the scorer again"), str(path))
 
 
 def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:

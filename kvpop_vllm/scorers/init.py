@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import read_json
 from kvpop_vllm.scorers import ScorerConfig, build, make_config
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, write_scorer
 from kvpop_vllm.supported import FULL_CHECKPOINT_SUFFIX
@@ -51,11 +52,7 @@ def full_shape(model: str | Path) -> dict:
         ConfigError: as :func:`model_shape`.
     """
     path = Path(model) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give the folder of a Hugging Face model") from None
-    return shape_of(config, path)
+    return shape_of(read_json(path, "give the folder of a Hugging Face model"), path)
 
 
 def shape_of(config: dict, path: str | Path) -> dict:
