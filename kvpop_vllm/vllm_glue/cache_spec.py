@@ -18,7 +18,7 @@ from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import Shares, divided_blocks
 from kvpop_vllm.requests import RequestCache, of_params
-from kvpop_vllm.vllm_glue import manager_requests
+from kvpop_vllm.vllm_glue import manager_requests, reports
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -51,7 +51,9 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.made: dict[str, int] = {}  # slots of cartridges, of requests that begin with some
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
         self.cartridges = None  # set by the engine, after the scheduler is made
+        self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
         manager_requests.apply()
+        reports.apply()
         if kv_cache_spec.may_have_cartridges:
             from kvpop_vllm.vllm_glue import cartridges
 
@@ -73,12 +75,16 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         waiting = set(self.made) - set(self.req_to_blocks) - {request.request_id}
         for name in waiting:
             self._forget_cartridges(name)  # a request that was not admitted must not hold what others wait for
-        spec, asked = self.kv_cache_spec, of_params(request.sampling_params)
-        own = protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget
-        own = own if asked is None else (asked.protected, asked.budget)
-        final = request.num_prompt_tokens + request.max_tokens if spec.reserve else 0
-        self.requests[request.request_id] = *own, final
+        asked = of_params(request.sampling_params)
+        final = request.num_prompt_tokens + request.max_tokens if self.kv_cache_spec.reserve else 0
+        self.requests[request.request_id] = *self.sizes(request), final
         return [] if asked is None or not asked.cartridges else self._place(request.request_id, asked)
+
+    def sizes(self, request) -> tuple[int, int]:
+        """Return p and B of a request: those that it asked for, else the server's."""
+        if (asked := of_params(request.sampling_params)) is not None:
+            return asked.protected, asked.budget
+        return protected_tokens(self.kv_cache_spec.protect, request.num_prompt_tokens), self.kv_cache_spec.budget
 
     def _place(self, request_id: str, asked: RequestCache) -> list:
         """Return the blocks of a request's cartridges; if there is no room for them, have it wait."""
@@ -207,6 +213,7 @@ class FixedBudgetSpec(AttentionSpec):
         reserve: True if a request claims all blocks that it will ever hold at once.
         cartridges: slots of each cartridge with which the engine starts.
         loads: True if others may be loaded later.
+        drops_early: True if tokens may be evicted while slots are free.
     """
 
     budget: int
@@ -221,6 +228,7 @@ class FixedBudgetSpec(AttentionSpec):
     reserve: bool = False
     cartridges: tuple[int, ...] = ()
     loads: bool = False
+    drops_early: bool = False
 
     def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
         """Return the number of blocks of a request, entries of a dropped prefix included.
