@@ -293,6 +293,14 @@ class Policy(ABC):
         """
         return self.layer_rule(0, slice(0, 1)).state_floats(self.model.head_dim)
 
+    @functools.cached_property
+    def drops_early(self) -> bool:
+        """True if tokens may be evicted while slots are free, so that the number of held tokens depends on the text.
+
+        The tensors of layer 0 must have been loaded.
+        """
+        return self.layer_rule(0, slice(0, 1)).threshold is not None
+
     @property
     def allocator(self) -> str:
         """Name of the allocator that distributes the budget over layers and heads, or its file (``--kv-allocator``)."""

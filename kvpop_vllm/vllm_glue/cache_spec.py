@@ -51,6 +51,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.made: dict[str, int] = {}  # slots of cartridges, of requests that begin with some
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
         self.cartridges = None  # set by the engine, after the scheduler is made
+        self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
         manager_requests.apply()
         reports.apply()
@@ -160,6 +161,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
     def pop_blocks_for_free(self, request_id):
         """Forget a request and return its blocks."""
         self.requests.pop(request_id, None)
+        self.bounds.pop(request_id, None)
         self._forget_cartridges(request_id)
         return super().pop_blocks_for_free(request_id)
 

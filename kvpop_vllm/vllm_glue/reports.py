@@ -7,7 +7,6 @@ exception: theirs are not counted.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -70,21 +69,15 @@ def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
     return len(row)
 
 
-@functools.lru_cache(maxsize=4096)
-def most_blocks(spec: FixedBudgetSpec, length: int, protected: int, budget: int) -> int:
-    """Return the most blocks that a request can hold until it has ``length`` tokens."""
-    return spec.blocks(length, protected, budget)
-
-
 def tokens_seen(request) -> int:
     """Return the tokens that a request's cache has processed, without those of steps that still run."""
     return max(0, request.num_computed_tokens - request.num_in_flight_tokens)
 
 
-def bound_of(manager: FixedBudgetManager, request, longest: int) -> int:
-    """Return the most blocks that a request can come to hold; ``longest`` is ``--max-model-len``."""
-    length = min(request.num_prompt_tokens + request.max_tokens, longest)
-    return most_blocks(manager.kv_cache_spec, length, *manager.sizes(request))
+def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:
+    """Return the most blocks that a request can come to hold."""
+    length = min(request.num_prompt_tokens + request.max_tokens, scheduler.max_model_len)
+    return manager.kv_cache_spec.blocks(length, *manager.sizes(request))
 
 
 def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
@@ -99,8 +92,7 @@ def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
         heads = policy.model.num_layers * policy.model.num_kv_heads
         kept = kept_tokens(heads, seen, replace(policy.retention, budget=budget), spec.shares, prefix)
     blocks = blocks_held(manager, request.request_id)
-    bound = bound_of(manager, request, scheduler.max_model_len)
-    return CacheUse(seen, 0 if spec.votes else prefix, kept, blocks, bound)
+    return CacheUse(seen, 0 if spec.votes else prefix, kept, blocks, most_blocks(scheduler, manager, request))
 
 
 def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dict:
@@ -165,9 +157,12 @@ def _make_stats(original, self, *args, **kwargs):
         return stats
     policy, spec = engine_policy(self.vllm_config), manager.kv_cache_spec
     blocks = sum(blocks_held(manager, request.request_id) for request in self.running)
+    for request in self.running:
+        if request.request_id not in manager.bounds:
+            manager.bounds[request.request_id] = most_blocks(self, manager, request)
     numbers = {
         "blocks_held": blocks,
-        "blocks_bound": sum(bound_of(manager, request, self.max_model_len) for request in self.running),
+        "blocks_bound": sum(manager.bounds.values()),
         "bytes_held": blocks * bytes_per_block(policy, spec),
         "dense_bytes": sum(map(tokens_seen, self.running)) * dense_bytes_per_token(policy, spec),
         "ended": manager.ended,
