@@ -115,7 +115,6 @@ class FixedBudgetBackend(AttentionBackend):
             adaptive_head_budgets=cls.policy.adaptive_head_budgets,
             cartridges=(room := cartridge_room(cls.policy))[0],
             loads=room[1],
-            drops_early=cls.policy.drops_early,
             max_tp_shards=spec.max_tp_shards,
         )
 

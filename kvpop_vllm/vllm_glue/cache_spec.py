@@ -215,7 +215,6 @@ class FixedBudgetSpec(AttentionSpec):
         reserve: True if a request claims all blocks that it will ever hold at once.
         cartridges: slots of each cartridge with which the engine starts.
         loads: True if others may be loaded later.
-        drops_early: True if tokens may be evicted while slots are free.
     """
 
     budget: int
@@ -230,7 +229,6 @@ class FixedBudgetSpec(AttentionSpec):
     reserve: bool = False
     cartridges: tuple[int, ...] = ()
     loads: bool = False
-    drops_early: bool = False
 
     def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
         """Return the number of blocks of a request, entries of a dropped prefix included.

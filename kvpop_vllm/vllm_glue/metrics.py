@@ -25,6 +25,9 @@ COUNTERS = {
 }
 
 
+KEPT = "tokens_kept", "tokens_evicted"
+
+
 class PolicyStatLogger(AggregateStatLoggerBase):
     """Stat logger of an engine with a policy.
 
@@ -36,8 +39,8 @@ class PolicyStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(self, vllm_config, engine_indexes):
-        labels, model = ["model_name", "engine"], vllm_config.model_config.served_model_name
-        self.metrics: dict = {}
+        policy, model = engine_policy(vllm_config), vllm_config.model_config.served_model_name
+        labels, self.metrics = ["model_name", "engine"], {}
 
         def add(name: str, metric) -> None:
             self.metrics[name] = {index: metric.labels(model, str(index)) for index in engine_indexes}
@@ -45,10 +48,11 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         for name, text in GAUGES.items():
             add(name, Gauge(f"vllm:kv_policy_{name}", text, labels, multiprocess_mode="mostrecent"))
         for name, text in COUNTERS.items():
-            add(name, Counter(f"vllm:kv_policy_{name}", text, labels))
+            if name not in KEPT or not policy.drops_early:
+                add(name, Counter(f"vllm:kv_policy_{name}", text, labels))
         share = "Share of its tokens that a request's cache held at its end, mean of all KV heads."
-        add("retained_share", Histogram("vllm:kv_policy_retained_share", share, labels, buckets=SHARES))
-        policy = engine_policy(vllm_config)
+        if not policy.drops_early:
+            add("retained_share", Histogram("vllm:kv_policy_retained_share", share, labels, buckets=SHARES))
         told = {
             "policy": policy.name,
             "budget": str(policy.retention.budget),

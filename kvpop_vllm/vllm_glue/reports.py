@@ -88,7 +88,7 @@ def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
     if spec.votes and seen >= protected:
         prefix = 0  # the prompt has been compressed
     kept = None
-    if not spec.drops_early:
+    if not policy.drops_early:
         heads = policy.model.num_layers * policy.model.num_kv_heads
         kept = kept_tokens(heads, seen, replace(policy.retention, budget=budget), spec.shares, prefix)
     blocks = blocks_held(manager, request.request_id)
