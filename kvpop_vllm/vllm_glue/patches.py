@@ -272,7 +272,6 @@ def _create_engine_config(original, self, *args, **kwargs):
 
 def _config_with_policy(original, engine_args, *args, **kwargs):
     from kvpop_vllm import policies
-    from kvpop_vllm.vllm_glue import metrics
 
     settings = PolicySettings.parse(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
@@ -295,13 +294,20 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     engine_policy.check_checkpoint(vllm_config)
     engine_policy.choose_model_class(vllm_config)
     refusals.check_pipeline(vllm_config, policy)
-    metrics.apply()
+    _publish()
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
     wrap("vllm.v1.engine.async_llm:AsyncLLM.generate", _generate)
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
     _log_policy(policy)
     return vllm_config
+
+
+def _publish() -> None:
+    """Publish metrics; their modules are imported once nothing is refused."""
+    from kvpop_vllm.vllm_glue import metrics
+
+    metrics.apply()
 
 
 def _serve_cartridges(vllm_config) -> None:
