@@ -129,6 +129,9 @@ SETTINGS = (
         "kv_seed", int, "a 64-bit integer", "Seed of the draws", "the `seed` of the sampling parameters",
         where=(REQUEST,),
     ),
+    Setting(
+        "kv_report", int, "0 or 1", "Whether the response says what the cache did", "0", where=(REQUEST,),
+    ),
 )  # fmt: skip
 """All settings, in the order of the help and the documents."""
 

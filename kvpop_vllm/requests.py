@@ -15,7 +15,13 @@ from kvpop_vllm.config import ConfigError, protected_tokens, protection
 if TYPE_CHECKING:
     from kvpop_vllm.policies import Policy
 
-BUDGET, PROTECT, CARTRIDGES, SEED = KEYS = "kv_budget", "kv_protect_prompt", "kv_cartridges", "kv_seed"
+BUDGET, PROTECT, CARTRIDGES, SEED, REPORT = KEYS = (
+    "kv_budget",
+    "kv_protect_prompt",
+    "kv_cartridges",
+    "kv_seed",
+    "kv_report",
+)
 """Keys of a request."""
 RESOLVED = "kvpop"
 """Key of ``extra_args`` that holds the resolved :class:`RequestCache`."""
@@ -88,6 +94,8 @@ def resolve(
         return None
     if unknown := sorted(set(asked) - set(KEYS)):
         raise ConfigError(f"unknown key {unknown[0]!r}: use {', '.join(KEYS)}")
+    if (report := asked.get(REPORT)) is not None and not (isinstance(report, int) and report in (0, 1)):
+        raise ConfigError(f"{REPORT} must be 0 or 1, got {report!r}")
     kept = policy.retention if asked.get(BUDGET) is None else _retention(policy, asked[BUDGET])
     protected, seed = _protected(policy, asked.get(PROTECT), prompt), _seed(policy, asked)
     return RequestCache(protected + sum(p.slots for p in placed), kept.budget, kept.window, seed, tuple(placed))
@@ -100,6 +108,11 @@ def of_params(params: object) -> RequestCache | None:
         return None
     *numbers, cartridges = told
     return RequestCache(*numbers, tuple(Placed(*each) for each in cartridges))
+
+
+def wants_report(params: object) -> bool:
+    """Return whether sampling parameters ask for a report of what the cache did."""
+    return bool((getattr(params, "extra_args", None) or {}).get(REPORT))
 
 
 def _integer(value: object) -> bool:

@@ -198,6 +198,7 @@ REQUESTS = [
         for x, tokens in ((31, 31), ("all", 40))
     ),
     ("h2o", {}, {"kv_seed": 1}, "--kv-policy h2o draws nothing: leave kv_seed out"),
+    *(("h2o", {}, {"kv_report": x}, f"kv_report must be 0 or 1, got {x!r}") for x in (2, -1, "1", 1.0, [1])),
     ("random", {}, {"kv_seed": 2**64}, "must be a whole number of 64 bits"),
     ("random", {}, {"kv_seed": 1.0}, "must be a whole number of 64 bits"),
     ("h2o", {"allocator": "pyramid"}, {"kv_budget": 60}, ONE_BUDGET.format("kv_budget")),
@@ -208,7 +209,7 @@ REQUESTS = [
     ("h2o", {}, {"kv_cartridges": "a"}, "kv_cartridges must be a list of names, got 'a'"),
     ("h2o", {}, {"kv_cartridges": ["a", "a"]}, "kv_cartridges names a cartridge twice: name each once"),
     ("h2o", {}, {"kv_cartridges": ["a"]}, "the cartridge 'a' does not exist: this server has none, start it with --kv-cartridge"),
-    *(("h2o", {}, {key: 3}, f"unknown key {key!r}: use kv_budget, kv_protect_prompt, kv_cartridges, kv_seed") for key in ("kv_policy", "kv_bugdet")),
+    *(("h2o", {}, {key: 3}, f"unknown key {key!r}: use kv_budget, kv_protect_prompt, kv_cartridges, kv_seed, kv_report") for key in ("kv_policy", "kv_bugdet")),
     ("h2o", {}, {"kvpop": [1, 2, 3, None]}, "the key 'kvpop' is reserved: leave it out"),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,28 @@ class PoolBytes:
     requests: float
 
 
+def kept_tokens(
+    heads: int, length: int, retention: Retention, shares: Shares | None = None, protected: int = 0
+) -> dict[int, int]:
+    """Return numbers of held tokens, each with the number of KV heads that hold as many.
+
+    They are slots in use. A policy that evicts while slots are free may hold fewer tokens.
+
+    Args:
+        heads: KV heads of all layers.
+        length: tokens that the request has processed.
+        retention: budget, sinks and window.
+        shares: budgets of all heads, if they are unequal.
+        protected: p, tokens of the protected prefix.
+    """
+    protected = min(protected, length)
+    sinks = retention.sinks - retention.behind(protected).sinks
+    held: Counter[int] = Counter()
+    for budget, many in (shares.counts if shares else {retention.budget: heads}).items():
+        held[protected + min(length - protected, budget - sinks)] += many
+    return dict(held)
+
+
 def request_bytes(
     layout: PageLayout,
     num_layers: int,
@@ -64,9 +87,8 @@ def request_bytes(
     """
     protected = min(protected, length)
     own, tail = length - protected, retention.behind(protected)
-    heads, sinks = num_layers * layout.num_kv_heads, retention.sinks - tail.sinks
-    counts = shares.counts if shares else {retention.budget: heads}
-    held = heads * protected + sum(many * min(own, budget - sinks) for budget, many in counts.items())
+    counts = kept_tokens(num_layers * layout.num_kv_heads, length, retention, shares, protected)
+    held = sum(tokens * heads for tokens, heads in counts.items())
     blocks = cdiv(protected, layout.block_slots)
     if own and shares:
         blocks += shares.blocks(layout.state_blocks, layout.block_slots, own)

@@ -130,6 +130,7 @@ class Policy(ABC):
         default_allocator: allocator without ``--kv-allocator``.
         default_protect: protection without ``--kv-protect-prompt``.
         keeps_all: True if the policy never evicts.
+        drops_early: True if tokens may be evicted while slots are free, so that their number depends on the text.
         draws: True if the scores of its rule are drawn with the request's seed.
         default_window: without a scorer, the default w if it does not depend on the budget.
         compresses: True if the prompt is held in full until its end and compressed then.
@@ -148,6 +149,7 @@ class Policy(ABC):
     default_allocator: ClassVar[str] = "uniform"
     default_protect: ClassVar[bool | int] = 0
     keeps_all: ClassVar[bool] = False
+    drops_early: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     default_window: ClassVar[int | None] = None
     compresses: ClassVar[bool] = False
@@ -413,7 +415,7 @@ class Policy(ABC):
         """Return :meth:`rule` with the requested correction.
 
         Raises:
-            ConfigError: the rule contradicts what the policy declares (order, gate, compression, draws).
+            ConfigError: the rule contradicts what the policy declares (order, gate, compression, threshold, draws).
         """
         rule = replace(self.rule(layer, heads), moment_correction=self.uses_moment_correction)
         order = rule.coupled == (self.order is Order.COUPLED) and (rule.rounds is None) == (
@@ -426,6 +428,10 @@ class Policy(ABC):
             (
                 f"declares compresses = {self.compresses}, but its rule does otherwise",
                 rule.compresses == self.compresses,
+            ),
+            (
+                f"declares drops_early = {self.drops_early}, but its rule does otherwise",
+                (rule.threshold is not None) == self.drops_early,
             ),
             (f"declares draws = {self.draws}, but its rule does otherwise", rule.seeded == self.draws),
         ):

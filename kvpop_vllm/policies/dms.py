@@ -27,6 +27,7 @@ class DMS(Gated):
     name, scorer_kind = "dms", "dms"
     paper = "Lancucki et al. 2025, arXiv:2506.05345"
     cost = "one [E, H] product per layer, or none"
+    drops_early = True
     signals = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
 
     def check_retention(self, kept):

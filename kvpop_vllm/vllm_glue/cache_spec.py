@@ -18,7 +18,7 @@ from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import Shares, divided_blocks
 from kvpop_vllm.requests import RequestCache, of_params
-from kvpop_vllm.vllm_glue import manager_requests
+from kvpop_vllm.vllm_glue import manager_requests, reports
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -51,7 +51,10 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.made: dict[str, int] = {}  # slots of cartridges, of requests that begin with some
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
         self.cartridges = None  # set by the engine, after the scheduler is made
+        self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
+        self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
         manager_requests.apply()
+        reports.apply()
         if kv_cache_spec.may_have_cartridges:
             from kvpop_vllm.vllm_glue import cartridges
 
@@ -73,12 +76,16 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         waiting = set(self.made) - set(self.req_to_blocks) - {request.request_id}
         for name in waiting:
             self._forget_cartridges(name)  # a request that was not admitted must not hold what others wait for
-        spec, asked = self.kv_cache_spec, of_params(request.sampling_params)
-        own = protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget
-        own = own if asked is None else (asked.protected, asked.budget)
-        final = request.num_prompt_tokens + request.max_tokens if spec.reserve else 0
-        self.requests[request.request_id] = *own, final
+        asked = of_params(request.sampling_params)
+        final = request.num_prompt_tokens + request.max_tokens if self.kv_cache_spec.reserve else 0
+        self.requests[request.request_id] = *self.sizes(request), final
         return [] if asked is None or not asked.cartridges else self._place(request.request_id, asked)
+
+    def sizes(self, request) -> tuple[int, int]:
+        """Return p and B of a request: those that it asked for, else the server's."""
+        if (asked := of_params(request.sampling_params)) is not None:
+            return asked.protected, asked.budget
+        return protected_tokens(self.kv_cache_spec.protect, request.num_prompt_tokens), self.kv_cache_spec.budget
 
     def _place(self, request_id: str, asked: RequestCache) -> list:
         """Return the blocks of a request's cartridges; if there is no room for them, have it wait."""
@@ -154,6 +161,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
     def pop_blocks_for_free(self, request_id):
         """Forget a request and return its blocks."""
         self.requests.pop(request_id, None)
+        self.bounds.pop(request_id, None)
         self._forget_cartridges(request_id)
         return super().pop_blocks_for_free(request_id)
 

@@ -112,6 +112,27 @@ LEDGER = (
         "when cache managers are handed the request",
     ),
     Patch(
+        "vllm.v1.core.sched.scheduler:Scheduler._free_request",
+        False,
+        "(reports.py) Only here is a request's cache known at its end: its numbers are kept for the metrics, and returned with "
+        "the response to requests that ask for a report.",
+        "when cache managers can add to a response and to the scheduler's statistics",
+    ),
+    Patch(
+        "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+        False,
+        "(reports.py) The scheduler's statistics have no room for others: ours travel in the field of KV connectors, which are "
+        "refused.",
+        "with the one above",
+    ),
+    Patch(
+        "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        False,
+        "(metrics.py) A plugin in vllm.stat_logger_plugins cannot decline a config, and switches statistics on where "
+        "--disable-log-stats is given, also without a policy: our logger is added to engines with one.",
+        "when stat logger plugins can decline a config",
+    ),
+    Patch(
         "vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size",
         False,
         "(cartridges.py) The first step of an engine's start that has workers and block managers: cartridges are loaded into blocks of "
@@ -273,12 +294,20 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     engine_policy.check_checkpoint(vllm_config)
     engine_policy.choose_model_class(vllm_config)
     refusals.check_pipeline(vllm_config, policy)
+    _publish()
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
     wrap("vllm.v1.engine.async_llm:AsyncLLM.generate", _generate)
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
     _log_policy(policy)
     return vllm_config
+
+
+def _publish() -> None:
+    """Publish metrics; their modules are imported once nothing is refused."""
+    from kvpop_vllm.vllm_glue import metrics
+
+    metrics.apply()
 
 
 def _serve_cartridges(vllm_config) -> None:

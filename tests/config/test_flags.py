@@ -29,7 +29,7 @@ def test_the_keys_of_a_request():
     from kvpop_vllm import requests
 
     assert (
-        (requests.BUDGET, requests.PROTECT, requests.CARTRIDGES, requests.SEED)
+        (requests.BUDGET, requests.PROTECT, requests.CARTRIDGES, requests.SEED, requests.REPORT)
         == tuple(settings_of(REQUEST))
         == requests.KEYS
     )

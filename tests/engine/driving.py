@@ -163,6 +163,7 @@ class Watched:
         found = {"blocks": held, "requests": list(manager.req_to_blocks), "counts": list(manager.num_cached_block)}
         found |= {
             "asked": list(getattr(manager, "requests", ())),
+            "bounds": list(getattr(manager, "bounds", ())),
             "lost": range(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1),
         }
         return [f"{what}: {list(which)}" for what, which in found.items() if len(which)]

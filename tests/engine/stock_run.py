@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from engine.tiny_engine import backend, complete, running
+from prometheus_client import REGISTRY
 
 import kvpop_vllm
 
@@ -36,8 +37,8 @@ def functions_of_ours_in_vllm() -> list[str]:
 
 
 def main(model: str, out: str) -> None:
-    """Write greedy outputs, the backend's name, imported modules and wrapped functions of vLLM as JSON."""
-    with running(model, None) as llm:
+    """Write greedy outputs, the backend's name, imported modules, wrapped functions of vLLM and metrics as JSON."""
+    with running(model, None, disable_log_stats=False) as llm:
         outputs = complete(llm, 24)
         used = backend(llm)
         report = {
@@ -46,6 +47,7 @@ def main(model: str, out: str) -> None:
             "backend": f"{used.__module__}.{used.__name__}",
             "modules": sorted(name for name in sys.modules if not name.startswith("kvpop_vllm.testing")),
             "wrapped": functions_of_ours_in_vllm(),
+            "metrics": sorted(metric.name for metric in REGISTRY.collect()),
         }
     with open(out, "w") as file:
         json.dump(report, file)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine.stock_run import functions_of_ours_in_vllm
 from engine.tiny_engine import backend, complete, configure, generate, running
+from prometheus_client import REGISTRY
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -74,6 +75,19 @@ def test_nothing_heavy_of_ours_is_imported(fresh_processes):
 def test_without_a_policy_only_what_the_ledger_says_is_wrapped(fresh_processes):
     assert fresh_processes["with"]["wrapped"] == sorted(patch.target for patch in patches.LEDGER if patch.always)
     assert fresh_processes["without"]["wrapped"] == []
+
+
+def test_without_a_policy_there_are_no_other_metrics(fresh_processes):
+    names = fresh_processes["with"]["metrics"]
+    assert names == fresh_processes["without"]["metrics"] and "vllm:kv_cache_usage_perc" in names
+
+
+def test_metrics_of_a_policy_go_with_its_engine(model):
+    """A stock engine that follows one with a policy publishes nothing of the policy."""
+    for policy, expected in (({"policy": "h2o", "budget": 64}, 10), (None, 0)):
+        generate(model, policy, tokens=2, disable_log_stats=False)
+        names = sorted(metric.name for metric in REGISTRY.collect() if "kv_policy" in metric.name)
+        assert len(names) == expected, names
 
 
 def test_with_a_policy_all_of_the_ledger_is_wrapped_and_nothing_else(model, monkeypatch):

@@ -6,8 +6,10 @@ kvpop is compiled, as users run it, and streaming-llm is eager.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import demo
@@ -123,6 +125,52 @@ def test_a_request_has_a_budget_of_its_own(served):
     with pytest.raises(openai.BadRequestError):
         ask(client, extra_body={"vllm_xargs": {"kv_budget": 0}})
     assert server.blocks_in_use() == 0
+
+
+def policy_metrics(server) -> dict[str, float]:
+    """Return the policy's metrics by name, without labels; of the histogram only sum and count."""
+    found = re.findall(r"^vllm:kv_policy_(\w+){[^}]*} (\S+)$", server.metrics(), re.MULTILINE)
+    return {name: float(value) for name, value in found if not name.endswith(("_bucket", "_created"))}
+
+
+def test_a_response_says_what_its_cache_did(served):
+    """A chat and a completion report what usage says, the metrics grow by the same numbers, and nobody else reports."""
+    server, client, most = served
+    before = policy_metrics(server)
+    prompt = [(13 * i) % 40_000 + 100 for i in range(1200)]
+    asked = {"model": name(client), "prompt": prompt, "max_tokens": 20, "temperature": 0}
+    report = {"vllm_xargs": {"kv_report": 1}}
+    answers = [ask(client, extra_body=report), client.completions.create(**asked, extra_body=report)]
+    reports = [answer.model_extra["kv_transfer_params"]["kv_report"] for answer in answers]
+    for answer, found in zip(answers, reports, strict=True):
+        assert found["prompt_tokens"] == answer.usage.prompt_tokens
+        assert found["generated_tokens"] == answer.usage.completion_tokens
+        assert found["seen_tokens"] == answer.usage.total_tokens - 1
+        kept = min(BUDGET, found["seen_tokens"])
+        assert found["kept_tokens_per_head"] == {"min": kept, "mean": kept, "max": kept}
+        assert found["evicted_tokens_per_head"]["mean"] == found["seen_tokens"] - kept
+        assert (
+            found["bytes"] == found["blocks"] * 64 * 264 * 90
+            and found["dense_bytes"] == found["seen_tokens"] * 256 * 90
+        )
+    assert answers[0].choices[0].finish_reason == "stop", "a token may be in flight when the answer stops"
+    assert reports[1]["evicted_tokens_per_head"]["mean"] > 100 and reports[1]["blocks"] == most
+    assert ask(client).model_extra.get("kv_transfer_params") is None
+    deadline = time.monotonic() + 30
+    while (after := policy_metrics(server))["retained_share_count"] < before["retained_share_count"] + 3:
+        assert time.monotonic() < deadline, "the metrics do not say that the requests have ended"
+    for metric, field in (
+        ("seen", "seen_tokens"),
+        ("kept", "kept_tokens_per_head"),
+        ("evicted", "evicted_tokens_per_head"),
+    ):
+        told = [found[field] if metric == "seen" else found[field]["mean"] for found in (*reports, reports[0])]
+        assert after[f"tokens_{metric}_total"] - before[f"tokens_{metric}_total"] == sum(told)
+    assert after["info"] == 1 and after["blocks_held"] == after["bytes_held"] == after["dense_bytes"] == 0
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="kv_report must be 0 or 1, got 7") as error:
+            list(client.completions.create(**asked, stream=stream, extra_body={"vllm_xargs": {"kv_report": 7}}))
+        assert error.value.status_code == 400 and "\n" not in error.value.message
 
 
 @pytest.mark.slow

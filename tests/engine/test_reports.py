@@ -1,0 +1,230 @@
+"""Reports in responses and metrics equal what the recorder counts in the engine's pages and block tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+from engine.driving import BLOCK, Job, preempt_all, watched
+from engine.matrix import BUDGET
+from engine.test_cartridges import write
+from prometheus_client import REGISTRY
+from vllm.exceptions import VLLMValidationError
+
+from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.vllm_glue.metrics import COUNTERS, GAUGES, KEPT
+
+PROTECTED = 33
+CASES = {
+    "full": ("qwen3", "full", {}),
+    "streaming-llm": ("qwen3", "streaming-llm", {}),
+    "kvpop, protected": ("qwen3", "kvpop", {"protect_prompt": PROTECTED}),
+    "pyramid, protected": ("llama", "h2o-pyramid", {"protect_prompt": PROTECTED}),
+    "snapkv": ("qwen3", "snapkv", {"protect_prompt": True}),
+    "adakv": ("qwen3", "adakv", {"protect_prompt": True, "budget": 64}),
+    "dms": ("llama", "dms-query", {}),
+}
+QUICK = "kvpop, protected", "snapkv"
+JOBS = [Job(7, new=9), Job(40, new=30), Job(90, new=40), Job(150, new=6)]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
+def served(request, case):
+    """Yield an engine whose statistics are on, and the name of its case."""
+    if request.param == "full":
+        model, settings = case("qwen3", "streaming-llm").model, {"policy": "full"}
+    else:
+        kind, policy, options = CASES[request.param]
+        model, settings = (found := case(kind, policy, **options)).model, found.settings
+    with watched(model, settings, None, disable_log_stats=False, num_gpu_blocks_override=241) as engine:
+        yield engine, request.param
+        assert not engine.leaks()
+
+
+def asking(jobs: list[Job], **more) -> list[Job]:
+    return [replace(job, scored=False, asks={"kv_report": 1} | (job.asks or {}) | more) for job in jobs]
+
+
+def published(name: str) -> float:
+    """Return a metric's value, of the only engine of this process."""
+    (metric,) = [metric for metric in REGISTRY.collect() if metric.name == f"vllm:kv_policy_{name}"]
+    (value,) = [each.value for each in metric.samples if each.name.endswith((name, f"{name}_total"))]
+    return value
+
+
+def histogram() -> dict[str, float]:
+    """Return the sum, the count and the buckets of the histogram of retained shares."""
+    (metric,) = [metric for metric in REGISTRY.collect() if metric.name == "vllm:kv_policy_retained_share"]
+    ends = {each.name.rsplit("_", 1)[1]: each.value for each in metric.samples if each.name.endswith(("sum", "count"))}
+    return ends | {each.labels["le"]: each.value for each in metric.samples if "le" in each.labels}
+
+
+def counted(engine, name: str) -> tuple[int, list[int]]:
+    """Return the tokens that a request's cache has seen, and the number that each head of each layer holds."""
+    last = [steps[-1] for steps in engine.recorder.held[name].values()]
+    (seen,) = {held.seen for held in last}
+    return seen, [len(head) for held in last for head in held.positions]
+
+
+def rows(engine) -> dict[str, int]:
+    """Return the number of blocks of each request after the last call of the scheduler; null blocks are none."""
+    return {name: sum(map(bool, row)) for name, (*_, row) in engine.recorder.blocks[-1].running.items()}
+
+
+def last_rows(engine) -> dict[str, int]:
+    """Return the number of blocks that each request held last."""
+    found = {}
+    for step in engine.recorder.blocks:
+        found |= {name: sum(map(bool, row)) for name, (*_, row) in step.running.items()}
+    return found
+
+
+def bytes_of(engine) -> tuple[int, int]:
+    """Return the bytes of a block in the caches of all layers, and of a token's float32 keys and values."""
+    caches, config = engine.recorder.runner.kv_caches, engine.engine.vllm_config.model_config.hf_text_config
+    block = sum(cache.nbytes for cache in caches) // engine.recorder.pool.num_gpu_blocks
+    return block, len(caches) * config.num_key_value_heads * 2 * config.head_dim * 4
+
+
+def check_report(engine, case: str, name: str, answer, job: Job, made: int = 0) -> dict:
+    """Compare a report with the recorder's counts, and return it."""
+    found = answer.kv_transfer_params["kv_report"]
+    seen, heads = counted(engine, name)
+    block, token = bytes_of(engine)
+    protect = PROTECTED if "protected" in case else 0
+    assert found["policy"] == engine.engine.vllm_config.additional_config["kv_policy"]["policy"]
+    assert found["prompt_tokens"] == len(answer.prompt_token_ids) == len(job.tokens) + made
+    assert found["generated_tokens"] == len(answer.outputs[0].token_ids) == job.new
+    assert found["seen_tokens"] == seen == len(job.tokens) + made + job.new - 1  # the last token enters no cache
+    assert found["cartridge_tokens"] == made
+    assert found["protected_tokens"] == made + min(protect, len(job.tokens))
+    kept = {"min": min(heads), "mean": fmean(heads), "max": max(heads)}
+    if case == "adakv" and seen > BUDGET:
+        kept |= {"min": None, "max": None}
+    evicted = {
+        each: None if kept[other] is None else seen - kept[other]
+        for each, other in (("min", "max"), ("mean", "mean"), ("max", "min"))
+    }
+    assert found["kept_tokens_per_head"] == (None if case == "dms" else pytest.approx(kept))
+    assert found["evicted_tokens_per_head"] == (None if case == "dms" else pytest.approx(evicted))
+    assert found["blocks"] == last_rows(engine)[name] <= found["blocks_bound"]
+    assert (found["bytes"], found["dense_bytes"]) == (found["blocks"] * block, seen * token)
+    return found
+
+
+def test_reports(served):
+    """The numbers are those of pages and block tables, also of requests that were preempted on their way."""
+    engine, case = served
+    again = lambda step: preempt_all(engine.recorder.scheduler) if step == 12 else None  # noqa: E731
+    for each_step in (None, again):
+        answers = engine.serve(asking(JOBS), each_step)
+        found = [
+            check_report(engine, case, name, answer, JOBS[int(answer.request_id)]) for name, answer in answers.items()
+        ]
+        assert len(found) == len(JOBS)
+        assert (max(engine.recorder.preemptions.values()) > 0) == (each_step is not None)
+    if case == "streaming-llm":
+        longest = max(found, key=lambda each: each["seen_tokens"])
+        assert longest["blocks"] == longest["blocks_bound"] == cdiv(BUDGET, BLOCK)
+        assert longest["bytes"] < longest["dense_bytes"] / 2 and longest["budget"] == BUDGET
+
+
+def test_only_requests_that_ask_get_a_report(served):
+    engine, _ = served
+    jobs = [replace(JOBS[0], scored=False, asks=asks) for asks in (None, {"kv_report": 0}, {"kv_report": True})]
+    answers = {answer.request_id: answer.kv_transfer_params for answer in engine.serve(jobs).values()}
+    assert answers["0"] is None and answers["1"] is None and list(answers["2"]) == ["kv_report"]
+    with pytest.raises(VLLMValidationError, match="^kv_report must be 0 or 1, got 2$"):
+        engine.add("x", replace(JOBS[0], scored=False, asks={"kv_report": 2}))
+
+
+def test_the_report_of_several_samples_is_that_of_the_last_to_end(served):
+    engine, _ = served
+    engine.add("x", *asking([Job(40, new=20, samples=3)]))
+    answers = []
+    while engine.engine.has_unfinished_requests():
+        answers += engine.engine.step()
+    assert len(answers[-1].outputs) == 3 and answers[-1].kv_transfer_params["kv_report"]["seen_tokens"] == 59
+
+
+def test_metrics_of_running_requests(served):
+    """After each step the gauges are sums over the requests that go on, of the recorder's counts."""
+    engine, _ = served
+    block, token = bytes_of(engine)
+    most = []
+
+    def compare(step):
+        if not step:
+            return
+        running = [request.request_id for request in engine.recorder.scheduler.running]
+        held, seen = sum(rows(engine)[name] for name in running), sum(counted(engine, name)[0] for name in running)
+        assert published("blocks_held") == held and published("bytes_held") == held * block
+        assert published("dense_bytes") == seen * token
+        own = [engine.recorder.blocks[-1].running[name] for name in running]
+        assert published("blocks_bound") == sum(engine.spec.blocks(last, *sizes) for _, last, sizes, _ in own) >= held
+        most.append(held)
+
+    engine.serve(asking(JOBS), compare)
+    assert max(most) > 4 and all(published(name) == 0 for name in GAUGES)
+
+
+def test_metrics_of_ended_requests(served):
+    """Counters and histogram grow by the recorder's counts, of aborted requests too, if they had begun."""
+    engine, case = served
+    names = [name for name in COUNTERS if case != "dms" or name not in KEPT]
+    before, shares = {name: published(name) for name in names}, None if case == "dms" else histogram()
+    jobs = [replace(job, scored=False) for job in (*JOBS, Job(120, new=500), Job(30))]
+
+    def abort(step):
+        if name := {0: "5", 60: "4"}.get(step):
+            engine.engine.abort_request([engine.names[name]], internal=True)
+
+    assert len(engine.serve(jobs, abort)) == 4
+    counts = [counted(engine, engine.names[name]) for name in "01234"]
+    grown = {name: published(name) - before[name] for name in names}
+    assert grown["tokens_seen"] == sum(seen for seen, _ in counts) > 500
+    protect = PROTECTED if "protected" in case else 0
+    assert grown["protected_tokens"] == sum(min(protect, len(job.tokens)) for job in jobs[:5])
+    if case == "dms":
+        all_names = {metric.name for metric in REGISTRY.collect()}
+        assert not all_names & {f"vllm:kv_policy_{name}" for name in (*KEPT, "retained_share")}
+        return
+    now = histogram()
+    kept = [fmean(heads) for _, heads in counts]
+    assert grown["tokens_kept"] == pytest.approx(sum(kept))
+    assert grown["tokens_kept"] + grown["tokens_evicted"] == pytest.approx(grown["tokens_seen"])
+    assert now["count"] - shares["count"] == 5
+    ratios = [some / seen for some, (seen, _) in zip(kept, counts, strict=True)]
+    assert now["sum"] - shares["sum"] == pytest.approx(sum(ratios))
+    assert now["0.999"] - shares["0.999"] == sum(ratio < 1 for ratio in ratios)
+    assert (min(ratios) == 1) == (case == "full") and max(ratios) == 1, "some requests evict and some do not"
+
+
+def test_the_policy_is_published(served):
+    engine, _ = served
+    (info,) = [metric for metric in REGISTRY.collect() if metric.name == "vllm:kv_policy_info"]
+    (sample,) = info.samples
+    settings = engine.engine.vllm_config.additional_config["kv_policy"]
+    assert sample.labels["policy"] == settings["policy"] and sample.labels["scorer"] == settings.get("scorer", "none")
+    assert int(sample.labels["budget"]) == engine.spec.budget
+    assert {metric.name for metric in engine.llm.get_metrics()} >= {f"vllm:kv_policy_{name}" for name in GAUGES}
+
+
+def test_requests_with_options_and_cartridges(case, tiny_model, tmp_path):
+    """Cartridges are part of the prefix, and a budget of a request is its own."""
+    found = case("qwen3", "kvpop")
+    settings = found.settings | {"cartridge": {"plain": write(tmp_path / "c", tiny_model("qwen3"), "plain")}}
+    settings["max_protect"] = "all"
+    with watched(found.model, settings, None, num_gpu_blocks_override=161) as engine:
+        engine.recorder.slots = {"plain": 64}
+        jobs = [Job(90, new=40, asks={"kv_cartridges": ["plain"]}), Job(90, new=40, asks={"kv_budget": 40}), JOBS[1]]
+        budgets = BUDGET, 40, BUDGET
+        for name, answer in engine.serve(asking(jobs)).items():
+            i = int(answer.request_id)
+            report = check_report(engine, "kvpop", name, answer, jobs[i], made=0 if i else 64)
+            assert report["budget"] == budgets[i]
+            assert report["evicted_tokens_per_head"]["max"] > 0
+        protected = Job(90, new=40, asks={"kv_protect_prompt": "all"})
+        (answer,) = engine.serve(asking([protected])).values()
+        assert answer.kv_transfer_params["kv_report"]["protected_tokens"] == 90
