@@ -41,7 +41,7 @@ NAMES = "scorer", "cartridge", "compactor", "shares"
 
 
 class Target(NamedTuple):
-    """What is damaged: a good folder, and what reads it."""
+    """Good folder that is damaged, and its reader."""
 
     folder: Path
     read: Callable[[Path], object]

@@ -9,14 +9,14 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.chat import render
 
 SEPARATOR = "\n\n"
-"""What stands between a corpus and the user's own words in a message."""
+"""Text between a corpus and the user's own words in a message."""
 MARK = "\ue000corpus\ue001"
 """Stands for the user's message while a chat template is filled in."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a corpus stands; its ids are ``[*head, *corpus, *end]``, and what a user asks follows.
+    """Place of a corpus in a prompt: its ids are ``[*head, *corpus, *end]``, and a user's words follow.
 
     Attributes:
         tokenizer: the model's.
