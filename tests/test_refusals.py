@@ -26,7 +26,8 @@ from kvpop_vllm import policies
 from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, TrainedBudget, check_spelling, resolve_retention
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.requests import named, resolve
+from kvpop_vllm.requests import named as cartridges_named
+from kvpop_vllm.requests import resolve
 from kvpop_vllm.scorers import checkpoint
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
 from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
@@ -222,7 +223,7 @@ def test_servers():
 @pytest.mark.parametrize("policy, own, asked, message", REQUESTS, ids=repr)
 def test_requests(policy, own, asked, message):
     def resolved(policy):
-        return resolve(policy, asked, 40, tuple(named(asked, {}).values()))
+        return resolve(policy, asked, 40, tuple(cartridges_named(asked, {}).values()))
 
     assert message in refusal(resolved, server(policy, **own))
 
