@@ -7,6 +7,7 @@ vLLM's modules are read, not imported. The same checks work on an installation a
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import SourceFileLoader
@@ -170,13 +171,39 @@ def _code(vllm: Path, module: str) -> CodeType | None:
     return None if file is None else SourceFileLoader(module, str(file)).get_code(module)
 
 
+def missing_overrides(vllm: Path) -> list[str]:
+    """Return the methods that classes of the glue override, and that vLLM lacks or calls with other parameters.
+
+    The installed vLLM is imported for this, because it says which classes are the bases.
+    """
+    from kvpop_vllm.vllm_glue import backend, cache_spec, cuda_backend, models
+
+    rooms = backend, cache_spec, cuda_backend, models
+    classes = {cls for room in rooms for cls in vars(room).values() if inspect.isclass(cls)}
+    found = set()
+    for cls in classes:
+        for name, ours in vars(cls).items():
+            ours = getattr(ours, "__func__", ours)
+            if not inspect.isfunction(ours) or Path(ours.__code__.co_filename).parent != GLUE:
+                continue
+            takes = inspect.signature(ours).parameters
+            anything = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in takes.values())
+            for base in cls.__mro__:
+                if base.__module__.split(".")[0] == "vllm" and inspect.isroutine(vars(base).get(name)):
+                    target = f"{base.__module__}:{base.__qualname__}.{name}"
+                    names = parameters(vllm, target)
+                    if names is None or not (anything or set(names) <= set(takes)):
+                        found.add(target if names is None else f"{target}({', '.join(takes)})")
+    return sorted(found)
+
+
 def main(folder: str) -> int:
     """Print what the ``vllm`` in a folder lacks; return 1 if it lacks anything."""
     from kvpop_vllm.vllm_glue.patches import LEDGER
 
     if _file(Path(folder), "vllm") is None:
         raise SystemExit(f"{folder} has no __init__.py: give the folder vllm of unpacked sources")
-    lacking = missing_functions(Path(folder), LEDGER) + missing_names(Path(folder))
+    lacking = missing_functions(Path(folder), LEDGER) + missing_names(Path(folder)) + missing_overrides(Path(folder))
     for each in lacking:
         print(f"lacks {each}")
     print(f"{len(LEDGER)} wrapped functions, {len(set(imported_names()))} imported names: {len(lacking)} lacking")

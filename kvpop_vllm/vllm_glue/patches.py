@@ -339,7 +339,8 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     wrap("vllm.v1.engine.async_llm:AsyncLLM.generate", _generate)
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
-    _log_policy(policy)
+    for line in engine_policy.describe(policy):
+        logger.info("%s", line)
     return vllm_config
 
 
@@ -350,28 +351,6 @@ def _serve_cartridges(vllm_config) -> None:
     cartridge_routes.apply()
     for name, known in cartridge_names.names_of(vllm_config).known.items():
         logger.info("cartridge %s: %d slots per KV head", name, known.placed.slots)
-
-
-def _log_policy(policy) -> None:
-    """Log what a policy keeps of each request."""
-    kept = policy.retention
-    logger.info(
-        "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range)%s%s",
-        policy.name,
-        kept.budget,
-        kept.sinks,
-        kept.window,
-        kept.topk,
-        "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}",
-        ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else "",
-    )
-    if policy.compresses:
-        logger.info("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
-    elif policy.protect:
-        logger.info(
-            "protected: %s of each prompt (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is too small",
-            "all" if policy.protect is True else f"the first {policy.protect} tokens",
-        )
 
 
 def _log_unused_scorers(vllm_config, why: str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -59,7 +58,8 @@ def run(folder: Path, model: Path, module: str = "") -> dict:
     command = [sys.executable, "-m", "engine.broken_vllm", str(model), str(folder / "report"), module]
     ended = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return json.loads((folder / "report").read_text()) | {"printed": ended.stdout + ended.stderr}
+    warnings = [line for line in (ended.stdout + ended.stderr).splitlines() if "kvpop_vllm does nothing" in line]
+    return json.loads((folder / "report").read_text()) | {"warnings": warnings}
 
 
 def serve(folder: Path, model: Path, *options: str) -> subprocess.CompletedProcess:
@@ -69,7 +69,7 @@ def serve(folder: Path, model: Path, *options: str) -> subprocess.CompletedProce
 
 
 def main(model: str, out: str, module: str) -> None:
-    """Write warnings, outputs of a stock engine, functions of ours in vLLM, and the refusal of a policy as JSON."""
+    """Write outputs of a stock engine, functions of ours in vLLM, and the refusal of a policy as JSON."""
     if module:
         sys.modules[module] = None
     import vllm
@@ -78,11 +78,7 @@ def main(model: str, out: str, module: str) -> None:
 
     from kvpop_vllm.config import ConfigError
 
-    warnings = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("vllm.kvpop_vllm").addHandler(handler)
-    report = {"vllm": vllm.__file__, "outputs": generate(model, None, tokens=4), "warnings": warnings}
+    report = {"vllm": vllm.__file__, "outputs": generate(model, None, tokens=4)}
     report["ours"] = functions_of_ours_in_vllm()
     try:
         configure(model, {"policy": "streaming-llm", "budget": 64})
