@@ -7,6 +7,7 @@ vLLM's modules are read, not imported. The same checks work on an installation a
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,7 +84,7 @@ def missing_functions(vllm: Path, ledger: Iterable[Patch]) -> list[str]:
 
 def missing_names(vllm: Path) -> list[str]:
     """Return the names that the glue imports from vLLM and vLLM lacks."""
-    return [f"{module}.{name}" for module, name in imported_names() if not defines(vllm, module, name)]
+    return [f"{module}.{name}" for module, name in sorted(set(imported_names())) if not defines(vllm, module, name)]
 
 
 def fits(takes: str, names: Sequence[str] | None) -> bool:
@@ -165,6 +166,7 @@ def _file(vllm: Path, module: str) -> Path | None:
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
+@functools.lru_cache(maxsize=2)
 def _code(vllm: Path, module: str) -> CodeType | None:
     """Return the compiled code of a module of vLLM, from Python's cache where it has it, None if there is none."""
     file = _file(vllm, module)

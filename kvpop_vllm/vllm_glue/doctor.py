@@ -93,7 +93,7 @@ def doctor(options: Sequence[str]) -> int:
 
 def report(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     """Yield the lines of ``kvpop doctor``: topic, text, and whether it is as it should be."""
-    yield "kvpop", f"{__version__} in {Path(__file__).parents[1]}", True
+    yield "kvpop", f"{__version__} in {Path(__file__).parents[2]}", True
     yield "Python", f"{platform.python_version()}, {sys.executable}", True
     for name, package in (("vLLM", "vllm"), ("torch", "torch"), ("triton", "triton"), ("transformers", "transformers")):
         found = version(package)

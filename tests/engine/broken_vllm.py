@@ -56,7 +56,7 @@ def run(folder: Path, model: Path, module: str = "") -> dict:
         module: module of this package that cannot be imported.
     """
     command = [sys.executable, "-m", "engine.broken_vllm", str(model), str(folder / "report"), module]
-    ended = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     warnings = [line for line in (ended.stdout + ended.stderr).splitlines() if "kvpop_vllm does nothing" in line]
     return json.loads((folder / "report").read_text()) | {"warnings": warnings}
@@ -65,7 +65,7 @@ def run(folder: Path, model: Path, module: str = "") -> dict:
 def serve(folder: Path, model: Path, *options: str) -> subprocess.CompletedProcess:
     """Run ``vllm serve`` with options that it refuses."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *options]
-    return subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=600)
 
 
 def main(model: str, out: str, module: str) -> None:

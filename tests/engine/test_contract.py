@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from kvpop_vllm import supported
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_tiny_model
-from kvpop_vllm.vllm_glue import aside, compile_cache, contract, patches
+from kvpop_vllm.vllm_glue import aside, compile_cache, contract, patches, plugin
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,6 +92,7 @@ def their_classmethod(*names):
 
 def test_functions_of_this_process_are_looked_at_too(monkeypatch):
     """A function that another plugin has removed or replaced is found, and nothing is wrapped then."""
+    plugin.register()
     add = EngineArgs.__dict__["add_cli_args"].__func__.__wrapped__
     monkeypatch.setattr(EngineArgs, "add_cli_args", staticmethod(add))
     for broken in (their_classmethod("cls", "namespace"), None):

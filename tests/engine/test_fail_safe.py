@@ -64,7 +64,6 @@ def test_a_stock_engine_starts_with_one_warning_and_a_policy_is_refused(name, mo
     "options",
     [
         ["--kv-policy=h2o"],
-        ["--kv_budget", "64"],
         ["--additional-config", '{"kv_policy": {"policy": "h2o", "budget": 64}}'],
     ],
     ids=str,
