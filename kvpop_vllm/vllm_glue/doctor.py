@@ -155,16 +155,15 @@ def _loaded() -> str:
 def _policy(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     """Yield what a policy would keep of a model, resolved as a server does it before it loads weights."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from kvpop_vllm.vllm_glue.engine_policy import describe, engine_policy, requested
 
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="kvpop doctor"))
-    parser.add_argument("model_tag", nargs="?")
-    args, others = parser.parse_known_args(list(options))
+    parser = FlexibleArgumentParser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    args = parser.parse_args(["serve", *options])
     args.model = args.model_tag or args.model
-    if others:
-        yield "options", f"not of the engine, and not looked at: {' '.join(others)}", True
     try:
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         yield "model", f"{', '.join(config.model_config.architectures)}, {args.model}", True

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from engine.broken_vllm import VLLM
+from engine.broken_vllm import VLLM, copy
 from engine.tiny_engine import configure
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -55,6 +55,17 @@ def test_every_lack_is_found(tmp_path, capsys):
         contract.check_imports(folder)
     with pytest.raises(SystemExit, match="give the folder vllm of unpacked sources"):
         contract.main(str(tmp_path))
+
+
+SPEC = "v1.attention.backend:AttentionBackend.customize_spec"
+
+
+@pytest.mark.parametrize(
+    "now, found", [("adjust_spec(cls, spec", ""), ("customize_spec(cls, spec, layer", "(cls, spec)")]
+)
+def test_a_method_that_vllm_calls_in_another_way_is_found(now, found, tmp_path):
+    folder = copy(tmp_path, {"v1/attention/backend.py": ("customize_spec(cls, spec", now)}) / "vllm"
+    assert contract.missing_overrides(folder) == [f"vllm.{SPEC}{found}"]
 
 
 @pytest.mark.parametrize("patch", patches.LEDGER, ids=lambda patch: patch.target)

@@ -157,17 +157,22 @@ ASKED = [
 @pytest.mark.parametrize("options, code, text", ASKED)
 def test_doctor_says_what_a_policy_would_keep(options, code, text, model, capsys, monkeypatch):
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
-    tiny = ["--skip-tokenizer-init", "--max-model-len", "256", "--port", "80"]
+    tiny = ["--skip-tokenizer-init", "--max_model_len", "256", "--port", "80"]
     assert cli.main(["doctor", str(model), *tiny, *options]) == code
     said = lines(capsys)
     assert said["policy"] == text
-    assert said["options"] == "not of the engine, and not looked at: --port 80"
     assert "model" not in said if code else said["model"] == f"Qwen3ForCausalLM, {model}"
 
 
 def test_doctor_of_a_model_that_is_not_there(capsys, tmp_path):
     assert cli.main(["doctor", str(tmp_path / "none"), "--kv-policy", "h2o", "--kv-budget", "64"]) == 1
     assert lines(capsys)["policy"].startswith("!refused: ")
+
+
+def test_options_that_vllm_does_not_know(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "m", "--kv-bugdet", "64"])
+    assert ended.value.code == 2 and "--kv-bugdet" in capsys.readouterr().err
 
 
 def test_help(capsys):
