@@ -19,6 +19,8 @@ from kvpop_vllm.evaluation.command import add_eval
 from kvpop_vllm.flags import FLAGS
 from kvpop_vllm.supported import DTYPES
 
+DOCTOR = "print versions, whether vLLM loads the plugin, kernels, and what `vllm serve` with the same MODEL and options would keep"
+
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -91,6 +93,20 @@ def plan(options: argparse.Namespace) -> None:
     from kvpop_vllm.plan import plan
 
     plan(options)
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Run ``kvpop serve``: end this program, and begin ``vllm serve`` in its place."""
+    from kvpop_vllm.vllm_glue.doctor import serve
+
+    serve(arguments)
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Run ``kvpop doctor``; return its exit code."""
+    from kvpop_vllm.vllm_glue.doctor import doctor
+
+    return doctor(arguments)
 
 
 def vllm_backend() -> type:
@@ -191,6 +207,12 @@ def add_plan(commands: Commands) -> None:
         command.add_argument(f"--{name}", type=positive, metavar=metavar, default=default, help=text)
 
 
+def add_servers(commands: Commands) -> None:
+    """Add ``kvpop serve`` and ``kvpop doctor``, whose arguments :func:`main` passes on as they are."""
+    add_command(commands, "serve", "run `vllm serve` with the same arguments, if it has the plugin")
+    add_command(commands, "doctor", DOCTOR)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the ``kvpop`` command with all subcommands."""
     parser = argparse.ArgumentParser(prog="kvpop", description="Fixed-budget KV caches for vLLM.")
@@ -208,13 +230,22 @@ def make_parser() -> argparse.ArgumentParser:
     add_command(commands, "policies", "list the policies that --kv-policy takes", policies)
     add_plan(commands)
     add_bench(commands)
+    add_servers(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Return 0, or 2 after one line on stderr if the user's input is wrong."""
-    options = make_parser().parse_args(arguments)
+    """Run one subcommand.
+
+    Return 0, 1 if ``kvpop doctor`` found something wrong, or 2 after one line on stderr if the user's input is wrong.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if arguments[:1] == ["serve"]:
+            serve(arguments[1:])
+        if arguments[:1] == ["doctor"] and not {"-h", "--help"} & set(arguments):
+            return doctor(arguments[1:])
+        options = make_parser().parse_args(arguments)
         options.run(options)
     except (ValueError, OSError, TrainingError) as error:  # ConfigError and DemoModelError are ValueErrors
         message = " ".join(str(error).split()) or type(error).__name__

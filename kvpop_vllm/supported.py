@@ -1,4 +1,4 @@
-"""Models, head sizes and dtypes that are served, and the features of a model that are refused.
+"""Versions of vLLM, models, head sizes and dtypes that are served, and the features of a model that are refused.
 
 This is where it is decided; constructors of layers repeat what only they can see. vLLM's glue, ``kvpop plan``, the cache for transformers, the choice of
 kernels, training and the tests read it, and the documents are compared with it. It imports neither vLLM nor
@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+VLLM = ">=0.32,<0.34"
+"""Versions of vLLM that are served, as in ``pyproject.toml``."""
 
 HEAD_SIZES = (32, 64, 80, 96, 128, 256)
 """Head sizes that are served, by C++ and by Triton."""

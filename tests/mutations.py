@@ -24,6 +24,7 @@ REFERENCE, KERNELS = "kvpop_vllm/kernels/reference", "kvpop_vllm/kernels"
 CPP, TRITON = "csrc", "triton_kernels"
 DECODE, PREFILL = "tests/kernels/test_decode_step.py", "tests/kernels/test_prefill_chunk.py"
 PREFIX, PRODUCT = "tests/kernels/test_prefix.py", "tests/policies/test_product.py"
+CONTRACT, FAIL_SAFE = "tests/engine/test_contract.py", "tests/engine/test_fail_safe.py"
 SERVING, TRITON_PREFILL = "tests/kernels/test_triton_serving.py", "tests/kernels/test_triton_prefill.py"
 
 
@@ -201,6 +202,17 @@ FAULTS = {
     "kvpop_vllm/vllm_glue/cache_spec.py": [
         # a page too few
         ("prefix, own = cdiv(min(length, protected)«→ - 1», self.block_size)", "tests/cache/test_protected.py"),
+    ],
+    "kvpop_vllm/vllm_glue/contract.py": [
+        ("list(names[: len(leading)]) == leading «and→or» set(named)", f"{CONTRACT} -k parameters"),
+        ("return name in code.co_names or «→True or »(late", f"{CONTRACT} -k every_lack"),
+    ],
+    "kvpop_vllm/vllm_glue/plugin.py": [
+        # a module that cannot be imported stops stock servers
+        ("    except «Exception→OSError» as error:", f"{FAIL_SAFE} -k imported"),
+    ],
+    "kvpop_vllm/vllm_glue/doctor.py": [
+        ("    «check_installed()→pass»\n    command =", "tests/engine/test_doctor.py -k neither")
     ],
     "kvpop_vllm/distill/shares.py": [
         ("(curve[at] - curve[j]) / «(PARTS[j] - PARTS[at])→1»", "tests/distill/test_shares.py -k division"),

@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from vllm import envs
 from vllm.config import get_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (

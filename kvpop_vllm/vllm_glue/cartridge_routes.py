@@ -43,8 +43,8 @@ def apply() -> None:
         wrap("vllm.entrypoints.launchers.app:attach_endpoint_plugins", _attach_endpoint_plugins)
 
 
-async def _init_static_loras(original, self) -> None:
-    await original(self)
+async def _init_static_loras(original, self, *args, **kwargs) -> None:
+    await original(self, *args, **kwargs)
     if requested(self.engine_client.vllm_config):
         for name, known in names_of(self.engine_client.vllm_config).known.items():
             _list(self, name, known)

@@ -157,10 +157,10 @@ def _manager(engine) -> FixedBudgetManager | None:
     return next((manager for manager in managers if isinstance(manager, FixedBudgetManager)), None)
 
 
-def _start(original, self) -> None:
+def _start(original, self, *args, **kwargs) -> None:
     from kvpop_vllm.vllm_glue.cartridge_names import names_of
 
-    original(self)
+    original(self, *args, **kwargs)
     if (manager := _manager(self)) is None:
         return
     sizes = manager.block_pool, manager.kv_cache_spec, self.vllm_config.model_config.max_model_len
@@ -170,12 +170,12 @@ def _start(original, self) -> None:
         self.kvpop_load_cartridge(name, known.folder, *known.placed)
 
 
-def _preprocess_add_request(original, self, request):
+def _preprocess_add_request(original, self, request, *args, **kwargs):
     asked, manager = of_params(request.sampling_params), _manager(self)
     for placed in () if asked is None or manager is None else asked.cartridges:
         if placed.digest not in manager.cartridges.loaded:
             raise ConfigError("the cartridge is not loaded any more: name another")
-    return original(self, request)
+    return original(self, request, *args, **kwargs)
 
 
 def _load(self, name: str, folder: str, digest: str, slots: int) -> None:

@@ -10,9 +10,13 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 
+from vllm.logger import init_logger
+
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 from kvpop_vllm.vllm_glue.patches import wrap
+
+logger = init_logger("vllm.kvpop_vllm")
 
 _HOOK = "finalize_loading"
 
@@ -38,25 +42,29 @@ def _nothing_to_finalize():
     """Give torch's compiled artefact an empty ``finalize_loading`` method while the context is open.
 
     vLLM calls this method for artefacts of its own backend. Torch's artefact is complete once it is
-    unpickled.
+    unpickled. Its class is private to torch: where it is another, vLLM compiles the model again.
     """
-    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as artefact
+    lent = None
+    try:
+        from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as artefact
 
-    lend = not hasattr(artefact, _HOOK)
-    if lend:
-        setattr(artefact, _HOOK, lambda self, vllm_config: None)
+        if not hasattr(artefact, _HOOK):
+            setattr(artefact, _HOOK, lambda self, vllm_config: None)
+            lent = artefact
+    except (ImportError, AttributeError, TypeError) as error:
+        logger.warning_once("this torch is not the expected one, so that models are compiled at every start: %s", error)
     try:
         yield
     finally:
-        if lend:
-            delattr(artefact, _HOOK)
+        if lent is not None:
+            delattr(lent, _HOOK)
 
 
-def _hash_factors(original, vllm_config):
+def _hash_factors(original, vllm_config, *args, **kwargs):
     if not requested(vllm_config):
-        return original(vllm_config)
+        return original(vllm_config, *args, **kwargs)
     neutral = copy.copy(vllm_config)
     policy = engine_policy(vllm_config)
     setting = {"policy": policy.name} | ({"graph": policy.graph} if policy.gated else {})
     neutral.additional_config = {**vllm_config.additional_config, ADDITIONAL_CONFIG_KEY: setting}
-    return original(neutral)
+    return original(neutral, *args, **kwargs)

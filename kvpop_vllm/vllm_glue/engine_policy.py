@@ -44,6 +44,26 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
     return _policies[vllm_config]
 
 
+def describe(policy: Policy) -> list[str]:
+    """Return what a policy keeps of each request, in one or two lines."""
+    kept = policy.retention
+    shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
+    corrected = ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else ""
+    lines = [
+        f"--kv-policy {policy.name}: {kept.budget} tokens per KV head ({kept.sinks} sinks, window {kept.window},"
+        f" {kept.topk} long-range){shared}{corrected}"
+    ]
+    if policy.compresses:
+        lines.append("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
+    elif policy.protect:
+        part = "all" if policy.protect is True else f"the first {policy.protect} tokens"
+        lines.append(
+            f"protected: {part} of each prompt (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is"
+            " too small"
+        )
+    return lines
+
+
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
     """Return the ``kvpop`` section of a full checkpoint's ``config.json``, or None."""
     return getattr(vllm_config.model_config.hf_text_config, "kvpop", None)

@@ -16,14 +16,14 @@ def apply() -> None:
     wrap("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", _get_computed_blocks)
 
 
-def _get_computed_blocks(original, self, request):
+def _get_computed_blocks(original, self, request, *args, **kwargs):
     from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
 
     ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
     placed = [block for manager in ours for block in manager.admit(request)]
     if placed:
         return _behind_cartridges(self, request, placed)
-    blocks, hit, boundary = original(self, request)
+    blocks, hit, boundary = original(self, request, *args, **kwargs)
     for manager in ours:  # blocks beyond its own prefix belong to another request's prompt
         most = manager.reusable(request.request_id) // manager.block_size
         if hit > most * manager.block_size:

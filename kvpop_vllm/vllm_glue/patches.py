@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import vllm
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from kvpop_vllm import requests
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings, check_spelling
-from kvpop_vllm.vllm_glue import cuda, engine_policy, flags, refusals
+from kvpop_vllm.vllm_glue import aside, contract, cuda, engine_policy, flags, refusals
 from kvpop_vllm.vllm_glue.engine_policy import requested
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -33,6 +34,8 @@ class Patch:
 
     Attributes:
         target: ``module:function`` or ``module:Class.method``.
+        takes: parameters that the wrapper relies on. Those before ``*`` come first and in this order, those behind it
+            have these names; what else there is the wrapper passes on.
         always: True if it is wrapped wherever the plugin is loaded; otherwise it is wrapped by the first
             engine of the process whose policy needs it.
         why: the reason for the wrapper, and what it does.
@@ -41,6 +44,7 @@ class Patch:
     """
 
     target: str
+    takes: str
     always: bool
     why: str
     goes: str
@@ -50,18 +54,21 @@ class Patch:
 LEDGER = (
     Patch(
         "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        "parser",
         True,
         "vLLM has no way for a plugin to add engine flags: adds the --kv-* group after vLLM's own.",
         "when plugins can register engine arguments",
     ),
     Patch(
         "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+        "cls, args",
         True,
         "Merges the flags into additional_config, so that they travel with the VllmConfig to every process.",
         "with the one above",
     ),
     Patch(
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        "self",
         True,
         "The only point between the arguments and the loading of weights: refuses keys of additional_config that are "
         "misspelt; with a policy, refuses what cannot work, switches prefix caching on where prompts are protected and off elsewhere and, for a policy with a gate, names "
@@ -70,6 +77,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        "self, *, lora_request, resumable",
         False,
         "Requests that stream their input rewind the sequence: refuses them. Requests may ask for a budget of their own: checks "
         "what they ask, and resolves it into the numbers that travel with their sampling parameters.",
@@ -77,6 +85,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
+        "self, prompt, sampling_params, *, lora_request",
         False,
         "A generator does nothing before it is asked, and an answer that is streamed has begun by then: what a request asks of its "
         "cache is checked when the generator is made, so that a refusal is HTTP 400 there too.",
@@ -84,6 +93,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.attention.selector:_cached_get_attn_backend",
+        "",
         True,
         "The choice of a backend class is cached per process under a key that knows nothing of policies: engines of one "
         "process would get each other's. With a policy its cache is emptied before and after; refuses configs that no "
@@ -92,6 +102,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.compilation.decorators:_try_load_aot_compiled_fn",
+        "model",
         False,
         "(compile_cache.py) On CPU vLLM cannot load what it compiled and saved, and each start would compile for a "
         "minute: with a policy, torch's artefact gets the method that vLLM calls on its own.",
@@ -99,6 +110,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.compilation.caching:aot_compile_hash_factors",
+        "vllm_config",
         False,
         "(compile_cache.py) The key of that cache holds all of additional_config, though the compiled graph depends "
         "neither on the budget nor on the scorer: with a policy, only its name and the make of its gate count.",
@@ -106,6 +118,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        "self, request",
         False,
         "(manager_requests.py) A cache manager is told of a request's name only: ours learns what each asked for and how long its "
         "prompt is, and a hit that reaches beyond what it protects is cut.",
@@ -134,6 +147,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size",
+        "self",
         False,
         "(cartridges.py) The first step of an engine's start that has workers and block managers: cartridges are loaded into blocks of "
         "the pool.",
@@ -141,18 +155,21 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.engine.core:EngineCore.preprocess_add_request",
+        "self, request",
         False,
         "(cartridges.py) A request that names a cartridge that the engine does not have fails alone; later it would stop the engine.",
         "with the one above",
     ),
     Patch(
         "vllm.entrypoints.openai.models.serving:OpenAIServingModels.init_static_loras",
+        "self",
         False,
         "(cartridge_routes.py) Only base models and LoRA adapters are listed as models: cartridges are listed as adapters are.",
         "when plugins can add models",
     ),
     Patch(
         "vllm.entrypoints.launchers.app:attach_endpoint_plugins",
+        "app",
         False,
         "(cartridge_routes.py) Endpoint plugins load only where VLLM_PLUGINS names them, and warn at every start elsewhere: the routes "
         "that load cartridges are added where vLLM adds those that load LoRA adapters.",
@@ -160,6 +177,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        "self, num_tokens, num_reqs",
         False,
         "(step_requests.py) Attention metadata do not say how long a request's prompt is, what it asked for, nor its seed: the "
         "runner's own numbers are handed to the metadata builder first.",
@@ -167,6 +185,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+        "self",
         False,
         "(cpu_seeds.py) A request with a seed whose prompt is read in chunks stops the engine on a CPU: the states of the generators "
         "whose draws are discarded are kept.",
@@ -174,12 +193,14 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
+        "self",
         False,
         "(cpu_seeds.py) And set again, in place of an offset that generators of a CPU do not have.",
         "with the one above",
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
+        "self, input_batch",
         False,
         "(step_requests.py) The same of model runner V2.",
         "with the one above",
@@ -187,6 +208,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
+        "self, scheduler_output",
         False,
         "(step_requests.py) Model runner V2 does not keep what a request asked for: it is kept beside it.",
         "when it keeps extra_args",
@@ -194,6 +216,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests",
+        "self, scheduler_output",
         False,
         "(step_requests.py) And forgotten when the request is done.",
         "with the one above",
@@ -217,13 +240,14 @@ def wrap(target: str, ours: Callable) -> None:
         ours: takes the original function and its arguments.
 
     Raises:
-        LookupError: the target is not in the ledger.
+        LookupError: the target is not in the ledger, or not with the parameters that ``ours`` names.
+        ConfigError: vLLM does not have the target, or not with the parameters of the ledger.
     """
-    if target not in [patch.target for patch in LEDGER]:
+    patch = next((patch for patch in LEDGER if patch.target == target), None)
+    if patch is None:
         raise LookupError(f"{target} is wrapped without being in the ledger: add it to LEDGER in {__name__}")
-    module, path = target.split(":")
-    *classes, name = path.split(".")
-    owner = functools.reduce(getattr, classes, importlib.import_module(module))
+    _check_wrapper(patch, ours)
+    owner, name = _found(patch)
     current = vars(owner)[name]
     kind = type(current) if isinstance(current, staticmethod | classmethod) else None
     original = current.__func__ if kind else current
@@ -241,22 +265,59 @@ def wrap(target: str, ours: Callable) -> None:
     setattr(owner, name, kind(wrapper) if kind else wrapper)
 
 
+def _check_wrapper(patch: Patch, ours: Callable) -> None:
+    """Check that a wrapper names the parameters of its entry in the ledger."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    _, *named = [each.name for each in inspect.signature(ours).parameters.values() if each.kind not in kinds]
+    if named != contract.split(patch.takes)[0]:
+        raise LookupError(f"the wrapper of {patch.target} takes {named}: say so in LEDGER in {__name__}")
+
+
+def _found(patch: Patch) -> tuple[object, str]:
+    """Return the module or class of a function of the ledger, and the function's name in it.
+
+    Raises:
+        ConfigError: vLLM does not have it, or not with the parameters of the ledger.
+    """
+    module, path = patch.target.split(":")
+    *classes, name = path.split(".")
+    try:
+        owner = functools.reduce(getattr, classes, importlib.import_module(module))
+        parameters = inspect.signature(getattr(vars(owner)[name], "__func__", vars(owner)[name])).parameters
+    except (ImportError, AttributeError, KeyError):
+        raise contract.missing([contract.described(patch)]) from None
+    anything = [each.kind for each in parameters.values()] == [
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    ]  # a wrapper of another plugin
+    if not anything and not contract.fits(patch.takes, list(parameters)):
+        raise contract.missing([contract.described(patch)])
+    return owner, name
+
+
 def apply() -> None:
-    """Wrap vLLM's argument handling and its choice of a backend; may be called more than once."""
+    """Wrap vLLM's argument handling and its choice of a backend, or nothing; may be called more than once.
+
+    Raises:
+        ConfigError: vLLM does not have one of the functions.
+    """
+    for patch in LEDGER:
+        if patch.always:
+            _found(patch)
     wrap("vllm.engine.arg_utils:EngineArgs.add_cli_args", _add_cli_args)
     wrap("vllm.engine.arg_utils:EngineArgs.from_cli_args", _from_cli_args)
     wrap("vllm.engine.arg_utils:EngineArgs.create_engine_config", _create_engine_config)
     wrap("vllm.v1.attention.selector:_cached_get_attn_backend", _cached_get_attn_backend)
 
 
-def _add_cli_args(original, parser):
-    parser = original(parser)
+def _add_cli_args(original, parser, *args, **kwargs):
+    parser = original(parser, *args, **kwargs)
     flags.add_to(parser)
     return parser
 
 
-def _from_cli_args(original, cls, args):
-    engine_args = original(cls, args)
+def _from_cli_args(original, cls, args, *more, **kwargs):
+    engine_args = original(cls, args, *more, **kwargs)
     with _one_line_errors():
         engine_args.additional_config = flags.merge(args, engine_args.additional_config)
     return engine_args
@@ -273,6 +334,7 @@ def _create_engine_config(original, self, *args, **kwargs):
 def _config_with_policy(original, engine_args, *args, **kwargs):
     from kvpop_vllm import policies
 
+    contract.check_imports(Path(vllm.__file__).parent)
     settings = PolicySettings.parse(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
     refusals.check_arguments(engine_args)
@@ -299,7 +361,8 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     wrap("vllm.v1.engine.async_llm:AsyncLLM.generate", _generate)
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
-    _log_policy(policy)
+    for line in engine_policy.describe(policy):
+        logger.info("%s", line)
     return vllm_config
 
 
@@ -317,28 +380,6 @@ def _serve_cartridges(vllm_config) -> None:
     cartridge_routes.apply()
     for name, known in cartridge_names.names_of(vllm_config).known.items():
         logger.info("cartridge %s: %d slots per KV head", name, known.placed.slots)
-
-
-def _log_policy(policy) -> None:
-    """Log what a policy keeps of each request."""
-    kept = policy.retention
-    logger.info(
-        "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range)%s%s",
-        policy.name,
-        kept.budget,
-        kept.sinks,
-        kept.window,
-        kept.topk,
-        "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}",
-        ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else "",
-    )
-    if policy.compresses:
-        logger.info("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
-    elif policy.protect:
-        logger.info(
-            "protected: %s of each prompt (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is too small",
-            "all" if policy.protect is True else f"the first {policy.protect} tokens",
-        )
 
 
 def _log_unused_scorers(vllm_config, why: str):
@@ -419,11 +460,6 @@ def _one_line_errors():
     try:
         yield
     except ConfigError as error:
-        if not _in_vllms_command():
+        if not aside.in_vllms_command():
             raise
         sys.exit(f"kvpop: error: {error}")
-
-
-def _in_vllms_command() -> bool:
-    module = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return Path(sys.argv[0]).name == "vllm" or (module is not None and module.name.startswith("vllm."))

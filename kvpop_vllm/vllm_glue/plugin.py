@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.supported import VLLM
+from kvpop_vllm.vllm_glue import aside, contract
+
 
 def register() -> None:
     """Register the late-resolving backends, the model types and classes of full checkpoints, and the flags.
 
     This has no effect on an engine without a policy, and it imports no kernel and no model: vLLM imports a
-    class only when a checkpoint asks for it.
+    class only when a checkpoint asks for it. Where it fails, the plugin stands aside, since vLLM does not catch what
+    a plugin raises.
     """
+    if aside.reason is not None:
+        return
+    try:
+        _register()
+    except ConfigError as error:
+        aside.stand_aside(str(error))
+    except Exception as error:
+        found = " ".join(f"{type(error).__name__}: {error}".split())
+        aside.stand_aside(f"{found}: install kvpop_vllm and vllm{VLLM} anew")
+
+
+def _register() -> None:
+    import vllm
+
+    contract.check_version(vllm.__version__)
     from vllm import ModelRegistry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -16,6 +38,7 @@ def register() -> None:
     from kvpop_vllm.supported import ARCHITECTURES
     from kvpop_vllm.vllm_glue import cuda, patches, select
 
+    contract.check_functions(Path(vllm.__file__).parent, patches.LEDGER)
     register_backend(AttentionBackendEnum.CPU_ATTN, "kvpop_vllm.vllm_glue.select.Backend")
     custom = AttentionBackendEnum.CUSTOM
     before = custom.get_path() if custom.is_overridden() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvpop_vllm.vllm_glue.engine_policy import current_config
 
@@ -27,7 +28,7 @@ def __getattr__(name: str):
 
 
 def _stock_backend(name: str):
-    path = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend" if name == "Backend" else custom_before
+    path = AttentionBackendEnum.CPU_ATTN.value if name == "Backend" else custom_before
     if path is None:
         raise AttributeError(
             "the attention backend CUSTOM is kvpop_vllm's, for engines with --kv-policy: leave --attention-backend out"

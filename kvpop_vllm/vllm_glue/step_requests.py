@@ -46,21 +46,21 @@ def _build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwa
     return original(self, num_tokens, num_reqs, *args, **kwargs)
 
 
-def _add_requests(original, self, scheduler_output):
+def _add_requests(original, self, scheduler_output, *args, **kwargs):
     """Keep what requests asked for, because the runner's own states do not."""
     known = self.__dict__.setdefault(_ASKED, {})
     for new in scheduler_output.scheduled_new_reqs:
         known[new.req_id] = of_params(new.sampling_params)
-    return original(self, scheduler_output)
+    return original(self, scheduler_output, *args, **kwargs)
 
 
-def _finish_requests(original, self, scheduler_output):
+def _finish_requests(original, self, scheduler_output, *args, **kwargs):
     for name in scheduler_output.finished_req_ids:
         self.__dict__.get(_ASKED, {}).pop(name, None)
-    return original(self, scheduler_output)
+    return original(self, scheduler_output, *args, **kwargs)
 
 
-def _prepare_attn(original, self, input_batch):
+def _prepare_attn(original, self, input_batch, *args, **kwargs):
     chosen = input_batch.idx_mapping_np
     prompts = torch.from_numpy(self.req_states.prompt_len.np[chosen]).long()
 
@@ -74,7 +74,7 @@ def _prepare_attn(original, self, input_batch):
     for groups in self.attn_groups:
         for group in groups:
             _hand_over(group.metadata_builders, prompts, asked, seeds)
-    return original(self, input_batch)
+    return original(self, input_batch, *args, **kwargs)
 
 
 def _hand_over(

@@ -29,7 +29,7 @@ LIGHT = {"kvpop_vllm", "kvpop_vllm.vllm_glue"} | {
     *(f"kvpop_vllm.{name}" for name in ("config", "flags", "model_types", "requests", "roles", "supported")),
     *(
         f"kvpop_vllm.vllm_glue.{name}"
-        for name in ("plugin", "patches", "flags", "refusals", "select", "cuda", "engine_policy")
+        for name in ("plugin", "aside", "contract", "patches", "flags", "refusals", "select", "cuda", "engine_policy")
     ),
 }
 """Modules of this package that an engine without a policy may import."""

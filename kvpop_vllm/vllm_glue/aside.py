@@ -1,0 +1,75 @@
+"""Standing aside: stock servers start as they are, and engines that ask for a policy are refused in one line.
+
+This is for a vLLM that the package does not fit. It uses little of vLLM, and nothing of the rest of the glue.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import sys
+from pathlib import Path
+
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
+from kvpop_vllm.flags import FLAGS
+
+logger = logging.getLogger("vllm.kvpop_vllm")
+
+reason: str | None = None
+"""Reason why the plugin does nothing in this process, None while it works."""
+
+
+def stand_aside(why: str) -> None:
+    """Refuse policies in this process, and warn, once for a server and its child processes.
+
+    vLLM's command ends here if its arguments have one of the flags, which nothing has defined.
+    """
+    global reason
+    reason = why
+    if in_vllms_command() and _flags_given():
+        refuse()
+    if multiprocessing.parent_process() is None:
+        logger.warning("kvpop_vllm does nothing: %s", why)
+    try:
+        _guard()
+    except Exception as error:  # a stock server starts with this vLLM too
+        logger.warning("kv_policy in additional_config has no effect, and cannot be refused: %s", error)
+
+
+def refuse() -> None:
+    """Refuse a policy.
+
+    Raises:
+        ConfigError: always, but under vLLM's own command, which ends with one line and exit code 1.
+    """
+    message = f"--kv-policy cannot be served: {reason}"
+    if in_vllms_command():
+        sys.exit(f"kvpop: error: {message}")
+    raise ConfigError(message)
+
+
+def in_vllms_command() -> bool:
+    """Return whether this process runs ``vllm``, or one of its modules."""
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return Path(sys.argv[0]).name == "vllm" or (module is not None and module.name.startswith("vllm."))
+
+
+def _flags_given() -> bool:
+    return any(each.split("=")[0].replace("_", "-") in FLAGS.values() for each in sys.argv[1:])
+
+
+def _guard() -> None:
+    """Have vLLM's config refuse a policy in ``additional_config``, which would have no effect."""
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.__init__
+
+    @functools.wraps(original)
+    def refusing(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        additional = getattr(self, "additional_config", None)
+        if isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None:
+            refuse()
+
+    VllmConfig.__init__ = refusing

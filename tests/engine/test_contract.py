@@ -1,0 +1,218 @@
+"""vLLM has what the package relies on, and the checks find what it lacks.
+
+For a version that is not installed: ``python -m kvpop_vllm.vllm_glue.contract FOLDER``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from engine.broken_vllm import VLLM, copy
+from engine.tiny_engine import configure
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from kvpop_vllm import supported
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.testing import write_tiny_model
+from kvpop_vllm.vllm_glue import aside, compile_cache, contract, patches, plugin
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_installed_vllm_has_all(capsys):
+    assert contract.main(str(VLLM)) == 0
+    assert f"{len(patches.LEDGER)} wrapped functions" in capsys.readouterr().out
+    assert len(set(contract.imported_names())) > 40
+
+
+def test_every_lack_is_found(tmp_path, capsys):
+    """Every function and every imported name is found missing where its modules call it something else."""
+    functions = {patch.target: patch.target.split(":") for patch in patches.LEDGER}
+    relied = [(module, path.split(".")[-1]) for module, path in functions.values()]
+    relied += contract.imported_names()
+    names = "|".join(sorted({name for _, name in relied} - {"vllm"}, key=len, reverse=True))
+    for module in {module for module, _ in relied}:
+        source = VLLM.joinpath(*module.split(".")[1:])
+        source = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
+        path = tmp_path / "vllm" / source.relative_to(VLLM)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(re.sub(rf"\b({names})\b", r"\1_", source.read_text()))
+    folder = tmp_path / "vllm"
+    assert contract.missing_functions(folder, patches.LEDGER) == [contract.described(each) for each in patches.LEDGER]
+    assert set(contract.missing_names(folder)) == {f"{module}.{name}" for module, name in contract.imported_names()}
+    assert contract.main(str(folder)) == 1 and "lacks vllm.engine.arg_utils:" in capsys.readouterr().out
+    with pytest.raises(
+        ConfigError, match=r"^this vLLM lacks .*add_cli_args\(parser\) and \d+ others, .*install a stock"
+    ):
+        contract.check_functions(folder, patches.LEDGER)
+    with pytest.raises(ConfigError, match="^this vLLM lacks "):
+        contract.check_imports(folder)
+    with pytest.raises(SystemExit, match="give the folder vllm of unpacked sources"):
+        contract.main(str(tmp_path))
+
+
+SPEC = "v1.attention.backend:AttentionBackend.customize_spec"
+
+
+@pytest.mark.parametrize(
+    "now, found", [("adjust_spec(cls, spec", ""), ("customize_spec(cls, spec, layer", "(cls, spec)")]
+)
+def test_a_method_that_vllm_calls_in_another_way_is_found(now, found, tmp_path):
+    folder = copy(tmp_path, {"v1/attention/backend.py": ("customize_spec(cls, spec", now)}) / "vllm"
+    assert contract.missing_overrides(folder) == [f"vllm.{SPEC}{found}"]
+
+
+@pytest.mark.parametrize("patch", patches.LEDGER, ids=lambda patch: patch.target)
+def test_parameters_that_are_relied_on(patch):
+    """A relied-on parameter may be neither renamed nor, where it comes by its position, moved; others may be added."""
+    names = contract.parameters(VLLM, patch.target)
+    leading, named = contract.split(patch.takes)
+    assert contract.fits(patch.takes, names) and contract.fits(patch.takes, [*names, "new"])
+    assert not contract.fits(patch.takes, None)
+    for relied in (*leading, *named):
+        assert not contract.fits(patch.takes, [f"{name}_" if name == relied else name for name in names])
+    assert not leading or not contract.fits(patch.takes, ["new", *names])
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0", "0.33.2"])
+def test_versions_that_are_served(version):
+    contract.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.32.0rc1", "0.34.0", "0.34.0rc1", "0.34.1.dev5+gabc", "dev"])
+def test_other_versions(version):
+    with pytest.raises(ConfigError, match=re.escape(f"vLLM {version} is not supported: install vllm>=0.32,<0.34")):
+        contract.check_version(version)
+
+
+def test_pip_asks_for_the_same_versions():
+    assert f'"vllm{supported.VLLM}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def their_classmethod(*names):
+    scope = {}
+    exec(f"def from_cli_args({', '.join(names)}): return 'theirs'", scope)
+    return classmethod(scope["from_cli_args"])
+
+
+def test_functions_of_this_process_are_looked_at_too(monkeypatch):
+    """A function that another plugin has removed or replaced is found, and nothing is wrapped then."""
+    plugin.register()
+    add = EngineArgs.__dict__["add_cli_args"].__func__.__wrapped__
+    monkeypatch.setattr(EngineArgs, "add_cli_args", staticmethod(add))
+    for broken in (their_classmethod("cls", "namespace"), None):
+        if broken is None:
+            monkeypatch.delattr(EngineArgs, "from_cli_args")
+        else:
+            monkeypatch.setattr(EngineArgs, "from_cli_args", broken)
+        with pytest.raises(ConfigError, match=r"lacks vllm.engine.arg_utils:EngineArgs.from_cli_args\(cls, args\)"):
+            patches.apply()
+        assert EngineArgs.add_cli_args is add
+    monkeypatch.setattr(EngineArgs, "from_cli_args", their_classmethod("*args", "**kwargs"), raising=False)
+    patches._found(next(each for each in patches.LEDGER if each.target.endswith("from_cli_args")))
+
+
+def test_a_wrapper_takes_what_the_ledger_says():
+    with pytest.raises(
+        LookupError, match=r"the wrapper of .*from_cli_args takes \['cls', 'namespace'\]: say so in LEDGER"
+    ):
+        patches.wrap("vllm.engine.arg_utils:EngineArgs.from_cli_args", lambda original, cls, namespace: None)
+
+
+# Standing aside. Engines and servers do so in test_fail_safe.py.
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """Texts of warnings, in a process whose plugin may stand aside."""
+    said = []
+    monkeypatch.setattr(aside.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(aside, "reason", None)
+    monkeypatch.setattr(aside, "_guard", lambda: None)
+    return said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["vllm", "serve", "m", "--kv-policy", "x"], ["/bin/vllm", "bench", "latency", "--kv_budget=64"]],
+    ids=str,
+)
+def test_vllms_command_ends_if_it_has_a_flag(command, warnings, monkeypatch):
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="^kvpop: error: --kv-policy cannot be served: why$"):
+        aside.stand_aside("why")
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    "command", [["vllm", "serve", "m", "--kv-cache-dtype", "auto"], ["mine.py", "--kv-policy", "x"]]
+)
+def test_other_commands_go_on(command, warnings, monkeypatch):
+    monkeypatch.setattr(sys, "argv", command)
+    aside.stand_aside("why")
+    assert warnings == ["kvpop_vllm does nothing: why"] and aside.reason == "why"
+
+
+def test_child_processes_do_not_warn_again(warnings, monkeypatch):
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    aside.stand_aside("why")
+    assert warnings == []
+
+
+def test_a_server_starts_though_nothing_can_be_refused(warnings, monkeypatch):
+    def guard():
+        raise ImportError("no VllmConfig")
+
+    monkeypatch.setattr(aside, "_guard", guard)
+    aside.stand_aside("why")
+    assert warnings[1:] == ["kv_policy in additional_config has no effect, and cannot be refused: no VllmConfig"]
+
+
+# vLLM 0.33, and torch's private class.
+
+
+def test_the_cpu_platform_may_ask_for_cache_dtypes(tmp_path):
+    """VLLM 0.33 asks the backend class of a CPU what it takes before it returns its path."""
+    from vllm.config import set_current_vllm_config
+
+    model = write_tiny_model(tmp_path / "qwen3", "qwen3")
+    with set_current_vllm_config(configure(model, {"policy": "streaming-llm", "budget": 64})):
+        backend = AttentionBackendEnum.CPU_ATTN.get_class()
+        assert backend.policy.retention.budget == 64
+        assert [backend.supports_kv_cache_dtype(each) for each in (None, "auto", "bfloat16", "fp8")] == [True] * 3 + [
+            False
+        ]
+    with set_current_vllm_config(configure(model, None)):
+        assert AttentionBackendEnum.CPU_ATTN.get_class().__name__ == "CPUAttentionBackend"
+
+
+MODEL = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={"kv_policy": {}}))
+
+
+def test_torchs_artefact_has_the_method_while_it_is_loaded():
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as artefact
+
+    assert compile_cache._try_load(lambda model: hasattr(artefact, compile_cache._HOOK), MODEL)
+    assert not hasattr(artefact, compile_cache._HOOK)
+
+
+@pytest.mark.parametrize("there", [None, int, 3], ids=str)
+def test_another_class_of_torch_costs_a_warning(there, monkeypatch):
+    """Without the private class, or with one that takes no methods, vLLM's own function runs as it is."""
+    import torch._dynamo.aot_compile_types as types
+
+    said = []
+    monkeypatch.setattr(compile_cache.logger, "warning_once", lambda text, *values: said.append(text % values))
+    if there is None:
+        monkeypatch.delattr(types, "BundledAOTAutogradSerializableCallable")
+    else:
+        monkeypatch.setattr(types, "BundledAOTAutogradSerializableCallable", there)
+    assert compile_cache._try_load(lambda model: "as it is", MODEL) == "as it is"
+    (line,) = said
+    assert line.startswith("this torch is not the expected one, so that models are compiled at every start: ")

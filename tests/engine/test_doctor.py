@@ -1,0 +1,185 @@
+"""``kvpop serve`` and ``kvpop doctor``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from vllm.model_executor.models import registry
+
+from kvpop_vllm import _C, __version__, cli
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.testing import write_tiny_model
+from kvpop_vllm.vllm_glue import aside, contract, doctor
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+
+
+def without_vllm(package):
+    raise metadata.PackageNotFoundError(package)
+
+
+LACKING = [
+    ("version", without_vllm, f"vLLM is not installed for {sys.executable}: install vllm>=0.32,<0.34 there"),
+    ("version", lambda package: "0.31.0", "vLLM 0.31.0 is not supported: install vllm>=0.32,<0.34"),
+    (
+        "entry_points",
+        lambda group: (),
+        "vLLM does not find the plugin, since kvpop_vllm is not installed: run pip install in its folder",
+    ),
+]
+PLUGINS = [("", "''"), ("other,kvpop_two", "'other,kvpop_two'")]
+
+
+@pytest.mark.parametrize("name, instead, message", LACKING)
+def test_neither_begins_without_the_plugin(name, instead, message, monkeypatch, capsys):
+    monkeypatch.setattr(metadata, name, instead)
+    monkeypatch.setattr(os, "execv", lambda *command: pytest.fail("vLLM would serve"))
+    assert cli.main(["serve", "m"]) == 2
+    assert capsys.readouterr().err == f"kvpop: {message}\n"
+    assert cli.main(["doctor"]) == 1
+    assert f"! plugin       {message}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("allowed, shown", PLUGINS)
+def test_neither_begins_where_plugins_are_left_out(allowed, shown, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    message = f"VLLM_PLUGINS={shown} leaves the plugin out: add kvpop to it, or unset it"
+    assert cli.main(["serve", "m"]) == 2
+    assert capsys.readouterr().err == f"kvpop: {message}\n"
+    assert cli.main(["doctor"]) == 1
+    assert f"! plugin       {message}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("allowed", ["kvpop", "other,kvpop"])
+def test_plugins_may_be_named(allowed, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    doctor.check_installed()
+
+
+def test_there_is_a_command_vllm(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "kvpop")])
+    assert doctor.vllm_command() == str(Path(sys.executable).with_name("vllm"))
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(ConfigError, match=f"^there is no command vllm in {tmp_path}: install vllm"):
+        doctor.vllm_command()
+
+
+def test_options_and_signals_reach_vllm(tmp_path):
+    """`kvpop serve` becomes the ``vllm`` beside it: the same process, with the arguments as they were."""
+    kvpop, vllm = tmp_path / "kvpop", tmp_path / "vllm"
+    kvpop.write_text(f"#!{sys.executable}\nimport sys\nfrom kvpop_vllm.cli import main\nsys.exit(main())\n")
+    listens = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))"
+    vllm.write_text(
+        f"#!{sys.executable}\nimport os, signal, sys, time\n{listens}\nprint(os.getpid(), sys.argv[1:], flush=True)\ntime.sleep(99)\n"
+    )
+    for file in (kvpop, vllm):
+        file.chmod(0o755)
+    options = ["M", "--kv-policy", "h2o", "--kv_budget=64", "--help", "--", "-x", "", "a b", '{"a": "*"}']
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([kvpop, "serve", *options], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout.readline() == f"{process.pid} {['serve', *options]}\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 7
+
+
+def lines(capsys) -> dict[str, str]:
+    """Return the printed lines by their topics, a text each, with the mark of what is wrong."""
+    printed = capsys.readouterr().out.splitlines()
+    return {line[2:14].strip(): line[:2].strip() + line[15:] for line in printed[:-1]} | {"end": printed[-1]}
+
+
+def test_doctor(capsys):
+    assert cli.main(["doctor"]) == 0
+    said = lines(capsys)
+    versions = {name: said[name] for name in ("vLLM", "torch", "triton", "transformers")}
+    assert versions == {name: metadata.version(name.lower()) for name in versions}
+    assert said["kvpop"] == f"{__version__} in {ROOT}" and sys.executable in said["Python"]
+    assert said["CPU"] and said["Triton"] == "no GPU, so not used"
+    assert said["C++ kernels"] == f"{_C.current_isa()} of {', '.join(_C.isa_levels())}"
+    assert said["plugin"].startswith("loaded by vLLM 0.32.0")
+    assert said["end"] == "all right" and "policy" not in said
+
+
+def test_doctor_finds_what_is_wrong(capsys, monkeypatch):
+    def not_built():
+        raise ImportError("kvpop_vllm._C is not usable here")
+
+    monkeypatch.setattr(dispatch, "load_extension", not_built)
+    monkeypatch.setattr(aside, "reason", "why")
+    assert cli.main(["doctor"]) == 1
+    said = lines(capsys)
+    assert said["plugin"] == "!does nothing: why"
+    assert said["C++ kernels"] == "!kvpop_vllm._C is not usable here; on a CPU the slow reference kernels serve"
+    assert said["end"] == "2 wrong, see the lines with !"
+
+
+def test_doctor_finds_what_a_policy_would_lack(capsys, monkeypatch):
+    monkeypatch.setattr(contract, "imported_names", lambda: [("vllm.config", "Gone")])
+    assert cli.main(["doctor"]) == 1
+    assert lines(capsys)["plugin"].startswith("!this vLLM lacks vllm.config.Gone, which kvpop_vllm relies on")
+
+
+def test_doctor_finds_that_another_plugin_fails(capsys, monkeypatch):
+    import vllm.plugins
+
+    def fails():
+        raise RuntimeError("theirs")
+
+    monkeypatch.setattr(vllm.plugins, "load_general_plugins", fails)
+    assert cli.main(["doctor"]) == 1
+    assert lines(capsys)["plugin"] == "!vLLM cannot load its plugins: RuntimeError: theirs"
+
+
+ASKED = [
+    ([], 0, "none asked for (--kv-policy): a dense cache"),
+    (
+        ["--kv-policy", "streaming-llm", "--kv-budget", "64"],
+        0,
+        "--kv-policy streaming-llm: 64 tokens per KV head (4 sinks, window 59, 1 long-range)",
+    ),
+    (["--kv-policy", "streaming-llm"], 1, "!refused: --kv-policy streaming-llm needs a budget: give --kv-budget or --kv-compression"),
+    (["--kv-policy", "h2o", "--kv-budget", "64", "--block-size", "24"], 1, "!refused: --kv-policy cannot be combined with --block-size 24: use a multiple of 16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, code, text", ASKED)
+def test_doctor_says_what_a_policy_would_keep(options, code, text, model, capsys, monkeypatch):
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+    tiny = ["--skip-tokenizer-init", "--max_model_len", "256", "--port", "80"]
+    assert cli.main(["doctor", str(model), *tiny, *options]) == code
+    said = lines(capsys)
+    assert said["policy"] == text
+    assert "model" not in said if code else said["model"] == f"Qwen3ForCausalLM, {model}"
+
+
+def test_doctor_of_a_model_that_is_not_there(capsys, tmp_path):
+    assert cli.main(["doctor", str(tmp_path / "none"), "--kv-policy", "h2o", "--kv-budget", "64"]) == 1
+    assert lines(capsys)["policy"].startswith("!refused: ")
+
+
+def test_options_that_vllm_does_not_know(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "m", "--kv-bugdet", "64"])
+    assert ended.value.code == 2 and "--kv-bugdet" in capsys.readouterr().err
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--help"])
+    assert ended.value.code == 0 and "print versions" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    assert "serve" in said and "doctor" in said
