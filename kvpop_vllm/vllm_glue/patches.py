@@ -126,6 +126,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler._free_request",
+        "self, request",
         False,
         "(reports.py) Only here is a request's cache known at its end: its numbers are kept for the metrics, and returned with "
         "the response to requests that ask for a report.",
@@ -133,6 +134,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+        "self",
         False,
         "(reports.py) The scheduler's statistics have no room for others: ours travel in the field of KV connectors, which are "
         "refused.",
@@ -140,6 +142,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        "self, vllm_config",
         False,
         "(metrics.py) A plugin in vllm.stat_logger_plugins cannot decline a config, and switches statistics on where "
         "--disable-log-stats is given, also without a policy: our logger is added to engines with one.",
