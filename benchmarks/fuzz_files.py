@@ -40,6 +40,10 @@ LAYERS, HEADS = 2, 2
 NAMES = "scorer", "cartridge", "compactor", "shares"
 
 
+class Late(BaseException):
+    """Error for a reader that takes too long; no reader catches it."""
+
+
 class Target(NamedTuple):
     """Good folder that is damaged, and its reader."""
 
@@ -121,11 +125,11 @@ def edited(content: bytes, edit: tuple) -> bytes:
 
 @contextmanager
 def time_limit(seconds: int):
-    """Raise a TimeoutError in the block, or behind it, after so many seconds of CPU time."""
+    """Raise :class:`Late` in the block, or behind it, after so many seconds of CPU time."""
     began, message = time.process_time(), f"a reader took more than {seconds} s"
 
     def late(*_):
-        raise TimeoutError(message)
+        raise Late(message)
 
     signal.signal(signal.SIGPROF, late)
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -150,6 +150,8 @@ class CartridgeConfig:
             raise ConfigError(f"{source}: provenance must be an object: write the cartridge again")
         if not isinstance(self.head, list) or not all(type(token) is int and token >= 0 for token in self.head):
             raise ConfigError(f"{source}: head must be a list of token ids: write the cartridge again")
+        if len(self.head) > self.next_position:
+            raise ConfigError(f"{source}: head has more tokens than next_position: write the cartridge again")
 
 
 class Cartridge(NamedTuple):

@@ -132,7 +132,7 @@ def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tens
     return pad(ids, True), pad(logp, True, padding_value=-torch.inf).softmax(-1)
 
 
-def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | None) -> int:
+def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | None, room: int = ROOM) -> int:
     """Return the most tokens of a chunk.
 
     Args:
@@ -140,19 +140,20 @@ def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | No
         tokens: T.
         slots: P.
         positions: positions of the model, or None.
+        room: positions for a conversation, and for what stands around a chunk.
 
     Raises:
         ConfigError: chunk and conversation, or slots and conversation, do not fit into the model's positions.
     """
-    room = (positions or 1 << 30) - ROOM
-    if slots > room:
+    left = (positions or 1 << 30) - room
+    if slots > left:
         raise ConfigError(
-            f"the model has {positions} positions, and {ROOM} are for conversations: lower --slots to {max(0, room)}"
+            f"the model has {positions} positions, and {room} are for conversations: lower --slots to {max(0, left)}"
         )
-    most = min(chunk or min(LONGEST, room), tokens)
-    if most > room:
+    most = min(chunk or min(LONGEST, left), tokens)
+    if most > left:
         raise ConfigError(
-            f"the model has {positions} positions, and {ROOM} are for conversations: lower --chunk to {room}"
+            f"the model has {positions} positions, and {room} are for conversations: lower --chunk to {left}"
         )
     return most
 

@@ -78,7 +78,11 @@ def place_of(tokenizer, place: str | None = None, system: str | None = None) -> 
         return Place(tokenizer, [], [])
     head = _chat(tokenizer, system, MARK).split(MARK, 1)[0]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (head, SEPARATOR)]
-    return Place(tokenizer, *ids, system)
+    if ids[0]:
+        return Place(tokenizer, *ids, system)
+    if place == "message":
+        raise ConfigError("the chat template writes nothing before a message: use --place front")
+    return Place(tokenizer, [], [])
 
 
 def _chat(tokenizer, system: str | None, prompt: str) -> str:

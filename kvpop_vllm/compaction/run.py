@@ -269,8 +269,10 @@ def layers_of(
     if options.method != "attention-matching":
         part = tokens[:slots] if options.method == "first" else place.head + tokens[len(place.head) - slots :]
         return [(k, v, None) for k, v in read_corpus(model, part)], slots
-    size = options.chunk or len(tokens)
-    chunks = [(a, min(a + size, len(tokens))) for a in range(0, len(tokens), size)]
+    size = options.chunk or len(corpus)
+    ends = [len(place.head) + min(a + size, len(corpus)) for a in range(0, len(corpus), size)]
+    ends[-1] = len(tokens)  # the first chunk has what is before the corpus, the last one what is behind it
+    chunks = list(zip([0, *ends], ends, strict=False))
     caches = read_corpus(model, tokens)
     if options.queries == "self-study":
         done = Progress(options.answers, "answer")

@@ -119,12 +119,17 @@ def train_cartridge(
     tokenizer, positions = load_tokenizer(model), longest(load_config(model))
     place = place_of(tokenizer, options.place, options.system)
     text, tokens = corpus_of(place, data)
-    start = read_start(training.init, model, slots) if training.init and looks_like_cartridge(training.init) else None
+    start = (
+        read_start(training.init, model, slots, place.head)
+        if training.init and looks_like_cartridge(training.init)
+        else None
+    )
     if start is None:
         own = corpus_of(place, training.init)[1] if training.init else tokens
         check_length(place, len(own), slots, "first", positions)
         first = place.around(own)[:slots]
-    chunk = chunk_tokens(options.chunk, len(tokens), slots, positions)
+    room = ROOM + len(place.around([]))
+    chunk = chunk_tokens(options.chunk, len(tokens), slots, positions, room)
     arguments = {"slots": slots, "chunk": chunk} | asdict(training)
     arguments |= {name: getattr(options, name) for name in ("dtype", "seed", "place", "system")}
     corpus = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)}
@@ -143,7 +148,7 @@ def train_cartridge(
         todo = -(-training.conversations // ROUND) - _rounds(path, training.conversations)
         if todo:
             done = Progress(todo, "round of conversations")
-            with own or engine(model, options.dtype, chunk + ROOM, stop) as sample:
+            with own or engine(model, options.dtype, chunk + room, stop) as sample:
                 many, seed = training.conversations, options.seed
                 make_conversations(path, place, tokens, many, sample, longest=chunk, seed=seed, done=done)
         conversations = read_conversations(path)
@@ -165,16 +170,20 @@ def train_cartridge(
     return config
 
 
-def read_start(folder: str, model: str, slots: int) -> Cartridge:
+def read_start(folder: str, model: str, slots: int, head: list[int]) -> Cartridge:
     """Return the cartridge that training starts from.
 
     Raises:
-        ConfigError: it cannot be read, is for another model, or has another number of slots.
+        ConfigError: it cannot be read, is for another model, has another number of slots, or stands elsewhere.
     """
     found = read_cartridge(folder)
     check_base(found.config, model, f"the cartridge {folder}")
     if found.config.slots != slots:
         raise ConfigError(f"--init {folder} has {found.config.slots} slots, not {slots}: set --slots to as many")
+    if found.config.head != head:
+        raise ConfigError(
+            f"--init {folder} stands in another place: give the --place and --system that it was made with"
+        )
     return found
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from kvpop_vllm.compaction.conversations import ROOM
+from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_config, longest
@@ -54,11 +55,15 @@ def evaluate_corpus(options) -> list[dict]:
         raise ConfigError(
             f"the model has {most} positions, {ROOM} for questions: lower --length to {max(0, most - ROOM)}"
         )
+    tokenizer = load_tokenizer(options.model)
+    place = place_of(tokenizer)
+    if slots[0] <= len(place.head):
+        raise ConfigError(f"a chat has {len(place.head)} tokens before a document: raise --budget above them")
     rows, units, about = rows_of(options, single_documents)
     material = [(row.tokens.tolist(), unit) for row, unit in zip(rows, units, strict=True)]
     backend = TransformersBackend(options.model, getattr(torch, options.dtype), length + ROOM)
     settings = options.questions or 4, options.seed, options.steps or 64, compactor and compactor.module
-    model, found = corpus.Corpus(backend, options.model, load_tokenizer(options.model), *settings), []
+    model, found = corpus.Corpus(backend, options.model, tokenizer, *settings), []
     with records_file(options.out) if options.out else nullcontext() as file:
         write = writer(file)
         write({"run": about_run(options) | about})

@@ -70,6 +70,8 @@ def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn
         slots += config.slots
         heads.append(config.head)
         if heads[0] != config.head:
-            raise ConfigError(f"{folder} and {folders[0]} stand behind different system messages: leave one out")
+            raise ConfigError(
+                f"{folder} and {folders[0]} were made with different system messages or places: leave one out"
+            )
     joined = [tuple(torch.cat(same, 1) for same in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]
     return Slots(slots, joined, heads[0] if heads else [])

@@ -60,16 +60,26 @@ def _flags_given() -> bool:
 
 
 def _guard() -> None:
-    """Have vLLM's config refuse a policy in ``additional_config``, which would have no effect."""
+    """Have vLLM's config refuse a policy in ``additional_config``, which would have no effect.
+
+    Engine cores and workers receive the config by pickle.
+    """
     from vllm.config import VllmConfig
 
     original = VllmConfig.__init__
 
-    @functools.wraps(original)
-    def refusing(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        additional = getattr(self, "additional_config", None)
+    def check(config) -> None:
+        additional = getattr(config, "additional_config", None)
         if isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None:
             refuse()
 
-    VllmConfig.__init__ = refusing
+    @functools.wraps(original)
+    def refusing(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        check(self)
+
+    def restored(self, state):
+        self.__dict__.update(state)
+        check(self)
+
+    VllmConfig.__init__, VllmConfig.__setstate__ = refusing, restored

@@ -164,12 +164,12 @@ def _head_of(heads: Sequence[tuple[str, tuple[int, ...]]], prompt: Sequence) -> 
     """
     if len({head for _, head in heads}) > 1:
         names = " and ".join(name for name, _ in heads)
-        raise ConfigError(f"{names} stand behind other system messages, or one is in front of all: name one of them")
+        raise ConfigError(f"{names} were made with different system messages or places: name one of them")
     name, head = heads[0] if heads else ("", ())
     if head and len(prompt) and tuple(prompt[: len(head)]) != head:
         raise ConfigError(
             f"the cartridge {name!r} stands in the first message of a chat: begin with a message of the user, behind the system"
-            " message that it was made with, if any; for other prompts make it with 'kvpop compact --place front'"
+            " message that it was made with, if any, and without blanks or line ends at the beginning; for other prompts make it with 'kvpop compact --place front'"
         )
     if head and len(prompt) == len(head):
         raise ConfigError("the prompt ends where the cartridge begins: send a message behind it")

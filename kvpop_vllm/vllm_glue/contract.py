@@ -178,9 +178,9 @@ def missing_overrides(vllm: Path) -> list[str]:
 
     The installed vLLM is imported for this, because it says which classes are the bases.
     """
-    from kvpop_vllm.vllm_glue import backend, cache_spec, cuda_backend, models
+    from kvpop_vllm.vllm_glue import backend, cache_spec, cuda_backend, gated_attention, metrics, models
 
-    rooms = backend, cache_spec, cuda_backend, models
+    rooms = backend, cache_spec, cuda_backend, gated_attention, metrics, models
     classes = {cls for room in rooms for cls in vars(room).values() if inspect.isclass(cls)}
     found = set()
     for cls in classes:
@@ -196,6 +196,7 @@ def missing_overrides(vllm: Path) -> list[str]:
                     names = parameters(vllm, target)
                     if names is None or not (anything or set(names) <= set(takes)):
                         found.add(target if names is None else f"{target}({', '.join(takes)})")
+                    break  # the nearest says how it is called
     return sorted(found)
 
 

@@ -39,7 +39,8 @@ def vllm_command() -> str:
     Raises:
         ConfigError: there is none; one that is found elsewhere may have other packages.
     """
-    folders = [str(Path(sys.argv[0]).resolve().parent), sysconfig.get_path("scripts")]
+    own = Path(sys.argv[0])
+    folders = [*([str(own.resolve().parent)] if own.is_file() else []), sysconfig.get_path("scripts")]
     command = shutil.which("vllm", path=os.pathsep.join(folders))
     if command is None:
         raise ConfigError(f"there is no command vllm in {folders[-1]}: install vllm{VLLM} beside kvpop_vllm")

@@ -414,7 +414,8 @@ def _process_inputs(original, self, *args, **kwargs):
     if (request.cache_salt or "").startswith(cartridge_names.SALT):
         raise VLLMValidationError(f"cache_salt must not begin with {cartridge_names.SALT!r}: choose another")
     prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
-    found, head = cartridge_names.resolved(self.vllm_config, params, prompt, adapter)
+    known = range(len(prompt)) if request.prompt_token_ids is None else prompt
+    found, head = cartridge_names.resolved(self.vllm_config, params, known, adapter)
     if found is not None:  # a new dictionary, as the old one belongs to the caller
         params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: list(found)}
         if found.cartridges:

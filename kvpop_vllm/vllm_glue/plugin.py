@@ -39,6 +39,7 @@ def _register() -> None:
     from kvpop_vllm.vllm_glue import cuda, patches, select
 
     contract.check_functions(Path(vllm.__file__).parent, patches.LEDGER)
+    patches.apply()
     register_backend(AttentionBackendEnum.CPU_ATTN, "kvpop_vllm.vllm_glue.select.Backend")
     custom = AttentionBackendEnum.CUSTOM
     before = custom.get_path() if custom.is_overridden() else None
@@ -48,4 +49,3 @@ def _register() -> None:
     model_types.register()
     for name in set(ARCHITECTURES.values()) - set(ModelRegistry.get_supported_archs()):
         ModelRegistry.register_model(name, f"kvpop_vllm.vllm_glue.models:{name}")
-    patches.apply()

@@ -176,6 +176,7 @@ REFUSALS = {
     "provenance": (edited(provenance=3), "provenance must be an object"),
     "head": (edited(head="<user>"), "head must be a list of token ids"),
     "negative head": (edited(head=[3, -1]), "head must be a list of token ids"),
+    "long head": (edited(head=[1] * 301), "head has more tokens than next_position"),
     "more layers": (edited(num_layers=3), "layers.2.k is missing"),
     "fewer layers": (edited(num_layers=1), "unexpected tensor 'layers.1.bias'"),
     "more slots": (edited(slots=2**23), "layers.0.k has shape"),

@@ -165,6 +165,14 @@ def test_last_tokens_keep_the_head(model, corpus, texts, tmp_path):
     torch.testing.assert_close(answers(model, cartridge, texts[1]), full, rtol=0, atol=1e-4)
 
 
+def test_a_head_is_in_the_first_chunk(model, corpus, tmp_path):
+    """A chunk of the head alone would have no reference tokens."""
+    for out, size in (("a", "100"), ("b", "699"), ("c", "700")):
+        cartridge = compact(model, corpus, tmp_path / out, "--system", "x" * 80, "--slots", "256", "--chunk", size)
+        assert len(cartridge.config.head) > 100 and cartridge.config.next_position == len(cartridge.config.head) + 702
+        assert all(bool((bias.abs().sum(-1) > 0).all()) for _, _, bias in cartridge.layers)
+
+
 def test_in_front_of_everything(model, corpus, texts, tmp_path):
     cartridge = compact(model, corpus, tmp_path / "c", "--method", "first", "--place", "front")
     tokens = texts[0][:, len(b"<user>") :][:, :SLOTS]

@@ -218,6 +218,17 @@ def test_it_starts_from_another_cartridge(model, corpus, tmp_path):
             assert all(part[:, :1].all() and part[:, 1:].all() == (steps == "0") for part in same)
 
 
+def test_a_start_of_another_place_is_refused(model, corpus, tmp_path, capsys):
+    first = ["compact", str(model), "--data", str(corpus), "--slots", str(SLOTS), "--method", "first", "--threads", "1"]
+    for name, place in (("front", ["--place", "front"]), ("brief", ["--system", "Be brief."])):
+        assert main([*first, "--out", str(tmp_path / name), *place]) == 0
+        init = ["--init", str(tmp_path / name), "--steps", "0"]
+        compact(model, corpus, tmp_path / "c", *init, code=2)
+        assert "stands in another place: give the --place and --system" in capsys.readouterr().err
+        compact(model, corpus, tmp_path / f"{name} again", *init, *place)
+        assert read_cartridge(tmp_path / f"{name} again").config.head == read_cartridge(tmp_path / name).config.head
+
+
 def test_model_without_a_chat_template(corpus, tmp_path):
     model = write_tiny_model(tmp_path / "model", vocab=258)
     byte_tokenizer(template=None).save_pretrained(model)
@@ -276,9 +287,9 @@ def test_other_runs_are_refused(model, corpus, whole, tmp_path, capsys):
 def test_chunks_fit_into_the_positions(corpus, tmp_path, capsys):
     model = write_model(tmp_path / "model", max_position=1100)
     compact(model, corpus, tmp_path / "c", *SMALL, code=2)
-    assert "1024 are for conversations: lower --chunk to 76" in capsys.readouterr().err
+    assert "1032 are for conversations: lower --chunk to 68" in capsys.readouterr().err
     compact(model, corpus, tmp_path / "c", *SMALL, "--slots", "128", code=2)
-    assert "lower --slots to 76" in capsys.readouterr().err
+    assert "lower --slots to 68" in capsys.readouterr().err
 
 
 def test_rate_rises_and_falls():

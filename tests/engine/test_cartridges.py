@@ -200,7 +200,11 @@ def test_what_a_cartridge_holds_of_a_prompt_is_left_out(served, monkeypatch):
     for prompt, asks, text in (
         (own, asked, "'biased headed' stands in the first message of a chat: begin with a message of the user"),
         ([*head], asked, "the prompt ends where the cartridge begins"),
-        ([*head, *own], named("biased headed", "plain"), "biased headed and plain stand behind other system messages"),
+        (
+            [*head, *own],
+            named("biased headed", "plain"),
+            "biased headed and plain were made with different system messages or places",
+        ),
     ):
         with pytest.raises(VLLMValidationError, match=text):
             served.engine.add("x", Job(prompt=prompt, scored=False, asks=asks))

@@ -6,6 +6,7 @@ For a version that is not installed: ``python -m kvpop_vllm.vllm_glue.contract F
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from engine.broken_vllm import VLLM, copy
 from engine.tiny_engine import configure
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -172,6 +174,21 @@ def test_a_server_starts_though_nothing_can_be_refused(warnings, monkeypatch):
     monkeypatch.setattr(aside, "_guard", guard)
     aside.stand_aside("why")
     assert warnings[1:] == ["kv_policy in additional_config has no effect, and cannot be refused: no VllmConfig"]
+
+
+def test_a_config_that_comes_by_pickle_is_refused(monkeypatch):
+    """Engine cores and workers get it in this way, and call no constructor."""
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(VllmConfig, name, getattr(VllmConfig, name, None), raising=False)
+    monkeypatch.delattr(VllmConfig, "__setstate__")
+    monkeypatch.setattr(aside, "reason", "why")
+    stock, asking = (VllmConfig.__new__(VllmConfig) for _ in range(2))
+    stock.additional_config, asking.additional_config = {"other": 1}, {"kv_policy": {"policy": "h2o"}}
+    sent = pickle.dumps(stock), pickle.dumps(asking)
+    aside._guard()
+    assert pickle.loads(sent[0]).additional_config == {"other": 1}
+    with pytest.raises(ConfigError, match="^--kv-policy cannot be served: why$"):
+        pickle.loads(sent[1])
 
 
 # vLLM 0.33, and torch's private class.

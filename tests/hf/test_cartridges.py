@@ -83,7 +83,7 @@ def test_what_the_slots_hold_of_a_chat_is_not_given_again(case, tiny, tmp_path):
     caches[1].reset()
     with pytest.raises(ValueError, match=r"holds the first 3 tokens of the chat: give the others, ids\[:, 3:\]"):
         generate(model, caches[1], [random_prompt(40), head + own], 8)
-    with pytest.raises(ConfigError, match="stand behind different system messages: leave one out"):
+    with pytest.raises(ConfigError, match="were made with different system messages or places: leave one out"):
         KVpopCache(model, **found.settings, cartridge=[plain, headed])
 
 

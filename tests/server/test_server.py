@@ -140,7 +140,8 @@ def test_a_response_says_what_its_cache_did(served):
     prompt = [(13 * i) % 40_000 + 100 for i in range(1200)]
     asked = {"model": name(client), "prompt": prompt, "max_tokens": 20, "temperature": 0}
     report = {"vllm_xargs": {"kv_report": 1}}
-    answers = [ask(client, extra_body=report), client.completions.create(**asked, extra_body=report)]
+    stops = {"logit_bias": {"2": 100}, "extra_body": report | {"min_tokens": 6}}  # the end of a turn, on any processor
+    answers = [ask(client, **stops), client.completions.create(**asked, extra_body=report)]
     reports = [answer.model_extra["kv_transfer_params"]["kv_report"] for answer in answers]
     for answer, found in zip(answers, reports, strict=True):
         assert found["prompt_tokens"] == answer.usage.prompt_tokens
