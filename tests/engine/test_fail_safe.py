@@ -55,7 +55,7 @@ def test_a_stock_engine_starts_with_one_warning_and_a_policy_is_refused(name, mo
     assert report["outputs"] == json.loads(json.dumps(generate(model, None, tokens=4)))
     (warning,) = report["warnings"]
     assert warning.endswith(f"kvpop_vllm does nothing: {reason}")
-    assert report["ours"] == ["vllm.config.vllm:VllmConfig.__init__"]
+    assert report["ours"] == [f"vllm.config.vllm:VllmConfig.{own}" for own in ("__init__", "__setstate__")]
     assert report["refusal"] == f"--kv-policy cannot be served: {reason}"
 
 
