@@ -45,9 +45,9 @@ def add_compact(commands, engine: Callable) -> None:
     command.add_argument("--compactor", metavar="DIR", help=text)
     command.add_argument(
         "--queries",
-        choices=("repeat-prefill", "self-study"),
-        default="repeat-prefill",
-        help="what the cache is fitted to: the corpus repeated (default), or sampled answers about it",
+        choices=("self-study", "repeat-prefill"),
+        default="self-study",
+        help="what the cache is fitted to: sampled answers about the corpus (default), or the corpus repeated",
     )
     command.add_argument(
         "--keys",

@@ -57,7 +57,7 @@ class CompactOptions:
 
     method: str = "attention-matching"
     slots: int | None = 1024
-    queries: str = "repeat-prefill"
+    queries: str = "self-study"
     chunk: int | None = None
     dtype: str = "float32"
     seed: int = 0

@@ -110,7 +110,7 @@ CASES = {
     "pursuit": ["--keys", "omp"],
     "chunks": ["--chunk", "300"],
     "off policy": ["--no-on-policy"],
-    "self-study": ["--queries", "self-study", "--answers", "5"],
+    "repeat-prefill": ["--queries", "repeat-prefill"],
 }
 
 
@@ -143,7 +143,7 @@ def test_all_of_the_corpus_is_repeated():
 
 
 def test_same_seed_same_cartridge(model, corpus, tmp_path):
-    options = ["--queries", "self-study", "--answers", "2"]
+    options = ["--answers", "2"]
     first, second = (compact(model, corpus, tmp_path / name, *options) for name in "ab")
     assert first.digest == second.digest
 
