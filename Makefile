@@ -70,7 +70,7 @@ serve: model
 # The quick tests, 6 minutes on two cores; `test-all` runs all, 20 minutes.
 test: QUICK := -m "not slow"
 test test-all: model
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(QUICK) tests $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --durations=40 -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(QUICK) tests $(PYTEST_ARGS)
 
 nightly: lm-eval peers test-all oldest-triton mutations
 
