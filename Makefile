@@ -20,13 +20,14 @@ PACKAGE := $(VENV)/.package
 EXTENSION := $(VENV)/.extension
 SANITIZED := build/sanitized/.extension
 OLDEST_TRITON := build/triton-3.6
+PROMETHEUS := build/prometheus
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly sanitize mutations lint format bench policies lm-eval peers gpu oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly sanitize mutations lint format bench policies lm-eval peers prometheus gpu oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | gpu | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | gpu | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -124,6 +125,17 @@ peers: model
 	@$(PYTHON) -m venv build/peers
 	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "$$($(BIN)/python -m pip freeze | grep '^torch==')"
 	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "kvpress[eval]==0.5.5" "transformers<5.3"
+
+# Debian's package, unpacked for the test of examples/observability. Needs no root: lists of packages are fetched beside it.
+prometheus: $(PROMETHEUS)/usr/bin/prometheus
+
+$(PROMETHEUS)/usr/bin/prometheus:
+	@echo "[prometheus] Debian's package in $(PROMETHEUS)"
+	@mkdir -p $(PROMETHEUS)/lists/partial $(PROMETHEUS)/cache
+	@cd $(PROMETHEUS) && for command in update "download prometheus"; do \
+	    apt-get -qq -o Dir::State::Lists="$$PWD/lists" -o Dir::Cache="$$PWD/cache" -o APT::Sandbox::User= $$command \
+	        || { echo "apt-get cannot fetch it: put prometheus and promtool on the PATH instead" >&2; exit 1; }; done
+	@cd $(PROMETHEUS) && dpkg -x prometheus_*.deb . && rm -rf prometheus_*.deb lists cache
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info kvpop_vllm/_C*.so .pytest_cache .ruff_cache .hypothesis

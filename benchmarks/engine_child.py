@@ -25,7 +25,7 @@ class EngineChild(Child):
         self.options = argparse.Namespace(**options)
 
     def start(self) -> dict:
-        """Start the engine; return the seconds that it took and the bytes of its KV pool."""
+        """Start the engine; return the seconds that it took, the bytes of its KV pool, and whether the plugin is loaded."""
         begin, options = time.monotonic(), self.options
         from vllm import LLM
 
@@ -49,7 +49,8 @@ class EngineChild(Child):
         pool_bytes = sum(tensor.size for tensor in scheduler.kv_cache_config.kv_cache_tensors)
         self.block_bytes = pool_bytes // scheduler.kv_cache_config.num_blocks
         self.free = self.pool.get_num_free_blocks()
-        return {"seconds": time.monotonic() - begin, "pool_bytes": pool_bytes}
+        seconds, plugin = time.monotonic() - begin, "kvpop_vllm.vllm_glue.plugin" in sys.modules
+        return {"seconds": seconds, "pool_bytes": pool_bytes, "plugin": plugin}
 
     def short(self) -> list:
         """Return greedy tokens of short prompts.

@@ -304,6 +304,7 @@ class Engine:
         env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if "checkout" in settings:
             env["PYTHONPATH"] = settings["checkout"]
+        env |= settings.get("env", {})
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*settings.get("command", CHILD), json.dumps(vars(options) | settings)],

@@ -1,0 +1,101 @@
+"""Start-up and decode steps of vLLM with the plugin loaded and no policy, against vLLM without it, paired.
+
+In each round two fresh processes start an engine one after another, one with VLLM_PLUGINS="" and one with
+VLLM_PLUGINS=kvpop. Then both decode the same prompts in turns. Which one is first changes with every round and turn.
+Engines run in the process that starts them, so the plugin is loaded once; vLLM's default loads it in a second process
+too. When compiled, a round before the first is not counted. Nothing is compared unless both give the same greedy
+tokens. Rows are appended to benchmarks/results/plain.csv.
+"""
+
+import statistics
+import sys
+
+import record
+from child import WARM_UP
+from engines import DEMO_MODEL, conclude, differs, engines, median_interval, say, setting
+
+from kvpop_vllm.argument_types import positive
+
+RESULTS = record.RESULTS / "plain.csv"
+PLUGINS = {"without": "", "with": "kvpop"}
+"""``VLLM_PLUGINS`` of each configuration."""
+TURNS = 4
+"""Turns of decode steps of each engine in a round."""
+MEASURES = ("startup_s", "step_ms")
+
+
+def main() -> int:
+    """Run the benchmark and return its exit code."""
+    options, rows = parse_arguments(), []
+    for turn in range(options.eager, options.rounds + 1):
+        values, problem = one_round(list(PLUGINS)[:: 1 if turn % 2 else -1], options)
+        if problem:
+            return conclude([problem], "", [], RESULTS, options)
+        shown = ", ".join(f"{name} {v['startup_s']:.1f} s and {v['step_ms']:.2f} ms" for name, v in values.items())
+        say(f"round {turn}: {shown}" if turn else f"not counted: {shown}")
+        told = {"context": options.context, "requests": options.requests, "round": turn}
+        for name in values if turn else ():
+            rows.append(setting(options, name) | told | {key: f"{values[name][key]:.3f}" for key in MEASURES})
+    return conclude([], "\n".join(summary(rows, measure) for measure in MEASURES), rows, RESULTS, options)
+
+
+def parse_arguments():
+    """Return the options of the command line."""
+    parser = record.parser_of(__doc__)
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--rounds", type=positive, default=8, help="pairs of starts")
+    parser.add_argument("--requests", type=positive, default=4, help="requests decoded together")
+    parser.add_argument("--context", type=positive, default=500, help="tokens of each prompt")
+    parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn")
+    threads = max(1, record.KEY["cores"] - 1)
+    parser.add_argument("--threads", type=positive, default=threads, help="as vllm serve, all cores but 1")
+    parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
+    parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
+    parser.set_defaults(budget="", load_format="auto", prefix_caching=False, checkout=str(record.ROOT))
+    options = parser.parse_args()
+    if options.context + TURNS * (options.steps + WARM_UP) > 8000:
+        parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context or --steps")
+    options.most_requests, options.pool_tokens = options.requests, 1.15 * options.requests * 8192
+    return options
+
+
+def one_round(order: list[str], options) -> tuple[dict, str | None]:
+    """Return the measures of each configuration, or what is wrong.
+
+    Args:
+        order: names of the configurations in the order of their starts.
+        options: options of the command line.
+    """
+    settings = {name: {"policy": None, "env": {"VLLM_PLUGINS": PLUGINS[name]}} for name in order}
+    with engines(options, settings) as started:
+        replies = {name: engine.ask("start") for name, engine in started.items()}  # one after another
+        loaded = [name for name, reply in replies.items() if reply["plugin"]]
+        if loaded != ["with"]:
+            return {}, f"the plugin is loaded in {loaded}, not in ['with']: install kvpop_vllm beside vLLM"
+        short = {name: engine.ask("short") for name, engine in started.items()}
+        if problem := differs("with", short["without"], short["with"]):
+            return {}, problem
+        for engine in started.values():
+            engine.ask("prefill", lengths=[options.context] * options.requests, new=8192 - options.context)
+        times = {name: [] for name in order}
+        for turn in range(TURNS):
+            for name in order[:: -1 if turn % 2 else 1]:
+                times[name] += started[name].ask("steps", requests=options.requests, steps=options.steps)["ms"]
+    return {
+        name: {"startup_s": replies[name]["seconds"], "step_ms": statistics.mean(times[name])} for name in order
+    }, None
+
+
+def summary(rows: list[dict], measure: str) -> str:
+    """Return a line with the medians of a measure, and the median ratio of the rounds with a 95% interval."""
+    values = {name: [float(row[measure]) for row in rows if row["configuration"] == name] for name in PLUGINS}
+    ratios = [ours / stock for ours, stock in zip(values["with"], values["without"], strict=True)]
+    medians = ", ".join(f"{name} {statistics.median(each):.2f}" for name, each in values.items())
+    low, high = median_interval(ratios)
+    return (
+        f"{measure}: {medians}; with / without {statistics.median(ratios):.4f} (95% interval {low:.4f} to {high:.4f})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
