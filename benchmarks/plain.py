@@ -68,6 +68,8 @@ def one_round(order: list[str], options) -> tuple[dict, str | None]:
     """
     settings = {name: {"policy": None, "env": {"VLLM_PLUGINS": PLUGINS[name]}} for name in order}
     with engines(options, settings) as started:
+        for engine in started.values():  # neither process imports while the other starts
+            engine.ask("random_tokens", seed=0, length=0)
         replies = {name: engine.ask("start") for name, engine in started.items()}  # one after another
         loaded = [name for name, reply in replies.items() if reply["plugin"]]
         if loaded != ["with"]:

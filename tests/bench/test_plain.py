@@ -44,7 +44,8 @@ def test_what_is_not_loaded_as_named_is_not_compared(monkeypatch, loaded):
         def ask(self, command, **arguments):
             token = {"token": 1, "logprob": -1.0, "gap": 2.0}
             start = {"seconds": 2.0, "plugin": self.name in loaded}
-            return {"start": start, "short": [[token]], "prefill": None, "steps": {"ms": [3.0]}}[command]
+            replies = {"start": start, "short": [[token]], "steps": {"ms": [3.0]}, "prefill": None, "random_tokens": []}
+            return replies[command]
 
     monkeypatch.setattr(
         plain, "engines", lambda options, settings: nullcontext({name: Engine(name) for name in settings})
