@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm import envs
+from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
 from kvpop_vllm.config import ConfigError
@@ -98,6 +99,12 @@ def check_config(vllm_config: Any) -> None:
             "a KV connector: leave --kv-transfer-config out": vllm_config.kv_transfer_config is not None,
             "speculative decoding, which this checkpoint asks for: serve its base model with --model": (
                 vllm_config.speculative_config is not None
+            ),
+            "pipeline stages that are not compiled on a CPU, where vLLM stops at the first request: leave --enforce-eager"
+            " and --enable-lora out, or set --pipeline-parallel-size 1": (
+                platform == "cpu"
+                and vllm_config.parallel_config.pipeline_parallel_size > 1
+                and vllm_config.compilation_config.mode == CompilationMode.NONE
             ),
             f"head size {size}: sizes {HEAD_SIZES} are supported": size not in HEAD_SIZES,
         }
