@@ -544,6 +544,8 @@ ARGUMENTS = [
     ("--kv-sharing-fast-prefill", {"kv_sharing_fast_prefill": True}),
     ("--runner pooling", {"runner": "pooling"}),
     ("leave --enforce-eager", EAGER_STAGES),
+    ("Ray on a CPU", {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}),
+    ("--data-parallel-backend out", {"data_parallel_backend": "ray", "data_parallel_size": 2}),
     ("--enable-lora out, or set --pipeline-parallel-size 1", STAGES | {"enable_lora": True}),
     ("--dtype bfloat16 or float32", {"dtype": "float16"}),
     ("--block-size 8", {"block_size": 8}),

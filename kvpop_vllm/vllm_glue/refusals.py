@@ -50,6 +50,10 @@ def check_arguments(args: Any) -> None:
             > 1,
             "dual-batch overlap: leave --enable-dbo and --ubatch-size out": args.enable_dbo or args.ubatch_size > 1,
             "cross-layer KV sharing: leave --kv-sharing-fast-prefill out": args.kv_sharing_fast_prefill,
+            "Ray on a CPU, for which vLLM has no Ray workers: leave --distributed-executor-backend and"
+            " --data-parallel-backend out": (
+                current_platform.is_cpu() and "ray" in (args.distributed_executor_backend, args.data_parallel_backend)
+            ),
             "the Rust front end, which does not check what requests ask for: unset VLLM_USE_RUST_FRONTEND": (
                 envs.VLLM_USE_RUST_FRONTEND
             ),
