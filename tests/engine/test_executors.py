@@ -1,4 +1,4 @@
-"""Pipeline stages and data-parallel engines, compared with one engine of one rank."""
+"""Pipeline stages, data-parallel engines and asynchronous scheduling, compared with one engine of one rank."""
 
 from __future__ import annotations
 
@@ -52,6 +52,28 @@ def test_two_pipeline_stages_equal_one(alone, policy):
     stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     stages |= {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
     with running(found.model, found.settings, block_size=16, **stages) as llm:
+        assert_equal(complete(llm, NEW), one)
+
+
+def test_asynchronous_scheduling_changes_no_token(alone, monkeypatch):
+    """A step is scheduled before the one before has its token.
+
+    vLLM switches this off on a CPU (tests/test_refusals.py). Its runner there can do it, so the test leaves it on.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    found, one = alone("kvpop")
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def update_and_leave_on(cls, config):
+        update(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
+    with running(found.model, found.settings, block_size=16, async_scheduling=True) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        assert isinstance(core.scheduler, AsyncScheduler) and core.batch_queue_size == 2
         assert_equal(complete(llm, NEW), one)
 
 
