@@ -531,6 +531,8 @@ def test_models_that_are_served(configure, folder, name):
     configure(folder(name, SERVED[name]))
 
 
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+EAGER_STAGES = STAGES | {"enforce_eager": True}
 ARGUMENTS = [
     ("--speculative-config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
     ("--kv-transfer-config", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
@@ -541,6 +543,10 @@ ARGUMENTS = [
     ("--ubatch-size", {"ubatch_size": 2}),
     ("--kv-sharing-fast-prefill", {"kv_sharing_fast_prefill": True}),
     ("--runner pooling", {"runner": "pooling"}),
+    ("leave --enforce-eager", EAGER_STAGES),
+    ("Ray on a CPU", {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}),
+    ("--data-parallel-backend out", {"data_parallel_backend": "ray", "data_parallel_size": 2}),
+    ("--enable-lora out, or set --pipeline-parallel-size 1", STAGES | {"enable_lora": True}),
     ("--dtype bfloat16 or float32", {"dtype": "float16"}),
     ("--block-size 8", {"block_size": 8}),
     ("(fp8", {"kv_cache_dtype": "fp8"}),
@@ -564,6 +570,42 @@ def test_engine_arguments(configure, llama):
     together = refusal(configure, llama, ubatch_size=2, enable_dbo=True, kv_offloading_size=1.0)
     assert all(flag in together for flag in ("--ubatch-size", "--enable-dbo", "--kv-offloading-size"))
     assert [file.name for file in llama.iterdir()] == ["config.json"]
+
+
+def test_the_rust_front_end(configure, llama, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert "unset VLLM_USE_RUST_FRONTEND" in refusal(configure, llama)
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        ({"policy": "h2o", "budget": 64, "allocator": "pyramid"}, "--kv-allocator shares blocks among all layers"),
+        ({"policy": "pyramidkv", "budget": 64}, "set it to uniform, or --pipeline-parallel-size 1"),
+        ({"policy": "adakv", "budget": 64}, None),
+        ({"policy": "random", "budget": 64}, "--kv-policy random draws by seeds of requests"),
+        ({"policy": "vase", "budget": 70}, "set --pipeline-parallel-size 1"),
+    ],
+    ids=str,
+)
+def test_pipeline_stages(configure, llama, policy, message):
+    if message is None:
+        configure(llama, policy, **STAGES)
+    else:
+        assert message in refusal(configure, llama, policy, **STAGES)
+
+
+def test_sleep_mode_on_a_cpu(configure, llama):
+    """Sleep mode is refused by vLLM itself, with a policy or without."""
+    for policy in (STREAMING, None):
+        with pytest.raises(ValueError, match="Sleep mode is not supported"):
+            configure(llama, policy, enable_sleep_mode=True)
+
+
+def test_asynchronous_scheduling_on_a_cpu(configure, llama):
+    """Asynchronous scheduling is switched off by vLLM, with a policy or without."""
+    for policy in (STREAMING, None):
+        assert not configure(llama, policy, async_scheduling=True).scheduler_config.async_scheduling
 
 
 def test_a_cache_dtype_of_the_checkpoint(configure, folder):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm import envs
+from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
 from kvpop_vllm.config import ConfigError
@@ -49,6 +50,10 @@ def check_arguments(args: Any) -> None:
             > 1,
             "dual-batch overlap: leave --enable-dbo and --ubatch-size out": args.enable_dbo or args.ubatch_size > 1,
             "cross-layer KV sharing: leave --kv-sharing-fast-prefill out": args.kv_sharing_fast_prefill,
+            "Ray on a CPU, for which vLLM has no Ray workers: leave --distributed-executor-backend and"
+            " --data-parallel-backend out": (
+                current_platform.is_cpu() and "ray" in (args.distributed_executor_backend, args.data_parallel_backend)
+            ),
             "the Rust front end, which does not check what requests ask for: unset VLLM_USE_RUST_FRONTEND": (
                 envs.VLLM_USE_RUST_FRONTEND
             ),
@@ -98,6 +103,12 @@ def check_config(vllm_config: Any) -> None:
             "a KV connector: leave --kv-transfer-config out": vllm_config.kv_transfer_config is not None,
             "speculative decoding, which this checkpoint asks for: serve its base model with --model": (
                 vllm_config.speculative_config is not None
+            ),
+            "pipeline stages that are not compiled on a CPU, where vLLM stops at the first request: leave --enforce-eager"
+            " and --enable-lora out, or set --pipeline-parallel-size 1": (
+                platform == "cpu"
+                and vllm_config.parallel_config.pipeline_parallel_size > 1
+                and vllm_config.compilation_config.mode == CompilationMode.NONE
             ),
             f"head size {size}: sizes {HEAD_SIZES} are supported": size not in HEAD_SIZES,
         }

@@ -32,13 +32,17 @@ def test_heads_of_each_rank(total, ranks, first):
         ("kvpop", {"protect_prompt": True}),
         ("vase", {}),
         ("snapkv", {"window": 24}),  # with 16 two tokens have the same votes but for rounding
+        ("streaming-llm", {}),
+        ("h2o", {"correction": "moment"}),
+        ("dms-query", {}),
     ],
 )
 def test_two_ranks_equal_one(case, monkeypatch, policy, options):
     """Two ranks give the tokens of one rank.
 
     The second case has gates and pages of layers with unequal budgets. In the third, repeated prompts are
-    hit. The fourth draws by the head of the whole model. The last compresses prompts.
+    hit. The fourth draws by the head of the whole model. The fifth compresses prompts. The last three have no state,
+    attention masses with moments, and a channel of the queries.
     """
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")

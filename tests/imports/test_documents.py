@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -54,3 +55,16 @@ def test_code_refers_to_headings_of_the_design():
     for path in paths:
         for named in re.findall(r'DESIGN "([^"]+)"', path.read_text()):
             assert named in found, f"{path}: {named}"
+
+
+def test_tests_that_documents_name_exist():
+    """Every `tests/FILE.py::NAME` of a document is a test, and every feature that works or is refused names one."""
+    named = [one for name in DOCUMENTS for one in re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / name).read_text())]
+    for file, test in named:
+        found = {each.name for each in ast.parse((ROOT / file).read_text()).body if isinstance(each, ast.FunctionDef)}
+        assert test in found, f"{file} has no {test}"
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.*)\|$", (ROOT / "docs/features.md").read_text(), re.M)
+    states = {feature: (state, test) for feature, state, test in rows if feature != "feature"}
+    assert len(states) > 20
+    for feature, (state, test) in states.items():
+        assert state.startswith("Untested") or "::" in test, feature

@@ -5,6 +5,7 @@ kvpop is compiled, as users run it, and streaming-llm is eager.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,9 +14,12 @@ import time
 from pathlib import Path
 
 import demo
+import httpx
+import jsonschema
 import openai
 import pytest
 from serving import Server
+from transformers import AutoTokenizer
 
 from kvpop_vllm import _C, policies
 from kvpop_vllm.config import PolicySettings
@@ -44,6 +48,7 @@ def served(request, scorer):
     policy = policies.get(request.param)(settings, ModelShape(**model_shape(MODEL), max_model_len=8192))
     most = PageLayout(3, 64, torch.bfloat16, state_floats=policy.state_floats).blocks(8192, BUDGET)
     options = ["--kv-budget", str(BUDGET), "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options += ["--enforce-eager"] if request.param == "streaming-llm" else ["--kv-scorer", scorer]
     with Server(str(MODEL), "--kv-policy", request.param, *options) as server:
         yield server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), most
@@ -172,6 +177,59 @@ def test_a_response_says_what_its_cache_did(served):
         with pytest.raises(openai.BadRequestError, match="kv_report must be 0 or 1, got 7") as error:
             list(client.completions.create(**asked, stream=stream, extra_body={"vllm_xargs": {"kv_report": 7}}))
         assert error.value.status_code == 400 and "\n" not in error.value.message
+
+
+LONG = [{"role": "user", "content": "The grass is green. The sky is blue. The sun is yellow. " * 40 + "Name colours."}]
+COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 12, "maxItems": 12}
+SCHEMA = {"type": "object", "properties": {"colours": COLOURS}, "required": ["colours"], "additionalProperties": False}
+BOUNDED = {"messages": LONG, "max_tokens": 400, "extra_body": {"vllm_xargs": {"kv_budget": 512, "kv_report": 1}}}
+"""A chat whose prompt alone is longer than its budget."""
+
+
+def evicted(answer) -> float:
+    return answer.model_extra["kv_transfer_params"]["kv_report"]["evicted_tokens_per_head"]["mean"]
+
+
+def test_an_answer_in_a_given_form(served):
+    """Structured output fits its schema where every token of it is written behind evicted ones."""
+    _, client, _ = served
+    form = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA}}
+    answer = ask(client, **BOUNDED, response_format=form)
+    jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+    assert answer.usage.completion_tokens > 30 and evicted(answer) > 30
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}], ids=str)
+def test_tool_calls(served, choice):
+    """A call that the client demands names its tool, and its arguments fit the tool's schema.
+
+    A small model goes on calling where it may, so a stop string ends the answer with the first call. Such answers
+    carry no report.
+    """
+    _, client, _ = served
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": SCHEMA, "strict": True}}]
+    answer = ask(client, **BOUNDED, tools=tools, tool_choice=choice, stop=["</tool_call>"])
+    assert answer.choices[0].message.tool_calls, answer
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "paint" and answer.usage.prompt_tokens > 512 + 30, "more than its budget"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
+def test_tokenize_counts_what_a_chat_has(served):
+    server, client, _ = served
+    counted = httpx.post(f"{server.url}/tokenize", json={"model": name(client), "messages": LONG}).json()
+    right = AutoTokenizer.from_pretrained(MODEL).apply_chat_template(LONG, add_generation_prompt=True)["input_ids"]
+    assert counted["tokens"] == right and counted["count"] == len(right)
+    assert ask(client, messages=LONG, max_tokens=1).usage.prompt_tokens == len(right)
+    text = httpx.post(f"{server.url}/detokenize", json={"model": name(client), "tokens": right}).json()["prompt"]
+    assert LONG[0]["content"] in text
+
+
+def test_embeddings_are_refused(served):
+    _, client, _ = served
+    with pytest.raises(openai.APIStatusError) as error:
+        client.embeddings.create(model=name(client), input="some text")
+    assert error.value.status_code == 404
 
 
 @pytest.mark.slow

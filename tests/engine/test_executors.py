@@ -1,0 +1,123 @@
+"""Pipeline stages, data-parallel engines and asynchronous scheduling, compared with one engine of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import re
+
+import pytest
+from engine.tiny_engine import PROMPTS, complete, running, scores
+
+pytestmark = pytest.mark.slow
+
+NEW = 24
+BOTH = ["streaming-llm", "kvpop"]
+
+
+@pytest.fixture(scope="module")
+def alone(case):
+    """Return ``tokens(policy)``, which returns the case of a policy and what one rank answers."""
+
+    @functools.cache
+    def answered(policy: str):
+        found = case("qwen3", policy)
+        with running(found.model, found.settings, block_size=16) as llm:
+            return found, complete(llm, NEW)
+
+    return answered
+
+
+@pytest.fixture(autouse=True)
+def a_core_for_each_of_two(monkeypatch):
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+
+
+def assert_equal(answers, alone) -> None:
+    """Check that tokens are equal, and log-probabilities but for the order of sums."""
+    for ours, one in zip(answers, alone, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in one]
+        assert [score for _, score in ours] == pytest.approx([score for _, score in one], abs=1e-3)
+
+
+@pytest.mark.parametrize("policy", BOTH)
+def test_two_pipeline_stages_equal_one(alone, policy):
+    """Each stage holds one of two layers, with that layer's scorers.
+
+    vLLM on a CPU needs compiled stages (tests/test_refusals.py); tracing alone is enough.
+    """
+    found, one = alone(policy)
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    stages |= {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+    with running(found.model, found.settings, block_size=16, **stages) as llm:
+        assert_equal(complete(llm, NEW), one)
+
+
+def test_asynchronous_scheduling_changes_no_token(alone, monkeypatch):
+    """A step is scheduled before the one before has its token.
+
+    vLLM switches this off on a CPU (tests/test_refusals.py). Its runner there can do it, so the test leaves it on.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    found, one = alone("kvpop")
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def update_and_leave_on(cls, config):
+        update(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
+    with running(found.model, found.settings, block_size=16, async_scheduling=True) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        assert isinstance(core.scheduler, AsyncScheduler) and core.batch_queue_size == 2
+        assert_equal(complete(llm, NEW), one)
+
+
+async def ask_both(engine) -> list:
+    """Return the answers to all prompts, each asked of both engines."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    told = dict(temperature=0, max_tokens=NEW, logprobs=0, detokenize=False, ignore_eos=True)
+    params = SamplingParams(**told, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def ask(number: int, rank: int):
+        prompt = {"prompt_token_ids": PROMPTS[number]}
+        name = f"{number} of {rank}"
+        async for answer in engine.generate(prompt, params, name, data_parallel_rank=rank):
+            if answer.finished:
+                return scores(answer)
+
+    return await asyncio.gather(*(ask(number, rank) for rank in range(2) for number in range(len(PROMPTS))))
+
+
+def test_two_data_parallel_engines_answer_as_one(alone):
+    """Each engine gives the tokens of one that is alone, and counts what its own caches held."""
+    import prometheus_client
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    found, one = alone("kvpop")
+    sizes = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
+    sizes |= {"block_size": 16, "enforce_eager": True, "skip_tokenizer_init": True, "data_parallel_size": 2}
+
+    async def serve() -> list:
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(found.model, additional_config={"kv_policy": found.settings}, **sizes)
+        )
+        try:
+            return await ask_both(engine)
+        finally:
+            engine.shutdown()
+
+    answers = asyncio.run(serve())
+    assert_equal(answers[: len(PROMPTS)], one)
+    assert_equal(answers[len(PROMPTS) :], one)
+    counted = prometheus_client.generate_latest().decode()
+    seen = re.findall(r'^vllm:kv_policy_tokens_seen_total{.*engine="(\d)".*} (\S+)$', counted, re.M)
+    tokens = sum(len(prompt) + NEW - 1 for prompt in PROMPTS)
+    assert {engine: float(number) for engine, number in seen} == {"0": tokens, "1": tokens}
