@@ -136,7 +136,7 @@ function draw() {
     held += share;
     const span = spans[t];
     span.dataset.share = share.toFixed(3);
-    span.style.backgroundColor = share ? `rgb(var(--held) / ${(0.6 * share).toFixed(3)})` : "";
+    span.style.backgroundColor = share ? `rgb(var(--held) / ${(0.7 * Math.sqrt(share)).toFixed(3)})` : "";
     span.classList.toggle("gone", t < time && !share);
     span.classList.toggle("unseen", t >= time);
     span.classList.toggle("chosen", t === token);
@@ -166,16 +166,17 @@ function drawEvents(rows, layers, heads, time) {
     }
   } else {
     get("chosen").textContent = "Evicted, newest first";
-    const byTime = new Map();
-    for (let t = 0; t < shown.count; t++) {
-      for (const row of rows) {
-        const left = shown.left[row + t];
-        if (!left || left > time) continue;
-        if (!byTime.has(left)) byTime.set(left, new Map());
-        byTime.get(left).set(t, (byTime.get(left).get(t) ?? 0) + 1);
+    const counts = new Uint32Array(time + 1);
+    for (const row of rows) for (let t = 0; t < shown.count; t++) counts[shown.left[row + t]]++;
+    const times = [];
+    for (let left = time; left > 0 && times.length < EVENTS; left--) if (counts[left]) times.push(left);
+    const byTime = new Map(times.map((left) => [left, new Map()]));
+    for (const row of rows) {
+      for (let t = 0; t < shown.count; t++) {
+        const tokens = byTime.get(shown.left[row + t]);
+        tokens?.set(t, (tokens.get(t) ?? 0) + 1);
       }
     }
-    const times = [...byTime.keys()].sort((a, b) => b - a).slice(0, EVENTS);
     for (const left of times) {
       const item = put(list, "li", "");
       put(item, "b", `after ${whole(left)}`);
