@@ -94,6 +94,7 @@ function receive(found) {
   setSlider("head", shown.heads, false);
   setSlider("time", Math.max(1, shown.count), follow);
   const text = get("text");
+  while (text.children.length > shown.count) text.lastChild.remove(); // it has started over
   for (let t = text.children.length; t < shown.count; t++) {
     const visible = shown.tokens[t].replaceAll("\n", "↵\n");
     const span = put(text, "span", visible, t === shown.prompt_tokens ? "first" : "");
@@ -144,8 +145,8 @@ function draw() {
   const evicted = Math.min(time, shown.count) - held;
   get("told").textContent = shown.error
     ? `The pages could not be read: ${shown.error}`
-    : `Held: ${whole(held)} of ${whole(time)} tokens in the mean of the chosen heads, ${whole(evicted)} evicted. ` +
-      `The answer begins at the orange line. Click a token to see when it was evicted.`;
+    : `Mean of the chosen heads: ${whole(held)} of ${whole(time)} tokens held, ${whole(evicted)} evicted. ` +
+      `The answer begins at the orange line.`;
   drawEvents(rows, layers, heads, time);
   drawMap(heads, time);
 }
@@ -165,7 +166,7 @@ function drawEvents(rows, layers, heads, time) {
       item.append(times.map((left) => (left ? `after ${whole(left)}` : "held")).join(", "));
     }
   } else {
-    get("chosen").textContent = "Evicted, newest first";
+    get("chosen").textContent = "Evicted, newest first (of one token: click it)";
     const counts = new Uint32Array(time + 1);
     for (const row of rows) for (let t = 0; t < shown.count; t++) counts[shown.left[row + t]]++;
     const times = [];

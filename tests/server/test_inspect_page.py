@@ -59,13 +59,22 @@ def served():
     with Server(MODEL, *OPTIONS, wait_s=900) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=900)
         told = dict(model=MODEL, prompt=PROMPT, max_tokens=6500, temperature=0, stream=True)
-        stream = client.completions.create(**told, extra_body={"ignore_eos": True})
-        reader = threading.Thread(target=lambda: [None for _ in stream], daemon=True)
+        stream, done = client.completions.create(**told, extra_body={"ignore_eos": True}), threading.Event()
+
+        def read():
+            for _ in stream:
+                if done.is_set():
+                    break
+            stream.close()
+
+        reader = threading.Thread(target=read)
         reader.start()
         (name,) = wait(
             lambda: [each["id"] for each in ask(server).json()["requests"] if each["generated_tokens"] > 4], "token"
         )
         yield server, name
+        done.set()
+        reader.join()
 
 
 @pytest.mark.slow
