@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from engine.driving import Job, preempt_all, watched
 from engine.matrix import BUDGET, SINKS
 from engine.test_cartridges import SLOTS, write
-from engine.tiny_engine import running
 
-from kvpop_vllm.testing import random_prompt
 from kvpop_vllm.vllm_glue import inspector
 
 PROTECTED = 33
@@ -140,23 +136,3 @@ def test_pages_that_cannot_be_read(served):
     assert error == f"these pages have seen {[row.seen] * own.shape[1]} tokens, not {row.seen + 1}"
     while engine.engine.has_unfinished_requests():
         engine.engine.step()
-
-
-@pytest.mark.slow
-def test_ranks_are_joined(case, monkeypatch):
-    """Two ranks give the record of one; draws differ by the head of the whole model, and do not depend on rounding."""
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-    from vllm import SamplingParams
-
-    found = case("qwen3", "random")
-    settings, records = found.settings | {"inspect": True, "protect_prompt": 0}, []
-    for ranks in ({}, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}):
-        with running(found.model, settings, block_size=16, **ranks) as llm:
-            params = SamplingParams(temperature=0, max_tokens=30, detokenize=False, ignore_eos=True)
-            llm.generate({"prompt_token_ids": random_prompt(100, seed=1)}, params, use_tqdm=False)
-            (name,) = [each["id"] for each in core(llm).kvpop_inspect()["requests"]]
-            records.append(recorded(llm, name)[0])
-    one, two = records
-    assert one.shape == (2, 2, 129) and (one[:, 0] != one[:, 1]).any(1).all()
-    assert (one == two).all()
