@@ -43,22 +43,35 @@ function showTable(found) {
   get("server").textContent =
     `${model} · ${policy}, budget ${whole(budget)} tokens per KV head · ${layers} layers of ${heads} KV heads`;
   get("none").hidden = requests.length > 0;
-  const body = document.createElement("tbody");
-  for (const each of requests) {
-    const row = put(body, "tr", "", each.id === opened ? "open" : "");
-    row.dataset.id = each.id;
-    put(put(row, "td", ""), "button", each.id);
-    put(row, "td", each.state, each.state);
-    put(row, "td", whole(each.prompt_tokens));
-    put(row, "td", whole(each.generated_tokens));
-    put(row, "td", range(each.kept_tokens_per_head));
-    put(row, "td", range(each.evicted_tokens_per_head));
-    put(row, "td", `${each.blocks} of ${each.blocks_bound}`);
-    put(row, "td", mebibytes(each.bytes));
-    put(row, "td", each.dense_bytes ? `${whole((100 * each.bytes) / each.dense_bytes)}%` : "");
-    row.onclick = () => choose(each.id);
-  }
-  get("requests").tBodies[0].replaceWith(body);
+  const body = get("requests").tBodies[0];
+  const rows = new Map([...body.rows].map((row) => [row.dataset.id, row]));
+  requests.forEach((each, i) => {
+    const row = rows.get(each.id) ?? newRow(each.id);
+    rows.delete(each.id);
+    if (body.rows[i] !== row) body.insertBefore(row, body.rows[i] ?? null); // a row that stays can be clicked meanwhile
+    const texts = [
+      each.state,
+      whole(each.prompt_tokens),
+      whole(each.generated_tokens),
+      range(each.kept_tokens_per_head),
+      range(each.evicted_tokens_per_head),
+      `${each.blocks} of ${each.blocks_bound}`,
+      mebibytes(each.bytes),
+      each.dense_bytes ? `${whole((100 * each.bytes) / each.dense_bytes)}%` : "",
+    ];
+    texts.forEach((text, column) => (row.cells[column + 1].textContent = text));
+    row.cells[1].className = each.state;
+  });
+  for (const row of rows.values()) row.remove();
+}
+
+function newRow(id) {
+  const row = document.createElement("tr");
+  row.dataset.id = id;
+  row.onclick = () => choose(id);
+  put(put(row, "td", ""), "button", id);
+  for (let column = 1; column < 9; column++) put(row, "td", "");
+  return row;
 }
 
 // One request
