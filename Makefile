@@ -24,10 +24,10 @@ PROMETHEUS := build/prometheus
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly sanitize mutations lint format bench policies lm-eval peers prometheus gpu oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | gpu | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | browser | gpu | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -72,6 +72,11 @@ serve: model
 test: QUICK := -m "not slow"
 test test-all: model
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --durations=40 -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(QUICK) tests $(PYTEST_ARGS)
+
+# For the test of the inspect page, which is skipped without it. Debian's packages, as root.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { echo "[browser] Chromium" && \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
 
 nightly: lm-eval peers test-all oldest-triton mutations
 

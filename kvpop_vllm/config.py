@@ -68,6 +68,7 @@ class PolicySettings:
         max_budget: largest budget that a request may ask for; by default the server's own.
         max_protect: most prompt tokens that a request may protect; by default the server's own.
         reserve: True to begin a request only when all blocks that it will ever hold are free.
+        inspect: True to serve the inspect page.
         cartridge: folder of each cartridge, by name.
     """
 
@@ -83,6 +84,7 @@ class PolicySettings:
     max_budget: int | None = None
     max_protect: bool | int | None = None
     reserve: bool | None = None
+    inspect: bool | None = None
     cartridge: Mapping[str, str] | None = None
 
     @classmethod

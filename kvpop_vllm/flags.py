@@ -106,6 +106,10 @@ SETTINGS = (
         "off", where=(ENGINE,),
     ),
     Setting(
+        "inspect", bool, "", "Serve a page at /inspect, for this machine alone, that shows prompts and what each head has kept of them",
+        "off", "; every step is then slower", where=(ENGINE,),
+    ),
+    Setting(
         "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact); repeatable",
         "none", "; without --kv-policy everything behind them is kept",
     ),

@@ -68,7 +68,7 @@ SETTINGS = [
         ({"compression": x}, f"--kv-compression must be a number of at least 1, got {x!r}")
         for x in (0.99, -2, NAN, float("inf"), "4", True)
     ),
-    *(({"reserve": x}, f"--kv-reserve must be true or false, got {x!r}") for x in (1, "yes")),
+    *(({n: x}, f"--kv-{n} must be true or false, got {x!r}") for n in ("reserve", "inspect") for x in (1, "yes")),
     *(({"scorer": x}, f"--kv-scorer must be a folder name, got {x!r}") for x in (1, ["a"])),
     *(
         ({"protect_prompt": x}, f"{PROTECT}{x!r}")
@@ -82,7 +82,7 @@ SETTINGS = [
         (
             {key: 1},
             f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, correction, "
-            "allocator, protect_prompt, max_budget, max_protect, reserve, cartridge",
+            "allocator, protect_prompt, max_budget, max_protect, reserve, inspect, cartridge",
         )
         for key in ("bugdet", "decide_every")
     ),
@@ -569,6 +569,8 @@ def test_engine_arguments(configure, llama):
         assert named in refusal(configure, llama, policy), policy
     together = refusal(configure, llama, ubatch_size=2, enable_dbo=True, kv_offloading_size=1.0)
     assert all(flag in together for flag in ("--ubatch-size", "--enable-dbo", "--kv-offloading-size"))
+    several = refusal(configure, llama, STREAMING | {"inspect": True}, data_parallel_size=2)
+    assert several == "--kv-inspect cannot be combined with --data-parallel-size 2: set it to 1"
     assert [file.name for file in llama.iterdir()] == ["config.json"]
 
 

@@ -52,11 +52,12 @@ def held_tokens(
     if seen <= protected:
         return found
     filled = filled_slots(pages, row) if rule.threshold is not None else None
-    for budget in budgets.unique().tolist():
-        retention = Retention(budget, rule.sinks, rule.window).behind(protected)
-        slots = slot_positions(pages, row, seen, retention, filled)
-        for head in (budgets == budget).nonzero().flatten().tolist():
-            found[head, slots[head][slots[head] != EMPTY]] = True
+    retention = Retention(int(budgets.max()), rule.sinks, rule.window).behind(protected)
+    slots = slot_positions(pages, row, seen, retention, filled)
+    own = budgets - rule.sinks if protected else budgets
+    used = (torch.arange(slots.shape[1]) < own.unsqueeze(1)) & (slots != EMPTY)
+    heads = torch.arange(len(budgets)).unsqueeze(1).expand_as(slots)
+    found[heads[used], slots[used]] = True
     return found
 
 

@@ -111,6 +111,7 @@ class FixedBudgetBackend(AttentionBackend):
             max_budget=cls.policy.max_budget,
             max_protect=cls.policy.max_protect,
             reserve=bool(cls.policy.settings.reserve),
+            inspect=bool(cls.policy.settings.inspect),
             votes=cls.policy.votes.queries if cls.policy.compresses else 0,
             adaptive_head_budgets=cls.policy.adaptive_head_budgets,
             cartridges=(room := cartridge_room(cls.policy))[0],

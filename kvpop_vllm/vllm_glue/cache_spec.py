@@ -51,6 +51,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.made: dict[str, int] = {}  # slots of cartridges, of requests that begin with some
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
         self.cartridges = None  # set by the engine, after the scheduler is made
+        self.inspector = None  # likewise, where what requests hold is recorded
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
         manager_requests.apply()
@@ -59,6 +60,10 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             from kvpop_vllm.vllm_glue import cartridges
 
             cartridges.apply()
+        if kv_cache_spec.inspect:
+            from kvpop_vllm.vllm_glue import inspector
+
+            inspector.apply()
         if kv_cache_spec.protect and not kv_cache_spec.votes:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
@@ -213,6 +218,7 @@ class FixedBudgetSpec(AttentionSpec):
         adaptive_head_budgets: True if heads divide a layer's slots.
         shares: budgets of all heads where they are unequal, else None.
         reserve: True if a request claims all blocks that it will ever hold at once.
+        inspect: True if what requests hold is recorded for the inspect page.
         cartridges: slots of each cartridge with which the engine starts.
         loads: True if others may be loaded later.
     """
@@ -227,6 +233,7 @@ class FixedBudgetSpec(AttentionSpec):
     adaptive_head_budgets: bool = False
     shares: Shares | None = None
     reserve: bool = False
+    inspect: bool = False
     cartridges: tuple[int, ...] = ()
     loads: bool = False
 

@@ -19,8 +19,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from kvpop_vllm.compaction.cartridge import layer_at, read_cartridge, read_config, turned
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.requests import Placed, of_params
-from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager, FixedBudgetSpec
+from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.reports import manager_of
 
 
 @dataclass
@@ -151,17 +152,11 @@ def apply() -> None:
     EngineCore.kvpop_load_cartridge, EngineCore.kvpop_unload_cartridge = _load, _unload
 
 
-def _manager(engine) -> FixedBudgetManager | None:
-    """Return the block manager of an engine with a policy; its layers have one cache group."""
-    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
-    return next((manager for manager in managers if isinstance(manager, FixedBudgetManager)), None)
-
-
 def _start(original, self, *args, **kwargs) -> None:
     from kvpop_vllm.vllm_glue.cartridge_names import names_of
 
     original(self, *args, **kwargs)
-    if (manager := _manager(self)) is None:
+    if (manager := manager_of(self.scheduler)) is None:
         return
     sizes = manager.block_pool, manager.kv_cache_spec, self.vllm_config.model_config.max_model_len
     run = self.model_executor.collective_rpc
@@ -171,7 +166,7 @@ def _start(original, self, *args, **kwargs) -> None:
 
 
 def _preprocess_add_request(original, self, request, *args, **kwargs):
-    asked, manager = of_params(request.sampling_params), _manager(self)
+    asked, manager = of_params(request.sampling_params), manager_of(self.scheduler)
     for placed in () if asked is None or manager is None else asked.cartridges:
         if placed.digest not in manager.cartridges.loaded:
             raise ConfigError("the cartridge is not loaded any more: name another")
@@ -180,12 +175,12 @@ def _preprocess_add_request(original, self, request, *args, **kwargs):
 
 def _load(self, name: str, folder: str, digest: str, slots: int) -> None:
     """Load a cartridge into an engine under a name; see :meth:`CartridgeBlocks.load`."""
-    _manager(self).cartridges.load(name, folder, Placed(digest, slots))
+    manager_of(self.scheduler).cartridges.load(name, folder, Placed(digest, slots))
 
 
 def _unload(self, name: str, digest: str) -> int:
     """Unload a cartridge; return the number of unfinished requests that use it, in which case nothing is done."""
-    cartridges = _manager(self).cartridges
+    cartridges = manager_of(self.scheduler).cartridges
     asked = [of_params(request.sampling_params) for request in self.scheduler.requests.values()]
     using = sum(any(placed.digest == digest for placed in each.cartridges) for each in asked if each is not None)
     if using and len(cartridges.loaded[digest].names) == 1:
@@ -200,13 +195,13 @@ PIECE = 64
 """Blocks that are turned at a time, which bounds the memory."""
 
 
-def _layers(worker):
-    """Yield the attention of each layer of a worker, and the layer's pages by block."""
+def layers_of(worker):
+    """Yield the attention of each layer of a worker, and its pages as :meth:`FixedBudgetImpl._bind` returns them."""
     from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl
 
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         if isinstance(impl := getattr(layer, "impl", None), FixedBudgetImpl):
-            yield impl, impl._bind(layer.kv_cache)[2]
+            yield impl, *impl._bind(layer.kv_cache)
 
 
 def _reported(function: Callable) -> Callable:
@@ -241,7 +236,7 @@ def write_slots(worker, folder: str, digest: str, blocks: list[int]) -> None:
     cartridge, heads_of = read_cartridge(folder), for_config(worker.vllm_config).heads
     if cartridge.digest != digest:
         raise ConfigError(f"{folder} has changed while it was loaded: load it again")
-    for impl, pages in _layers(worker):
+    for impl, _, _, pages in layers_of(worker):
         heads = heads_of(impl.num_kv_heads)
         own = tuple(None if part is None else part[heads] for part in cartridge.layers[impl.layer])
         _write(pages, blocks, *layer_at(cartridge.config, own, 0), folder)
@@ -250,7 +245,7 @@ def write_slots(worker, folder: str, digest: str, blocks: list[int]) -> None:
 @_reported
 def copy_slots(worker, source: list[int], target: list[int], shift: int, rope: dict) -> None:
     """Copy blocks of a worker's cache, and turn their keys by ``shift`` positions."""
-    for _, pages in _layers(worker):
+    for *_, pages in layers_of(worker):
         for first in range(0, len(source), PIECE):
             part = slice(first, first + PIECE)
             k, v, bias = (x[source[part]].transpose(0, 1).flatten(1, 2) for x in (pages.k, pages.v, pages.score))

@@ -141,6 +141,14 @@ LEDGER = (
         "with the one above",
     ),
     Patch(
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        "self, scheduler_output",
+        False,
+        "(inspector.py) Only between a step and the end of its requests is their cache known: with --kv-inspect, what it holds is "
+        "recorded.",
+        "when plugins are called after a step",
+    ),
+    Patch(
         "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
         "self, vllm_config",
         False,
@@ -152,9 +160,9 @@ LEDGER = (
         "vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size",
         "self",
         False,
-        "(cartridges.py) The first step of an engine's start that has workers and block managers: cartridges are loaded into blocks of "
-        "the pool.",
-        "when plugins can put blocks into the pool",
+        "(cartridges.py, inspector.py) The first step of an engine's start that has workers and block managers: cartridges are loaded "
+        "into blocks of the pool, and the recorder of the inspect page learns how to ask workers.",
+        "when plugins can put blocks into the pool, and reach the workers",
     ),
     Patch(
         "vllm.v1.engine.core:EngineCore.preprocess_add_request",
@@ -174,8 +182,8 @@ LEDGER = (
         "vllm.entrypoints.launchers.app:attach_endpoint_plugins",
         "app",
         False,
-        "(cartridge_routes.py) Endpoint plugins load only where VLLM_PLUGINS names them, and warn at every start elsewhere: the routes "
-        "that load cartridges are added where vLLM adds those that load LoRA adapters.",
+        "(cartridge_routes.py, inspect_routes.py) Endpoint plugins load only where VLLM_PLUGINS names them, and warn at every start "
+        "elsewhere: the routes that load cartridges are added where vLLM adds those that load LoRA adapters, and those of the inspect page.",
         "when endpoint plugins can ask for another condition",
     ),
     Patch(
@@ -230,13 +238,15 @@ LEDGER = (
 ADDED = (
     "vllm.v1.engine.core:EngineCore.kvpop_load_cartridge",
     "vllm.v1.engine.core:EngineCore.kvpop_unload_cartridge",
+    "vllm.v1.engine.core:EngineCore.kvpop_inspect",
+    "vllm.v1.engine.core:EngineCore.kvpop_inspect_request",
 )
-"""Methods that vLLM's classes get (cartridges.py), since a front end calls methods of its engine by name."""
+"""Methods that vLLM's classes get (cartridges.py, inspector.py), since a front end calls methods of its engine by name."""
 _MARK = "_kvpop_wrapped"
 
 
 def wrap(target: str, ours: Callable) -> None:
-    """Have ``target`` return ``ours(original, *args, **kwargs)``, once, however often this is called.
+    """Have ``target`` return ``ours(original, *args, **kwargs)``, once, however often this is called with ``ours``.
 
     Args:
         target: ``module:function`` or ``module:Class.method``.
@@ -253,15 +263,17 @@ def wrap(target: str, ours: Callable) -> None:
     owner, name = _found(patch)
     current = vars(owner)[name]
     kind = type(current) if isinstance(current, staticmethod | classmethod) else None
-    original = current.__func__ if kind else current
-    if getattr(original, _MARK, False):
-        return
+    original = wrapped = current.__func__ if kind else current
+    while wrapped is not None:
+        if getattr(wrapped, _MARK, None) is ours:
+            return
+        wrapped = getattr(wrapped, "__wrapped__", None)
 
     @functools.wraps(original)
     def wrapper(*args, **kwargs):
         return ours(original, *args, **kwargs)
 
-    setattr(wrapper, _MARK, True)
+    setattr(wrapper, _MARK, ours)
     for method in ("cache_clear", "cache_info"):
         if hasattr(original, method):
             setattr(wrapper, method, getattr(original, method))
@@ -359,6 +371,8 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     engine_policy.check_checkpoint(vllm_config)
     engine_policy.choose_model_class(vllm_config)
     refusals.check_pipeline(vllm_config, policy)
+    if settings.inspect:
+        _serve_inspect_page(vllm_config)
     _publish()
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
     wrap("vllm.v1.engine.async_llm:AsyncLLM.generate", _generate)
@@ -374,6 +388,15 @@ def _publish() -> None:
     from kvpop_vllm.vllm_glue import metrics
 
     metrics.apply()
+
+
+def _serve_inspect_page(vllm_config) -> None:
+    """Add the routes of the inspect page; their module imports vLLM's server."""
+    from kvpop_vllm.vllm_glue import inspect_routes
+
+    engines = vllm_config.parallel_config.data_parallel_size
+    refusals.refuse({f"--data-parallel-size {engines}: set it to 1": engines > 1}, "--kv-inspect")
+    inspect_routes.apply()
 
 
 def _serve_cartridges(vllm_config) -> None:

@@ -129,7 +129,7 @@ def apply() -> None:
     wrap("vllm.v1.core.sched.scheduler:Scheduler.make_stats", _make_stats)
 
 
-def _manager(scheduler) -> FixedBudgetManager | None:
+def manager_of(scheduler) -> FixedBudgetManager | None:
     """Return the block manager of a scheduler with a policy; its layers have one cache group."""
     from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
 
@@ -138,7 +138,7 @@ def _manager(scheduler) -> FixedBudgetManager | None:
 
 
 def _free_request(original, self, request, *args, **kwargs):
-    if (manager := _manager(self)) is None:
+    if (manager := manager_of(self)) is None:
         return original(self, request, *args, **kwargs)
     asks = wants_report(request.sampling_params)
     use = use_of(self, manager, request) if asks or self.log_stats else None
@@ -152,7 +152,7 @@ def _free_request(original, self, request, *args, **kwargs):
 
 
 def _make_stats(original, self, *args, **kwargs):
-    stats, manager = original(self, *args, **kwargs), _manager(self)
+    stats, manager = original(self, *args, **kwargs), manager_of(self)
     if stats is None or manager is None:
         return stats
     policy, spec = engine_policy(self.vllm_config), manager.kv_cache_spec

@@ -91,12 +91,12 @@ def test_metrics_of_a_policy_go_with_its_engine(model):
 
 
 def test_with_a_policy_all_of_the_ledger_is_wrapped_and_nothing_else(model, monkeypatch):
-    """All patches of the ledger are applied with a policy that may load cartridges, and no others.
+    """All patches of the ledger are applied with a policy that may load cartridges and the inspect page, and no others.
 
     They are found by the file of each function's code, not by their own names.
     """
     monkeypatch.setattr(envs, "VLLM_ALLOW_RUNTIME_LORA_UPDATING", True)
-    generate(model, {"policy": "h2o", "budget": 64, "protect_prompt": True}, tokens=1)
+    generate(model, {"policy": "h2o", "budget": 64, "protect_prompt": True, "inspect": True}, tokens=1)
     wrapped = [patch.target for patch in patches.LEDGER if not patch.on_gpus]
     assert functions_of_ours_in_vllm() == sorted([*wrapped, *patches.ADDED])
     assert all(patch.why and patch.goes for patch in patches.LEDGER)

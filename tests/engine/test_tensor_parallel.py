@@ -6,6 +6,7 @@ import os
 
 import pytest
 from engine.test_cartridges import SLOTS, write
+from engine.test_inspector import core, recorded
 from engine.tiny_engine import answers, complete, running, scores
 
 from kvpop_vllm.testing import random_prompt
@@ -78,3 +79,23 @@ def test_two_ranks_with_cartridges_equal_one(case, tmp_path, monkeypatch):
             prompts = [{"prompt_token_ids": random_prompt(50, seed=i)} for i in range(2)]
             tokens.append([a.outputs[0].token_ids for a in llm.generate(prompts, params, use_tqdm=False)])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+def test_the_inspect_page_joins_ranks(case, monkeypatch):
+    """Two ranks give the record of one; draws differ by the head of the whole model, and do not depend on rounding."""
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    from vllm import SamplingParams
+
+    found = case("qwen3", "random")
+    settings, records = found.settings | {"inspect": True, "protect_prompt": 0}, []
+    for ranks in ({}, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}):
+        with running(found.model, settings, block_size=16, **ranks) as llm:
+            params = SamplingParams(temperature=0, max_tokens=30, detokenize=False, ignore_eos=True)
+            llm.generate({"prompt_token_ids": random_prompt(100, seed=1)}, params, use_tqdm=False)
+            (name,) = [each["id"] for each in core(llm).kvpop_inspect()["requests"]]
+            records.append(recorded(llm, name)[0])
+    one, two = records
+    assert one.shape == (2, 2, 129) and (one[:, 0] != one[:, 1]).any(1).all()
+    assert (one == two).all()

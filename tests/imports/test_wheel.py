@@ -1,4 +1,4 @@
-"""The wheel holds the package, the Triton kernels and the entry points, and nothing else of the repository."""
+"""The wheel holds the package, the inspect page, the Triton kernels and the entry points, and nothing else of the repository."""
 
 from __future__ import annotations
 
@@ -34,5 +34,6 @@ def test_files(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvpop_vllm").rglob("*.py")}
     modules |= {f"kvpop_vllm/kernels/triton/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
+    modules |= {f"kvpop_vllm/inspect_page/{name}" for name in ("index.html", "inspect.css", "inspect.js")}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == modules

@@ -1,0 +1,138 @@
+"""The record of the inspect page equals what the recorder reads from the engine's pages after every step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine.driving import Job, preempt_all, watched
+from engine.matrix import BUDGET, SINKS
+from engine.test_cartridges import SLOTS, write
+
+from kvpop_vllm.vllm_glue import inspector
+
+PROTECTED = 33
+CASES = {
+    "streaming-llm": ("qwen3", "streaming-llm", {}),
+    "kvpop, protected": ("qwen3", "kvpop", {"protect_prompt": PROTECTED}),
+    "pyramid, protected": ("llama", "h2o-pyramid", {"protect_prompt": PROTECTED}),
+    "snapkv": ("qwen3", "snapkv", {"protect_prompt": True}),
+    "adakv": ("qwen3", "adakv", {"protect_prompt": True, "budget": 64}),
+    "dms": ("llama", "dms-query", {}),
+    "vase": ("qwen3", "vase", {}),
+}
+QUICK = "streaming-llm", "adakv"
+JOBS = [Job(7, new=9), Job(40, new=30), Job(90, new=40), Job(150, new=6)]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
+def served(request, case, tmp_path_factory):
+    """Yield an engine that records what requests hold, and the name of its case."""
+    kind, policy, options = CASES[request.param]
+    found = case(kind, policy, **options)
+    settings = found.settings | {"inspect": True}
+    if request.param == "kvpop, protected":
+        settings["cartridge"] = {"plain": write(tmp_path_factory.mktemp("plain"), found.model, "plain")}
+    with watched(found.model, settings, None) as engine:
+        engine.recorder.slots = SLOTS
+        yield engine, request.param
+
+
+def core(llm):
+    return llm.llm_engine.engine_core.engine_core
+
+
+def recorded(llm, name: str) -> tuple[np.ndarray, dict]:
+    """Return what is recorded of a request: ``[layers, H, tokens]``, when each token left, and the rest."""
+    shape, found = core(llm).kvpop_inspect(), core(llm).kvpop_inspect_request(name)
+    return np.frombuffer(found["left"], "<i4").reshape(shape["layers"], shape["heads"], -1), found
+
+
+def left(engine, name: str) -> np.ndarray:
+    """Return the same array by the recorder: the number of tokens seen when each was first missing, 0 if it is held."""
+    layers = []
+    for _, steps in sorted(engine.recorder.held[name].items()):
+        found = np.zeros((len(steps[0].positions), steps[-1].seen), int)
+        for step in steps:
+            if step.seen == step.new:  # a new start
+                found[:] = 0
+            for head, positions in enumerate(step.positions):
+                missing = np.setdiff1d(np.arange(step.seen), positions)
+                found[head, missing[found[head, missing] == 0]] = step.seen
+        layers.append(found)
+    return np.stack(layers)
+
+
+def compare(engine, name: str, answer, made: int = 0) -> np.ndarray:
+    """Compare a request that has ended with the recorder, and return when each token left."""
+    prompt, ids = len(answer.prompt_token_ids), list(answer.outputs[0].token_ids)
+    expected = left(engine, name)
+    found, told = recorded(engine.llm, name)
+    assert told["tokens"][made:] == [*answer.prompt_token_ids, *ids[:-1]][made:] and told["error"] is None
+    assert (told["state"], told["seen_tokens"]) == ("ended", prompt + len(ids) - 1)
+    kept = (found == 0).sum(-1)
+    assert told["kept_tokens_per_head"] == {"min": kept.min(), "mean": kept.mean(), "max": kept.max()}
+    assert told["evicted_tokens_per_head"]["mean"] == pytest.approx(found.shape[-1] - kept.mean())
+    if engine.votes:  # the recorder says that all is there until the step after the prompt's end
+        found, expected = (np.where(each == prompt, prompt + 1, each) for each in (found, expected))
+    assert (found == expected).all()
+    return found
+
+
+def test_tokens_leave_when_the_pages_lose_them(served):
+    """The record is exact to the step, also of requests that start over."""
+    engine, case = served
+    engine.chunk(32)
+    again = lambda step: preempt_all(engine.recorder.scheduler) if step == 12 else None  # noqa: E731
+    for each_step in (None, again):
+        answers = engine.serve(JOBS, each_step)
+        found = {answer.request_id: compare(engine, name, answer) for name, answer in answers.items()}
+        assert (max(engine.recorder.preemptions.values()) > 0) == (each_step is not None)
+        assert all((each > 0).any() for name, each in found.items() if JOBS[int(name)].length > 80)
+        if case == "streaming-llm" and each_step is None:  # chunks of 32 tokens, then one by one
+            ends = np.array([*range(32, 90, 32), *range(90, 130)])
+            gone = np.arange(SINKS, 129 - (BUDGET - SINKS))  # token t is the oldest but the sinks at t + B - s
+            times = ends[np.searchsorted(ends, gone + BUDGET - SINKS + 1)]
+            assert (found["2"][..., SINKS : SINKS + len(gone)] == times).all()
+            assert not found["2"][..., :SINKS].any() and not found["2"][..., SINKS + len(gone) :].any()
+    assert not engine.recorder.manager.inspector.records.keys() - answers.keys()
+
+
+def test_running_and_waiting_requests_are_listed(served):
+    engine, _ = served
+    states = []
+
+    def look(step):
+        states.append([each["state"] for each in core(engine.llm).kvpop_inspect()["requests"]])
+
+    many = [Job(5, new=4, scored=False) for _ in range(20)]  # 16 run at once
+    engine.serve(many, look)
+    assert states[0].count("waiting") == 20 and states[1].count("running") == 16 and states[1].count("waiting") == 4
+    look(None)
+    assert states[-1] == ["ended"] * inspector.ENDED
+    assert core(engine.llm).kvpop_inspect_request("nobody") is None
+
+
+def test_settings_of_a_request(served):
+    """A request's own budget and protection count, and so do the slots of its cartridge."""
+    engine, case = served
+    if case != "kvpop, protected":
+        return
+    engine.chunk(None)
+    asks = {"kv_budget": 44, "kv_protect_prompt": 9, "kv_cartridges": ["plain"]}
+    ((name, answer),) = engine.serve([Job(90, new=30, scored=False, asks=asks)]).items()
+    found = compare(engine, name, answer, SLOTS["plain"])
+    assert not found[..., : SLOTS["plain"] + 9].any() and (found > 0).sum(-1).min() == 119 - 9 - 40
+
+
+def test_pages_that_cannot_be_read(served):
+    """The workers answer with a line, and the engine goes on."""
+    engine, _ = served
+    engine.add("x", Job(80, new=30, scored=False))
+    for _ in range(6):
+        engine.engine.step()
+    own = engine.recorder.manager.inspector
+    row = own._row(engine.recorder.scheduler.running[0])
+    (error,) = own.run(inspector.held_in_worker, ([row._replace(seen=row.seen + 1)],))
+    assert error == f"these pages have seen {[row.seen] * own.shape[1]} tokens, not {row.seen + 1}"
+    while engine.engine.has_unfinished_requests():
+        engine.engine.step()
