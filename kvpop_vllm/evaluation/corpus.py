@@ -25,7 +25,6 @@ from kvpop_vllm.compaction.conversations import (
     make_conversations,
     read_conversations,
 )
-from kvpop_vllm.compaction.matching import NO_WEIGHT, padded
 from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import CompactOptions, compacted, layers_of
@@ -40,6 +39,7 @@ from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.corpus_questions import Question
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.statistics import estimate
+from kvpop_vllm.kernels.matching import NO_WEIGHT, padded
 
 FULL, NOTHING = "full context", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge", "still"
