@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.kernels import divided
-from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule
+from kvpop_vllm.kernels.ops import AfterPrompt, PromptVotes, RetentionRule
 from kvpop_vllm.kernels.pages import Pages, Prefix
 
 LEAST_VOTE = torch.finfo(torch.float32).tiny
@@ -50,7 +50,8 @@ def compress(
     row: torch.Tensor,
     prefix: Prefix,
     budgets: torch.Tensor,
-    window: int,
+    after: AfterPrompt,
+    made_row: torch.Tensor,
     *,
     group: int,
     rule: RetentionRule,
@@ -70,22 +71,23 @@ def compress(
             divide their slots, the regions of the tail's blocks as for equal heads.
         prefix: prefix of this request (R = 1), with all p tokens written and its ``tokens`` on the CPU.
         budgets: ``[H]`` int32, B of each head.
-        window: w.
+        after: sizes behind the prompt's end.
+        made_row: ``[F]`` int32, blocks of slots that are made of the prompt; not used.
         group: query heads per KV head of this layer.
         rule: rule with votes.
         scale: factor on q . k.
     """
-    p, heads = int(prefix.tokens[0]), pages.layout.num_kv_heads
+    p, heads, window = int(prefix.tokens[0]), pages.layout.num_kv_heads, after.window
     keys, values = prefix.gather(0, 0, p)
-    most = rule.votes.queries
+    most = rule.compression.queries
     voters = load_queries(pages, row, torch.arange(p - min(most, window, p), p) % most, group)
-    votes = prompt_votes(voters, keys, scale, rule.votes)
+    votes = prompt_votes(voters, keys, scale, rule.compression)
     sinks = rule.sinks
     oldest = max(sinks, p - window)
-    if rule.votes.adaptive_head_budgets:
-        budgets = divided.divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.votes.safe)
-        divided.store_budgets(pages, row, budgets, rule.votes)
-        (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), rule.votes)
+    if rule.compression.adaptive_head_budgets:
+        budgets = divided.divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.compression.safe)
+        divided.store_budgets(pages, row, budgets, rule.compression)
+        (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), rule.compression)
     table = row.long()
     near = torch.cat([torch.arange(min(sinks, p)), torch.arange(oldest, max(oldest, p))]).to(keys.device)
     slots = torch.where(near < sinks, near, sinks + (near - sinks) % window)

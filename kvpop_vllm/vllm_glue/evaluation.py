@@ -209,9 +209,9 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int
         protected = 0 if batch.protection is None else int(batch.protection.tokens[row])
     else:
         table, budgets, window = chunk.row, chunk.budgets, chunk.window
-        protected = 0 if chunk.compresses and chunk.end == chunk.protected else chunk.protected
-        if (chunk.compresses or chunk.follows) and rule.votes.adaptive_head_budgets:
-            (budgets,), (table,) = divided.load_page_table(pages, table.unsqueeze(0), rule.votes)
+        protected = 0 if chunk.after is not None and chunk.end == chunk.protected else chunk.protected
+        if (chunk.after is not None or chunk.follows) and rule.compression.adaptive_head_budgets:
+            (budgets,), (table,) = divided.load_page_table(pages, table.unsqueeze(0), rule.compression)
     if pages.raw.device.type != "cpu":
         pages = pages.layout.view(pages.raw.cpu())
     return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), protected)

@@ -83,16 +83,18 @@ def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:
 def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
     """Return what a request holds now."""
     policy, spec, seen = engine_policy(scheduler.vllm_config), manager.kv_cache_spec, tokens_seen(request)
-    protected, budget = manager.sizes(request)
+    protected, budget, _ = manager.sizes(request)
     prefix = min(protected, seen)
-    if spec.votes and seen >= protected:
+    if spec.compression is not None and seen >= protected:
         prefix = 0  # the prompt has been compressed
     kept = None
     if not policy.drops_early:
         heads = policy.model.num_layers * policy.model.num_kv_heads
         kept = kept_tokens(heads, seen, replace(policy.retention, budget=budget), spec.shares, prefix)
     blocks = blocks_held(manager, request.request_id)
-    return CacheUse(seen, 0 if spec.votes else prefix, kept, blocks, most_blocks(scheduler, manager, request))
+    return CacheUse(
+        seen, prefix if spec.compression is None else 0, kept, blocks, most_blocks(scheduler, manager, request)
+    )
 
 
 def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dict:
@@ -103,7 +105,7 @@ def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dic
         least, most = min(use.kept), max(use.kept)
         kept = {"min": least, "mean": use.mean_kept, "max": most}
         evicted = {"min": use.seen - most, "mean": use.seen - use.mean_kept, "max": use.seen - least}
-        if spec.adaptive_head_budgets and use.seen > spec.budget:
+        if policy.adaptive_head_budgets and use.seen > spec.budget:
             # heads have divided their slots by votes, which only the workers know
             kept, evicted = ({**each, "min": None, "max": None} for each in (kept, evicted))
     return {

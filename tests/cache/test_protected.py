@@ -13,6 +13,7 @@ from threads import one_thread
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.ops import PromptVotes
 from kvpop_vllm.kernels.pages import PageLayout, Prefix
 from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.kernels.retained import held_tokens
@@ -173,7 +174,7 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
     Heads that divide their slots fill a block more where the budget fills whole ones, but not for a prompt that fits.
     """
     spec = make_spec(budget, 2, 16, 1, True)
-    spec = dataclasses.replace(spec, votes=32, adaptive_head_budgets=adaptive)
+    spec = dataclasses.replace(spec, compression=PromptVotes(2, safe=0.2 if adaptive else None))
     more = {40: 0, 64: 1}[budget] if adaptive else 0  # two heads of 80 slots fill at most 6 blocks, of 128 at most 9
     for prompt in (20, 40, 64, 65, 100):
         for length in range(1, 130):

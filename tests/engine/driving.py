@@ -89,7 +89,7 @@ class Watched:
     @property
     def votes(self) -> bool:
         """True if prompts are held until their end and then compressed."""
-        return self.spec.votes > 0
+        return self.spec.compression is not None
 
     def chunk(self, tokens: int | None) -> None:
         """Cut prompts into chunks of this many tokens from now on; None leaves them whole."""
@@ -183,9 +183,9 @@ class Watched:
         late: Counter[str] = Counter()
         for step in self.recorder.blocks:
             own, shared = [], set()
-            for name, (tokens, last, (protected, budget), row) in step.running.items():
+            for name, (tokens, last, (protected, *sizes), row) in step.running.items():
                 counted = last if self.spec.reserve else tokens
-                assert len(row) == self.spec.blocks(counted, protected, budget), (
+                assert len(row) == self.spec.blocks(counted, protected, *sizes), (
                     f"{tokens} tokens, {protected} protected"
                 )
                 prefix, full = cdiv(min(tokens, protected), BLOCK), min(tokens, protected) // BLOCK

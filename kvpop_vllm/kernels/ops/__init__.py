@@ -23,6 +23,7 @@ falls back to another.
 from kvpop_vllm.kernels.ops.rules import (
     REPLAY,
     STATE_M_START,
+    AfterPrompt,
     AttentionMass,
     GateScore,
     KeyNorm,
