@@ -15,7 +15,7 @@ import torch
 from kvpop_vllm.attention.prefill_chunks import ChunkGroup, PrefillChunk, as_kernels_count, made_of
 from kvpop_vllm.kernels import compress, divided, ops, rounds
 from kvpop_vllm.kernels.divided import DividedRegions
-from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule, StepOrderError
+from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes, RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
@@ -41,7 +41,7 @@ class RequestSettings:
     budgets: list[int] | torch.Tensor | None = None
     windows: list[int] | None = None
     seeds: torch.Tensor | None = None
-    compression: PromptVotes | None = None
+    compression: PromptVotes | PromptMatching | None = None
     made: list[int] | None = None
 
 

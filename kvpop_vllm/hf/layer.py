@@ -18,7 +18,7 @@ from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import AfterPrompt, RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import divided_blocks
-from kvpop_vllm.kernels.retained import held_tokens
+from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 
 
 class SequenceLengths:
@@ -78,6 +78,8 @@ class LayerPages:
         self.divided = rule.compresses and rule.compression.adaptive_head_budgets
         if self.divided:
             most = max(most, divided_blocks(heads, most, layout.block_slots) * layout.block_slots)
+        if rule.compresses and rule.compression.makes_slots:
+            most += layout.block_slots  # the last blocks are those of made slots, and neither part need fill its own
         self.pages, self.table = allocate_pages(layout, most, requests=rows, device=like.device)
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self._budgets = budgets.contiguous().to(like.device)
@@ -238,8 +240,12 @@ class LayerPages:
         pages = self.pages.by_region() if self.divided else self.pages
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
-        rule = replace(self.rule, window=self.windows[row])
-        return held_tokens(pages, table, seen, rule, budgets, 0 if compressed else protected)
+        if not compressed:
+            rule = replace(self.rule, window=self.windows[row])
+            return held_tokens(pages, table, seen, rule, budgets, protected)
+        after = self._after_prompt(row)
+        rule, made = replace(self.rule, window=after.window), (self.pages, self._made_table[row])
+        return held_behind_prompt(pages, table, seen, rule, budgets - after.made, after, *made)
 
     def allocated_bytes(self) -> int:
         """Return the bytes of the pages and tables of this layer."""

@@ -28,7 +28,7 @@ from kvpop_vllm.config import (
     ScorerShape,
     resolve_retention,
 )
-from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule, TokenScorer
+from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes, RetentionRule, TokenScorer
 from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.policies.allocators import ALLOCATORS, Allocator, allocator_of
 from kvpop_vllm.scorers import Gate
@@ -321,7 +321,7 @@ class Policy(ABC):
         return self.default_protect if asked is None else asked
 
     @property
-    def compression(self) -> PromptVotes | None:
+    def compression(self) -> PromptVotes | PromptMatching | None:
         """Way in which prompts are compressed at their end, None if they are not."""
         return None
 

@@ -141,10 +141,11 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         return max(self.made.get(request_id, 0), self.protected(request_id) - own)
 
     def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
-        """Free the prefix of a prompt that has been compressed; its full blocks stay in the prefix cache."""
-        prompt = self.protected(request_id)
+        """Free what a prompt that has been compressed leaves behind; its full blocks stay in the prefix cache."""
+        prompt, *sizes, _ = self.requests.get(request_id, (0, 0))
         if self.kv_cache_spec.compression is not None and 0 < prompt <= processed_computed_tokens:
-            self._remove_blocks_in_range(request_id, 0, cdiv(prompt, self.block_size))
+            for first, last in self.kv_cache_spec.dropped(prompt, *sizes):
+                self._remove_blocks_in_range(request_id, first, last)
 
     def allocate_external_computed_blocks(
         self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=True
@@ -200,8 +201,9 @@ class FixedBudgetSpec(AttentionSpec):
 
     Where prompts are compressed at their end, a request with a prompt of p tokens holds its prefix and, from
     the first stored query on, its state. At the prompt's end it holds a tail of B slots as well. After that
-    it holds no prefix; the prefix's entries in its row of the block table are null blocks. Where heads divide
-    their slots (at the end of a prompt longer than the budget), each head's last page may be filled in part.
+    it holds no prefix; the prefix's entries in its row of the block table are null blocks. Where slots are made of
+    prompts, their blocks lie between prefix and state and are claimed with the state, which is given up with the prefix.
+    Where heads divide their slots (at the end of a prompt longer than the budget), each head's last page may be filled in part.
 
     The inherited fields ``block_size`` and ``state_content_bytes`` are N, slots per block, and C, bytes per
     slot and head.
@@ -262,6 +264,17 @@ class FixedBudgetSpec(AttentionSpec):
         if self.shares is not None:
             return prefix + self.shares.blocks(self.state_blocks, self.block_size, own)
         return prefix + self.state_blocks + cdiv(min(own, tail), self.block_size)
+
+    def dropped(self, prompt: int, budget: int, window: int) -> list[tuple[int, int]]:
+        """Return the columns of a request's row that it no longer needs behind the end of its prompt, first and last + 1.
+
+        They are those of the prompt and, where slots were made of it, those of the state.
+        """
+        prefix, compression = cdiv(prompt, self.block_size), self.compression
+        if not compression.makes_slots:
+            return [(0, prefix)]
+        state = prefix + cdiv(compression.after(prompt, budget, window).made, self.block_size)
+        return [(0, prefix), (state, state + self.state_blocks)]
 
     def most_blocks(self, length: int) -> int:
         """Return the most blocks that a request of ``length`` tokens can hold, beside those of cartridges.

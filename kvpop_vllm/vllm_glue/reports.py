@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vllm.utils.math_utils import cdiv
-
 from kvpop_vllm.cache.accounting import kept_tokens
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.requests import REPORT, of_params, wants_report
@@ -62,10 +60,11 @@ def dense_bytes_per_token(policy: Policy, spec: FixedBudgetSpec) -> int:
 
 
 def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
-    """Return the number of blocks that a request holds; those of a dropped prefix are null blocks."""
+    """Return the number of blocks that a request holds; those of a prompt that has been compressed are null blocks."""
     row = manager.req_to_blocks.get(request_id, ())
     if row and row[0].is_null:
-        return len(row) - cdiv(manager.protected(request_id), manager.block_size)
+        *sizes, _ = manager.requests[request_id]
+        return len(row) - sum(last - first for first, last in manager.kv_cache_spec.dropped(*sizes))
     return len(row)
 
 

@@ -29,6 +29,7 @@ from kvpop_vllm.kernels.ops.rules import (
     KeyNorm,
     MomentResidual,
     NoScore,
+    PromptMatching,
     PromptVotes,
     RandomDraw,
     Redundancy,

@@ -227,6 +227,40 @@ class PromptVotes:
 
 
 @dataclass(frozen=True)
+class PromptMatching:
+    """Slots that are made of a prompt at its end by attention matching (arXiv:2602.16284).
+
+    The last w tokens stay as they are. Those before them become ``B - w`` slots with biases, fitted to the prompt's last
+    queries (:mod:`kvpop_vllm.kernels.compress`). These slots are never evicted. The tail is a ring: each later token
+    takes the place of the oldest one in it. A prompt of at most B tokens is kept whole.
+
+    Attributes:
+        group: largest number G of query heads per KV head.
+        queries: largest number of queries of the fit; the number used is at most the window size.
+        adaptive_head_budgets: False, since all heads have as many slots.
+        makes_slots: True. Nothing reads the state behind the prompt's end.
+    """
+
+    adaptive_head_budgets: ClassVar[bool] = False
+    makes_slots: ClassVar[bool] = True
+
+    group: int
+    queries: int
+
+    def state_floats(self, head_size: int) -> int:
+        """Return the number of float32 values in one head's state: the last queries."""
+        return self.queries * self.group * head_size
+
+    def after(self, prompt: int, budget: int, window: int) -> AfterPrompt:
+        """Return the sizes of a request behind the end of its prompt.
+
+        A prompt of at most B tokens leaves no more slots than it has tokens before its last w, and the ring has the others.
+        """
+        made = min(max(0, prompt - window), budget - window)
+        return AfterPrompt(made, budget - made, max(0, prompt - budget))
+
+
+@dataclass(frozen=True)
 class SampledMass:
     """Rounds of VaSE (arXiv:2606.03928): keep large values and a sample of the other tokens.
 
@@ -322,7 +356,7 @@ class RetentionRule(SlotRoles):
     moment_correction: bool = False
     first: int = 0
     replay: int = REPLAY
-    compression: PromptVotes | None = None
+    compression: PromptVotes | PromptMatching | None = None
     rounds: SampledMass | Redundancy | None = None
 
     def __post_init__(self):
