@@ -190,8 +190,9 @@ class Watched:
                 )
                 prefix, full = cdiv(min(tokens, protected), BLOCK), min(tokens, protected) // BLOCK
                 if self.votes and tokens > protected and row[0] == 0:
-                    assert row[:prefix] == [0] * prefix
-                    row, full = row[prefix:], 0
+                    dropped = {column for part in self.spec.dropped(protected, *sizes) for column in range(*part)}
+                    assert not any(row[column] for column in dropped) and dropped >= set(range(prefix))
+                    row, full = [block for column, block in enumerate(row) if column not in dropped], 0
                 elif self.votes and tokens > protected:  # a resumed chunk may hold the prompt's end
                     late[name] += 1
                 own += row[full:]
