@@ -247,6 +247,16 @@ class LayerPages:
         rule, made = replace(self.rule, window=after.window), (self.pages, self._made_table[row])
         return held_behind_prompt(pages, table, seen, rule, budgets - after.made, after, *made)
 
+    def made_slots(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[H, P, D]`` and biases ``[H, P]`` of the slots that were made of a row's prompt.
+
+        Under a rule that makes none P is 0.
+        """
+        made = self._after_prompt(row).made if self.rule.compresses else 0
+        slots, n = torch.arange(made), self.pages.layout.block_slots
+        at = self._made_table[row].long()[slots // n], slice(None), slots % n
+        return tuple(array[at].transpose(0, 1) for array in (self.pages.k, self.pages.v, self.pages.score))
+
     def allocated_bytes(self) -> int:
         """Return the bytes of the pages and tables of this layer."""
         return sum(

@@ -18,7 +18,7 @@ class MadeSlots(NamedTuple):
         tokens: ``[P]``, tokens whose keys they have, oldest first.
         values: ``[P, D]``.
         biases: ``[P]``.
-        margin: score of the worst of these tokens less that of the best other one, infinite if there is no other.
+        margin: relative difference of the worst of these tokens' score and the best other one's, infinite if there is none.
         misfit: half of the squared differences of all queries' masses from 1.
     """
 
@@ -82,7 +82,7 @@ def _made(rows: list[np.ndarray], k: np.ndarray, v: np.ndarray, count: int, bias
     gram = shares.T @ shares
     gram += np.eye(count) * RIDGE * np.trace(gram) / count
     change = np.linalg.solve(gram, shares.T @ (weights @ v - shares @ v[tokens]))
-    margin = scores[ranked[count - 1]] - scores[ranked[count]]
+    margin = 1 - scores[ranked[count]] / scores[ranked[count - 1]]
     misfit = ((weights[:, tokens] @ factors - 1) ** 2).sum() / 2
     return MadeSlots(tokens, v[tokens] + change, np.log(factors), float(margin), float(misfit))
 
