@@ -140,7 +140,8 @@ class StepPlan:
         made, drawn = sizes.made or [0] * requests, [None] * requests if sizes.seeds is None else sizes.seeds.tolist()
         self.layout, self.otherwise = layout, retention.budget
         self.asked = [retention.budget] * requests if sizes.budgets is None else sizes.budgets
-        self.compressed = torch.tensor([start >= p for start, p in zip(starting, protected, strict=True)])
+        behind = [start >= p for start, p in zip(starting, protected, strict=True)]
+        self.compressed = torch.tensor(behind, dtype=torch.bool)
         whole, prefixes = [False] * requests, block_table
         first = [cdiv(p, layout.block_slots) for p in protected]  # column of each tail
         if sizes.compression is not None:
@@ -233,7 +234,7 @@ def from_columns(block_table: torch.Tensor, first: list[int]) -> torch.Tensor:
 
     Beyond the end of a row, its last entry is repeated.
     """
-    columns = torch.arange(block_table.shape[1]) + torch.tensor(first).unsqueeze(1)
+    columns = torch.arange(block_table.shape[1]) + torch.tensor(first, dtype=torch.int64).unsqueeze(1)
     return block_table.gather(1, columns.clamp_max(block_table.shape[1] - 1))
 
 
