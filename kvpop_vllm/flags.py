@@ -115,7 +115,7 @@ SETTINGS = (
     ),
     Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", where=(CACHE,)),
     Setting("seed", int, "N", "Seed of the draws of random and vase", "0", where=(CACHE,)),
-    Setting("prompt", int, "N", "Tokens that snapkv, pyramidkv and adakv compress", "the text of a call", where=(CACHE,)),
+    Setting("prompt", int, "N", "Tokens that snapkv, pyramidkv, adakv and attention-matching compress", "the text of a call", where=(CACHE,)),
     Setting("device", str, "DEVICE", "Device of pages and kernels", "the model's", where=(CACHE,)),
     Setting(
         "kv_budget", int, "an integer", "B of this request; the window is resolved as for a server with that B",

@@ -12,7 +12,14 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.argument_types import UNITS
-from kvpop_vllm.cache.accounting import CacheBytes, compressing_bytes, dense_request_bytes, request_bytes, worst_prompts
+from kvpop_vllm.cache.accounting import (
+    CacheBytes,
+    compressed_bytes,
+    compressing_bytes,
+    dense_request_bytes,
+    request_bytes,
+    worst_prompts,
+)
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape, Policy
@@ -108,8 +115,9 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
     length, retention = lengths[2], policy.retention
     if policy.compresses:
         prompt = length if prompt is None else prompt
-        at_its_end = compressing_bytes(*lengths[:2], prompt, retention, shares, policy.adaptive_head_budgets)
-        at_the_end = request_bytes(*lengths, retention, shares, divided=prompt if policy.adaptive_head_budgets else 0)
+        kept = retention, policy.compression, shares
+        at_its_end = compressing_bytes(*lengths[:2], prompt, *kept)
+        at_the_end = compressed_bytes(*lengths[:2], prompt, length, *kept)
         return max(at_its_end, at_the_end, key=lambda held: held.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:

@@ -40,6 +40,13 @@ def test_the_demo_models_numbers(planned):
     assert rows["streaming-llm", 1024] == rows["h2o", 1024] == ["22.5 MiB", "23.2 MiB", "22.1", "7.76"]
     assert rows["momentkv", 1024] == ["22.5 MiB", "24.7 MiB", "20.8", "7.30"]
     assert {name for name, _ in rows} == {*policies.known(), "dense, stock vLLM"} - {"full"}
+    # a prompt of 8,192 tokens, its last 256 queries (12 blocks), made slots and window; then the last two
+    at_its_end = (128 + 12 + 16) * 64 * 264 * 3 * 30 / 2**20
+    assert rows["attention-matching", 1024][:2] == ["202.5 MiB", f"{at_its_end:.1f} MiB"]
+    _, rows = planned(
+        DEMO, "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1000", "--prompt-length", "9"
+    )
+    assert rows["attention-matching", 1000][1] == f"{16 * 64 * 264 * 3 * 30 / 2**20:.1f} MiB"
 
 
 def test_a_file_of_shares_leaves_out_the_policies_that_need_equal_heads(planned, tmp_path):

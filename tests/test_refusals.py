@@ -185,6 +185,11 @@ SERVERS = [
     ("snapkv", {"max_protect": True}, "leave --kv-max-protect out"),
     ("snapkv", {"protect_prompt": True}, "leave --kv-protect-prompt out"),
     ("snapkv", {"correction": "moment"}, "leave --kv-correction out"),
+    ("attention-matching", {"allocator": "pyramid"}, "makes as many slots for every head: leave --kv-allocator out"),
+    ("attention-matching", {"sinks": 4}, "makes slots of the first tokens too: leave --kv-sinks out"),
+    ("attention-matching", {"protect_prompt": 9}, "leave --kv-protect-prompt out"),
+    ("attention-matching", {"correction": "moment"}, "leave --kv-correction out"),
+    ("attention-matching", {"budget": 64, "window": 64}, "window 64 + 1: raise --kv-budget to at least 65"),
     ("snapkv", {"budget": 32}, "too small for 0 sinks + window 32 + 1: raise --kv-budget to at least 33"),
 ]
 REQUESTS = [

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvpop_vllm.kernels.chunks import Chunks, send
+from kvpop_vllm.kernels.ops import AfterPrompt
 from kvpop_vllm.kernels.pages import Pages, Prefix
 
 
@@ -25,10 +26,11 @@ class PrefillChunk:
         protected: p, tokens of the protected prefix.
         prefix_row: ``[F]`` int32, blocks of the prefix.
         seed: seed of the draws, if the policy draws.
-        compresses: True if the prompt is compressed into the tail when the chunk ends with it.
+        after: sizes behind the prompt's end, if the chunk is part of a prompt that is compressed at its end, else None.
+        made_row: ``[F]`` int32, blocks of the slots that are then made of the prompt.
         follows: True if the previous chunk of the step compresses the prompt. Heads that divide their slots
             have separate pages only after that.
-        made: number of the prefix's first tokens that are slots of cartridges.
+        made: number of the prefix's first tokens that have biases: slots of cartridges, or of a prompt.
     """
 
     first: int
@@ -40,7 +42,8 @@ class PrefillChunk:
     protected: int = 0
     prefix_row: torch.Tensor | None = None
     seed: int | None = None
-    compresses: bool = False
+    after: AfterPrompt | None = None
+    made_row: torch.Tensor | None = None
     follows: bool = False
     made: int = 0
 
@@ -49,12 +52,13 @@ class PrefillChunk:
         """Position behind the last token."""
         return self.start + self.last - self.first
 
-    def cut_at_prompts_end(self) -> list[PrefillChunk]:
+    def cut_at_prompts_end(self, after: AfterPrompt, made_row: torch.Tensor) -> list[PrefillChunk]:
         """Return the chunk, cut where its prompt, the protected tokens, is compressed."""
         cut = self.first + min(self.end, self.protected) - self.start
-        parts = [replace(self, last=cut, compresses=True)]
+        parts = [replace(self, last=cut, after=after, made_row=made_row)]
         if cut < self.last:
-            parts.append(replace(self, first=cut, start=self.protected, protected=0, follows=True))
+            prefix = {"protected": after.made, "prefix_row": made_row, "made": after.made}
+            parts.append(replace(self, first=cut, start=self.protected - after.shift, follows=True, **prefix))
         return parts
 
 
@@ -107,3 +111,23 @@ class ChunkGroup:
 def made_of(counts: Sequence[int]) -> torch.Tensor | None:
     """Return the slots of cartridges of requests, ``[R]`` int64 on the CPU, or None if no request has any."""
     return torch.tensor(counts, dtype=torch.int64, device="cpu") if any(counts) else None
+
+
+def as_kernels_count(
+    after: Sequence[AfterPrompt], starts: Sequence[int], protected: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the first position, p, and the number of prefix tokens with biases of requests, as the kernels take them.
+
+    Prompts are held until their end and compressed then. Behind its end, a prompt leaves a prefix of the slots that
+    were made of it.
+
+    Args:
+        after: sizes of each request behind its prompt.
+        starts: first position of each request in the step.
+        protected: tokens of each prompt.
+    """
+    counts = [
+        (start - own.shift, own.made, own.made) if start >= p else (start, p, 0)
+        for own, start, p in zip(after, starts, protected, strict=True)
+    ]
+    return tuple(map(list, zip(*counts, strict=True))) if counts else ([], [], [])

@@ -12,10 +12,10 @@ from functools import cached_property
 
 import torch
 
-from kvpop_vllm.attention.prefill_chunks import ChunkGroup, PrefillChunk, made_of
+from kvpop_vllm.attention.prefill_chunks import ChunkGroup, PrefillChunk, as_kernels_count, made_of
 from kvpop_vllm.kernels import compress, divided, ops, rounds
 from kvpop_vllm.kernels.divided import DividedRegions
-from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
+from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes, RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
@@ -32,8 +32,8 @@ class RequestSettings:
         budgets: B of each request, or ``[requests, H]``.
         windows: w of each request.
         seeds: ``[requests]`` int64 on the CPU, seeds of the draws, None if nothing is drawn.
-        compresses: True if the prefix is a prompt that is held until its end and then compressed; p is then
-            the whole prompt.
+        compression: way in which prompts are compressed, if the prefixes are prompts that are held until their end; p is
+            then the whole prompt, and budgets are one per request.
         made: number of each prefix's first tokens that are slots of cartridges.
     """
 
@@ -41,7 +41,7 @@ class RequestSettings:
     budgets: list[int] | torch.Tensor | None = None
     windows: list[int] | None = None
     seeds: torch.Tensor | None = None
-    compresses: bool = False
+    compression: PromptVotes | PromptMatching | None = None
     made: list[int] | None = None
 
 
@@ -140,27 +140,37 @@ class StepPlan:
         made, drawn = sizes.made or [0] * requests, [None] * requests if sizes.seeds is None else sizes.seeds.tolist()
         self.layout, self.otherwise = layout, retention.budget
         self.asked = [retention.budget] * requests if sizes.budgets is None else sizes.budgets
-        self.tails = tail_tables(block_table, protected, layout) if any(protected) else block_table
-        self.compressed = torch.tensor([start >= p for start, p in zip(starting, protected, strict=True)])
-        if sizes.compresses:  # a prompt that has been compressed leaves no prefix
-            protected = [p if start < p else 0 for start, p in zip(starting, protected, strict=True)]
+        behind = [start >= p for start, p in zip(starting, protected, strict=True)]
+        self.compressed = torch.tensor(behind, dtype=torch.bool)
+        whole, prefixes = [False] * requests, block_table
+        first = [cdiv(p, layout.block_slots) for p in protected]  # column of each tail
+        if sizes.compression is not None:
+            told = zip(protected, self.asked, windows, strict=True)
+            after, whole = [sizes.compression.after(*each) for each in told], (~self.compressed).tolist()
+            made_rows = from_columns(block_table, first)
+            first = [column + cdiv(own.made, layout.block_slots) for column, own in zip(first, after, strict=True)]
+            self.asked = [budget - own.made for budget, own in zip(self.asked, after, strict=True)]
+            windows = [own.window for own in after]
+            starting, protected, made = as_kernels_count(after, starting, protected)
+            prefixes = torch.where(self.compressed.unsqueeze(1), made_rows, block_table)
+        self.tails = from_columns(block_table, first) if any(first) else block_table
         firsts = list(itertools.accumulate(query_lens, initial=0))
         singles, self.chunks = [], []
         for i, count in enumerate(query_lens):
-            whole = sizes.compresses and protected[i]
-            if count == 1 and not whole:
+            if count == 1 and not whole[i]:
                 singles.append(i)
             elif count:
-                told = windows[i], protected[i], block_table[i], drawn[i]
+                told = windows[i], protected[i], prefixes[i], drawn[i]
                 chunk = PrefillChunk(firsts[i], firsts[i + 1], starting[i], None, None, *told, made=made[i])
-                self.chunks += [(i, part) for part in (chunk.cut_at_prompts_end() if whole else [chunk])]
+                parts = chunk.cut_at_prompts_end(after[i], made_rows[i]) if whole[i] else [chunk]
+                self.chunks += [(i, part) for part in parts]
         at = [firsts[i] for i in singles]
         together = at == singles == list(range(len(singles)))
         self.chosen = slice(0, len(singles)) if together else torch.tensor(singles)
         self.rows = {
             "decodes": len(singles),
             "tokens": self.chosen if together else torch.tensor(at),
-            "positions": seq_lens[self.chosen].long() - 1,
+            "positions": torch.tensor(starting, dtype=torch.int64)[self.chosen],
             "windows": torch.tensor(windows, dtype=torch.int32)[self.chosen],
             "seeds": None if sizes.seeds is None else sizes.seeds[self.chosen],
         }
@@ -170,7 +180,7 @@ class StepPlan:
         self.starts = torch.tensor(starts, dtype=torch.int64)
         if any(protected):
             spans, which = list(zip(firsts, starting, query_lens, strict=False)), torch.arange(requests)
-            those = block_table, which, self.chosen
+            those = prefixes, which, self.chosen
             self.protection = protection_of(layout.block_slots, spans, protected, *those, made=made)
 
     def batch(self, regions: RegionMap | DividedRegions | None = None, layer: int = 0) -> StepBatch:
@@ -219,13 +229,12 @@ def _equal_heads(
     return budgets, tails[:, : layout.blocks(most, most)].unsqueeze(1).expand(-1, heads, -1)
 
 
-def tail_tables(block_table: torch.Tensor, protected: list[int], layout: PageLayout) -> torch.Tensor:
-    """Return the entries of ``block_table [requests, W]`` int32 behind each request's prefix blocks.
+def from_columns(block_table: torch.Tensor, first: list[int]) -> torch.Tensor:
+    """Return the entries of ``block_table [requests, W]`` int32 from column ``first[i]`` of row i on.
 
     Beyond the end of a row, its last entry is repeated.
     """
-    first = torch.tensor([cdiv(tokens, layout.block_slots) for tokens in protected]).unsqueeze(1)
-    columns = torch.arange(block_table.shape[1]) + first
+    columns = torch.arange(block_table.shape[1]) + torch.tensor(first, dtype=torch.int64).unsqueeze(1)
     return block_table.gather(1, columns.clamp_max(block_table.shape[1] - 1))
 
 
@@ -327,7 +336,7 @@ class FixedBudgetAttention:
                 ops.begin_tail(pages, protection.begun, begun, rule=self.rule, impl=self.impl)
         if batch.decodes:
             self._decode(q, k, v, pages, batch, prefix, out, gate_scores)
-        if self.rule.rounds is None and not any(chunk.compresses for chunk in batch.prefills):
+        if self.rule.rounds is None and not any(chunk.after is not None for chunk in batch.prefills):
             if batch.prefills:
                 self._prefill(q, k, v, pages, blocks, batch.group, out, gate_scores)
             return
@@ -379,12 +388,12 @@ class FixedBudgetAttention:
 
     def _prefill_alone(self, q, k, v, pages: Pages, blocks: Pages, chunk: PrefillChunk, out, gate_scores) -> None:
         """Run a chunk, and the compression or round that is due at its end; arguments as in :meth:`forward`."""
-        if chunk.follows and self.rule.votes.adaptive_head_budgets:
-            (budgets,), (row,) = divided.load_page_table(pages, chunk.row.unsqueeze(0), self.rule.votes)
+        if chunk.follows and self.rule.compression.adaptive_head_budgets:
+            (budgets,), (row,) = divided.load_page_table(pages, chunk.row.unsqueeze(0), self.rule.compression)
             chunk = replace(chunk, budgets=budgets, row=row)
         group = ChunkGroup.of([chunk])
         self._prefill(q, k, v, pages, blocks, group, out, gate_scores)
-        if chunk.compresses:
+        if chunk.after is not None:
             self._compress(q[group.tokens], pages, chunk, group.prefix(blocks))
         if self.rule.rounds is not None:
             sizes = group.chunks.budgets[:, 0].tolist(), [chunk.window], [chunk.protected], group.seeds
@@ -405,7 +414,7 @@ class FixedBudgetAttention:
 
     def _compress(self, q: torch.Tensor, pages: Pages, chunk: PrefillChunk, prefix: Prefix) -> None:
         """Store the queries ``[L, Hq, D]`` of a chunk that will vote, and compress the prompt at its end."""
-        queries = self.rule.votes.queries
+        queries = self.rule.compression.queries
         first = max(chunk.start, chunk.protected - queries)
         if first < chunk.end:
             voters = torch.arange(first, chunk.end)
@@ -413,7 +422,7 @@ class FixedBudgetAttention:
             compress.store_queries(q[first - chunk.start :], pages, states, voters % queries)
         if chunk.end == chunk.protected:
             told = {"group": q.shape[1] // pages.layout.num_kv_heads, "rule": self.rule, "scale": self.scale}
-            compress.compress(pages, chunk.row, prefix, chunk.budgets, chunk.window, **told)
+            compress.compress(pages, chunk.row, prefix, chunk.budgets, chunk.after, chunk.made_row, **told)
 
 
 def _check_starts(pages: Pages, batch: StepBatch) -> None:

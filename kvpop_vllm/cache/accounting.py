@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import Shares, divided_blocks
 from kvpop_vllm.roles import Retention
@@ -101,29 +102,56 @@ def request_bytes(
     return CacheBytes(canonical=held * per_token, allocated=blocks * page, blocks=blocks)
 
 
-def compressing_bytes(
+def compressed_bytes(
     layout: PageLayout,
     num_layers: int,
     prompt: int,
+    length: int,
     retention: Retention,
+    compression: PromptVotes | PromptMatching,
     shares: Shares | None = None,
-    adaptive_head_budgets: bool = False,
 ) -> CacheBytes:
-    """Return the bytes of a request at the end of a prompt that is compressed then: whole prompt and tail.
+    """Return the bytes of a request of ``length`` tokens behind the end of a prompt that has been compressed.
 
     Args:
         layout: page layout of a layer.
         num_layers: number of layers.
         prompt: number of prompt tokens.
+        length: tokens that the request has processed.
         retention: budget, sinks and window.
+        compression: way in which prompts are compressed.
         shares: budgets of all heads, if they are unequal.
-        adaptive_head_budgets: True if the heads divide their slots by votes.
     """
-    tail = request_bytes(layout, num_layers, prompt, retention, shares, divided=prompt if adaptive_head_budgets else 0)
+    divided = prompt if compression.adaptive_head_budgets else 0
+    held = request_bytes(layout, num_layers, length, retention, shares, divided=divided)
+    if not compression.makes_slots:
+        return held
+    after = compression.after(prompt, retention.budget, retention.window)
+    tail = min(length - after.shift, retention.budget) - after.made
+    blocks = cdiv(after.made, layout.block_slots) + cdiv(tail, layout.block_slots)
+    page = layout.num_kv_heads * layout.region_bytes * num_layers
+    return CacheBytes(held.canonical, blocks * page, blocks)
+
+
+def compressing_bytes(
+    layout: PageLayout,
+    num_layers: int,
+    prompt: int,
+    retention: Retention,
+    compression: PromptVotes | PromptMatching,
+    shares: Shares | None = None,
+) -> CacheBytes:
+    """Return the bytes of a request at the end of a prompt that is compressed then: whole prompt, state and tail.
+
+    Arguments are those of :func:`compressed_bytes`.
+    """
+    held = compressed_bytes(layout, num_layers, prompt, prompt, retention, compression, shares)
     heads, blocks = num_layers * layout.num_kv_heads, cdiv(prompt, layout.block_slots)
+    if compression.makes_slots:  # the state is given up with the prompt
+        blocks += layout.state_blocks
     whole = heads * prompt * 2 * layout.head_size * layout.dtype.itemsize
     page = layout.num_kv_heads * layout.region_bytes * num_layers
-    return CacheBytes(tail.canonical + whole, tail.allocated + blocks * page, tail.blocks + blocks)
+    return CacheBytes(held.canonical + whole, held.allocated + blocks * page, held.blocks + blocks)
 
 
 def worst_prompts(longest: int, length: int, size: int) -> list[int]:

@@ -31,8 +31,8 @@ from kvpop_vllm.compaction.cartridge import (
     check_new,
     write_cartridge,
 )
-from kvpop_vllm.compaction.matching import padded
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.kernels.matching import padded
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 
 SUFFIXES = (*PICKLES, ".torch")

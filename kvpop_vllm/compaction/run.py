@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from kvpop_vllm import __version__
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, check_new, write_cartridge
-from kvpop_vllm.compaction.matching import Matching
 from kvpop_vllm.compaction.place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
@@ -26,6 +25,7 @@ from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.hook import load_config, load_model, longest
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
+from kvpop_vllm.kernels.matching import Matching
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention

@@ -146,8 +146,8 @@ def _add_methods(command) -> None:
         "--methods",
         nargs="+",
         metavar="NAME",
-        help="corpus: truncation, first, attention-matching, cartridge, still, or policies that compress prompts (default:"
-        " truncation, snapkv, attention-matching)",
+        help="corpus: truncation, first, attention-matching, cartridge, still, or policies that compress prompts"
+        " (policy:attention-matching is the policy; default: truncation, snapkv, attention-matching)",
     )
     command.add_argument("--compactor", metavar="DIR", help="corpus: of still, for as many slots as --budget")
     command.add_argument(

@@ -25,7 +25,6 @@ from kvpop_vllm.compaction.conversations import (
     make_conversations,
     read_conversations,
 )
-from kvpop_vllm.compaction.matching import NO_WEIGHT, padded
 from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import CompactOptions, compacted, layers_of
@@ -40,11 +39,14 @@ from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.corpus_questions import Question
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.statistics import estimate
+from kvpop_vllm.kernels.matching import NO_WEIGHT, padded
 
 FULL, NOTHING = "full context", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge", "still"
 """Methods of ``kvpop compact`` that make a cache of a document; a policy that compresses prompts is another."""
 DEFAULT_METHODS = "truncation", "snapkv", "attention-matching"
+POLICY = "policy:"
+"""Prefix of a policy that has the name of a method."""
 ANSWER = 128
 """Most tokens of an answer to an open question."""
 TIMED = 3
@@ -109,6 +111,13 @@ def _held_slots(k: torch.Tensor, v: torch.Tensor, held: torch.Tensor) -> Layer:
         bias = torch.zeros(1, int(rows.sum()), device=k.device)
         heads.append(padded(k[None, head, rows], v[None, head, rows], bias, most))
     return tuple(torch.cat(part) for part in zip(*heads, strict=True))
+
+
+def _behind_made(k: torch.Tensor, v: torch.Tensor, made: Layer, slots: int) -> Layer:
+    """Return the made slots of a layer and the last tokens of the document, together ``slots``."""
+    near, (own_k, own_v, bias) = slots - made[0].shape[1], (part.to(k.device) for part in made)
+    last = [x[:, x.shape[1] - near :].to(own) for x, own in ((k, own_k), (v, own_v))]
+    return torch.cat([own_k, last[0]], 1), torch.cat([own_v, last[1]], 1), torch.nn.functional.pad(bias, (0, near))
 
 
 class Corpus:
@@ -180,7 +189,7 @@ class Corpus:
         """Return a document's cache of P slots per KV head.
 
         Args:
-            method: one of METHODS, NOTHING or a policy that compresses prompts.
+            method: one of METHODS, NOTHING or a policy that compresses prompts, see :data:`POLICY`.
             slots: P.
             exam: the document.
 
@@ -202,17 +211,23 @@ class Corpus:
             layers, position = layers_of(self.model, self.place, exam.tokens, slots, equal, options)
         else:
             tokens = self.place.around(exam.tokens)
-            held = self._held(method, slots, tokens)
+            held, made = self._held(method.removeprefix(POLICY), slots, tokens)
             seconds = now(self.device) - began  # its own cache has the tokens that are held
-            layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held, strict=True)]
+            if made[0][0].shape[1]:
+                layers = [_behind_made(*layer, own, slots) for layer, own in zip(exam.full, made, strict=True)]
+            else:
+                layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held, strict=True)]
             return Cache(layers, len(tokens), seconds)
         return Cache(layers, position, now(self.device) - began)
 
-    def _held(self, policy: str, slots: int, tokens: list[int]) -> torch.Tensor:
-        """Return what a policy holds at the end of a document that is its prompt, ``[layers, H, T]`` booleans."""
+    def _held(self, policy: str, slots: int, tokens: list[int]) -> tuple[torch.Tensor, list[Layer]]:
+        """Return what a policy holds at the end of a document that is its prompt, ``[layers, H, T]`` booleans.
+
+        The second result is the slots that the policy has made of the document in each layer; most policies make none.
+        """
         resolved = training_free(policy).resolve(self.backend.shape, slots, None, None)
         with self.backend.start(resolved) as run:
-            return run.held(torch.tensor(tokens))
+            return run.held(torch.tensor(tokens)), run.cache.made_slots()
 
     def _trained(self, slots: int, tokens: list[int]) -> list[Layer]:
         """Return the slots of a trained cartridge: one epoch over new conversations."""
@@ -276,7 +291,8 @@ def check_methods(methods: Sequence[str]) -> None:
     for method in methods:
         if methods.count(method) > 1:
             raise ConfigError(f"--methods names {method} twice: give it once")
-        known = [*METHODS, *(policy.name for policy in policies.loadable()[0] if policy.compresses)]
+        compressing = [policy.name for policy in policies.loadable()[0] if policy.compresses]
+        known = [*METHODS, *(POLICY + name if name in METHODS else name for name in compressing)]
         if method not in known:
             raise ConfigError(f"--methods {method} makes no cache of a document: choose from {', '.join(known)}")
 

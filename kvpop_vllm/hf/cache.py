@@ -167,6 +167,13 @@ class KVpopCache(Cache, AttentionCache):
             [self._layers[i].held(row, self._lengths[row], self.protected[row]) for i in range(len(self))]
         )
 
+    def made_slots(self, row: int = 0) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return each layer's keys, values and biases of the slots that were made of a row's prompt.
+
+        They are ``[H, P, D]``, ``[H, P, D]`` and ``[H, P]``; P is 0 under a policy that makes none.
+        """
+        return [self._layers[i].made_slots(row) for i in range(len(self))]
+
     def allocated_bytes(self) -> int:
         """Return the bytes allocated for the batch, including scores, positions, state and padding.
 

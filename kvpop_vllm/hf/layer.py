@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch.nn.functional import pad
 
 from kvpop_vllm.attention.allocate import allocate_pages
-from kvpop_vllm.attention.prefill_chunks import PrefillChunk
+from kvpop_vllm.attention.prefill_chunks import PrefillChunk, as_kernels_count
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.attention.step_batch import FixedBudgetAttention, Protection, StepBatch, protection_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.draws import request_seed
-from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.ops import AfterPrompt, RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import divided_blocks
-from kvpop_vllm.kernels.retained import held_tokens
+from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 
 
 class SequenceLengths:
@@ -74,14 +75,17 @@ class LayerPages:
         self.sequence_lengths, self.shifted, self.budgets, self.windows = sequence_lengths, shifted, budgets, windows
         self.rule = rule = rule.to(like.device)
         layout, most = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size)), int(budgets.max())
-        self.divided = rule.compresses and rule.votes.adaptive_head_budgets
+        self.divided = rule.compresses and rule.compression.adaptive_head_budgets
         if self.divided:
             most = max(most, divided_blocks(heads, most, layout.block_slots) * layout.block_slots)
+        if rule.compresses and rule.compression.makes_slots:
+            most += layout.block_slots  # the last blocks are those of made slots, and neither part need fill its own
         self.pages, self.table = allocate_pages(layout, most, requests=rows, device=like.device)
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self._budgets = budgets.contiguous().to(like.device)
         self._windows = torch.tensor(windows, dtype=torch.int32, device=like.device)
         self.attention, self.made = FixedBudgetAttention(layout, rule, scale), 0
+        self.prompts = [0] * rows  # tokens of each row's prompt, if the rule compresses prompts
 
     def place(self, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> None:
         """Have all rows begin with the same slots, before anything else is in their prefixes.
@@ -131,12 +135,16 @@ class LayerPages:
         ``protected`` is p of each row; a rule that compresses prompts has compressed them.
         """
         rows, lengths = len(self.table), self.sequence_lengths
-        none, protection = lengths.positions[:0], None
-        if any(protected) and not self.rule.compresses:
-            nothing = none, none, none, self.table[:0], self.prefix_table[:0], none
-            protection = Protection(self.prefix_table, lengths.protected, *nothing, lengths.made)
-        budgets, table = self._tails([True] * rows)
-        sizes = table, lengths.positions, budgets, self._windows
+        none, protection, (budgets, table) = lengths.positions[:0], None, self._tails([True] * rows)
+        positions, windows, prefix = lengths.positions, self._windows, (self.prefix_table, lengths.protected)
+        made = lengths.made
+        if self.rule.compresses:
+            made, own, shift = torch.tensor([self._after_prompt(row) for row in range(rows)]).unbind(1)
+            positions, windows, budgets = positions - shift, own.int(), budgets - made.int().unsqueeze(1)
+            prefix, protected = (self._made_table, made), made.tolist()
+        if any(protected):
+            protection = Protection(*prefix, none, none, none, self.table[:0], prefix[0][:0], none, made)
+        sizes = table, positions, budgets, windows
         return StepBatch(rows, slice(0, rows), *sizes, (), none, none, protection, lengths.seeds)
 
     def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
@@ -149,8 +157,17 @@ class LayerPages:
             protected: p of each row. A rule that compresses prompts does so behind token p - 1.
         """
         behind = [start >= p for start, p in zip(starts, protected, strict=True)]
+        rows, windows, made = len(behind), self.windows, [self.made] * len(behind)
+        prefixes, after, fewer = self.prefix_table, [], [0] * rows
         if self.rule.compresses:
-            protected = [0 if past else p for past, p in zip(behind, protected, strict=True)]
+            told = zip(behind, self.prompts, protected, strict=True)
+            self.prompts = [prompt if past else p for past, prompt, p in told]
+            after = [self._after_prompt(row) for row in range(rows)]
+            fewer, windows, _ = zip(*after, strict=True)
+            starts, protected, made = as_kernels_count(after, starts, protected)
+            width = max(table.shape[1] for table in (prefixes, self._made_table))
+            whole, made_rows = (pad(x, (0, width - x.shape[1])) for x in (prefixes, self._made_table))
+            prefixes = torch.where(torch.tensor(behind).unsqueeze(1), made_rows, whole)
         busy = [r for r, count in enumerate(counts) if count]
         spans = [((r + 1) * length - count, starts[r], count) for r, count in enumerate(counts)]
         budgets, table = self._tails(behind)
@@ -159,9 +176,10 @@ class LayerPages:
             first, start, count = spans[r]
             seed = self.sequence_lengths.row_seeds[r]
             own = budgets[r] if self.divided else self.budgets[r]  # on the CPU, as heads that divide are
-            sizes = table[r], own.clone(), self.windows[r], protected[r], self.prefix_table[r], seed
-            chunk = PrefillChunk(first, first + count, start, *sizes, made=self.made)
-            chunks += chunk.cut_at_prompts_end() if self.rule.compresses and chunk.protected else [chunk]
+            sizes = table[r], own - fewer[r], windows[r], protected[r], prefixes[r], seed
+            chunk = PrefillChunk(first, first + count, start, *sizes, made=made[r])
+            held = self.rule.compresses and not behind[r]
+            chunks += chunk.cut_at_prompts_end(after[r], made_rows[r]) if held else [chunk]
         device, none = table.device, self.sequence_lengths.positions[:0]
         slot_zero = table[torch.tensor(busy, dtype=torch.int64, device=device), :, self.pages.layout.state_blocks]
         goes_on = [starts[r] if starts[r] > protected[r] else 0 for r in busy]
@@ -169,16 +187,24 @@ class LayerPages:
         size, protection = self.pages.layout.block_slots, None
         if any(protected):
             # tails begin one token early, because the next token may be part of a CUDA graph
-            prefixes, made = (protected, self.prefix_table, table, slice(0, 0)), [self.made] * len(table)
-            protection = protection_of(size, spans, *prefixes, ahead=1, made=made)
+            protection = protection_of(size, spans, protected, prefixes, table, slice(0, 0), ahead=1, made=made)
         decoded = table[:0], none, budgets[:0], self._windows[:0]
         return StepBatch(0, slice(0, 0), *decoded, tuple(chunks), first, slot_zero.long(), protection)
+
+    def _after_prompt(self, row: int) -> AfterPrompt:
+        """Return the sizes of a row behind the end of its prompt, under a rule that compresses prompts."""
+        return self.rule.compression.after(self.prompts[row], int(self.budgets[row].max()), self.windows[row])
+
+    @property
+    def _made_table(self) -> torch.Tensor:
+        """Blocks ``[R, P]`` of the slots that are made of the rows' prompts: those of the tails, from the last one on."""
+        return self.table[:, 0].flip(1)
 
     def _tails(self, compressed: list[bool]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the budgets ``[R, H]`` and the pages ``[R, H, P]`` of the rows' tails, int32."""
         if not self.divided:
             return self._budgets, self.table
-        regions = DividedRegions(self.pages, self.rule.votes, int(self.budgets[0, 0]))
+        regions = DividedRegions(self.pages, self.rule.compression, int(self.budgets[0, 0]))
         return regions.place(0, self.table[:, 0], compressed)
 
     def attend(
@@ -214,8 +240,22 @@ class LayerPages:
         pages = self.pages.by_region() if self.divided else self.pages
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
-        rule = replace(self.rule, window=self.windows[row])
-        return held_tokens(pages, table, seen, rule, budgets, 0 if compressed else protected)
+        if not compressed:
+            rule = replace(self.rule, window=self.windows[row])
+            return held_tokens(pages, table, seen, rule, budgets, protected)
+        after = self._after_prompt(row)
+        rule, made = replace(self.rule, window=after.window), (self.pages, self._made_table[row])
+        return held_behind_prompt(pages, table, seen, rule, budgets - after.made, after, *made)
+
+    def made_slots(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[H, P, D]`` and biases ``[H, P]`` of the slots that were made of a row's prompt.
+
+        Under a rule that makes none P is 0.
+        """
+        made = self._after_prompt(row).made if self.rule.compresses else 0
+        slots, n = torch.arange(made), self.pages.layout.block_slots
+        at = self._made_table[row].long()[slots // n], slice(None), slots % n
+        return tuple(array[at].transpose(0, 1) for array in (self.pages.k, self.pages.v, self.pages.score))
 
     def allocated_bytes(self) -> int:
         """Return the bytes of the pages and tables of this layer."""

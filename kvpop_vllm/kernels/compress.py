@@ -1,7 +1,8 @@
-"""Compression of a prompt at its end (SnapKV, arXiv:2404.14469).
+"""Compression of a prompt at its end.
 
-The last queries of the prompt vote for the tokens to retain. Compression runs once per request and layer,
-with torch operations on any device.
+The last queries of the prompt vote for the tokens to retain (SnapKV, arXiv:2404.14469), or slots are fitted to them
+(attention matching, arXiv:2602.16284). Compression runs once per request and layer, with torch operations on any
+device.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.kernels import divided
-from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule
+from kvpop_vllm.kernels.matching import Matching, fit
+from kvpop_vllm.kernels.ops import AfterPrompt, PromptVotes, RetentionRule
 from kvpop_vllm.kernels.pages import Pages, Prefix
 
 LEAST_VOTE = torch.finfo(torch.float32).tiny
@@ -50,42 +52,68 @@ def compress(
     row: torch.Tensor,
     prefix: Prefix,
     budgets: torch.Tensor,
-    window: int,
+    after: AfterPrompt,
+    made_row: torch.Tensor,
     *,
     group: int,
     rule: RetentionRule,
     scale: float,
 ) -> None:
-    """Fill a tail with the retained tokens of the prompt in the prefix.
-
-    Afterwards the tail is that of an unprotected request that has seen p tokens. The attention of the last
-    ``n = min(queries, w, p)`` queries to the tokens before them is averaged over queries, query heads and
-    neighbours. Retained are the sinks, the last w tokens, and the ``B - s - w`` tokens with the most votes;
-    of equal votes the newer token is retained. A token's score is the logarithm of its votes. It is below 0,
-    the score of every token that leaves the window later. If heads divide their slots, they do so first.
+    """Replace the prompt in the prefix by what its rule retains or makes of it.
 
     Args:
         pages: the tail's cache, written in place.
         row: ``[H, P]`` int32 pages of the tail, state blocks first; the state holds the queries. If heads
             divide their slots, the regions of the tail's blocks as for equal heads.
         prefix: prefix of this request (R = 1), with all p tokens written and its ``tokens`` on the CPU.
-        budgets: ``[H]`` int32, B of each head.
-        window: w.
+        budgets: ``[H]`` int32, slots of each head's tail behind the prompt's end.
+        after: sizes behind the prompt's end.
+        made_row: ``[F]`` int32, blocks of the slots that are made of the prompt.
         group: query heads per KV head of this layer.
-        rule: rule with votes.
+        rule: rule that compresses prompts.
         scale: factor on q . k.
+    """
+    p, compression = int(prefix.tokens[0]), rule.compression
+    count = min(compression.queries, after.window, p - after.shift - after.made)
+    queries = load_queries(pages, row, torch.arange(p - count, p) % compression.queries, group)
+    if compression.makes_slots:
+        make_slots(pages, row, prefix, after, made_row, queries, scale)
+    else:
+        retain_by_votes(pages, row, prefix, budgets, after.window, queries, rule, scale)
+
+
+def retain_by_votes(
+    pages: Pages,
+    row: torch.Tensor,
+    prefix: Prefix,
+    budgets: torch.Tensor,
+    window: int,
+    voters: torch.Tensor,
+    rule: RetentionRule,
+    scale: float,
+) -> None:
+    """Fill a tail with the retained tokens of the prompt in the prefix.
+
+    Afterwards the tail is that of an unprotected request that has seen p tokens. The attention of the last
+    queries to the tokens before them is averaged over queries, query heads and
+    neighbours. Retained are the sinks, the last w tokens, and the ``B - s - w`` tokens with the most votes;
+    of equal votes the newer token is retained. A token's score is the logarithm of its votes. It is below 0,
+    the score of every token that leaves the window later. If heads divide their slots, they do so first.
+
+    Args:
+        pages, row, prefix, budgets, rule, scale: as in :func:`compress`.
+        window: w.
+        voters: ``[H, c, G, D]``, the last queries.
     """
     p, heads = int(prefix.tokens[0]), pages.layout.num_kv_heads
     keys, values = prefix.gather(0, 0, p)
-    most = rule.votes.queries
-    voters = load_queries(pages, row, torch.arange(p - min(most, window, p), p) % most, group)
-    votes = prompt_votes(voters, keys, scale, rule.votes)
+    votes = prompt_votes(voters, keys, scale, rule.compression)
     sinks = rule.sinks
     oldest = max(sinks, p - window)
-    if rule.votes.adaptive_head_budgets:
-        budgets = divided.divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.votes.safe)
-        divided.store_budgets(pages, row, budgets, rule.votes)
-        (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), rule.votes)
+    if rule.compression.adaptive_head_budgets:
+        budgets = divided.divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.compression.safe)
+        divided.store_budgets(pages, row, budgets, rule.compression)
+        (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), rule.compression)
     table = row.long()
     near = torch.cat([torch.arange(min(sinks, p)), torch.arange(oldest, max(oldest, p))]).to(keys.device)
     slots = torch.where(near < sinks, near, sinks + (near - sinks) % window)
@@ -107,6 +135,42 @@ def compress(
         pages.put(pages.position, at, tokens.int())
         zero = tuple(x[:1] for x in (table[h, pages.layout.state_blocks :], at[1], torch.zeros_like(places)))
         pages.put(pages.position, zero, torch.full_like(zero[2], p, dtype=torch.int32))  # tokens_seen
+
+
+def make_slots(
+    pages: Pages,
+    row: torch.Tensor,
+    prefix: Prefix,
+    after: AfterPrompt,
+    made_row: torch.Tensor,
+    queries: torch.Tensor,
+    scale: float,
+) -> None:
+    """Make slots of the prompt in the prefix, and put its last tokens into the ring of the tail.
+
+    Afterwards the request is one that has seen ``p - shift`` tokens, the first of which are the made slots. A made slot
+    has the key of a token before the last ones, a fitted value and a bias. Its position field says which token that is.
+
+    Args:
+        pages, row, prefix, after, made_row, scale: as in :func:`compress`.
+        queries: ``[H, c, G, D]``, the last queries, all of which see the tokens that slots are made of.
+    """
+    p, n, blocks = int(prefix.tokens[0]), pages.layout.block_slots, prefix.pages
+    keys, values = prefix.gather(0, 0, p)
+    near = p - after.shift - after.made
+    slots, newest = torch.arange(after.made), torch.arange(near)
+    own = made_row.long()[slots // n], slots % n
+    for h in range(len(keys)):  # one by one: a fit must not depend on the heads beside it
+        q, k, v = (x[h].flatten(0, -2).unsqueeze(0) for x in (queries, keys[:, : p - near], values[:, : p - near]))
+        (chosen,), (made,), (bias,) = fit(q, k, v, after.made, scale, Matching())
+        at = own[0], h, own[1]
+        blocks.k[at], blocks.v[at] = keys[h, chosen], made.to(values.dtype)
+        blocks.score[at], blocks.position[at] = bias, chosen.int()
+    heads = torch.arange(len(keys)).unsqueeze(1)
+    at = row.long()[:, pages.layout.state_blocks + newest // n], heads, newest % n
+    pages.k[at], pages.v[at] = keys[:, p - near :], values[:, p - near :]
+    pages.score[at], pages.position[at] = 0.0, (newest + p - near).int()
+    pages.position[row.long()[:, pages.layout.state_blocks], heads[:, 0], 0] = p - after.shift  # tokens_seen
 
 
 def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: PromptVotes) -> torch.Tensor:

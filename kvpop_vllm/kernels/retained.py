@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.ops import AfterPrompt, RetentionRule
 from kvpop_vllm.kernels.pages import Pages
 from kvpop_vllm.roles import Retention
 
@@ -58,6 +58,40 @@ def held_tokens(
     used = (torch.arange(slots.shape[1]) < own.unsqueeze(1)) & (slots != EMPTY)
     heads = torch.arange(len(budgets)).unsqueeze(1).expand_as(slots)
     found[heads[used], slots[used]] = True
+    return found
+
+
+def held_behind_prompt(
+    pages: Pages,
+    row: torch.Tensor,
+    seen: int,
+    rule: RetentionRule,
+    budgets: torch.Tensor,
+    after: AfterPrompt,
+    blocks: Pages,
+    made_row: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return which of its first ``seen`` tokens a request holds behind the end of a prompt that has been compressed.
+
+    A made slot counts as the token whose key it has.
+
+    Args:
+        pages, row, seen, rule: as in :func:`held_tokens`, with the window behind the prompt's end.
+        budgets: ``[H]`` int32, slots of each head's tail.
+        after: sizes behind the prompt's end.
+        blocks: the cache by block, on the CPU.
+        made_row: ``[F]``, blocks of the made slots, or None if there are none.
+
+    Returns:
+        ``[H, seen]`` booleans.
+    """
+    tail = held_tokens(pages, row, seen - after.shift, rule, budgets, after.made)[:, after.made :]
+    found = torch.zeros(len(budgets), seen, dtype=torch.bool)
+    found[:, after.made + after.shift :] = tail
+    if after.made:
+        slots, n = torch.arange(after.made), pages.layout.block_slots
+        made = blocks.position[made_row.long()[slots // n], :, slots % n]  # [P, H]
+        found.scatter_(1, made.T.long(), True)
     return found
 
 

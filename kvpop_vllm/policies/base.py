@@ -28,7 +28,7 @@ from kvpop_vllm.config import (
     ScorerShape,
     resolve_retention,
 )
-from kvpop_vllm.kernels.ops import RetentionRule, TokenScorer
+from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes, RetentionRule, TokenScorer
 from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.policies.allocators import ALLOCATORS, Allocator, allocator_of
 from kvpop_vllm.scorers import Gate
@@ -321,9 +321,20 @@ class Policy(ABC):
         return self.default_protect if asked is None else asked
 
     @property
+    def compression(self) -> PromptVotes | PromptMatching | None:
+        """Way in which prompts are compressed at their end, None if they are not."""
+        return None
+
+    @property
     def max_budget(self) -> int:
         """Largest budget that a request may have, in tokens (``--kv-max-budget``)."""
         return max(self.settings.max_budget or 0, self.retention.budget)
+
+    @property
+    def max_window(self) -> int:
+        """Window of a request with the largest budget, in tokens."""
+        own = self.max_budget == self.retention.budget
+        return (self.retention if own else self.retention_of(self.max_budget)).window
 
     @property
     def max_protect(self) -> bool | int:

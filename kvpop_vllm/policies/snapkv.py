@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels.ops import PromptVotes
+from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
 from kvpop_vllm.policies.base import Policy, Signal
 
 OBSERVED = 32
@@ -47,7 +47,7 @@ class SnapKV(Policy):
             raise ConfigError(f"--kv-policy {self.name} evicts from the prompt at once: leave --kv-correction out")
 
     @property
-    def votes(self) -> PromptVotes:
+    def compression(self) -> PromptVotes | PromptMatching:
         """Settings of the votes: which queries vote, and how votes are averaged."""
         return PromptVotes(self.query_group, safe=SAFE if self.adaptive_head_budgets else None)
 
@@ -56,4 +56,4 @@ class SnapKV(Policy):
         return True
 
     def rule(self, layer, heads):
-        return replace(self.training_free_rule(heads, None), votes=self.votes)
+        return replace(self.training_free_rule(heads, None), compression=self.compression)

@@ -112,8 +112,9 @@ class FixedBudgetBackend(AttentionBackend):
             max_protect=cls.policy.max_protect,
             reserve=bool(cls.policy.settings.reserve),
             inspect=bool(cls.policy.settings.inspect),
-            votes=cls.policy.votes.queries if cls.policy.compresses else 0,
-            adaptive_head_budgets=cls.policy.adaptive_head_budgets,
+            compression=cls.policy.compression,
+            window=cls.policy.retention.window,
+            max_window=cls.policy.max_window,
             cartridges=(room := cartridge_room(cls.policy))[0],
             loads=room[1],
             max_tp_shards=spec.max_tp_shards,
@@ -218,8 +219,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
-        self.unequal = kv_cache_spec.shares is not None or kv_cache_spec.adaptive_head_budgets
         self.policy, self.seed = backend.policy, vllm_config.model_config.seed
+        self.unequal = kv_cache_spec.shares is not None or self.policy.adaptive_head_budgets
         # Set before each build: prompt lengths and seeds of the requests, both ``[requests]`` int64, and the
         # options that each request asked for.
         self.prompts = self.seeds = None
@@ -254,7 +255,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
             [row.budget for row in rows],
             [row.window for row in rows],
             self._seeds(rows) if self.policy.draws else None,
-            self.policy.compresses,
+            self.policy.compression,
             [row.made for row in rows],
         )
 
@@ -431,7 +432,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         place = raw.storage_offset(), raw.shape, raw.stride()
         own = layout.view(torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place))
         if self.policy.adaptive_head_budgets:
-            divided = DividedRegions(own, self.attention.rule.votes, self.policy.retention.budget)
+            divided = DividedRegions(own, self.attention.rule.compression, self.policy.retention.budget)
             return divided.pages, divided, own
         if self.shares is None:
             return own, None, own

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 
 from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.config import protected_tokens
+from kvpop_vllm.kernels.ops import PromptVotes
 from kvpop_vllm.kernels.regions import Shares, divided_blocks
 from kvpop_vllm.requests import RequestCache, of_params
 from kvpop_vllm.vllm_glue import manager_requests, reports
@@ -47,7 +48,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec, *args, **kwargs):
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.requests: dict[str, tuple[int, int, int]] = {}  # p, B and least counted length of each request
+        self.requests: dict[str, tuple[int, int, int, int]] = {}  # p, B, w and least counted length of each request
         self.made: dict[str, int] = {}  # slots of cartridges, of requests that begin with some
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
         self.cartridges = None  # set by the engine, after the scheduler is made
@@ -64,14 +65,14 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             from kvpop_vllm.vllm_glue import inspector
 
             inspector.apply()
-        if kv_cache_spec.protect and not kv_cache_spec.votes:
+        if kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
             fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
     def admit(self, request) -> list:
-        """Record p and B of a request: those that it asked for, else the server's.
+        """Record p, B and w of a request: those that it asked for, else the server's.
 
         Where blocks are reserved, it is counted with its final length from the start.
 
@@ -86,11 +87,12 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.requests[request.request_id] = *self.sizes(request), final
         return [] if asked is None or not asked.cartridges else self._place(request.request_id, asked)
 
-    def sizes(self, request) -> tuple[int, int]:
-        """Return p and B of a request: those that it asked for, else the server's."""
+    def sizes(self, request) -> tuple[int, int, int]:
+        """Return p, B and w of a request: those that it asked for, else the server's."""
         if (asked := of_params(request.sampling_params)) is not None:
-            return asked.protected, asked.budget
-        return protected_tokens(self.kv_cache_spec.protect, request.num_prompt_tokens), self.kv_cache_spec.budget
+            return asked.protected, asked.budget, asked.window
+        spec = self.kv_cache_spec
+        return protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget, spec.window
 
     def _place(self, request_id: str, asked: RequestCache) -> list:
         """Return the blocks of a request's cartridges; if there is no room for them, have it wait."""
@@ -110,8 +112,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         return self.requests.get(request_id, (0,))[0]
 
     def _blocks(self, request_id: str, num_tokens: int) -> int:
-        protected, budget, least = self.requests.get(request_id, (0, None, 0))
-        return self.kv_cache_spec.blocks(max(least, num_tokens), protected, budget)
+        *sizes, least = self.requests.get(request_id, (0, None, None, 0))
+        return self.kv_cache_spec.blocks(max(least, num_tokens), *sizes)
 
     def get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, *args, **kwargs) -> int:
         """Return the blocks that a request needs from the pool: missing ones, and evictable ones of a hit."""
@@ -137,15 +139,18 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         These are all protected tokens but the last. The request computes the last one itself, in a step
         before the one in which its tail begins, because the blocks of a hit may be written by another request
         of the same step. Cartridges are not. Where prompts are compressed, they are the tokens before the queries
-        that vote.
+        that are stored.
         """
-        return max(self.made.get(request_id, 0), self.protected(request_id) - max(1, self.kv_cache_spec.votes))
+        compression = self.kv_cache_spec.compression
+        own = 1 if compression is None else compression.queries
+        return max(self.made.get(request_id, 0), self.protected(request_id) - own)
 
     def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
-        """Free the prefix of a prompt that has been compressed; its full blocks stay in the prefix cache."""
-        prompt = self.protected(request_id)
-        if self.kv_cache_spec.votes and 0 < prompt <= processed_computed_tokens:
-            self._remove_blocks_in_range(request_id, 0, cdiv(prompt, self.block_size))
+        """Free what a prompt that has been compressed leaves behind; its full blocks stay in the prefix cache."""
+        prompt, *sizes, _ = self.requests.get(request_id, (0, 0))
+        if self.kv_cache_spec.compression is not None and 0 < prompt <= processed_computed_tokens:
+            for first, last in self.kv_cache_spec.dropped(prompt, *sizes):
+                self._remove_blocks_in_range(request_id, first, last)
 
     def allocate_external_computed_blocks(
         self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=True
@@ -200,9 +205,10 @@ class FixedBudgetSpec(AttentionSpec):
     (:class:`kvpop_vllm.kernels.regions.Shares`).
 
     Where prompts are compressed at their end, a request with a prompt of p tokens holds its prefix and, from
-    the first voting query on, its state. At the prompt's end it holds a tail of B slots as well. After that
-    it holds no prefix; the prefix's entries in its row of the block table are null blocks. Where heads divide
-    their slots (at the end of a prompt longer than the budget), each head's last page may be filled in part.
+    the first stored query on, its state. At the prompt's end it holds a tail of B slots as well. After that
+    it holds no prefix; the prefix's entries in its row of the block table are null blocks. Where slots are made of
+    prompts, their blocks lie between prefix and state and are claimed with the state, which is given up with the prefix.
+    Where heads divide their slots (at the end of a prompt longer than the budget), each head's last page may be filled in part.
 
     The inherited fields ``block_size`` and ``state_content_bytes`` are N, slots per block, and C, bytes per
     slot and head.
@@ -214,8 +220,9 @@ class FixedBudgetSpec(AttentionSpec):
         protect: value of ``--kv-protect-prompt``, True for whole prompts.
         max_budget: largest budget that a request may ask for.
         max_protect: most prompt tokens that a request may ask to protect, True for whole prompts.
-        votes: number of last queries that vote where prompts are compressed, else 0.
-        adaptive_head_budgets: True if heads divide a layer's slots.
+        window: w of the server.
+        max_window: w of a request with the largest budget.
+        compression: way in which prompts are compressed at their end, None if they are not.
         shares: budgets of all heads where they are unequal, else None.
         reserve: True if a request claims all blocks that it will ever hold at once.
         inspect: True if what requests hold is recorded for the inspect page.
@@ -229,47 +236,61 @@ class FixedBudgetSpec(AttentionSpec):
     protect: bool | int
     max_budget: int
     max_protect: bool | int
-    votes: int = 0
-    adaptive_head_budgets: bool = False
+    window: int = 1
+    max_window: int = 1
+    compression: PromptVotes | None = None
     shares: Shares | None = None
     reserve: bool = False
     inspect: bool = False
     cartridges: tuple[int, ...] = ()
     loads: bool = False
 
-    def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
+    def blocks(self, length: int, protected: int = 0, budget: int | None = None, window: int | None = None) -> int:
         """Return the number of blocks of a request, entries of a dropped prefix included.
 
         Args:
             length: tokens of the request.
             protected: p, tokens of its protected prefix.
             budget: B of the request; default: the server's.
+            window: w of the request; default: the server's.
         """
         prefix, own = cdiv(min(length, protected), self.block_size), length - protected
-        sinks = self.sinks if protected else 0
-        if self.votes and protected:
-            if length <= protected - self.votes:
+        budget, compression = budget or self.budget, self.compression
+        tail = budget - self.sinks if protected else budget
+        if compression is not None and protected:
+            if length <= protected - compression.queries:
                 return prefix
-            if self.adaptive_head_budgets and length >= protected > self.budget:
-                tail = divided_blocks(self.num_kv_heads, self.budget, self.block_size)
-                return cdiv(protected, self.block_size) + self.state_blocks + tail
-            prefix, own, sinks = cdiv(protected, self.block_size), length if length >= protected else 0, 0
+            prefix = cdiv(protected, self.block_size)
+            if compression.adaptive_head_budgets and length >= protected > self.budget:
+                return prefix + self.state_blocks + divided_blocks(self.num_kv_heads, budget, self.block_size)
+            after = compression.after(protected, budget, window or self.window)
+            prefix += cdiv(after.made, self.block_size)
+            own, tail = length - after.shift - after.made if length >= protected else 0, budget - after.made
         elif own <= 0:
             return prefix
         if self.shares is not None:
             return prefix + self.shares.blocks(self.state_blocks, self.block_size, own)
-        return prefix + self.state_blocks + cdiv(min(own, (budget or self.budget) - sinks), self.block_size)
+        return prefix + self.state_blocks + cdiv(min(own, tail), self.block_size)
+
+    def dropped(self, prompt: int, budget: int, window: int) -> list[tuple[int, int]]:
+        """Return the columns of a request's row that it no longer needs behind the end of its prompt, first and last + 1.
+
+        They are those of the prompt and, where slots were made of it, those of the state.
+        """
+        prefix, compression = cdiv(prompt, self.block_size), self.compression
+        if not compression.makes_slots:
+            return [(0, prefix)]
+        state = prefix + cdiv(compression.after(prompt, budget, window).made, self.block_size)
+        return [(0, prefix), (state, state + self.state_blocks)]
 
     def most_blocks(self, length: int) -> int:
         """Return the most blocks that a request of ``length`` tokens can hold, beside those of cartridges.
 
         The prompt may have any length up to ``length``, and the request may ask for anything that is allowed.
         """
-        if self.votes:  # the most is at the end of a prompt of this length
-            return self.blocks(length, length, self.max_budget)
         longest = protected_tokens(self.max_protect, length)  # a prompt may have this length
         prompts = worst_prompts(longest, length, self.block_size)
-        return max(self.blocks(length, protected, self.max_budget) for protected in prompts)
+        return max(self.blocks(length, protected, self.max_budget, self.max_window) for protected in prompts)
 
     def longest_prefix(self, length: int) -> int:
         """Return the most tokens of a request of ``length`` tokens that are protected, slots of cartridges included."""

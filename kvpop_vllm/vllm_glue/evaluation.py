@@ -19,7 +19,8 @@ from kvpop_vllm.distill.hook import longest as most_positions
 from kvpop_vllm.evaluation.backends import GREEDY, Backend, Run
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import divided
-from kvpop_vllm.kernels.retained import held_tokens
+from kvpop_vllm.kernels.ops import AfterPrompt
+from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.requests import SEED
 from kvpop_vllm.scorers.init import borrows_channel
 
@@ -200,18 +201,26 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int
     Returns:
         ``[H, seen]`` booleans.
     """
-    rule, (pages, regions, _) = impl.attention.rule, impl._bind(kv_cache)
+    rule, (pages, regions, blocks) = impl.attention.rule, impl._bind(kv_cache)
     batch = metadata.batch(impl.layer, regions)
     chunk = next((chunk for chunk in batch.prefills if chunk.last == last), None)
     if chunk is None:
         row = last - 1 if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(last - 1)
         table, budgets, window = batch.table[row], batch.budgets[row], int(batch.windows[row])
-        protected = 0 if batch.protection is None else int(batch.protection.tokens[row])
+        protected, prefix, end = 0, None, int(batch.positions[row]) + 1
+        if batch.protection is not None:
+            protected, prefix = int(batch.protection.tokens[row]), batch.protection.table[row]
     else:
         table, budgets, window = chunk.row, chunk.budgets, chunk.window
-        protected = 0 if chunk.compresses and chunk.end == chunk.protected else chunk.protected
-        if (chunk.compresses or chunk.follows) and rule.votes.adaptive_head_budgets:
-            (budgets,), (table,) = divided.load_page_table(pages, table.unsqueeze(0), rule.votes)
+        protected, prefix, end = chunk.protected, chunk.prefix_row, chunk.end
+        if (chunk.after is not None or chunk.follows) and rule.compression.adaptive_head_budgets:
+            (budgets,), (table,) = divided.load_page_table(pages, table.unsqueeze(0), rule.compression)
+    if rule.compresses and (chunk is None or chunk.after is None or end == protected):
+        after = AfterPrompt(protected, window, seen - end)
+        if chunk is not None and chunk.after is not None:
+            after, prefix = chunk.after, chunk.made_row
+        rule = replace(rule, window=after.window)
+        return held_behind_prompt(pages, table, seen, rule, budgets, after, blocks, prefix)
     if pages.raw.device.type != "cpu":
         pages = pages.layout.view(pages.raw.cpu())
     return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), protected)

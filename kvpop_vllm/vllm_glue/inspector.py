@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from kvpop_vllm.attention.step_batch import RequestSettings, StepPlan
-from kvpop_vllm.kernels.pages import Pages
-from kvpop_vllm.kernels.retained import held_tokens
-from kvpop_vllm.requests import of_params
+from kvpop_vllm.kernels.pages import Pages, cdiv
+from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
 from kvpop_vllm.vllm_glue.cartridges import layers_of
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
@@ -121,11 +120,8 @@ class Inspector:
                 record.note(row.seen, self._joined([layer for each in found for layer in each], i, row.seen))
 
     def _row(self, request) -> Row:
-        protected, budget = self.manager.sizes(request)
-        asked = of_params(request.sampling_params)
-        window = self.policy.retention.window if asked is None else asked.window
         blocks = [block.block_id for block in self.manager.req_to_blocks[request.request_id]]
-        return Row(request.num_computed_tokens, blocks, protected, budget, window)
+        return Row(request.num_computed_tokens, blocks, *self.manager.sizes(request))
 
     def _record(self, request) -> Record:
         """Return the record of a request, with its latest numbers and tokens."""
@@ -223,35 +219,40 @@ def held_in_worker(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndar
 def _held(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndarray]]]:
     from kvpop_vllm.vllm_glue.backend import for_config
 
-    heads_of, compresses = for_config(worker.vllm_config).heads, engine_policy(worker.vllm_config).compresses
-    found, plan, batch = [], None, None
-    for impl, pages, regions, _ in layers_of(worker):
+    heads_of, found, plan, batch = for_config(worker.vllm_config).heads, [], None, None
+    for impl, pages, regions, blocks in layers_of(worker):
         if plan is None:
-            plan = _next_step(impl, rows, compresses)
+            plan = _next_step(impl, rows)
             plan.tails = plan.tails.to(pages.raw.device)
         if batch is None or regions is not None:
             batch = plan.batch(regions, impl.layer)
-        held = [_held_by(impl, pages, row, batch.table[i], batch.budgets[i], compresses) for i, row in enumerate(rows)]
+        held = [_held_by(impl, pages, blocks, row, batch.table[i], batch.budgets[i]) for i, row in enumerate(rows)]
         bits = [np.packbits(each.numpy(), axis=-1) for each in held]
         found.append((impl.layer, heads_of(impl.num_kv_heads).start, bits))
     return found
 
 
-def _next_step(impl, rows: list[Row], compresses: bool) -> StepPlan:
+def _next_step(impl, rows: list[Row]) -> StepPlan:
     """Return the plan of a step with one more token of each request, which says where their pages lie."""
     _, _, protected, budgets, windows = map(list, zip(*rows, strict=True))
     table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.int32)
     for i, row in enumerate(rows):
         table[i, : len(row.blocks)] = torch.tensor(row.blocks)
     lengths = torch.tensor([row.seen + 1 for row in rows])
-    sizes = RequestSettings(protected, budgets, windows, compresses=compresses)
+    sizes = RequestSettings(protected, budgets, windows, compression=impl.policy.compression)
     return StepPlan(impl.attention.layout, impl.policy.retention, [1] * len(rows), lengths, table, sizes)
 
 
-def _held_by(impl, pages: Pages, row: Row, table: torch.Tensor, budgets: torch.Tensor, compresses: bool):
+def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     """Return which tokens ``[H, seen]`` a request holds in one layer, whose pages are ``table [H, P]``."""
     if pages.raw.device.type != "cpu":  # copy the pages of this request alone
         used, table = table.unique(return_inverse=True)
         pages, table = pages.layout.view(pages.raw[used.long()].cpu()), table.cpu()
-    rule = replace(impl.attention.rule, window=row.window)
-    return held_tokens(pages, table, row.seen, rule, budgets.cpu(), 0 if compresses else row.protected)
+    rule, budgets = impl.attention.rule, budgets.cpu()
+    if (compression := impl.policy.compression) is None:
+        return held_tokens(pages, table, row.seen, replace(rule, window=row.window), budgets, row.protected)
+    after = compression.after(row.protected, row.budget, row.window)
+    first = cdiv(row.protected, pages.layout.block_slots)
+    made = torch.tensor(row.blocks[first : first + cdiv(after.made, pages.layout.block_slots)])
+    rule = replace(rule, window=after.window)
+    return held_behind_prompt(pages, table, row.seen, rule, budgets, after, blocks, made)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vllm.utils.math_utils import cdiv
-
 from kvpop_vllm.cache.accounting import kept_tokens
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.requests import REPORT, of_params, wants_report
@@ -62,10 +60,11 @@ def dense_bytes_per_token(policy: Policy, spec: FixedBudgetSpec) -> int:
 
 
 def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
-    """Return the number of blocks that a request holds; those of a dropped prefix are null blocks."""
+    """Return the number of blocks that a request holds; those of a prompt that has been compressed are null blocks."""
     row = manager.req_to_blocks.get(request_id, ())
     if row and row[0].is_null:
-        return len(row) - cdiv(manager.protected(request_id), manager.block_size)
+        *sizes, _ = manager.requests[request_id]
+        return len(row) - sum(last - first for first, last in manager.kv_cache_spec.dropped(*sizes))
     return len(row)
 
 
@@ -83,16 +82,18 @@ def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:
 def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
     """Return what a request holds now."""
     policy, spec, seen = engine_policy(scheduler.vllm_config), manager.kv_cache_spec, tokens_seen(request)
-    protected, budget = manager.sizes(request)
+    protected, budget, _ = manager.sizes(request)
     prefix = min(protected, seen)
-    if spec.votes and seen >= protected:
+    if spec.compression is not None and seen >= protected:
         prefix = 0  # the prompt has been compressed
     kept = None
     if not policy.drops_early:
         heads = policy.model.num_layers * policy.model.num_kv_heads
         kept = kept_tokens(heads, seen, replace(policy.retention, budget=budget), spec.shares, prefix)
     blocks = blocks_held(manager, request.request_id)
-    return CacheUse(seen, 0 if spec.votes else prefix, kept, blocks, most_blocks(scheduler, manager, request))
+    return CacheUse(
+        seen, prefix if spec.compression is None else 0, kept, blocks, most_blocks(scheduler, manager, request)
+    )
 
 
 def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dict:
@@ -103,7 +104,7 @@ def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dic
         least, most = min(use.kept), max(use.kept)
         kept = {"min": least, "mean": use.mean_kept, "max": most}
         evicted = {"min": use.seen - most, "mean": use.seen - use.mean_kept, "max": use.seen - least}
-        if spec.adaptive_head_budgets and use.seen > spec.budget:
+        if policy.adaptive_head_budgets and use.seen > spec.budget:
             # heads have divided their slots by votes, which only the workers know
             kept, evicted = ({**each, "min": None, "max": None} for each in (kept, evicted))
     return {

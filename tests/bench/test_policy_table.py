@@ -69,7 +69,7 @@ def table_of(said):
 
 def test_a_row_for_every_policy_and_budget_and_none_twice(bench):
     status, rows, times, said = bench("--budget", "128")
-    names = {*known_training_free(), "kvpop"} - {"snapkv", "pyramidkv", "adakv"}
+    names = {*known_training_free(), "kvpop"} - {"snapkv", "pyramidkv", "adakv", "attention-matching"}
     assert "left out: snapkv compresses a prompt at its end, and these texts have none: give --prompt" in said.out
     assert "left out: kvpop-mlp needs a scorer" in said.out
     dense, *others = rows

@@ -13,6 +13,7 @@ from threads import one_thread
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
 from kvpop_vllm.kernels.pages import PageLayout, Prefix
 from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.kernels.retained import held_tokens
@@ -173,7 +174,7 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
     Heads that divide their slots fill a block more where the budget fills whole ones, but not for a prompt that fits.
     """
     spec = make_spec(budget, 2, 16, 1, True)
-    spec = dataclasses.replace(spec, votes=32, adaptive_head_budgets=adaptive)
+    spec = dataclasses.replace(spec, compression=PromptVotes(2, safe=0.2 if adaptive else None))
     more = {40: 0, 64: 1}[budget] if adaptive else 0  # two heads of 80 slots fill at most 6 blocks, of 128 at most 9
     for prompt in (20, 40, 64, 65, 100):
         for length in range(1, 130):
@@ -185,3 +186,28 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
             else:
                 expected = whole + 1 + (-(-budget // 16) + more if prompt > budget and adaptive else -(-at // 16))
             assert spec.blocks(length, prompt) == expected, (prompt, length)
+
+
+@pytest.mark.parametrize("budget, window", [(40, 10), (64, 16), (57, 20)])
+def test_blocks_of_prompts_that_slots_are_made_of(budget, window):
+    """A prompt is held densely, its state and the blocks of made slots come with the first stored query.
+
+    The tail comes at the prompt's end, and what is dropped then stays in the count. ``most_blocks`` is the worst case.
+    """
+    spec = dataclasses.replace(make_spec(budget, 0, 16, 3, True), compression=PromptMatching(2, 8))
+    spec = dataclasses.replace(spec, window=window, max_window=window)
+    worst = dict.fromkeys(range(1, 130), 0)
+    for prompt, length in itertools.product(range(130), range(1, 130)):
+        if prompt > length + 8:
+            assert spec.blocks(length, prompt) == -(-length // 16)
+            continue
+        made = max(0, min(prompt - window, budget - window))
+        slots = {t - min(t, max(0, prompt - budget)) for t in range(length)}  # made slots first, then the ring
+        ring = {(slot - made) % (budget - made) for slot in slots if slot >= made} if length >= prompt else ()
+        if prompt - 8 < length or not prompt:
+            expected = -(-prompt // 16) + -(-made // 16) + 3 + -(-len(ring) // 16)
+            assert spec.blocks(length, prompt) == expected, (prompt, length)
+        worst[length] = max(worst[length], spec.blocks(length, prompt)) if prompt <= length else worst[length]
+    assert all(spec.most_blocks(length) == most for length, most in worst.items())
+    ((first, last), state) = spec.dropped(100, budget, window)
+    assert (first, last) == (0, 7) and state[0] == 7 + -(-(budget - window) // 16) and state[1] == state[0] + 3

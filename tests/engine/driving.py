@@ -89,7 +89,7 @@ class Watched:
     @property
     def votes(self) -> bool:
         """True if prompts are held until their end and then compressed."""
-        return self.spec.votes > 0
+        return self.spec.compression is not None
 
     def chunk(self, tokens: int | None) -> None:
         """Cut prompts into chunks of this many tokens from now on; None leaves them whole."""
@@ -183,15 +183,16 @@ class Watched:
         late: Counter[str] = Counter()
         for step in self.recorder.blocks:
             own, shared = [], set()
-            for name, (tokens, last, (protected, budget), row) in step.running.items():
+            for name, (tokens, last, (protected, *sizes), row) in step.running.items():
                 counted = last if self.spec.reserve else tokens
-                assert len(row) == self.spec.blocks(counted, protected, budget), (
+                assert len(row) == self.spec.blocks(counted, protected, *sizes), (
                     f"{tokens} tokens, {protected} protected"
                 )
                 prefix, full = cdiv(min(tokens, protected), BLOCK), min(tokens, protected) // BLOCK
                 if self.votes and tokens > protected and row[0] == 0:
-                    assert row[:prefix] == [0] * prefix
-                    row, full = row[prefix:], 0
+                    dropped = {column for part in self.spec.dropped(protected, *sizes) for column in range(*part)}
+                    assert not any(row[column] for column in dropped) and dropped >= set(range(prefix))
+                    row, full = [block for column, block in enumerate(row) if column not in dropped], 0
                 elif self.votes and tokens > protected:  # a resumed chunk may hold the prompt's end
                     late[name] += 1
                 own += row[full:]

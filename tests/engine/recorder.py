@@ -26,12 +26,12 @@ class Blocks(NamedTuple):
     """Blocks after one call of the scheduler.
 
     Attributes:
-        running: request -> (tokens scheduled so far, tokens that it may come to, its p and B if there is a policy, its
+        running: request -> (tokens scheduled so far, tokens that it may come to, its p, B and w if there is a policy, its
             blocks).
         free: number of free blocks.
     """
 
-    running: dict[str, tuple[int, int, tuple[int, int] | None, list[int]]]
+    running: dict[str, tuple[int, int, tuple[int, int, int] | None, list[int]]]
     free: int
 
 
@@ -114,8 +114,8 @@ class Recorder:
             positions = [head.nonzero().flatten().tolist() for head in held]
             self.held[name][impl.layer].append(Held(seen, last - first, positions))
 
-    def _sizes(self, request) -> tuple[int, int] | None:
-        """Return p and B of a request from what it asks for, independently of the block manager."""
+    def _sizes(self, request) -> tuple[int, int, int] | None:
+        """Return p, B and w of a request from what it asks for, independently of the block manager."""
         config, asked = self.llm.llm_engine.vllm_config, request.sampling_params.extra_args or {}
         if not requested(config):
             return None
@@ -123,7 +123,8 @@ class Recorder:
         protect = asked.get("kv_protect_prompt", policy.protect)
         made = sum(self.slots[name] for name in asked.get("kv_cartridges", ()))
         protected = made + protected_tokens(True if protect == "all" else protect, request.num_prompt_tokens - made)
-        return protected, asked.get("kv_budget", policy.retention.budget)
+        kept = policy.retention_of(asked["kv_budget"]) if "kv_budget" in asked else policy.retention
+        return protected, kept.budget, kept.window
 
     def _after_schedule(self) -> None:
         running = {}

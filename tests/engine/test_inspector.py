@@ -19,6 +19,7 @@ CASES = {
     "adakv": ("qwen3", "adakv", {"protect_prompt": True, "budget": 64}),
     "dms": ("llama", "dms-query", {}),
     "vase": ("qwen3", "vase", {}),
+    "attention-matching": ("qwen3", "attention-matching", {"protect_prompt": True}),
 }
 QUICK = "streaming-llm", "adakv"
 JOBS = [Job(7, new=9), Job(40, new=30), Job(90, new=40), Job(150, new=6)]

@@ -23,6 +23,7 @@ CASES = {
     "pyramid, protected": ("llama", "h2o-pyramid", {"protect_prompt": PROTECTED}),
     "snapkv": ("qwen3", "snapkv", {"protect_prompt": True}),
     "adakv": ("qwen3", "adakv", {"protect_prompt": True, "budget": 64}),
+    "attention-matching": ("qwen3", "attention-matching", {}),
     "dms": ("llama", "dms-query", {}),
 }
 QUICK = "kvpop, protected", "snapkv"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from engine.matrix import BUDGET
 from engine.test_cartridges import SLOTS, write
 from engine.test_inspector import core, recorded
 from engine.tiny_engine import answers, complete, running, scores
@@ -33,6 +34,7 @@ def test_heads_of_each_rank(total, ranks, first):
         ("kvpop", {"protect_prompt": True}),
         ("vase", {}),
         ("snapkv", {"window": 24}),  # with 16 two tokens have the same votes but for rounding
+        ("attention-matching", {}),
         ("streaming-llm", {}),
         ("h2o", {"correction": "moment"}),
         ("dms-query", {}),
@@ -42,7 +44,7 @@ def test_two_ranks_equal_one(case, monkeypatch, policy, options):
     """Two ranks give the tokens of one rank.
 
     The second case has gates and pages of layers with unequal budgets. In the third, repeated prompts are
-    hit. The fourth draws by the head of the whole model. The fifth compresses prompts. The last three have no state,
+    hit. The fourth draws by the head of the whole model. The next two compress prompts. The last three have no state,
     attention masses with moments, and a channel of the queries.
     """
     cores = sorted(os.sched_getaffinity(0))
@@ -55,7 +57,8 @@ def test_two_ranks_equal_one(case, monkeypatch, policy, options):
     ) as llm:
         two = [*answers(llm, 24), *answers(llm, 24)]
     hit = [answer.num_cached_tokens for answer in two]
-    computed = 1 if "protect_prompt" in options else 32 if policy == "snapkv" else 10**6  # tokens at the end, at least
+    stored = {"snapkv": 32, "attention-matching": BUDGET // 4}  # queries
+    computed = 1 if "protect_prompt" in options else stored.get(policy, 10**6)  # tokens at the end, at least
     assert hit == [0] * 4 + [max(0, len(a.prompt_token_ids) - computed) // 16 * 16 for a in two[:4]]
     for alone, together in zip(one * 2, map(scores, two), strict=True):
         assert [token for token, _ in together] == [token for token, _ in alone]

@@ -162,6 +162,26 @@ def test_a_policy_keeps_what_it_holds_at_the_documents_end(made, asked, name):
             torch.testing.assert_close(whole_v[head][rows], v[head][used[head]])
 
 
+def test_a_policy_that_makes_slots_keeps_these_and_the_last_tokens(made, asked):
+    """Slots have keys of the document's own tokens, with values and biases of their own, and the last quarter is exact."""
+    asked, _ = asked
+    cache, tokens = made.make("policy:attention-matching", SLOTS, asked), [*b"<user>", *asked.tokens, *b"\n\n"]
+    assert cache.position == len(tokens) and cache.bytes == 2 * SLOTS * 2 * 2 * 32 * 4
+    near, differs = SLOTS // 4, 0
+    for (k, v, bias), (whole_k, whole_v) in zip(cache.layers, read_corpus(made.model, tokens), strict=True):
+        torch.testing.assert_close(k[:, -near:], whole_k[:, -near:])
+        torch.testing.assert_close(v[:, -near:], whole_v[:, -near:])
+        assert not bias[:, -near:].any() and bias[:, :-near].any(1).all() and (bias.abs() < 3.001).all()
+        for head in range(len(k)):
+            rows = [int((whole_k[head] - key).abs().sum(-1).argmin()) for key in k[head, :-near]]
+            assert rows == sorted(set(rows)) and rows[-1] < len(tokens) - near
+            torch.testing.assert_close(whole_k[head][rows], k[head, :-near])
+            differs += not torch.allclose(whole_v[head][rows], v[head, :-near], atol=1e-2)
+    assert differs == 4
+    lost = [[*made.measure(made.make(name, SLOTS, asked), asked)][-1]["kl"] for name in ("truncation", NOTHING)]
+    assert [*made.measure(cache, asked)][-1]["kl"] < min(lost)
+
+
 def test_methods_differ_and_nothing_loses_most(made, asked):
     asked, full = asked
     lost = {}

@@ -10,7 +10,7 @@ from hf.prompts import generate, padded
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt
 
-POLICIES = ["snapkv", "pyramidkv", "adakv"]
+POLICIES = ["snapkv", "pyramidkv", "adakv", "attention-matching"]
 PROMPT = random_prompt(150)
 
 

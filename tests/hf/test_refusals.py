@@ -281,7 +281,11 @@ def test_gradients_and_attention_weights(model):
         ("cuda", {"size": 512}, "no GPU kernels for keys of torch.bfloat16 and size 512"),
         ("cuda", {"capability": (7, 5)}, "GPU kernels are for NVIDIA's from compute capability 8.0 on"),
         ("cuda", {"rounds": Redundancy(2)}, "scores anew in rounds, which only a CPU does: move the model to the CPU"),
-        ("cuda", {"votes": PromptVotes(2)}, "compresses prompts at their end, which only a CPU does: move the model"),
+        (
+            "cuda",
+            {"compression": PromptVotes(2)},
+            "compresses prompts at their end, which only a CPU does: move the model",
+        ),
         ("cuda", {"dtype": torch.float16, "size": 80}, None),
     ],
 )

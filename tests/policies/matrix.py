@@ -74,6 +74,8 @@ ROWS = {
         "prompt votes", window=32, asked=True, compresses=True, own_allocator="pyramid", state=32 * 2 * 32
     ),
     "adakv": Row("prompt votes", window=32, asked=True, compresses=True, own_allocator="ada", state=32 * 2 * 32 + 1),
+    # tests compare it with oracle_matching.py, or with a KVpopCache; 14 queries of its window at B = 56
+    "attention-matching": Row("prompt matching", window=16, compresses=True, state=14 * 2 * 32),
     "vase": Row("sampled mass", sinks=4, window=8, asked=True, engines=("qwen3",), state=64 * 2 * 32),
     "rkv": Row("redundancy", window=8, asked=True, engines=("llama",), state=8 * 2 * 32),
     "h2o": Row("mean mass", window=-1, engines=("qwen3",)),

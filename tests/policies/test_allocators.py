@@ -95,7 +95,7 @@ def test_heads_divide_by_votes_alone(name):
 def test_any_votes_can_be_divided_by(name):
     policy = made(name, budget=256, allocator="ada")
     assert policy.adaptive_head_budgets and (policy.shares() == 256).all()
-    assert policy.rule(0, slice(0, 3)).votes.safe == 0.2
+    assert policy.rule(0, slice(0, 3)).compression.safe == 0.2
     policy.check_ranks(1)
     with pytest.raises(
         ConfigError, match=f"--kv-policy {name} has all heads of a layer divide a budget: set --tensor-par"

@@ -23,11 +23,13 @@ falls back to another.
 from kvpop_vllm.kernels.ops.rules import (
     REPLAY,
     STATE_M_START,
+    AfterPrompt,
     AttentionMass,
     GateScore,
     KeyNorm,
     MomentResidual,
     NoScore,
+    PromptMatching,
     PromptVotes,
     RandomDraw,
     Redundancy,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -169,6 +169,21 @@ class RandomDraw(TokenScorer):
     lanes: torch.Tensor
 
 
+class AfterPrompt(NamedTuple):
+    """Sizes of a request behind the end of its prompt, as the kernels take them.
+
+    Attributes:
+        made: slots that were made of the prompt. They stand as a prefix with biases, and the tail has the other slots of
+            the budget.
+        window: w of the tail.
+        shift: number of tokens that the kernels do not count. They take each later token's position less this number.
+    """
+
+    made: int
+    window: int
+    shift: int
+
+
 @dataclass(frozen=True)
 class PromptVotes:
     """Votes of a prompt's last queries for its tokens, counted once at its end (SnapKV, arXiv:2404.14469).
@@ -184,7 +199,10 @@ class PromptVotes:
         safe: None if all heads keep the same number of tokens. Otherwise the heads of a layer divide their
             slots by votes, and this share of the budget is guaranteed to every head (Ada-KV,
             arXiv:2407.11550).
+        makes_slots: False, since prompt tokens are retained as they are. The state lasts as long as the request.
     """
+
+    makes_slots: ClassVar[bool] = False
 
     group: int
     queries: int = 32
@@ -202,6 +220,44 @@ class PromptVotes:
         They are the last queries and, if the heads divide their slots, the head's budget.
         """
         return self.queries * self.group * head_size + self.adaptive_head_budgets
+
+    def after(self, prompt: int, budget: int, window: int) -> AfterPrompt:
+        """Return the sizes of a request behind the end of its prompt: those of an unprotected request."""
+        return AfterPrompt(0, window, 0)
+
+
+@dataclass(frozen=True)
+class PromptMatching:
+    """Slots that are made of a prompt at its end by attention matching (arXiv:2602.16284).
+
+    The last w tokens stay as they are. Those before them become ``B - w`` slots with biases, fitted to the prompt's last
+    queries (:mod:`kvpop_vllm.kernels.compress`). These slots are never evicted. The tail is a ring: each later token
+    takes the place of the oldest one in it. A prompt of at most B tokens is kept whole.
+
+    Attributes:
+        group: largest number G of query heads per KV head.
+        queries: largest number of queries of the fit; the number used is at most the window size.
+        adaptive_head_budgets: False, since all heads have as many slots.
+        makes_slots: True. Nothing reads the state behind the prompt's end.
+    """
+
+    adaptive_head_budgets: ClassVar[bool] = False
+    makes_slots: ClassVar[bool] = True
+
+    group: int
+    queries: int
+
+    def state_floats(self, head_size: int) -> int:
+        """Return the number of float32 values in one head's state: the last queries."""
+        return self.queries * self.group * head_size
+
+    def after(self, prompt: int, budget: int, window: int) -> AfterPrompt:
+        """Return the sizes of a request behind the end of its prompt.
+
+        A prompt of at most B tokens leaves no more slots than it has tokens before its last w, and the ring has the others.
+        """
+        made = min(max(0, prompt - window), budget - window)
+        return AfterPrompt(made, budget - made, max(0, prompt - budget))
 
 
 @dataclass(frozen=True)
@@ -285,7 +341,7 @@ class RetentionRule(SlotRoles):
         first: p, the first token of the tail.
         replay: R, number of prefix tokens from which a scorer's state is built
             (:func:`kvpop_vllm.kernels.ops.begin_tail`).
-        votes: if set, a prompt is retained until its end and then compressed once.
+        compression: if set, a prompt is retained until its end and then compressed once in this way.
         rounds: if set, scores are recomputed at regular intervals (:mod:`kvpop_vllm.kernels.rounds`).
 
     Raises:
@@ -300,7 +356,7 @@ class RetentionRule(SlotRoles):
     moment_correction: bool = False
     first: int = 0
     replay: int = REPLAY
-    votes: PromptVotes | None = None
+    compression: PromptVotes | PromptMatching | None = None
     rounds: SampledMass | Redundancy | None = None
 
     def __post_init__(self):
@@ -371,7 +427,7 @@ class RetentionRule(SlotRoles):
     @property
     def compresses(self) -> bool:
         """True if a prompt is retained until its end and then compressed into the tail."""
-        return self.votes is not None
+        return self.compression is not None
 
     @property
     def replays(self) -> bool:
@@ -381,7 +437,7 @@ class RetentionRule(SlotRoles):
     def state_floats(self, head_size: int) -> int:
         """Return the number of float32 values in one head's state: of the scorer, then moments, then queries."""
         moments = moment_floats(head_size) if self.keeps_moments else 0
-        queries = sum(part.state_floats(head_size) for part in (self.votes, self.rounds) if part is not None)
+        queries = sum(part.state_floats(head_size) for part in (self.compression, self.rounds) if part is not None)
         return self.scorer.state_floats + moments + queries
 
 

@@ -56,10 +56,20 @@ def match(
         scale: factor on q . k.
         options: options of the fit.
     """
+    chosen, values, bias = fit(q, k, v, min(slots, k.shape[1]), scale, options)
+    return padded(_picked(k.float(), chosen), values, bias, slots)
+
+
+def fit(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: int, scale: float, options: Matching
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the indices ``[H, P]`` of the kept keys, oldest first, and the values and biases of :func:`match`.
+
+    Arguments are those of :func:`match`, but for P = ``kept``, at most T.
+    """
     q, k, v = q.float(), k.float(), v.float()
-    kept = min(slots, k.shape[1])
     if kept == k.shape[1] or not kept:
-        return padded(k[:, :kept], v[:, :kept], k.new_zeros(k.shape[0], kept), slots)
+        return torch.arange(kept, device=k.device).expand(len(k), -1), v[:, :kept], k.new_zeros(len(k), kept)
     weights = (scale * q) @ k.transpose(1, 2)  # in place from here on: this is the largest tensor of the fit
     weights = weights.sub_(weights.amax(-1, keepdim=True)).exp_()
     weights /= weights.sum(-1, keepdim=True)
@@ -68,11 +78,16 @@ def match(
     masses = weights.gather(2, chosen.unsqueeze(1).expand(-1, weights.shape[1], -1))
     del weights
     factors = fit_factors(masses, options)
-    own = v.gather(1, chosen.unsqueeze(-1).expand(-1, -1, v.shape[2]))
+    own = _picked(v, chosen)
     share = masses.mul_(factors.unsqueeze(1))
     share /= share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
     values = own + ridge(share, output - share @ own, options.ridge)
-    return k.gather(1, chosen.unsqueeze(-1).expand(-1, -1, k.shape[2])), values, factors.log()
+    return chosen, values, factors.log()
+
+
+def _picked(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return rows ``chosen [H, P]`` of ``x [H, T, D]``."""
+    return x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[2]))
 
 
 def padded(k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, slots: int) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,111 @@
+"""Slots that are made of a prompt at its end equal those of a naive fit in float64, and so does attention to them."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from policies.matrix import made
+from threads import one_thread
+
+from kvpop_vllm.hf.layer import LayerRows
+from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.testing import oracle_matching
+
+HEADS, GROUP, SIZE, BUDGET, WINDOW, MORE = 2, 2, 16, 40, 12, 50
+SCALE = SIZE**-0.5
+PROMPTS = [1, WINDOW - 1, WINDOW, WINDOW + 1, BUDGET - 1, BUDGET, BUDGET + 1, 70, 110]
+MODEL = ModelShape("llama", 2, HEADS, SIZE, 1024, num_heads=HEADS * GROUP)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_threads():
+    with one_thread():
+        yield
+
+
+def policy(**settings):
+    return made("attention-matching", BUDGET, MODEL, window=WINDOW, **settings)
+
+
+@functools.cache
+def tokens(prompt: int, seed: int = 0):
+    """Return q, k, v ``[heads, S, D]`` with keys in clusters, as those of texts are."""
+    draw = torch.Generator().manual_seed(100 * seed + prompt)
+    length = prompt + MORE
+    centres = 2 * torch.randn(HEADS, 8, SIZE, generator=draw)
+    of = torch.randint(8, (length,), generator=draw)
+    k = centres[:, of] + 0.5 * torch.randn(HEADS, length, SIZE, generator=draw)
+    q = centres.repeat_interleave(GROUP, 0)[:, of.flip(0)] + torch.randn(HEADS * GROUP, length, SIZE, generator=draw)
+    return q, k, torch.randn(HEADS, length, SIZE, generator=draw)
+
+
+def run(prompt: int, counts, policy=policy, impl: str = "auto", rows: int = 1):
+    """Feed a prompt and later tokens in pieces; return the layer and its outputs ``[R, Hq, S, D]``."""
+    q, k, v = (
+        torch.stack([x, *(tokens(prompt, i + 1)[n] for i in range(rows - 1))]) for n, x in enumerate(tokens(prompt))
+    )
+    layer = LayerRows(policy().rule(0, slice(0, HEADS)), BUDGET, k, SCALE, protected=prompt)
+    layer.attention.impl = impl
+    outs = [layer.append(*parts) for parts in zip(*(x.split(counts, 2) for x in (q, k, v)), strict=True)]
+    return layer, torch.cat(outs, 2)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_made_slots_are_the_oracles(prompt):
+    """Tokens and values are those of a naive fit, biases fit as well; a prompt that fits is kept to the bit."""
+    layer, _ = run(prompt, [prompt, MORE])
+    count, near = oracle_matching.sizes(prompt, BUDGET, WINDOW)
+    (keys, values, biases), kv = layer.made_slots(0), tokens(prompt)
+    best, given = (oracle_matching.made_slots(*kv, prompt, BUDGET, WINDOW, own) for own in (None, biases))
+    for h in range(HEADS):
+        assert best[h].margin > 1e-4 and torch.equal(keys[h], kv[1][h, best[h].tokens])
+        np.testing.assert_allclose(values[h].numpy(), given[h].values, rtol=0, atol=1e-4)
+        assert given[h].misfit <= best[h].misfit + 1e-4 and (biases[h].abs() < 3.0001).all()
+        if prompt <= BUDGET:
+            assert not biases[h].any() and torch.equal(values[h], kv[2][h, : prompt - near])
+        else:
+            assert biases[h].any() and not torch.equal(values[h], kv[2][h, best[h].tokens])
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_outputs_are_the_oracles(prompt, impl):
+    """Decode steps and later chunks attend to the made slots and to the newest tokens, in one order or another."""
+    if impl == "cpp" and dispatch.select("decode_step", torch.empty(0, SIZE)) != "cpp":
+        pytest.skip("kvpop_vllm._C is not built")
+    count, _ = oracle_matching.sizes(prompt, BUDGET, WINDOW)
+    for counts in ([prompt, *[1] * MORE], [prompt, 9, *[1] * 7, 20, *[1] * (MORE - 36)], [prompt + MORE]):
+        layer, out = run(prompt, counts, impl=impl)
+        made = oracle_matching.made_slots(*tokens(prompt), prompt, BUDGET, WINDOW, layer.made_slots(0)[2])
+        expected = oracle_matching.outputs(*tokens(prompt), made, prompt, BUDGET, WINDOW)
+        torch.testing.assert_close(out[0].double(), expected, rtol=0, atol=1e-4)
+        held = layer.held_by_rows()[0]
+        assert (held.sum(-1) == min(BUDGET, prompt + MORE)).all(), "no head holds more than B, or less than it may"
+        newest = [t for t in range(prompt + MORE) if t >= max(prompt - WINDOW, prompt + MORE - (BUDGET - count))]
+        for h, slots in enumerate(made):
+            assert held[h].nonzero().flatten().tolist() == sorted({*slots.tokens.tolist(), *newest})
+
+
+@pytest.mark.parametrize("prompt", [WINDOW + 1, 110])
+def test_chunks_and_rows_change_nothing(prompt):
+    """A prompt in chunks, also of one token, and beside another row, leaves the same slots to the bit."""
+    whole, expected = run(prompt, [prompt, *[1] * MORE])
+    count, _ = oracle_matching.sizes(prompt, BUDGET, WINDOW)
+    for counts, rows in (([*[7] * (prompt // 7), *[1] * (prompt % 7)], 1), ([*[1] * prompt], 1), ([prompt], 2)):
+        layer, out = run(prompt, [*counts, *[1] * MORE], rows=rows)
+        for mine, theirs in zip(layer.made_slots(0), whole.made_slots(0), strict=True):
+            assert torch.equal(mine, theirs)
+        torch.testing.assert_close(out[:1], expected, rtol=0, atol=1e-5)
+
+
+def test_sizes_follow_from_the_budget():
+    """A quarter of B is the window unless it is given, and as many of the last queries are kept, at most 256."""
+    for budget, window in ((2, 1), (40, 10), (1024, 256), (4096, 1024)):
+        own = made("attention-matching", budget, MODEL)
+        assert own.retention.window == window and own.compression.queries == min(256, window)
+    assert made("attention-matching", 64, MODEL, max_budget=512).compression.queries == 128
+    assert policy().retention_of(64).window == WINDOW
