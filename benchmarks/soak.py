@@ -35,8 +35,6 @@ import httpx
 import psutil
 import record
 
-from kvpop_vllm.argument_types import positive
-
 sys.path.insert(0, str(record.ROOT / "examples"))
 from serving import Server, ServerError  # noqa: E402
 
