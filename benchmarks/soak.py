@@ -13,6 +13,9 @@ canaries, counts blocks and measures memory. The server keeps its promises if
   within --percent of that over the second fifth. Memory is anonymous and shared memory, by its share of each page;
   pages of files are left out, since they depend on other programs of the machine.
 
+Before the load, prompts of every length up to --max-num-batched-tokens are answered one by one: on a CPU, vLLM's matrix
+products, with a policy or without, keep compiled code for each number of tokens in a step that they have met.
+
 Broken promises are printed in one line each, and the exit code is then 1.
 """
 
@@ -43,7 +46,7 @@ PROCESSES, PATIENCE_S = 4, 900
 OUTCOMES = "answered", "refused", "aborted", "killed", "lost"
 SERVED = "--kv-policy streaming-llm --kv-budget 256 --kv-max-budget 512 --kv-max-protect all --max-model-len 2048"
 """Options of the server if none are given. The pool holds about six of the largest requests."""
-SERVED += " --max-num-seqs 8 --kv-cache-memory-bytes 268435456"
+SERVED += " --kv-cache-memory-bytes 268435456"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,11 +104,15 @@ def load_of(options: argparse.Namespace) -> dict:
         parser.add_argument(f"--kv-{name}")
     for name in ("kv-budget", "kv-max-budget", "max-model-len"):
         parser.add_argument(f"--{name}", type=int, default=0)
-    parser.add_argument("--max-num-seqs", type=int)
+    for name in ("seqs", "batched-tokens"):
+        parser.add_argument(f"--max-num-{name}", type=int)
     parser.add_argument("--kv-cartridge", nargs="+", default=[])
     served, _ = parser.parse_known_args(options.server)
-    if served.max_num_seqs is None:
-        options.server = [*options.server, "--max-num-seqs", "8"]
+    for name, given, usual in (
+        ("seqs", served.max_num_seqs, 8),
+        ("batched-tokens", served.max_num_batched_tokens, 256),
+    ):
+        options.server = options.server if given else [*options.server, f"--max-num-{name}", str(usual)]
     config = json.loads((options.model / "config.json").read_text())
     return {
         "model": str(options.model),
@@ -116,14 +123,17 @@ def load_of(options: argparse.Namespace) -> dict:
         "protects": bool(served.kv_protect_prompt or served.kv_max_protect),
         "draws": served.kv_policy in ("random", "vase"),
         "policy": bool(served.kv_policy or served.kv_cartridge),
+        "step": served.max_num_batched_tokens or 256,
         "threads": -(-2 * (served.max_num_seqs or 8) // PROCESSES),
     }
 
 
 def soak(server: Server, load: dict, seconds: float, seed: int):
     """Load a server for some seconds, and yield one row for each quiet point, the first before any load."""
+    canaries, draw = canaries_of(load, seed), random.Random(seed)
+    for length in range(1, min(load["step"], load["length"] - 1) + 1):
+        ask(load, canaries[0] | {"prompt": tokens(draw, load, length), "max_tokens": 1})
     each, deadline = min(60.0, seconds / 10), time.monotonic() + seconds
-    canaries = canaries_of(load, seed)
     first = [ask(load, body) for body in canaries]
     yield {"round": 0} | dict.fromkeys(OUTCOMES, 0) | quiet(server, load, canaries, first)
     number = 0
