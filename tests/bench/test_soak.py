@@ -33,10 +33,17 @@ def test_a_minute_of_load(tmp_path, capfd):
     *rows, total = map(json.loads, log.read_text().splitlines())
     assert [row["round"] for row in rows] == [*range(len(rows))] and len(rows) > 1
     assert total["answered"] > 10 and total["refused"] and total["aborted"] and total["lost"] == 0
-    assert total["most_waiting"] > 0, "never more requests at once than --max-num-seqs"
     assert total["asked_in_batch"] > 0 and total["broken"] == []
     assert {"VLLM::EngineCore", "VLLM::Worker"} <= {name.split()[0] for name in total["MiB"]}
     assert len(shown.out.splitlines()) > len(rows)
+
+
+def test_more_requests_at_once_than_the_server_admits(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 4096}')
+    load = soak.load_of(soak.parse_arguments(["--model", str(tmp_path), "--", *OPTIONS]))
+    assert load["threads"] * soak.PROCESSES == 2 * 4
+    told = {name: load[name] for name in ("budgets", "protects", "draws", "policy", "length", "step")}
+    assert told == {"budgets": [32, 128], "protects": True, "draws": False, "policy": True, "length": 512, "step": 64}
 
 
 def row(number: int, **changes) -> dict:
