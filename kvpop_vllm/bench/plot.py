@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import write_figure, write_whole
 
 TABLE = "table.md"
 FIGURE = "figure.png"
@@ -41,8 +42,8 @@ def bench_plot(options) -> None:
     out.mkdir(parents=True, exist_ok=True)
     drawing = Figure(figsize=(10, 3.8), layout="constrained")
     draw(drawing, rows, where)
-    drawing.savefig(out / FIGURE, dpi=120)
-    (out / TABLE).write_text(f"{table(rows)}\n{where}\n")
+    write_figure(out / FIGURE, drawing)
+    write_whole(out / TABLE, f"{table(rows)}\n{where}\n")
     print(f"{out / TABLE} and {out / FIGURE} show {len(rows)} settings of {where}")
 
 

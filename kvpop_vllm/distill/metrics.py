@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvpop_vllm.files import write_whole
+from kvpop_vllm.files import naming, write_figure, write_whole
 
 
 class Metrics:
@@ -30,8 +30,9 @@ class Metrics:
         """Add the metrics of one step."""
         row = {"step": step} | values
         self.rows.append(row)
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        with naming(self.path):
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
@@ -52,9 +53,10 @@ class Metrics:
                 raise
 
     def _close(self) -> None:
-        self.file.close()
-        if self.board:
-            self.board.close()
+        with naming(self.path):
+            self.file.close()
+            if self.board:
+                self.board.close()
         plot(self.rows, self.folder / "training.png")
 
 
@@ -87,7 +89,7 @@ def plot(rows: list[dict], path: Path) -> None:
         axis.plot(x, y, alpha=0.25, color="C0")
         axis.plot(x, mean, color="C0")
         axis.set(xlabel="step", title="loss" if name == "loss" else "top-k retention recall")
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure)
 
 
 def _board(folder: Path, first: int):

@@ -25,7 +25,7 @@ from kvpop_vllm.distill.hook import borrow_channel, check_positions, load_model,
 from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
-from kvpop_vllm.files import write_whole
+from kvpop_vllm.files import remove, replacing, write_whole
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import write_scorer
@@ -279,7 +279,7 @@ class Trainer:
         if is_main():
             decays = torch.stack([log_gamma(own, decay) for own in logits]).exp()
             found = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}
-            (self.out / "run" / "calibration.json").write_text(json.dumps(found) + "\n")
+            write_whole(self.out / "run" / "calibration.json", json.dumps(found) + "\n")
         return dataclasses.replace(self.config, decay=decay), logits, lost
 
     def _step(self, step: int) -> dict[str, float]:
@@ -320,7 +320,7 @@ class Trainer:
     def _stopped(self, step: int, why: str) -> str:
         saved = self.checkpoints.steps()
         safe = f"the checkpoint of step {saved[-1]} is good" if saved else "no checkpoint had been written"
-        return f"training stopped at step {step}: {why}; {safe}"
+        return f"training stopped at step {step}: {why}; {safe} in {self.out}"
 
     def _save(self, step: int) -> None:
         try:
@@ -338,11 +338,6 @@ class Trainer:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.student, options=options)
         if is_main():
-            if config:
-                layers = [self._tensors(state, i) for i in range(config.num_layers)]
-                if decays is not None:
-                    layers = [own | {"decay_logit": d} for own, d in zip(layers, decays.unbind(), strict=True)]
-                write_scorer(self.out, config, layers)
             if self.recipe.trains_base:
                 prefix, dtype, base = "base.", getattr(torch, self.recipe.dtype), self.student.base
                 own = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}
@@ -351,8 +346,15 @@ class Trainer:
                 base.config.dtype, base.config.use_cache = dtype, True
                 if self.recipe.gate_reads == "query":
                     setattr(base.config, BORROWED, True)
-                base.save_pretrained(self.out / "model", state_dict=own)
+                with replacing(self.out / "model") as draft:
+                    base.save_pretrained(draft, state_dict=own)
+                    remove(self.out / "model")  # of the same run
                 base.config.use_cache = False
+            if config:
+                layers = [self._tensors(state, i) for i in range(config.num_layers)]
+                if decays is not None:
+                    layers = [own | {"decay_logit": d} for own, d in zip(layers, decays.unbind(), strict=True)]
+                write_scorer(self.out, config, layers)
         barrier()
 
     @staticmethod

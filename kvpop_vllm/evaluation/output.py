@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.statistics import INTERVAL
+from kvpop_vllm.files import naming
 
 SECONDS = 60
 """Seconds between lines of progress in a log."""
@@ -82,7 +84,7 @@ def records_file(path: str) -> Iterator:
     path = os.path.realpath(path)
     draft = f"{path}.draft"
     try:
-        with open(draft, "w", encoding="utf-8") as file:
+        with naming(Path(draft)), open(draft, "w", encoding="utf-8") as file:
             yield file
     except BaseException:
         if os.path.exists(draft) and os.path.getsize(draft) == 0:

@@ -14,6 +14,7 @@ from kvpop_vllm.evaluation.output import markdown_table, note
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.evaluation.runner import DENSE, Setting
 from kvpop_vllm.evaluation.statistics import INTERVAL
+from kvpop_vllm.files import write_figure, write_whole
 
 TABLE, FIGURE, MAP, MAP_DATA = "table.md", "figure.png", "retained.png", "retained.jsonl"
 MOST_BINS = 64
@@ -73,18 +74,17 @@ class Report:
     def write(self, task: str, table: list[dict], columns: tuple[str, ...], data: str) -> None:
         """Write all files and print their names."""
         notes = "".join(f"\n{line}.\n" for line in self.left_out)
-        (self.folder / TABLE).write_text(
-            f"`kvpop eval --task {task}` on {data}\n\n{markdown_table(table, columns)}{notes}"
-        )
+        text = f"`kvpop eval --task {task}` on {data}\n\n{markdown_table(table, columns)}{notes}"
+        write_whole(self.folder / TABLE, text)
         drawing = self.new_figure(layout="constrained")
         DRAW[task](drawing, table)
-        drawing.savefig(self.folder / FIGURE, dpi=120)
+        write_figure(self.folder / FIGURE, drawing)
         written = [TABLE, FIGURE]
         if self.maps:
-            (self.folder / MAP_DATA).write_text("".join(json.dumps(one) + "\n" for one in self.maps))
+            write_whole(self.folder / MAP_DATA, "".join(json.dumps(one) + "\n" for one in self.maps))
             drawing = self.new_figure(layout="constrained")
             draw_maps(drawing, self.maps)
-            drawing.savefig(self.folder / MAP, dpi=120)
+            write_figure(self.folder / MAP, drawing)
             written += [MAP, MAP_DATA]
         else:  # files of an earlier run
             for name in (MAP, MAP_DATA):
