@@ -96,16 +96,17 @@ def write(options, model, layers) -> Path:
     """Write the adapter as vLLM reads it and the merged model; return the merged model's folder."""
     lora, merged = options.out / "adapter", options.out / "merged"
     lora.mkdir(parents=True)
-    tensors, moved = {}, {}
+    tensors, changes = {}, {}
     for name, layer in layers.items():
         low = layer.parametrizations.weight[0]
         tensors |= {f"base_model.model.{name}.lora_A.weight": low.a.detach().clone()}
         tensors |= {f"base_model.model.{name}.lora_B.weight": low.b.detach().clone()}
         before = layer.parametrizations.weight.original
-        moved.setdefault(name.rsplit(".", 1)[1], []).append(float((low.b @ low.a).norm() / before.norm()))
+        changes.setdefault(name.rsplit(".", 1)[1], []).append(float((low.b @ low.a).norm() / before.norm()))
         parametrize.remove_parametrizations(layer, "weight")
     say(
-        "norm of the change by that of the weight: " + ", ".join(f"{k} {sum(v) / len(v):.3f}" for k, v in moved.items())
+        "norm of the change by that of the weight: "
+        + ", ".join(f"{k} {sum(v) / len(v):.3f}" for k, v in changes.items())
     )
     save_file(tensors, lora / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": options.rank, "lora_alpha": options.rank}

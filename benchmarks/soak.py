@@ -27,6 +27,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,8 @@ from serving import Server, ServerError  # noqa: E402
 
 PROCESSES, PATIENCE_S = 4, 900
 """Client processes, and the seconds after which a request without an answer is lost."""
+LEAST = 5
+"""Fewest quiet points that memory is judged by."""
 OUTCOMES = "answered", "refused", "aborted", "killed", "lost"
 SERVED = "--kv-policy streaming-llm --kv-budget 256 --kv-max-budget 512 --kv-max-protect all --max-model-len 2048"
 """Options of the server if none are given. The pool holds about six of the largest requests."""
@@ -69,11 +72,14 @@ def main(arguments: list[str] | None = None) -> int:
             total = summary(rows) | record.KEY | {"model": str(options.model), "server": options.server}
             total["broken"] = broken_promises(rows, options.percent)
             file.write(json.dumps(total) + "\n")
-    except ServerError as error:
+    except (ServerError, OSError, psutil.Error) as error:  # the server has ended
         print(f"broken: {' '.join(str(error).split())[-1000:]}", file=sys.stderr)
         return 1
     for process, (before, after) in total["MiB"].items():
-        print(f"{process}: {before:.1f} MiB, then {after:.1f} ({100 * (after / before - 1):+.2f}%)")
+        print(
+            f"{process}: {before:.1f} MiB, then {after:.1f}"
+            + (f" ({100 * (after / before - 1):+.2f}%)" if before else "")
+        )
     print(", ".join(f"{total[name]} {name}" for name in OUTCOMES) + f"; {total['preemptions']:.0f} preemptions")
     print(f"canaries under load: {total['same_in_batch']} of {total['asked_in_batch']} same to the bit (not promised)")
     for line in total["broken"]:
@@ -135,8 +141,8 @@ def soak(server: Server, load: dict, seconds: float, seed: int):
     canaries, draw = canaries_of(load, seed), random.Random(seed)
     for length in range(1, min(load["step"], load["length"] - 1) + 1):
         ask(load, canaries[0] | {"prompt": tokens(draw, load, length), "max_tokens": 1})
-    each, deadline = min(60.0, seconds / 10), time.monotonic() + seconds
     first = [ask(load, body) for body in canaries]
+    each, deadline = min(60.0, seconds / 10), time.monotonic() + seconds
     yield {"round": 0} | dict.fromkeys(OUTCOMES, 0) | quiet(server, load, canaries, first)
     number = 0
     while time.monotonic() + each / 2 < deadline:
@@ -425,7 +431,7 @@ def finished(answer: dict, body: dict) -> tuple[str, str]:
 def fifths(rows: list[dict]) -> tuple[list[dict], list[dict]]:
     """Return the second and the last fifth of the rows."""
     fifth = max(1, len(rows) // 5)
-    return rows[fifth : 2 * fifth], rows[-fifth:]
+    return rows[fifth : 2 * fifth] or rows, rows[-fifth:]
 
 
 def summary(rows: list[dict]) -> dict:
@@ -462,6 +468,8 @@ def broken_promises(rows: list[dict], percent: float) -> list[str]:
             broken.append(f"{gone} has ended {where}")
         for new in row["memory"].keys() - first["memory"].keys():
             broken.append(f"{new} is a new process {where}")
+    if len(rows) < LEAST:
+        return [*broken, f"{len(rows) - 1} rounds are too few to judge: raise --minutes"]
     total = summary(rows)
     for process, (before, after) in total["MiB"].items():
         if before and abs(after / before - 1) > percent / 100:
@@ -480,4 +488,7 @@ def line_of(row: dict) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # an exception, so that the server is stopped
     sys.exit(main())

@@ -14,7 +14,7 @@ from kvpop_vllm.config import ConfigError
 
 MAX_JSON_BYTES = 1 << 24
 """Most bytes of a JSON file that is read."""
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+DISK_FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 """Errors of a disk that is full, of a quota and of a limit of file sizes."""
 
 
@@ -22,14 +22,17 @@ FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which becomes ``path`` once it is on the disk.
 
-    After an error it is removed, and what was at ``path`` is still there. Each process has a draft of its own.
+    After an error it is removed, and what was at ``path`` is still there. A folder replaces a folder. Each process has a
+    draft of its own.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
     remove(draft)
     try:
         with naming(path):
             yield draft
-        to_disk(draft)
+            to_disk(draft)
+        if draft.is_dir():  # which only an empty folder makes way for
+            remove(path)
         os.replace(draft, path)
     except BaseException:
         remove(draft)
@@ -42,7 +45,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL and error.filename is None:
+        if error.errno in DISK_FULL and error.filename is None:
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 

@@ -25,7 +25,7 @@ from kvpop_vllm.distill.hook import borrow_channel, check_positions, load_model,
 from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
-from kvpop_vllm.files import remove, replacing, write_whole
+from kvpop_vllm.files import replacing, write_whole
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import write_scorer
@@ -348,7 +348,6 @@ class Trainer:
                     setattr(base.config, BORROWED, True)
                 with replacing(self.out / "model") as draft:
                     base.save_pretrained(draft, state_dict=own)
-                    remove(self.out / "model")  # of the same run
                 base.config.use_cache = False
             if config:
                 layers = [self._tensors(state, i) for i in range(config.num_layers)]

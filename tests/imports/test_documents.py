@@ -16,6 +16,7 @@ DOCUMENTS = [
     "LOG.md",
     "SECURITY.md",
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*/README.md")),
 ]
 
 

