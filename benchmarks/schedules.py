@@ -1,7 +1,7 @@
 """Draws random schedules of requests, runs each in an engine, and compares all that it did with the oracle.
 
 Usage: ``python benchmarks/schedules.py --count 1000 [--seed 0]``. A seed draws the policy with its plumbing,
- arrivals, lengths, sizes of chunks, budgets, protection, seeds of draws, samples, aborts, preemptions, resets of
+arrivals, lengths, sizes of chunks, budgets, protection, seeds of draws, samples, aborts, preemptions, resets of
 the prefix cache, and the size of the pool. Tokens held by every layer and head after every step, log-probabilities and
 blocks are judged as in tests/engine. Freed blocks are overwritten with NaN. A schedule that fails is printed with the
 command that repeats it, and the exit code is then 1.
