@@ -21,6 +21,13 @@ from kvpop_vllm.vllm_glue import aside, contract, doctor
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def same_environment(monkeypatch):
+    """Have the log level that `kvpop doctor` sets for its process end with the test."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "")  # so that it is restored
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")

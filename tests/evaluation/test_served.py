@@ -146,7 +146,7 @@ def test_how_many_tokens_are_all_held(layer, name, allocator):
 @pytest.mark.parametrize("name", known_training_free())
 def test_evaluated_is_what_is_served(name):
     """Each policy without a scorer gets its defaults, or the given roles, as an engine resolves them."""
-    for asked in ({}, {"sinks": 2, "window": 6}):
+    for asked in ({}, {"sinks": 0, "window": 6}):
         policy = policies.get(name)(PolicySettings(name, 128, **asked), SHAPE)
         resolved = training_free(name).resolve(SHAPE, 128, **asked)
         served, evaluated = policy.layer_rule(1, slice(0, 2)), resolved.rules[1]
