@@ -54,7 +54,8 @@ class KVpopCache(Cache, AttentionCache):
 
     A policy that compresses prompts holds the text of a call of ``generate()`` until its end. What it does not
     retain is freed after the first step behind it. A later call must bring the whole text so far, all of which is
-    computed again.
+    computed again. Where the text comes in pieces (``prefill_chunk_size``), give ``prompt``: without it each piece is
+    compressed until another one follows, and a last piece of one token is taken for an answer's.
 
     Args:
         model: model of transformers. Hooks are registered on it; passes without such a cache are unchanged.
@@ -223,7 +224,8 @@ class KVpopCache(Cache, AttentionCache):
         self._rows.check_number(rows)
         columns, lengths = self._begins_at(mask, positions, length)
         made = self._made.count
-        decoding = length == 1 and columns == self._columns and len(lengths) > 0 and all(lengths)
+        in_prompt = any(seen < (self._rows.prompt or 0) for seen in lengths)
+        decoding = length == 1 and columns == self._columns and len(lengths) > 0 and all(lengths) and not in_prompt
         lengths = lengths or [made] * rows
         recorded = recording(inputs.device)
         if recorded and not (decoding and len(self._layers) == len(self)):

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 
 from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.config import protected_tokens
-from kvpop_vllm.kernels.ops import PromptVotes
+from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
 from kvpop_vllm.kernels.regions import Shares, divided_blocks
 from kvpop_vllm.requests import RequestCache, of_params
 from kvpop_vllm.vllm_glue import manager_requests, reports
@@ -238,7 +238,7 @@ class FixedBudgetSpec(AttentionSpec):
     max_protect: bool | int
     window: int = 1
     max_window: int = 1
-    compression: PromptVotes | None = None
+    compression: PromptVotes | PromptMatching | None = None
     shares: Shares | None = None
     reserve: bool = False
     inspect: bool = False
@@ -290,7 +290,9 @@ class FixedBudgetSpec(AttentionSpec):
         """
         longest = protected_tokens(self.max_protect, length)  # a prompt may have this length
         prompts = worst_prompts(longest, length, self.block_size)
-        return max(self.blocks(length, protected, self.max_budget, self.max_window) for protected in prompts)
+        most = max(self.blocks(length, protected, self.max_budget, self.max_window) for protected in prompts)
+        # a smaller window may divide the slots of a short prompt such that both parts have a block filled in part
+        return most + (self.compression is not None and self.compression.makes_slots)
 
     def longest_prefix(self, length: int) -> int:
         """Return the most tokens of a request of ``length`` tokens that are protected, slots of cartridges included."""

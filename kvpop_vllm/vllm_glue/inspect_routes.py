@@ -24,7 +24,7 @@ HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of all answers: browsers load nothing from elsewhere, and keep nothing."""
+"""Headers of all answers but errors: browsers load nothing from elsewhere, and keep nothing."""
 
 
 def _is_loopback(host: str | None) -> bool:
@@ -45,8 +45,9 @@ def check_local(request: Request) -> None:
         HTTPException: it does not (403).
     """
     client, origin = request.client.host if request.client else None, request.headers.get("origin")
+    passed_on = {"forwarded", "x-forwarded-for"} & set(request.headers.keys())  # by a proxy, whose word is not enough
     own = f"{request.url.scheme}://{request.url.netloc}"
-    if not _is_loopback(client) or not _is_loopback(request.url.hostname) or origin not in (None, own):
+    if passed_on or not _is_loopback(client) or not _is_loopback(request.url.hostname) or origin not in (None, own):
         port = request.url.port or 80
         raise HTTPException(
             HTTPStatus.FORBIDDEN,
@@ -91,7 +92,7 @@ async def requests(request: Request) -> JSONResponse:
     return JSONResponse(found | {"model": client.model_config.served_model_name}, headers=HEADERS)
 
 
-@router.get("/v1/kv_inspect/{name}")
+@router.get("/v1/kv_inspect/{name:path}")
 async def details(name: str, request: Request) -> JSONResponse:
     """Return the tokens of a request as texts, and when each left each head, as base64 of int32."""
     client = request.app.state.engine_client

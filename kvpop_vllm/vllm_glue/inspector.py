@@ -26,7 +26,7 @@ from kvpop_vllm.vllm_glue.reports import manager_of, report, use_of
 ENDED = 8
 """Number of ended requests that are remembered."""
 ROOM = 256
-"""Number of tokens by which the record of a request grows."""
+"""Least number of tokens by which the record of a request grows."""
 
 
 class Row(NamedTuple):
@@ -49,6 +49,7 @@ class Record:
         seen: tokens that its cache has processed.
         left: ``[layers, H, room]`` int32, for each token the number of tokens that had been seen when it was first
             missing, 0 while it is held.
+        starts: number of times that it has been preempted.
         error: reason why the pages could not be read, or None.
     """
 
@@ -56,14 +57,13 @@ class Record:
     tokens: list[int]
     left: np.ndarray
     seen: int = 0
+    starts: int = 0
     error: str | None = None
 
     def note(self, seen: int, held: np.ndarray) -> None:
-        """Note which tokens ``held [layers, H, seen]`` are held; fewer tokens than before are a new start."""
-        if seen < self.seen:
-            self.left[:] = 0
-        if seen > self.left.shape[2]:
-            self.left = np.pad(self.left, ((0, 0), (0, 0), (0, seen - self.left.shape[2] + ROOM)))
+        """Note which tokens ``held [layers, H, seen]`` are held."""
+        if (have := self.left.shape[2]) < seen:
+            self.left = np.pad(self.left, ((0, 0), (0, 0), (0, max(seen + ROOM, 2 * have) - have)))
         left = self.left[..., :seen]
         left[held] = 0
         left[~held & (left == 0)] = seen
@@ -127,6 +127,9 @@ class Inspector:
         """Return the record of a request, with its latest numbers and tokens."""
         told = report(self.policy, self.manager.kv_cache_spec, request, use_of(self.scheduler, self.manager, request))
         record = self.records.setdefault(request.request_id, Record({}, [], np.zeros((*self.shape, 0), np.int32)))
+        if record.starts != request.num_preemptions:  # its cache begins anew
+            record.starts, record.seen = request.num_preemptions, 0
+            record.left[:] = 0
         record.report, record.tokens = told, list(request.all_token_ids)
         return record
 
@@ -158,13 +161,17 @@ class Inspector:
 
     def details(self, name: str) -> dict | None:
         """Return the tokens of a request and when they left each head, or None if it is not known."""
-        found = next((each for each in self.summaries()["requests"] if each["id"] == name), None)
-        if found is None:
+        self._forget_ended()
+        if (request := self.scheduler.requests.get(name)) is not None:
+            record, state = self._record(request), "running" if request in self.scheduler.running else "waiting"
+        elif (record := next((record for each, record in reversed(self.ended) if each == name), None)) is not None:
+            state = "ended"
+        else:
             return None
-        record = self.records.get(name) or next(record for each, record in self.ended if each == name)
         known = min(record.seen, len(record.tokens))
         left = np.ascontiguousarray(record.left[..., :known], "<i4")
-        return found | {"tokens": record.tokens[:known], "left": left.tobytes()}
+        told = {"id": name, "tokens": record.tokens[:known], "left": left.tobytes()}
+        return record.summary(state) | told
 
 
 def apply() -> None:

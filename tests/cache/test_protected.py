@@ -188,6 +188,16 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
             assert spec.blocks(length, prompt) == expected, (prompt, length)
 
 
+def test_requests_of_less_budget_fit_where_slots_are_made():
+    """A smaller window may divide a short prompt's slots less well; the example of 130 tokens needs the block beyond."""
+    spec = dataclasses.replace(make_spec(136, 0, 16, 3, True), compression=PromptMatching(2, 8))
+    spec = dataclasses.replace(spec, window=34, max_window=34)
+    assert spec.blocks(130, 130, 135, 33) == 1 + max(spec.blocks(130, p, 136, 34) for p in range(131))
+    for length, budget in itertools.product((1, 30, 64, 65, 97, 130, 150), range(4, 137)):
+        needed = max(spec.blocks(length, prompt, budget, budget // 4) for prompt in range(length + 1))
+        assert needed <= spec.most_blocks(length), (length, budget)
+
+
 @pytest.mark.parametrize("budget, window", [(40, 10), (64, 16), (57, 20)])
 def test_blocks_of_prompts_that_slots_are_made_of(budget, window):
     """A prompt is held densely, its state and the blocks of made slots come with the first stored query.
@@ -208,6 +218,6 @@ def test_blocks_of_prompts_that_slots_are_made_of(budget, window):
             expected = -(-prompt // 16) + -(-made // 16) + 3 + -(-len(ring) // 16)
             assert spec.blocks(length, prompt) == expected, (prompt, length)
         worst[length] = max(worst[length], spec.blocks(length, prompt)) if prompt <= length else worst[length]
-    assert all(spec.most_blocks(length) == most for length, most in worst.items())
+    assert all(spec.most_blocks(length) - most in (0, 1) for length, most in worst.items())
     ((first, last), state) = spec.dropped(100, budget, window)
     assert (first, last) == (0, 7) and state[0] == 7 + -(-(budget - window) // 16) and state[1] == state[0] + 3

@@ -21,8 +21,8 @@ def test_a_prompt_in_pieces_and_a_second_turn(case, policy):
     whole = KVpopCache(model, **found.settings)
     expected = generate(model, whole, [PROMPT], 30)[0]
     assert int(whole.held().sum()) <= 4 * BUDGET and whole.lengths == [179] and whole.get_seq_length() == 0
-    for size in (50, 17):
-        parts = KVpopCache(model, **found.settings)
+    for size, asked in ((50, {}), (17, {}), (149, {"prompt": 150}), (50, {"prompt": 150})):
+        parts = KVpopCache(model, **found.settings, **asked)
         out = model.generate(
             **padded([PROMPT]), past_key_values=parts, max_new_tokens=30, do_sample=False, prefill_chunk_size=size
         )

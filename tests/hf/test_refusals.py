@@ -292,7 +292,9 @@ def test_gradients_and_attention_weights(model):
 def test_devices_without_kernels(model, monkeypatch, place, changes, message):
     asked = {"dtype": torch.bfloat16, "size": 64, "capability": (8, 0), "rounds": None, "compression": None} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked["capability"])
-    rule = RetentionRule(4, 8, torch.zeros(2, dtype=torch.float64), rounds=asked["rounds"], compression=asked["compression"])
+    rule = RetentionRule(
+        4, 8, torch.zeros(2, dtype=torch.float64), rounds=asked["rounds"], compression=asked["compression"]
+    )
     shape = (1, 2, 5, asked["size"])
     keys = SimpleNamespace(device=torch.device(place), dtype=asked["dtype"], shape=shape, requires_grad=False)
     with torch.no_grad(), pytest.raises(ConfigError, match=message) if message else nullcontext():

@@ -55,7 +55,6 @@ def details(server, name: str) -> tuple[np.ndarray, dict]:
 @pytest.fixture(scope="module")
 def served():
     """Yield a server, and the id of a request that is being answered."""
-    required()
     with Server(MODEL, *OPTIONS, wait_s=900) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=900)
         told = dict(model=MODEL, prompt=PROMPT, max_tokens=6500, temperature=0, stream=True)
@@ -96,7 +95,8 @@ def test_names_and_pages_of_others_are_refused(served):
     server, _ = served
     own = f"http://127.0.0.1:{server.port}"
     assert ask(server, Origin=own).status_code == ask(server, Host=f"localhost:{server.port}").status_code == 200
-    for headers in ({"Origin": "http://example.com"}, {"Origin": "null"}, {"Host": f"example.com:{server.port}"}):
+    others = {"Origin": "http://example.com"}, {"Origin": "null"}, {"Host": f"example.com:{server.port}"}
+    for headers in (*others, {"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}):
         refused = ask(server, **headers)
         assert refused.status_code == 403 and LINE in refused.json()["error"]["message"]
 
@@ -141,6 +141,7 @@ def table(driver) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_the_page(served):
+    required()
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
