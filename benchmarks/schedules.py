@@ -25,7 +25,6 @@ import record
 from kvpop_vllm.argument_types import non_negative, positive
 from kvpop_vllm.testing import write_tiny_model
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path[:0] = [str(record.ROOT / "tests")]
 from engine.driving import Job, Judges, Watched, preempt_all, serving  # noqa: E402
 from engine.matrix import make_case  # noqa: E402
@@ -161,4 +160,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     sys.exit(main())
