@@ -11,7 +11,7 @@ from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.evaluation.output import read_records
 
 RECIPE = (
-    "--recipe=demo --length=96 --positions=300 --window=8 --samples=32 --warmup=2 --dtype=float32 --topk 20".split()
+    "--recipe=demo --length=96 --positions=300 --window=8 --lists=8 --warmup=2 --dtype=float32 --topk 20".split()
 )
 
 
