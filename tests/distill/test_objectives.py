@@ -151,7 +151,7 @@ def model(tmp_path_factory):
 )
 def test_weights_of_the_scorers_losses(layer, retention):
     q, k, _ = layer
-    roles, recipe = Retention(2 + WINDOW + 6, 2, WINDOW), dataclasses.replace(RECIPE, samples=64, lists=5, listwise=0.0)
+    roles, recipe = Retention(2 + WINDOW + 6, 2, WINDOW), dataclasses.replace(RECIPE, samples=64, lists=5)
     score, decays = torch.randn(1, 2, S, generator=torch.Generator().manual_seed(2)), torch.full((2,), -0.1)
 
     def loss(**weights):
