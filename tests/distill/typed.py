@@ -10,9 +10,7 @@ from typing import NamedTuple
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.evaluation.output import read_records
 
-RECIPE = (
-    "--recipe=demo --length=96 --positions=300 --window=8 --lists=8 --warmup=2 --dtype=float32 --topk 20".split()
-)
+RECIPE = "--recipe=demo --length=96 --positions=300 --window=8 --lists=8 --warmup=2 --dtype=float32 --topk 20".split()
 
 
 def distill(kvpop, out, *options, action="train", recipe=RECIPE):
