@@ -117,7 +117,7 @@ def test_settings_of_a_request(served):
     """A request's own budget and protection count, and so do the slots of its cartridge."""
     engine, case = served
     if case != "kvpop, protected":
-        pytest.skip("one case is enough")
+        pytest.skip("needs the engine with a cartridge, which is the case 'kvpop, protected'")
     engine.chunk(None)
     asks = {"kv_budget": 44, "kv_protect_prompt": 9, "kv_cartridges": ["plain"]}
     ((name, answer),) = engine.serve([Job(90, new=30, scored=False, asks=asks)]).items()
