@@ -186,7 +186,7 @@ FAULTS = {
         ("wrong = (seen «!=→<» batch.starts.unsqueeze(1)) & (", "tests/attention/test_step_batch.py -k one_bad_start"),
         # a third prefix block is missed
         (
-            "(block_table.shape[1]) + first«→.clamp_max(2)»",
+            "+ torch.tensor(first, dtype=torch.int64)«→.clamp_max(2)».unsqueeze(1)",
             "tests/attention/test_device_batch.py -k 'protected and prompts'",
         ),
     ],
