@@ -72,26 +72,37 @@ def engines(options, settings_of: dict | None = None):
                 engine.stop()
 
 
+def parser_of_any(description: str, *, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks of engines, with a policy or without.
+
+    Args:
+        description: docstring of the script, whose first line is shown.
+        rounds: default of ``--rounds``.
+    """
+    parser = record.parser_of(description)
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--rounds", type=positive, default=rounds, help="turns of each configuration")
+    threads = max(1, record.KEY["cores"] - 1)
+    parser.add_argument("--threads", type=positive, default=threads, help="as vllm serve, all cores but 1")
+    parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
+    parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
+    parser.set_defaults(load_format="auto", prefix_caching=False, checkout=str(ROOT))
+    return parser
+
+
 def parser_of(description: str, *, budget: int, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser with the options of all benchmarks of engines.
+    """Return a parser with the options of all benchmarks of policies.
 
     Args:
         description: docstring of the script, whose first line is shown.
         budget: default of ``--budget``.
         rounds: default of ``--rounds``.
     """
-    parser = record.parser_of(description)
-    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser = parser_of_any(description, rounds=rounds)
     parser.add_argument("--budget", type=int, default=budget, help="B of the policies")
-    parser.add_argument("--rounds", type=positive, default=rounds, help="turns of each configuration")
-    threads = max(1, record.KEY["cores"] - 1)
-    parser.add_argument("--threads", type=int, default=threads, help="as vllm serve, all cores but 1")
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
     parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop")
-    parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
-    parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
-    parser.set_defaults(load_format="auto", protect_prompt=False, prefix_caching=False)
-    parser.set_defaults(eager_too=False, against=None, peers=False, checkout=str(ROOT))
+    parser.set_defaults(protect_prompt=False, eager_too=False, against=None, peers=False)
     return parser
 
 

@@ -54,6 +54,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2)
     options = parser.parse_args()
     check_model(options)
+    if options.out.exists():
+        parser.error(f"{options.out} exists: name another folder")
     merged = train(options)
     for model in (options.model, str(merged)):
         say(f"recall on {model}")

@@ -12,7 +12,7 @@ import sys
 
 import record
 from child import WARM_UP
-from engines import DEMO_MODEL, conclude, differs, engines, median_interval, say, setting
+from engines import conclude, differs, engines, median_interval, parser_of_any, say, setting
 
 from kvpop_vllm.argument_types import positive
 
@@ -41,17 +41,11 @@ def main() -> int:
 
 def parse_arguments():
     """Return the options of the command line."""
-    parser = record.parser_of(__doc__)
-    parser.add_argument("--model", default=str(DEMO_MODEL))
-    parser.add_argument("--rounds", type=positive, default=8, help="pairs of starts")
+    parser = parser_of_any(__doc__, rounds=8)
     parser.add_argument("--requests", type=positive, default=4, help="requests decoded together")
     parser.add_argument("--context", type=positive, default=500, help="tokens of each prompt")
     parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn")
-    threads = max(1, record.KEY["cores"] - 1)
-    parser.add_argument("--threads", type=positive, default=threads, help="as vllm serve, all cores but 1")
-    parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
-    parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
-    parser.set_defaults(budget="", load_format="auto", prefix_caching=False, checkout=str(record.ROOT))
+    parser.set_defaults(budget="")
     options = parser.parse_args()
     if options.context + TURNS * (options.steps + WARM_UP) > 8000:
         parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context or --steps")

@@ -129,8 +129,18 @@ function rowsOf(layers, heads) {
   return layers.flatMap((layer) => heads.map((head) => (layer * shown.heads + head) * shown.count));
 }
 
-function holders(rows, t, time) {
-  return rows.filter((row) => shown.left[row + t] === 0 || shown.left[row + t] > time).length;
+// Number of the given heads that hold each token at a time, layer by layer.
+function holders(heads, time) {
+  const held = new Uint16Array(shown.layers * shown.count);
+  for (let layer = 0; layer < shown.layers; layer++) {
+    for (const row of rowsOf([layer], heads)) {
+      for (let t = 0; t < Math.min(time, shown.count); t++) {
+        const left = shown.left[row + t];
+        if (left === 0 || left > time) held[layer * shown.count + t]++;
+      }
+    }
+  }
+  return held;
 }
 
 function draw() {
@@ -143,10 +153,11 @@ function draw() {
   get("layer").nextElementSibling.value = name("layer", layers, shown.layers);
   get("head").nextElementSibling.value = name("head", heads, shown.heads);
   get("time").nextElementSibling.value = `after ${whole(time)} tokens`;
+  const holding = holders(heads, time);
   let held = 0;
   const spans = get("text").children;
   for (let t = 0; t < shown.count; t++) {
-    const share = t < time ? holders(rows, t, time) / rows.length : 0;
+    const share = layers.reduce((sum, layer) => sum + holding[layer * shown.count + t], 0) / rows.length;
     held += share;
     const span = spans[t];
     span.dataset.share = share.toFixed(3);
@@ -161,7 +172,7 @@ function draw() {
     : `Mean of the chosen heads: ${whole(held)} of ${whole(time)} tokens held, ${whole(evicted)} evicted. ` +
       `The answer begins at the orange line.`;
   drawEvents(rows, layers, heads, time);
-  drawMap(heads, time);
+  drawMap(holding, heads.length);
 }
 
 // What was evicted when: of the clicked token by head, else of all tokens, newest first.
@@ -207,20 +218,14 @@ function drawEvents(rows, layers, heads, time) {
 
 // Layers by tokens, as in Figure 6 of the KVpop paper.
 
-function drawMap(heads, time) {
+function drawMap(holding, heads) {
   const canvas = get("map");
   canvas.width = Math.max(1, shown.count);
   canvas.height = shown.layers;
   canvas.style.height = `${Math.max(60, 7 * shown.layers)}px`;
   const image = new ImageData(canvas.width, canvas.height);
   const [red, green, blue] = getComputedStyle(document.body).getPropertyValue("--held").trim().split(" ");
-  for (let layer = 0; layer < shown.layers; layer++) {
-    const rows = rowsOf([layer], heads);
-    for (let t = 0; t < Math.min(time, shown.count); t++) {
-      const alpha = (255 * holders(rows, t, time)) / rows.length;
-      image.data.set([red, green, blue, alpha], 4 * (layer * canvas.width + t));
-    }
-  }
+  holding.forEach((held, at) => image.data.set([red, green, blue, (255 * held) / heads], 4 * at));
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
