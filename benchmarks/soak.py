@@ -14,7 +14,8 @@ canaries, counts blocks and measures memory. The server keeps its promises if
   pages of files are left out, since they depend on other programs of the machine.
 
 Before the load, prompts of every length up to --max-num-batched-tokens are answered one by one: on a CPU, vLLM's matrix
-products, with a policy or without, keep compiled code for each number of tokens in a step that they have met.
+products, with a policy or without, keep compiled code for each number of tokens in a step that they have met. Chats
+repeat a few hundred texts, since a tokenizer remembers the last ten thousand words that it met.
 
 Broken promises are printed in one line each, and the exit code is then 1.
 """
@@ -98,6 +99,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("server", nargs="*", default=SERVED.split(), metavar="-- OPTIONS", help="of vllm serve")
     options = parser.parse_args(arguments)
+    if any(word.split("=")[0] == "--served-model-name" for word in options.server):
+        parser.error("requests name the model by its folder: leave --served-model-name out")
     if not options.minutes > 0:
         parser.error("--minutes must be above 0")
     if not (options.model / "config.json").is_file():
@@ -107,13 +110,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def load_of(options: argparse.Namespace) -> dict:
     """Return what clients need to know to draw requests that this server answers."""
+    from vllm.utils.argparse_utils import human_readable_int
+
     parser = argparse.ArgumentParser()
     for name in ("policy", "protect-prompt", "max-protect"):
         parser.add_argument(f"--kv-{name}")
     for name in ("kv-budget", "kv-max-budget", "max-model-len"):
-        parser.add_argument(f"--{name}", type=int, default=0)
+        parser.add_argument(f"--{name}", type=human_readable_int, default=0)
     for name in ("seqs", "batched-tokens"):
-        parser.add_argument(f"--max-num-{name}", type=int)
+        parser.add_argument(f"--max-num-{name}", type=human_readable_int)
     parser.add_argument("--kv-cartridge", nargs="+", default=[])
     served, _ = parser.parse_known_args(options.server)
     for name, given, usual in (
@@ -369,7 +374,8 @@ def tokens(draw: random.Random, load: dict, count: int) -> list[int]:
 
 def messages(draw: random.Random, words: int) -> list[dict]:
     """Return a chat of one message."""
-    return [{"role": "user", "content": " ".join(f"{draw.randrange(1000)}" for _ in range(words))}]
+    own = random.Random(f"{words} {draw.randrange(4)}")
+    return [{"role": "user", "content": " ".join(f"{own.randrange(1000)}" for _ in range(words))}]
 
 
 def send(http: httpx.Client, way: str, body: dict, draw: random.Random) -> tuple[str, str]:

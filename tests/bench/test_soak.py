@@ -46,6 +46,16 @@ def test_more_requests_at_once_than_the_server_admits(tmp_path):
     assert told == {"budgets": [32, 128], "protects": True, "draws": False, "policy": True, "length": 512, "step": 64}
 
 
+def test_options_are_read_as_vllm_reads_them(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 4096}')
+    words = ["--model", str(tmp_path), "--", "--max-model-len", "2k", "--max-num-batched-tokens=1K"]
+    load = soak.load_of(soak.parse_arguments(words))
+    assert (load["length"], load["step"], load["policy"]) == (2000, 1024, False)
+    with pytest.raises(SystemExit):
+        soak.parse_arguments([*words, "--served-model-name", "other"])
+    assert "leave --served-model-name out" in capsys.readouterr().err
+
+
 def row(number: int, **changes) -> dict:
     told = {"round": number, "time": 60.0 * number, "canaries": [True, True], "running": 0, "blocks": 2}
     told |= dict.fromkeys(soak.OUTCOMES, 5) | {"lost": 0, "preemptions": 0, "memory": {"engine 7": 1000 << 20}}
