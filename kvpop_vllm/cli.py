@@ -6,6 +6,7 @@ A subcommand imports what it needs when it runs, so that ``kvpop --help`` is fas
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -247,6 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return doctor(arguments[1:])
         options = make_parser().parse_args(arguments)
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, TrainingError) as error:  # ConfigError and DemoModelError are ValueErrors
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"kvpop: {message}", file=sys.stderr)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +16,7 @@ from kvpop_vllm.argument_types import memory
 from kvpop_vllm.cli import main
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
+ROOT = Path(__file__).parents[1]
 DEMO = dict(model_type="llama", num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, dtype="bfloat16")  # fmt: skip
 QWEN3_8B = dict(model_type="qwen3", num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, head_dim=128, dtype="bfloat16")  # fmt: skip
 
@@ -47,6 +53,25 @@ def test_the_demo_models_numbers(planned):
         DEMO, "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1000", "--prompt-length", "9"
     )
     assert rows["attention-matching", 1000][1] == f"{16 * 64 * 264 * 3 * 30 / 2**20:.1f} MiB"
+
+
+def test_the_extract_in_the_documents(planned):
+    """Each line of the extract is a line of its command's output, up to blanks."""
+    text = (ROOT / "docs" / "operating.md").read_text()
+    command, extract = re.search(r"```bash\nkvpop plan (.*?)```.*?```\n(.*?)```", text, re.DOTALL).groups()
+    _, *options = shlex.split(command.replace("models/SmolLM2-135M-Instruct", "").replace("\\\n", " "))
+    options[options.index("--scorer") + 1] = str(ROOT / "examples" / "scorers" / "smollm2-135m-kvpop")
+    lines, _ = planned(DEMO, *options)
+    own = {" ".join(line.split()) for line in lines}
+    assert len(extract.splitlines()) > 5 and all(" ".join(line.split()) in own for line in extract.splitlines())
+
+
+def test_a_reader_that_has_seen_enough(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DEMO))
+    command = [sys.executable, "-m", "kvpop_vllm.cli", "plan", "--model", str(tmp_path), "--max-model-len", "64"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
 def test_a_file_of_shares_leaves_out_the_policies_that_need_equal_heads(planned, tmp_path):
