@@ -68,7 +68,8 @@ def test_the_extract_in_the_documents(planned):
 
 def test_a_reader_that_has_seen_enough(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DEMO))
-    command = [sys.executable, "-m", "kvpop_vllm.cli", "plan", "--model", str(tmp_path), "--max-model-len", "64"]
+    command = [sys.executable, "-m", "kvpop_vllm.cli", "plan", "--model", str(tmp_path), "--kv-memory", "1GiB"]
+    command += ["--max-model-len", "8192"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 0)
