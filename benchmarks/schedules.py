@@ -9,6 +9,7 @@ command that repeats it, and the exit code is then 1.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -18,6 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import record
@@ -27,6 +29,7 @@ from kvpop_vllm.testing import write_tiny_model
 
 sys.path[:0] = [str(record.ROOT / "tests")]
 from engine.driving import Job, Judges, Watched, preempt_all, serving  # noqa: E402
+from engine.judge import Judge  # noqa: E402
 from engine.matrix import make_case  # noqa: E402
 from engine.test_fidelity import CASES  # noqa: E402
 from engine.test_traffic import POLICIES, Traffic, allowing  # noqa: E402
@@ -67,7 +70,7 @@ class Schedule:
 
 
 def run(schedule: Schedule, engine: Watched, judge_of: Callable) -> Counter:
-    """Run a schedule, judge it by ``judge_of`` what each request asks for, and count what happened.
+    """Run a schedule, judge each request by ``judge_of(job)``, and count what happened.
 
     Raises:
         AssertionError: the engine differs from the oracle, does not end, or leaks.
@@ -104,7 +107,7 @@ def run(schedule: Schedule, engine: Watched, judge_of: Callable) -> Counter:
         job = jobs[int(name)]
         assert len(answer.outputs[0].token_ids) == job.new
         answer.sampled = job.temperature > 0
-        judge_of(job.asks).check({engine.names[name]: answer}, recorder.held)
+        judge_of(job).check({engine.names[name]: answer}, recorder.held)
     assert not engine.leaks(), engine.leaks()
     hit, preempted = sum(a.num_cached_tokens for a in answers.values()), sum(recorder.preemptions.values())
     told = {"steps": step, "answered": len(answers), "aborted": len(jobs) - len(answers)}
@@ -120,7 +123,14 @@ def run_kind(number: int, seeds: list[int], root: Path) -> tuple[Counter, list[i
     name, kind, policy, options, asks = KINDS[number]
     case = make_case(str(write_tiny_model(root / kind, kind)), root / f"scorer-{number}", policy, **options)
     judges, counts, failed, left = Judges(policy, case), Counter(), [], list(seeds)
-    judge_of = judges.of if asks else lambda _: case.judge
+
+    @functools.cache
+    def of_seed(seed: int | None) -> Judge:
+        return replace(case.judge, policy=replace(case.judge.policy, seeds=(0, seed or 0)), known={})
+
+    def judge_of(job: Job) -> Judge:
+        return judges.of(job.asks, job.seed) if asks else of_seed(job.seed)
+
     if asks:
         case = case._replace(settings=allowing(policy, case.settings))
     sizes = {"max_model_len": LENGTH, "num_gpu_blocks_override": BLOCKS}
@@ -136,7 +146,7 @@ def run_kind(number: int, seeds: list[int], root: Path) -> tuple[Counter, list[i
             traceback.print_exc()
             again = f"python benchmarks/schedules.py --count 1 --seed {failed[-1]}"
             print(f"seed {failed[-1]} ({name}) failed; to repeat it: {again}", file=sys.stderr, flush=True)
-    for judge in judges.known.values() if asks else [case.judge]:
+    for judge in judges.known.values() if asks else map(of_seed, (None, Job(temperature=1.0).seed)):
         counts += Counter({"decisions": judge.decisions, "near-ties": judge.near_ties})
     return counts, failed
 

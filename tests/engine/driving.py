@@ -55,6 +55,11 @@ class Job:
     asks: dict | None = None
 
     @property
+    def seed(self) -> int | None:
+        """Seed of the sampling parameters, which draws of evictions follow too."""
+        return 5 if self.samples > 1 or self.temperature else None
+
+    @property
     def tokens(self) -> list[int]:
         return random_prompt(self.length, seed=self.length) if self.prompt is None else self.prompt
 
@@ -233,7 +238,7 @@ def _parameters(job: Job):
     return SamplingParams(
         temperature=job.temperature if job.samples == 1 else 1.0,
         n=job.samples,
-        seed=5 if job.samples > 1 or job.temperature else None,
+        seed=job.seed,
         max_tokens=job.new,
         logprobs=TOP_LOGPROBS,
         prompt_logprobs=TOP_LOGPROBS if job.scored else None,
@@ -294,13 +299,14 @@ class Judges:
             return 16 if budget - self.case.judge.policy.sinks >= 36 else 8
         return self.case.judge.policy.window
 
-    def of(self, asks: dict | None) -> Judge:
+    def of(self, asks: dict | None, seed: int | None = None) -> Judge:
+        """Return the judge of requests with these options and this seed of the sampling parameters."""
         asks = asks or {}
-        key = tuple(sorted(asks.items()))
+        key = seed, *sorted(asks.items())
         if key not in self.known:
             plain = self.case.judge.policy
             budget = asks.get("kv_budget", plain.budget)
-            own = replace(plain, window=self.window(budget), seeds=(0, asks.get("kv_seed", 0)))
+            own = replace(plain, window=self.window(budget), seeds=(0, asks.get("kv_seed", seed or 0)))
             if "kv_budget" in asks:
                 own = replace(own, topk=budget - own.sinks - own.window)
             protect = asks.get("kv_protect_prompt", self.case.judge.protect)
