@@ -46,6 +46,8 @@ def _backward_states(
     """Compute the gradient of the state behind each chunk, from the last to the first.
 
     Each program has one tile of C.
+
+    Grid: 64 features, 64 columns, rows. 202 MB: 56 us, and more by 128 chunks one after another.
     """
     f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
     row = tl.program_id(2).to(tl.int64)
@@ -87,7 +89,10 @@ def _backward_features(
     k_dk, delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns of dq and dk of a chunk."""
+    """Compute a block of columns of dq and dk of a chunk.
+
+    Grid: 64 features, chunks, rows. 337 MB: 93 us.
+    """
     f = tl.program_id(0) * BLOCK_F
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -138,7 +143,10 @@ def _backward_values(
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns of dv of a chunk."""
+    """Compute a block of columns of dv of a chunk.
+
+    Grid: 64 columns, chunks, rows. 202 MB: 56 us.
+    """
     column = tl.program_id(0) * BLOCK_V
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)

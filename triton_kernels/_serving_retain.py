@@ -164,6 +164,8 @@ def _evict_and_insert(
 
     The token leaving the window goes to a free slot, replaces a token with a lower score, or is evicted. The
     new token takes its slot.
+
+    Grid: H, R. 0.26 MB of scores and positions: 0.1 us, less than a launch; 5 us for 64 requests.
     """
     h, r = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head = r * tl.num_programs(0) + h
@@ -259,7 +261,10 @@ def _evict_and_insert(
 
 @triton.jit
 def _products(cache, evicted_deltas, step_flags, P: tl.constexpr, BLOCK_X: tl.constexpr):
-    """Update a block of rows of the moments' products with the evicted token."""
+    """Update a block of rows of the moments' products with the evicted token.
+
+    Grid: 32 rows, H, R. 1.05 MB, read and written: 0.3 us; 19 us for 64 requests.
+    """
     first, h, r = tl.program_id(0) * BLOCK_X, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = r * tl.num_programs(1) + h
     if tl.load(step_flags + head * MARKS + 2) == 0:

@@ -118,6 +118,8 @@ def _project(
 
     The token is the new one, or the one leaving the window for the read features of a delayed scorer and for
     an MLP. A row's result does not depend on the other rows.
+
+    Grid: 16 requests, 64 columns or the gates, H. 2.1 MB of weights, whatever the number of requests up to 16: 0.6 us.
     """
     part, h, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     r, since, sinks, window = _requests(step, requests, tl.program_id(0) * ROWS, P, ROWS)
@@ -196,6 +198,8 @@ def _cells(
     """Update a block of columns of an mLSTM's cells with the new token, and read it out.
 
     z and m stay unchanged, because all blocks read them; :mod:`_serving_retain` writes them.
+
+    Grid: 32 columns, H, R. 1.06 MB, the state read and written: 0.3 us; 19 us for 64 requests.
     """
     first, h, r = tl.program_id(0) * BLOCK_V, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     since, protected, sinks, window = start_of(cache, step, r, h, P)
@@ -232,6 +236,8 @@ def _residuals(
     """Compute ``|v - vb - scale Sig k|`` of a block of slots, if a token is to be evicted.
 
     All slots are in use then.
+
+    Grid: 32 slots, H, R. 17 MB: 5 us; but 1.1 GFLOP, in three products of TF32 each: 13 us.
     """
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

@@ -61,6 +61,8 @@ def _states(
     """Compute the state before each chunk of a segment and behind its last.
 
     Each program has one tile of C and walks over the chunks.
+
+    Grid: 64 features, 64 columns, rows times segments. 135 MB: 37 us, and more by 128 chunks one after another.
     """
     f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
     own = tl.program_id(2).to(tl.int64)
@@ -116,7 +118,10 @@ def _readout(
     delay, length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns of h for the tokens of a chunk, and their stabilisers and denominators."""
+    """Compute a block of columns of h for the tokens of a chunk, and their stabilisers and denominators.
+
+    Grid: 64 columns, chunks, rows. 202 MB: 56 us.
+    """
     column = tl.program_id(0) * BLOCK_V
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)

@@ -40,6 +40,8 @@ def _simulate(
     """Process the arrivals of one head of a segment one by one.
 
     Once all slots are filled, the lowest of the tokens in the slots and the arrival is evicted. P is an :class:`Order`.
+
+    Grid: segments, H. S arrivals, one after another, read 8 bytes of each slot from caches: about 2 us each, 16 ms.
     """
     s, h, heads = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     own = numbers_of(segments, s)
