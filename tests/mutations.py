@@ -177,7 +177,7 @@ FAULTS = {
     ],
     f"{TRITON}/_prefill_plan.py": [
         # requests after the first one in a piece
-        ("key += part.held + tail«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
+        ("key += part.held + part.length«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
     ],
     f"{TRITON}/_serving_scores.py": [
         ("tl.«where(q > 0, tl.load(m_at), -1e30→load(m_at»)", f"{SERVING} -k 'holds and once'"),

@@ -7,7 +7,6 @@ address follows from one load.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import triton
@@ -106,7 +105,7 @@ def _attend_keys(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, padded], tl.float32)
-    if P.protects:
+    if prefix is not None:
         position = own.position + query
         end = tl.minimum(own.first, own.position + queries)
         for start in range(0, end, BLOCK_K):
@@ -204,6 +203,6 @@ def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, o
     for grid, listed in key_lists(piece, config, cache, gone, block_q):
         _attend_keys[grid](
             view(q), tokens, cache, prefix, piece.segments, *listed, right, out, lse, scale,
-            P=replace(config, protects=prefix is not None), ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
+            P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

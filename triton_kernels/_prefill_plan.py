@@ -92,6 +92,11 @@ class Segment:
         return min(max(self.protected - self.position, 0), self.count)
 
     @property
+    def length(self) -> int:
+        """Number of tokens of the tail."""
+        return self.count - self.inside
+
+    @property
     def start(self) -> int:
         """Number of tokens of the tail before the segment."""
         return max(self.position - self.protected, 0)
@@ -106,24 +111,24 @@ class Segment:
         """Number of tail rows, at least one block of them because of its state, and slots in use."""
         return max(1, triton.cdiv(self.count, ROWS)) * ROWS + self.held
 
-    def oldest(self, q: int) -> int:
-        """Return the oldest token in the window before token q, sinks excluded."""
-        return max(self.sinks, q - self.window)
+    def eligible(self, q: int) -> int:
+        """Return the number of tokens behind the sinks that have left the window before token q."""
+        return max(0, q - self.window - self.sinks)
 
     @property
     def leaving(self) -> int:
         """Number of tokens that leave the window."""
-        return self.oldest(self.start + self.count - self.inside) - self.oldest(self.start)
+        return self.eligible(self.start + self.length) - self.eligible(self.start)
 
     @property
     def filled(self) -> int:
         """Number of long-range slots that may be in use after the segment, of the head with most."""
-        return min(self.oldest(self.start + self.count - self.inside) - self.sinks, max(self.topk))
+        return min(self.eligible(self.start + self.length), max(self.topk))
 
     @property
     def evicts(self) -> bool:
         """Whether some head has more candidates than long-range slots."""
-        return self.oldest(self.start + self.count - self.inside) - self.sinks > min(self.topk)
+        return self.eligible(self.start + self.length) > min(self.topk)
 
 
 def segments_of(
@@ -170,14 +175,13 @@ class Piece:
     def __init__(self, parts: list[Segment], device: torch.device):
         lines, row, key, entry = [], 0, 0, 0
         for part in parts:
-            tail = part.count - part.inside
             numbers = Numbers(
-                part.request, part.position, part.token, part.inside, tail, part.start, part.protected, part.sinks,
-                part.window, row, key, part.held, entry, part.filled, part.leaving, part.biased,
+                part.request, part.position, part.token, part.inside, part.length, part.start, part.protected,
+                part.sinks, part.window, row, key, part.held, entry, part.filled, part.leaving, part.biased,
             )  # fmt: skip
             lines.append([*numbers, *part.topk])
-            row += triton.cdiv(tail, ROWS) * ROWS
-            key += part.held + tail
+            row += triton.cdiv(part.length, ROWS) * ROWS
+            key += part.held + part.length
             entry += part.filled + part.leaving
         sent = send(lines, device, torch.int32)
         self.segments, self.topk = sent[:, :16].contiguous(), sent[:, 16:].contiguous()
@@ -186,7 +190,7 @@ class Piece:
         self.most_slots = max(part.sinks + part.window + max(part.topk) for part in parts)
         self.most_entries = max(part.filled + part.leaving for part in parts)
         self.evicts = any(part.evicts for part in parts)
-        self.tails = send([s for s, part in enumerate(parts) if part.count > part.inside], device)
+        self.tails = send([s for s, part in enumerate(parts) if part.length], device)
         self._queries, self._blocks = [part.count for part in parts], {}
 
     def __len__(self) -> int:

@@ -106,15 +106,11 @@ class KernelConfig(Order):
     gate_scores: bool = False
     threshold: float | None = None
     uses_moment_correction: bool = False
-    protects: bool = False  # requests may have a protected prefix; their tail has no sinks
     columns: int = 0  # Fp of an mLSTM, M of an MLP
     features: int = 0  # F
     values: int = 0  # Dv
     softcap: float | None = None
     delayed: bool = True
-    norm: bool = False
-    skip: bool = False
-    projects_values: bool = True
 
     @property
     def padded(self) -> int:
@@ -201,7 +197,7 @@ def roles_of(step, r, P: tl.constexpr):
     """
     protected, sinks = tl.full([], 0, tl.int32), tl.full([], P.sinks, tl.int32)
     window = tl.load(element_at(step.windows, r, 0)).to(tl.int32)
-    if P.protects:
+    if step.protected.base is not None:
         protected = tl.load(element_at(step.protected, r, 0)).to(tl.int32)
         sinks = tl.where(protected > 0, 0, P.sinks)
     return protected, sinks, window

@@ -61,24 +61,30 @@ def _dot(x_key, x_value, weight, h, column, fits, P: tl.constexpr):
 
 
 @triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
+def _vector(weight, h, length, PADDED: tl.constexpr):
+    """Load the ``length`` numbers of head h."""
+    i = tl.arange(0, PADDED)
+    return tl.load(weight + h * length + i, mask=i < length, other=0.0)
+
+
+@triton.jit
+def _output(hidden, weights, h, length, PADDED: tl.constexpr):
+    """Return the score of a learned scorer's ``length`` hidden numbers, ``out . SiLU(hidden) + bias``."""
+    out = _vector(weights.out_weight, h, length, PADDED)
+    return tl.sum(hidden / (1.0 + tl.exp(-hidden)) * out, 0) + tl.load(weights.out_bias + h)
 
 
 @triton.jit
 def _read_mlstm(projected, numerator, z, m, weights, h, x_key, x_value, column, fits, P: tl.constexpr):
     """Return the score of a token from the state's products with its read features ``projected``."""
-    c = tl.arange(0, P.padded_values)
-    inside = c < P.values
     bounded = tl.minimum(tl.maximum(m, -60.0), 60.0)
     denominator = tl.sum(features_of(projected, P) * z, 0) + EPS * tl.exp(-bounded)
-    hidden = tl.load(numerator + c, mask=inside, other=0.0) / denominator
-    if P.norm:
+    hidden = _vector(numerator, 0, P.values, P.padded_values) / denominator
+    if weights.norm_weight is not None:
         rms = tl.sqrt_rn(tl.sum(hidden * hidden, 0) / P.values + EPS)
-        hidden = hidden / rms * tl.load(weights.norm_weight + h * P.values + c, mask=inside, other=0.0)
-    out = tl.load(weights.out_weight + h * P.values + c, mask=inside, other=0.0)
-    score = tl.sum(_silu(hidden) * out, 0) + tl.load(weights.out_bias + h)
-    if P.skip:
+        hidden = hidden / rms * _vector(weights.norm_weight, h, P.values, P.padded_values)
+    score = _output(hidden, weights, h, P.values, P.padded_values)
+    if weights.direct_weight is not None:
         score += _dot(x_key, x_value, weights.direct_weight, h, column, fits, P)
     return score
 
@@ -100,12 +106,9 @@ def _stateless(projected, weights, h, x_key, x_value, stored, column, fits, P: t
     if P.scorer == "linear":
         score = _dot(x_key, x_value, weights.direct_weight, h, column, fits, P) + tl.load(weights.out_bias + h)
     if P.scorer == "mlp":
-        i = tl.arange(0, P.padded_columns)
-        inside = i < P.columns
-        hidden = tl.load(projected + i, mask=inside, other=0.0)
-        hidden += tl.load(weights.read_bias + h * P.columns + i, mask=inside, other=0.0)
-        out = tl.load(weights.out_weight + h * P.columns + i, mask=inside, other=0.0)
-        score = tl.sum(_silu(hidden) * out, 0) + tl.load(weights.out_bias + h)
+        hidden = _vector(projected, 0, P.columns, P.padded_columns)
+        hidden += _vector(weights.read_bias, h, P.columns, P.padded_columns)
+        score = _output(hidden, weights, h, P.columns, P.padded_columns)
     return score
 
 
@@ -176,7 +179,7 @@ def _evict_and_insert(
         tl.store(step_flags, tl.where(since == -1, PADDING, REFUSED))
         tl.store(step_flags + 1, 0)
         tl.store(step_flags + 2, 0)
-        if P.protects:
+        if step.protected.base is not None:
             seen = tl.load(element_at(step.positions, r, 0)).to(tl.int32) + 1
             tl.store(step_flags + 3, tl.where(since == -1, tl.minimum(seen, protected), 0))
         return
@@ -255,7 +258,7 @@ def _evict_and_insert(
     tl.store(step_flags, tl.maximum(used, slot + 1))
     tl.store(step_flags + 1, evicted + gone)
     tl.store(step_flags + 2, gone)
-    if P.protects:
+    if step.protected.base is not None:
         tl.store(step_flags + 3, protected)
 
 

@@ -23,21 +23,6 @@ from kvpop_vllm.kernels.triton._serving_pages import (
 
 
 @triton.jit
-def _requests(step, requests, first, P: tl.constexpr, ROWS: tl.constexpr):
-    """Return requests ``first ..``, their numbers of earlier tail tokens, sinks and windows.
-
-    All are ``[ROWS]``, the requests int64. The number of tokens is negative if a row is padding, past the
-    last request or within its prefix.
-    """
-    r = first + tl.arange(0, ROWS)
-    inside = r < requests
-    r = tl.where(inside, r, 0).to(tl.int64)
-    protected, sinks, window = roles_of(step, r, P)
-    position = tl.load(element_at(step.positions, r, 0), mask=inside, other=-1).to(tl.int32)
-    return r, position - protected, sinks, window
-
-
-@triton.jit
 def multiply(
     key_row, value_row, wanted, matrix, column, columns,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -96,7 +81,7 @@ def _gates(
             at = (2 * h + half) * P.size + place
             igate += tl.sum(rows * tl.load(weights.igate_weight + at, mask=fits, other=0.0)[None, :], 1)
             fgate += tl.sum(rows * tl.load(weights.fgate_weight + at, mask=fits, other=0.0)[None, :], 1)
-            if half == 1 and not P.projects_values:
+            if half == 1 and weights.v_proj is None:
                 tl.store(row[:, None] + place[None, :], rows, mask=inside)
     igate = (igate + tl.load(weights.igate_bias + h)).to(tl.float64)
     fgate = (fgate + tl.load(weights.fgate_bias + h)).to(tl.float64)
@@ -122,7 +107,12 @@ def _project(
     Grid: 16 requests, 64 columns or the gates, H. 2.1 MB of weights, whatever the number of requests up to 16: 0.6 us.
     """
     part, h, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
-    r, since, sinks, window = _requests(step, requests, tl.program_id(0) * ROWS, P, ROWS)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = r < requests
+    r = tl.where(inside, r, 0).to(tl.int64)
+    protected, sinks, window = roles_of(step, r, P)
+    # negative for padding, protected tokens and rows past the last request
+    since = tl.load(element_at(step.positions, r, 0), mask=inside, other=-1).to(tl.int32) - protected
     if P.scorer == "mlstm":
         if part == tl.num_programs(1) - 1:
             _gates(step, weights, out, heads, h, r, since >= 0, P, ROWS, BLOCK_X)
@@ -134,7 +124,7 @@ def _project(
         which = tl.minimum(part // blocks, 2)
         if which == 1:
             matrix = weights.k_proj
-        if P.projects_values:
+        if weights.v_proj is not None:
             if which == 2:
                 matrix = weights.v_proj
     columns = tl.where(which == 2, P.values, P.columns)

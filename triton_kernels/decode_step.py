@@ -64,8 +64,6 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
     if scorer.kernel == "mlstm":
         del options["hedgehog"]  # features say it
         options |= {"columns": scorer.q_proj.shape[-1], "features": scorer.features, "values": scorer.value_size}
-        options |= {"norm": scorer.norm_weight is not None, "skip": scorer.skip_weight is not None}
-        options["projects_values"] = scorer.v_proj is not None
     return Weights(**{name: tensors[name] for name in Weights._fields if name in tensors}), options
 
 
@@ -117,7 +115,7 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
             raise ValueError(f"{name} must be contiguous {wanted} on {q.device}, got {weight.dtype} on {weight.device}")
 
 
-def kernel_config(pages, table, group: int, rule, options: dict, protects: bool) -> KernelConfig:
+def kernel_config(pages, table, group: int, rule, options: dict) -> KernelConfig:
     """Return the constants that the kernels are compiled for.
 
     Args:
@@ -126,7 +124,6 @@ def kernel_config(pages, table, group: int, rule, options: dict, protects: bool)
         group: G.
         rule: retention rule of the layer.
         options: compile-time options of the scorer, from :func:`weights_of`.
-        protects: True if there is a prefix.
     """
     layout = pages.layout
     return KernelConfig(
@@ -139,7 +136,6 @@ def kernel_config(pages, table, group: int, rule, options: dict, protects: bool)
         sinks=rule.sinks,
         decay_step=rule.decay_step,
         uses_moment_correction=rule.moment_correction,
-        protects=protects,
         **options,
     )
 
@@ -183,7 +179,7 @@ def decode_step(
     """
     weights, options = weights_of(rule.scorer, "decode_step")
     check_step(q, k, v, pages, rule, weights, prefix, len(q), "decode_step")
-    config = kernel_config(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
+    config = kernel_config(pages, page_table, q.shape[1] // k.shape[1], rule, options)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
     if len(q):
         told = positions, budgets, windows, gate_scores, prefix, keys
@@ -244,7 +240,7 @@ def _retain(config, cache, step, weights, log_gamma, scale, step_flags) -> None:
         projected = floats(config.projected)
         tiles, blocks = triton.cdiv(requests, 16), triton.cdiv(config.columns, 64)
         if config.scorer == "mlstm":
-            blocks = 2 * blocks + (triton.cdiv(config.values, 64) if config.projects_values else 0) + 1
+            blocks = 2 * blocks + (0 if weights.v_proj is None else triton.cdiv(config.values, 64)) + 1
         _project[tiles, blocks, heads](
             cache, step, weights, projected, requests, ROWS=16, BLOCK_C=64, BLOCK_X=32, **options
         )
@@ -275,7 +271,7 @@ def _attention(config, cache, step, prefix, scale, step_flags, out, lse) -> None
     wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
     tile = tile_of(DECODE, wide, config.size)
     block = max(16, min(tile.keys, config.slots & -config.slots))  # a power of two that divides N
-    protected = prefix.table.shape[1] * config.slots if config.protects else 0
+    protected = 0 if prefix is None else prefix.table.shape[1] * config.slots
     splits = _splits(config, protected, requests * heads, block, device)
     group = triton.next_power_of_2(config.group)
     merged = _floats(device, *out.shape) if config.uses_moment_correction else out

@@ -49,14 +49,13 @@ def _states(
     v,  # [rows, S, DV]
     igate,  # [rows, chunks * L], -inf behind the end
     decay,  # [rows, chunks * L]
-    c_first, z_first, m_first,
+    c_first, z_first, m_first,  # before each segment, or None
     c_states,  # [rows, chunks + segments, F, DV]
     z_states,  # [rows, chunks + segments, F]
     m_states,  # [rows, chunks + segments]
     ends,  # [segments + 1], number of chunks before each segment, and in all
     length, chunks, segments,
-    HAS_FIRST: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute the state before each chunk of a segment and behind its last.
 
@@ -82,7 +81,7 @@ def _states(
     c = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
     z = tl.zeros([BLOCK_F], tl.float32)
     m = tl.full([], EMPTY_M, tl.float32)
-    if HAS_FIRST:
+    if c_first is not None:
         c = tile(c_first + own * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
         z = tl.load(z_first + own * FEATURES + features, mask=features < FEATURES, other=0.0)
         m = tl.load(m_first + own)
@@ -214,9 +213,8 @@ class _Layout:
         states = self.empty(*where, self.features, self.width), self.empty(*where, self.features), self.empty(*where)
         first = (None, None, None) if state is None else state
         _states[self.f_blocks, self.v_blocks, self.rows * segments](
-            k, v, self.igate, self.decay, *first, *states, ends, self.length, self.chunks, segments,
-            HAS_FIRST=state is not None, **self.tiles(),
-        )  # fmt: skip
+            k, v, self.igate, self.decay, *first, *states, ends, self.length, self.chunks, segments, **self.tiles()
+        )
         return states
 
     def readout(self, q, k, v, states, segment_of, delay):

@@ -51,7 +51,7 @@ def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_score
     run = _Prefill(pages, page_table, chunks, rule, scale, prefix, q.shape[1] // k.shape[1])
     run.in_pieces(q, k, v, gate_scores, keys, out, lse)
     if rule.sequential:
-        config = kernel_config(pages, page_table, run.config.group, rule, options, prefix is not None)
+        config = kernel_config(pages, page_table, run.config.group, rule, options)
         run.token_by_token(config, weights, q, k, v, gate_scores, keys, out, lse)
     return out, lse
 
@@ -73,7 +73,7 @@ class _Prefill:
         if prefix is not None and prefix.biased is not None:
             self.biased = prefix.biased.tolist()
         self.rule, self.scale, self.prefix, self.device = rule, scale, prefix, table.device
-        self.config = kernel_config(pages, table, group, rule, {"scorer": "none"}, False)
+        self.config = kernel_config(pages, table, group, rule, {"scorer": "none"})
         self.cache, self.before = cache_of(pages, table), prefix_of(prefix)
         self.heads = torch.arange(table.shape[1], device=table.device)
         self.right = self._right()
@@ -178,16 +178,18 @@ class _Prefill:
 
         A chunk that does not start at the ``tokens_seen`` of all heads gets positions that no cache comes to.
         """
-        counts, order, tokens, positions, rows = self._once("steps", self._steps)
+        counts, order, tokens, positions, rows, protected, biased, windows, budgets = self._once("steps", self._steps)
         positions = torch.where((self.right[order] > 0).all(1)[rows], positions, positions + NOWHERE)
         positions = positions.unsqueeze(1).repeat(1, 2)  # 16-byte alignment for every position: kernels compile once
-        table, budgets, windows, *ends = self.table[order], *self._once("sizes", lambda: self._sizes(order))
-        draws, first = None if keys is None else keys[order], 0
-        before = self.prefix and Prefix(self.prefix.pages, self.prefix.table[order], *ends)
+        table, draws, first = self.table[order], None if keys is None else keys[order], 0
+        if self.prefix is not None:
+            biased = None if self.prefix.biased is None else biased
+            before = Prefix(self.prefix.pages, self.prefix.table[order], protected, biased)
         for count in counts:
             at, position = tokens[first : first + count], positions[first : first + count, 0]
             given = None if gate_scores is None else gate_scores[at]
-            prefix, drawn = before and before.of(slice(count)), None if draws is None else draws[:count]
+            prefix = None if self.prefix is None else before.of(slice(count))
+            drawn = None if draws is None else draws[:count]
             own = position, budgets[:count], windows[:count], given, prefix, drawn
             found = out.new_empty(count, *out.shape[1:]), lse.new_empty(count, lse.shape[1])
             step = config, q[at], k[at], v[at], self.pages, table[:count], own, self.rule, weights, self.scale
@@ -195,19 +197,12 @@ class _Prefill:
             out[at], lse[at] = found
             first += count
 
-    def _sizes(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return budgets, windows, p and, if any have a bias, the biased tokens of the requests in this order, on the device."""
-        numbers = [self.chunks.budgets.tolist(), list(self.chunks.windows), self.protected]
-        types = [torch.int32, torch.int32, torch.int64]
-        if self.prefix is not None and self.prefix.biased is not None:
-            numbers, types = [*numbers, self.biased], [*types, torch.int64]
-        return tuple(send(values, self.device, dtype)[order] for values, dtype in zip(numbers, types, strict=True))
-
-    def _steps(self) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _steps(self) -> tuple:
         """Return what the steps consist of.
 
-        These are the number of tokens of each step; the requests, those with most tokens first; and for the tokens of all
-        steps the index in the batch, the position, and the index of the request in that order.
+        These are the number of tokens of each step; the requests, those with most tokens first; for the tokens of all
+        steps the index in the batch, the position, and the index of the request in that order; and of the requests in
+        that order p, the number of tokens that have a bias, w and the budgets.
         """
         parts, first = [], 0
         for r, (start, length) in enumerate(zip(self.chunks.starts, self.chunks.lengths, strict=True)):
@@ -221,4 +216,7 @@ class _Prefill:
         positions = [part[3] + i for i in steps for part in parts[: counts[i]]]
         rows = [row for i in steps for row in range(counts[i])]
         order = [r for _, r, *_ in parts]
-        return counts, *(send(values, self.device) for values in (order, tokens, positions, rows))
+        sizes = self.protected, self.biased, self.chunks.windows, self.chunks.budgets.tolist()
+        protected, biased, windows, budgets = ([of[r] for r in order] for of in sizes)
+        wide = (send(values, self.device) for values in (order, tokens, positions, rows, protected, biased))
+        return counts, *wide, *(send(values, self.device, torch.int32) for values in (windows, budgets))

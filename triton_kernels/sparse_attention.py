@@ -118,11 +118,6 @@ def _backward_keys(
     store_rows(dv + place, dv_acc, listed, size, padded)
 
 
-def _rows_of_batch(batch: int, length: int, heads: int, device: torch.device) -> Piece:
-    """Return the rows of a batch as segments without slots."""
-    return Piece([Segment(b, b * length, length, 0, 0, 0, 1, [length] * heads) for b in range(batch)], device)
-
-
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """Return ``[B, H, S, D]`` as ``[B * S, H, D]`` with a contiguous last axis, without a copy where that is possible."""
     x = x.transpose(1, 2).flatten(0, 1)
@@ -149,7 +144,9 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gone, scale):
         batch, query_heads, length, size = q.shape
-        heads, piece = k.shape[1], _rows_of_batch(batch, length, k.shape[1], q.device)
+        heads = k.shape[1]
+        # the rows of the batch are segments without slots
+        piece = Piece([Segment(b, b * length, length, 0, 0, 0, 1, [length] * heads) for b in range(batch)], q.device)
         config = KernelConfig(size=size, group=query_heads // heads)
         q, k, v = map(_flat, (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
