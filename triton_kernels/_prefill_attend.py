@@ -54,7 +54,7 @@ def _list_keys(
     gone += h * keys + own.key
     lists += row * 2 * room
     found = 0
-    if cache is not None:
+    if cache.table is not None:
         for start in range(0, own.held, WIDTH):
             slot = start + tl.arange(0, WIDTH)
             until = tl.load(gone + slot, mask=slot < own.held, other=0)
@@ -105,7 +105,7 @@ def _attend_keys(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, padded], tl.float32)
-    if prefix is not None:
+    if prefix.table is not None:
         position = own.position + query
         end = tl.minimum(own.first, own.position + queries)
         for start in range(0, end, BLOCK_K):
@@ -127,7 +127,7 @@ def _attend_keys(
     list_of = h * tl.num_programs(0) + tl.program_id(0)
     lists += list_of * 2 * room
     held, count = tl.load(counts + 2 * list_of), tl.load(counts + 2 * list_of + 1)
-    if cache is not None:
+    if cache.table is not None:
         for start in range(0, held, BLOCK_K):
             entry = start + tl.arange(0, BLOCK_K)
             there = entry < held
@@ -190,7 +190,7 @@ def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, o
         config: compile-time constants.
         q: ``[T, Hq, D]``.
         tokens: k and v ``[T, H, D]``, as kernels take them.
-        cache, prefix: pages of tails and of prefixes as kernels take them, None where no request has any.
+        cache, prefix: pages of tails and of prefixes as kernels take them.
         gone: ``[H, N]`` int32, index of the first query that does not see a key.
         right: ``[R, H]`` int32; outputs are NaN where it is 0.
         scale: factor on q . k.

@@ -102,13 +102,13 @@ def _attend(
     head = (r * heads + h) * P.group + g  # index in [R, Hq]
     own, found = logits + head * P.most_slots, used
     blocks, ahead = (tl.maximum(used, 0) + BLOCK_S - 1) // BLOCK_S, 0
-    if prefix is not None:
+    if prefix.table is not None:
         protected = tl.load(step_flags + 3)
         found += protected
         ahead = (protected + BLOCK_S - 1) // BLOCK_S
     share = (ahead + blocks + splits - 1) // splits
     begin, end = part * share, tl.minimum(ahead + blocks, (part + 1) * share)
-    if prefix is not None:
+    if prefix.table is not None:
         biased = None
         if prefix.score is not None:
             biased = tl.minimum(tl.load(element_at(step.biased, r, 0)).to(tl.int32), protected)

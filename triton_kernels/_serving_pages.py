@@ -32,25 +32,25 @@ def view(tensor) -> View:
 
 
 class Cache(NamedTuple):
-    """Pages of a layer and their page table, with strides in elements of the respective array.
+    """Pages of a layer and their page table, with strides in elements of the respective array; no table stands for none.
 
     Pages of protected tokens (:class:`kvpop_vllm.kernels.pages.Prefix`) have the table of all heads and the arrays k, v
     and, if some have a bias, score.
     """
 
-    k: Any  # [blocks, H, N, D]
-    v: Any
-    score: Any  # [blocks, H, N]
-    position: Any
-    state: Any  # [blocks, H, words]
-    rows: int  # strides of k and v: between blocks,
-    rows_head: int  # between heads
-    words: int  # strides of score, position and state (4 bytes each): between blocks,
-    words_head: int  # between heads
-    table: Any  # [R, H, P]
-    table_request: int
-    table_head: int
-    table_page: int
+    k: Any = None  # [blocks, H, N, D]
+    v: Any = None
+    score: Any = None  # [blocks, H, N]
+    position: Any = None
+    state: Any = None  # [blocks, H, words]
+    rows: int = 0  # strides of k and v: between blocks,
+    rows_head: int = 0  # between heads
+    words: int = 0  # strides of score, position and state (4 bytes each): between blocks,
+    words_head: int = 0  # between heads
+    table: Any = None  # [R, H, P]
+    table_request: int = 0
+    table_head: int = 0
+    table_page: int = 0
 
 
 class StepInputs(NamedTuple):

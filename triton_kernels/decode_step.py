@@ -193,10 +193,10 @@ def cache_of(pages, table) -> Cache:
     return Cache(*arrays, *pages.k.stride()[:2], *pages.score.stride()[:2], table, *table.stride())
 
 
-def prefix_of(prefix) -> Cache | None:
-    """Return the pages of a prefix and their table as kernels take them, None without a prefix."""
+def prefix_of(prefix) -> Cache:
+    """Return the pages of a prefix and their table as kernels take them."""
     if prefix is None:
-        return None
+        return Cache()
     pages, (row, page) = prefix.pages, prefix.table.stride()
     arrays = pages.k, pages.v, None if prefix.biased is None else pages.score, None, None
     return Cache(*arrays, *pages.k.stride()[:2], *pages.score.stride()[:2], prefix.table, row, 0, page)
@@ -271,7 +271,7 @@ def _attention(config, cache, step, prefix, scale, step_flags, out, lse) -> None
     wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
     tile = tile_of(DECODE, wide, config.size)
     block = max(16, min(tile.keys, config.slots & -config.slots))  # a power of two that divides N
-    protected = 0 if prefix is None else prefix.table.shape[1] * config.slots
+    protected = 0 if prefix.table is None else prefix.table.shape[1] * config.slots
     splits = _splits(config, protected, requests * heads, block, device)
     group = triton.next_power_of_2(config.group)
     merged = _floats(device, *out.shape) if config.uses_moment_correction else out

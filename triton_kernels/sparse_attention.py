@@ -15,7 +15,7 @@ from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION, check_size, c
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
 from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists
 from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, Segment, block_of
-from kvpop_vllm.kernels.triton._serving_pages import KernelConfig, element_at, view
+from kvpop_vllm.kernels.triton._serving_pages import Cache, KernelConfig, element_at, view
 from kvpop_vllm.kernels.triton._tiles import BACKWARD, tile_of
 from torch.autograd.function import once_differentiable
 
@@ -152,7 +152,7 @@ class _SparseAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         gone, right = gone.transpose(0, 1).flatten(1).contiguous(), gone.new_ones(batch, heads)
-        attend(piece, config, q, (view(k), view(v)), None, None, gone, right, scale, out, lse)
+        attend(piece, config, q, (view(k), view(v)), Cache(), Cache(), gone, right, scale, out, lse)
         ctx.save_for_backward(q, k, v, gone, out, lse)
         ctx.options = piece, config, scale
         out, natural = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (out, lse))
@@ -172,7 +172,7 @@ class _SparseAttention(torch.autograd.Function):
         tile = tile_of(BACKWARD, q.dtype == torch.float32, config.size)
         rows, block_q = block_rows(config, tile)
         launch = {"P": config, "BLOCK_K": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
-        for grid, listed in key_lists(piece, config, None, gone, block_q):
+        for grid, listed in key_lists(piece, config, Cache(), gone, block_q):
             _backward_queries[grid](
                 *inputs, piece.segments, *listed, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
             )  # fmt: skip
