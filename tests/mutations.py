@@ -144,36 +144,40 @@ FAULTS = {
     ],
     # Triton, interpreted
     f"{TRITON}/_serving_retain.py": [
-        ("return score + («age→(age + 1)» // P.decay_step).to(tl.float64) * log_gamma", f"{DECODE} -k ties"),
         # counted from the prefix's end
         ("tl.store(zero, «q + 1)  # tokens_seen→since + 1)»", f"{SERVING} -k 'holds and key'"),
     ],
     f"{TRITON}/_lowest_score.py": [
-        ("((effective == best) & (token «<→>» oldest))", f"{DECODE} -k ties"),
+        ("((score == best) & (token «<→>» oldest))", f"{DECODE} -k ties"),
+        ("return score + («age→(age + 1)» // P.decay_step).to(tl.float64) * log_gamma", f"{DECODE} -k ties"),
+    ],
+    f"{TRITON}/running_topk.py": [
+        # a block's own zeros count as ahead of it
+        ("mask=ahead <«→=» block, other=0", "tests/kernels/test_running_topk.py -k 'share and 17'"),
     ],
     f"{TRITON}/_serving_attend.py": [
         # every head gets the bias of the first
-        ("bias = before.bias + h«→ * 0» * before.words_head", f"{SERVING} -k 'holds and biases and two'"),
+        ("words = cache.score + h«→ * 0» * cache.words_head", f"{SERVING} -k 'holds and biases and two'"),
     ],
     f"{TRITON}/_prefill_attend.py": [
         # protected tokens get no bias
         (
-            "                bias = tl.load(words, mask=t < «biased→0»",
+            "bias = tl.load(words, mask=t < «tl.minimum(own.biased, end)→0»",
             f"{TRITON_PREFILL} -k 'shapes and biases and within'",
         ),
         # seen by one query alone
         ("seen = (until > first«→ + 1») & inside", f"{TRITON_PREFILL} -k 'shapes and window'"),
         # a block loads protected keys that a later chunk writes
-        ("number(segments, s, POSITION) + «queries→first + BLOCK_Q»)", f"{TRITON_PREFILL} -k 'shapes and blocks'"),
+        ("own.position + «queries→first + BLOCK_Q»)", f"{TRITON_PREFILL} -k 'shapes and blocks'"),
     ],
     f"{TRITON}/_prefill_slots.py": [
-        ("key = used + index - window«→ + 1»", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+        ("key = own.held + index - window«→ + 1»", f"{TRITON_PREFILL} -k 'shapes and norm'"),
         # the oldest token of the ring is not written
-        ("(index >«=→» length - window))", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+        ("(index >«=→» length - own.window))", f"{TRITON_PREFILL} -k 'shapes and norm'"),
     ],
     f"{TRITON}/_prefill_plan.py": [
         # requests after the first one in a piece
-        ("key += part.held + tail«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
+        ("key += part.held + part.length«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
     ],
     f"{TRITON}/_serving_scores.py": [
         ("tl.«where(q > 0, tl.load(m_at), -1e30→load(m_at»)", f"{SERVING} -k 'holds and once'"),

@@ -23,6 +23,14 @@ from kvpop_vllm.kernels.triton._matrix_tiles import store_tile, tile
 
 
 @triton.jit
+def pair_logs(decays, gates, L: tl.constexpr):
+    """Return ``b_i - b_j + i_j`` of all tokens i and j of a chunk, -inf where j > i."""
+    tokens = tl.arange(0, L)
+    logs = decays[:, None] - decays[None, :] + gates[None, :]
+    return tl.where(tokens[:, None] >= tokens[None, :], logs, float("-inf"))
+
+
+@triton.jit
 def _backward_states(
     q,
     grad,  # dh, [rows, S, DV]
@@ -38,6 +46,8 @@ def _backward_states(
     """Compute the gradient of the state behind each chunk, from the last to the first.
 
     Each program has one tile of C.
+
+    Grid: 64 features, 64 columns, rows. 202 MB: 56 us, and more by 128 chunks one after another.
     """
     f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
     row = tl.program_id(2).to(tl.int64)
@@ -51,11 +61,11 @@ def _backward_states(
     for i in range(chunks):
         chunk = chunks - 1 - i
         behind = row * (chunks + 1) + chunk + 1
-        c = tile(c_states + behind * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        c = tile(c_states + behind * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
         z = tl.load(z_states + behind * FEATURES + features, mask=has_z, other=0.0)
         tl.store(flow + part * chunks + chunk, tl.sum(tl.sum(c * dc, 1), 0) + tl.sum(z * dz, 0))
         here = row * chunks + chunk
-        store_tile(c_grads + here * FEATURES * WIDTH, dc, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        store_tile(c_grads + here * FEATURES * WIDTH, dc, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
         tl.store(z_grads + here * FEATURES + features, dz, mask=has_z)
 
         at = here * L + tl.arange(0, L)
@@ -63,8 +73,8 @@ def _backward_states(
         m_start, m_end = tl.load(m_states + behind - 1), tl.load(m_states + behind)
         keep = tl.exp(tl.load(decay + here * L + L - 1) + m_start - m_end)
         old = tl.exp(decays + m_start - tl.load(m_rows + at))
-        block_q = tile(q, chunk * L - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F) * old[:, None]
-        g = tile(grad, chunk * L - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+        block_q = tile(q, chunk * L - delay, length - delay, f, FEATURES, L, BLOCK_F) * old[:, None]
+        g = tile(grad, chunk * L - delay, length - delay, column, WIDTH, L, BLOCK_V)
         g = g / tl.load(denominators + at)[:, None]
         dc = tl.dot(tl.trans(block_q), g, dc * keep, input_precision=PRECISION)
         dz = dz * keep + tl.sum(block_q * tl.load(qz_grad + at)[:, None], 0)
@@ -79,15 +89,17 @@ def _backward_features(
     k_dk, delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns of dq and dk of a chunk."""
+    """Compute a block of columns of dq and dk of a chunk.
+
+    Grid: 64 features, chunks, rows. 337 MB: 93 us.
+    """
     f = tl.program_id(0) * BLOCK_F
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     first = chunk * L
-    tokens = tl.arange(0, L)
     here = row * chunks + chunk
     state = here + row  # index in [rows, chunks + 1]
-    at = here * L + tokens
+    at = here * L + tl.arange(0, L)
     decays, gates, m = tl.load(decay + at), tl.load(igate + at), tl.load(m_rows + at)
     e = tl.load(qz_grad + at)
     denominator = tl.load(denominators + at)
@@ -96,11 +108,11 @@ def _backward_features(
     dq_acc = tl.zeros([L, BLOCK_F], tl.float32)
     dk_acc = tl.zeros([L, BLOCK_F], tl.float32)
     for column in range(0, WIDTH, BLOCK_V):
-        g = tile(grad + row * length * WIDTH, first - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+        g = tile(grad + row * length * WIDTH, first - delay, length - delay, column, WIDTH, L, BLOCK_V)
         g = g / denominator[:, None]
-        block_v = tile(v + row * length * WIDTH, first, length, WIDTH, column, WIDTH, L, BLOCK_V)
-        c = tile(c_states + state * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
-        dc = tile(c_grads + here * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        block_v = tile(v + row * length * WIDTH, first, length, column, WIDTH, L, BLOCK_V)
+        c = tile(c_states + state * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
+        dc = tile(c_grads + here * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
         products = tl.dot(g, tl.trans(block_v), products, input_precision=PRECISION)
         dq_acc = tl.dot(g, tl.trans(c), dq_acc, input_precision=PRECISION)
         dk_acc = tl.dot(block_v, tl.trans(dc), dk_acc, input_precision=PRECISION)
@@ -109,18 +121,16 @@ def _backward_features(
     dz = tl.load(z_grads + here * FEATURES + features, mask=features < FEATURES, other=0.0)
     old = tl.exp(decays + tl.load(m_states + state) - m)
     write = tl.exp(tl.load(decay + here * L + L - 1) - decays + gates - tl.load(m_states + state + 1))
-    pair = decays[:, None] - decays[None, :] + gates[None, :] - m[:, None]
-    pair = tl.where(tokens[:, None] >= tokens[None, :], pair, float("-inf"))
-    products = (products + e[:, None]) * tl.exp(pair)
+    products = (products + e[:, None]) * tl.exp(pair_logs(decays, gates, L) - m[:, None])
 
-    block_q = tile(q + row * length * FEATURES, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
-    block_k = tile(k + row * length * FEATURES, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
+    block_q = tile(q + row * length * FEATURES, first - delay, length - delay, f, FEATURES, L, BLOCK_F)
+    block_k = tile(k + row * length * FEATURES, first, length, f, FEATURES, L, BLOCK_F)
     dq_acc = (dq_acc + z[None, :] * e[:, None]) * old[:, None]
     dq_acc = tl.dot(products, block_k, dq_acc, input_precision=PRECISION)
     dk_acc = (dk_acc + dz[None, :]) * write[:, None]
     dk_acc = tl.dot(tl.trans(products), block_q, dk_acc, input_precision=PRECISION)
-    store_tile(dq + row * length * FEATURES, dq_acc, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
-    store_tile(dk + row * length * FEATURES, dk_acc, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
+    store_tile(dq + row * length * FEATURES, dq_acc, first - delay, length - delay, f, FEATURES, L, BLOCK_F)
+    store_tile(dk + row * length * FEATURES, dk_acc, first, length, f, FEATURES, L, BLOCK_F)
     part = tl.program_id(0) * tl.num_programs(2) * chunks * L
     tl.store(q_dq + part + at, tl.sum(block_q * dq_acc, 1))
     tl.store(k_dk + part + at, tl.sum(block_k * dk_acc, 1))
@@ -133,28 +143,28 @@ def _backward_values(
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns of dv of a chunk."""
+    """Compute a block of columns of dv of a chunk.
+
+    Grid: 64 columns, chunks, rows. 202 MB: 56 us.
+    """
     column = tl.program_id(0) * BLOCK_V
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     first = chunk * L
-    tokens = tl.arange(0, L)
     here = row * chunks + chunk
-    at = here * L + tokens
+    at = here * L + tl.arange(0, L)
     decays, gates, m = tl.load(decay + at), tl.load(igate + at), tl.load(m_rows + at)
     products = tl.zeros([L, L], tl.float32)
     acc = tl.zeros([L, BLOCK_V], tl.float32)
     for f in range(0, FEATURES, BLOCK_F):
-        block_q = tile(q + row * length * FEATURES, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
-        block_k = tile(k + row * length * FEATURES, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
-        dc = tile(c_grads + here * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        block_q = tile(q + row * length * FEATURES, first - delay, length - delay, f, FEATURES, L, BLOCK_F)
+        block_k = tile(k + row * length * FEATURES, first, length, f, FEATURES, L, BLOCK_F)
+        dc = tile(c_grads + here * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
         products = tl.dot(block_q, tl.trans(block_k), products, input_precision=PRECISION)
         acc = tl.dot(block_k, dc, acc, input_precision=PRECISION)
-    pair = decays[:, None] - decays[None, :] + gates[None, :] - m[:, None]
-    pair = tl.where(tokens[:, None] >= tokens[None, :], pair, float("-inf"))
-    weights = products * tl.exp(pair)
+    weights = products * tl.exp(pair_logs(decays, gates, L) - m[:, None])
     write = tl.exp(tl.load(decay + here * L + L - 1) - decays + gates - tl.load(m_states + here + row + 1))
-    g = tile(grad + row * length * WIDTH, first - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+    g = tile(grad + row * length * WIDTH, first - delay, length - delay, column, WIDTH, L, BLOCK_V)
     g = g / tl.load(denominators + at)[:, None]
     acc = tl.dot(tl.trans(weights), g, acc * write[:, None], input_precision=PRECISION)
-    store_tile(dv + row * length * WIDTH, acc, first, length, WIDTH, column, WIDTH, L, BLOCK_V)
+    store_tile(dv + row * length * WIDTH, acc, first, length, column, WIDTH, L, BLOCK_V)

@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._draws import draw
 
 FAR = tl.constexpr(2**31 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Compile-time constants of the order in which tokens are evicted."""
+
+    decay_step: int = 1
+    mean: bool = False  # scores are sums over the queries so far
+    ages: bool = False
+    draws: bool = False
+    residual: bool = False
+
+
+@triton.jit
+def effective(raw, t, q, log_gamma, factor, key, P: tl.constexpr):
+    """Return the effective scores of tokens t at q, float64.
+
+    Kernels are launched without fused multiply-adds, so that every operation rounds as in the reference.
+
+    Args:
+        raw: raw scores of the tokens.
+        factor: their residuals, if these count.
+        key: key of the head's draws, if scores are drawn.
+    """
+    score, age = raw.to(tl.float64), q - t
+    if P.draws:
+        score = draw(key, q, t)
+    if P.mean:
+        score = score / age.to(tl.float64)
+    if P.ages:
+        score = score * age.to(tl.float64)
+    if P.residual:
+        score = score * factor.to(tl.float64)
+    return score + (age // P.decay_step).to(tl.float64) * log_gamma
 
 
 @triton.jit
@@ -16,13 +53,13 @@ def none_yet(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def lower_of(best, oldest, where, effective, token, slot, inside):
+def lower_of(best, oldest, where, score, token, slot, inside):
     """Update each lane with a block of slots: keep the lower score, of equal scores the older token.
 
     Scores that are NaN are never lower. Slots that are not ``inside`` are ignored.
     """
-    lower = inside & ((effective < best) | ((effective == best) & (token < oldest)))
-    return tl.where(lower, effective, best), tl.where(lower, token, oldest), tl.where(lower, slot, where)
+    lower = inside & ((score < best) | ((score == best) & (token < oldest)))
+    return tl.where(lower, score, best), tl.where(lower, token, oldest), tl.where(lower, slot, where)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,28 +32,44 @@ ROWS = LARGEST_CHUNK
 """Tail rows of a program, and tokens of a chunk of the mLSTM."""
 LAST = tl.constexpr(2**31 - 1)
 """Eviction time of a token that is not evicted within its piece."""
-FIELDS = tl.constexpr(16)  # so that what follows a segment's numbers is aligned to 16 bytes
-REQUEST, POSITION, TOKEN, INSIDE, LENGTH, START, FIRST, SINKS, WINDOW, ROW, KEY, HELD, ENTRY, FILLED, LEAVING = (
-    tl.constexpr(i) for i in range(15)
-)
-BIASED = tl.constexpr(15)
-"""Numbers of a segment: its request, the position of its first token and its index in the batch, its tokens below p, those
-of the tail, tokens of the tail before it, p, s, w; its first tail row, its first key and the slots in use, its first entry,
-the long-range slots that may be in use afterwards, the tokens that leave the window, and the first protected tokens that
-have a bias.
-"""
+
+
+class Numbers(NamedTuple):
+    """Numbers of a segment; there are 16, so that what follows them is aligned to 16 bytes."""
+
+    request: Any
+    position: Any  # of its first token,
+    token: Any  # which has this index in the batch
+    inside: Any  # tokens below p
+    length: Any  # tokens of the tail
+    start: Any  # tokens of the tail before it
+    first: Any  # p
+    sinks: Any
+    window: Any
+    row: Any  # first tail row
+    key: Any  # first key
+    held: Any  # slots in use
+    entry: Any  # first entry
+    filled: Any  # long-range slots that may be in use afterwards
+    leaving: Any  # tokens that leave the window
+    biased: Any  # leading protected tokens that have a bias
 
 
 @triton.jit
-def number(segments, s, WHICH: tl.constexpr):
-    """Return a number of segment s of ``segments [S, FIELDS]``."""
-    return tl.load(segments + s * FIELDS + WHICH)
+def numbers_of(segments, s):
+    """Return the numbers of segment s of ``segments [S, 16]``, of which those that are not used are not loaded."""
+    at = segments + 16 * s
+    return Numbers(
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
+        tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10), tl.load(at + 11),
+        tl.load(at + 12), tl.load(at + 13), tl.load(at + 14), tl.load(at + 15),
+    )  # fmt: skip
 
 
 @triton.jit
-def block_of(blocks):
-    """Return the segment of this program's block, and the index of its first token within the segment."""
-    return tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+def block_of(segments, blocks, block):
+    """Return the numbers of a block's segment, and the index of the block's first token within the segment."""
+    return numbers_of(segments, tl.load(blocks + 2 * block)), tl.load(blocks + 2 * block + 1)
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,11 @@ class Segment:
         return min(max(self.protected - self.position, 0), self.count)
 
     @property
+    def length(self) -> int:
+        """Number of tokens of the tail."""
+        return self.count - self.inside
+
+    @property
     def start(self) -> int:
         """Number of tokens of the tail before the segment."""
         return max(self.position - self.protected, 0)
@@ -89,24 +111,24 @@ class Segment:
         """Number of tail rows, at least one block of them because of its state, and slots in use."""
         return max(1, triton.cdiv(self.count, ROWS)) * ROWS + self.held
 
-    def oldest(self, q: int) -> int:
-        """Return the oldest token in the window before token q, sinks excluded."""
-        return max(self.sinks, q - self.window)
+    def eligible(self, q: int) -> int:
+        """Return the number of tokens behind the sinks that have left the window before token q."""
+        return max(0, q - self.window - self.sinks)
 
     @property
     def leaving(self) -> int:
         """Number of tokens that leave the window."""
-        return self.oldest(self.start + self.count - self.inside) - self.oldest(self.start)
+        return self.eligible(self.start + self.length) - self.eligible(self.start)
 
     @property
     def filled(self) -> int:
         """Number of long-range slots that may be in use after the segment, of the head with most."""
-        return min(self.oldest(self.start + self.count - self.inside) - self.sinks, max(self.topk))
+        return min(self.eligible(self.start + self.length), max(self.topk))
 
     @property
     def evicts(self) -> bool:
         """Whether some head has more candidates than long-range slots."""
-        return self.oldest(self.start + self.count - self.inside) - self.sinks > min(self.topk)
+        return self.eligible(self.start + self.length) > min(self.topk)
 
 
 def segments_of(
@@ -142,7 +164,7 @@ class Piece:
     """Segments that are processed together, with their numbers on the device.
 
     Attributes:
-        segments: ``[S, FIELDS]`` int32.
+        segments: ``[S, 16]`` int32, :class:`Numbers`.
         topk: ``[S, H]`` int32, long-range slots of each head.
         rows, keys, entries: P, N and E.
         most_keys, most_slots, most_entries: largest numbers of keys, slots and entries of a segment.
@@ -153,40 +175,30 @@ class Piece:
     def __init__(self, parts: list[Segment], device: torch.device):
         lines, row, key, entry = [], 0, 0, 0
         for part in parts:
-            tail = part.count - part.inside
-            line = [part.request, part.position, part.token, part.inside, tail, part.start, part.protected]
-            line += [
-                part.sinks,
-                part.window,
-                row,
-                key,
-                part.held,
-                entry,
-                part.filled,
-                part.leaving,
-                part.biased,
-                *part.topk,
-            ]
-            lines.append(line)
-            row += triton.cdiv(tail, ROWS) * ROWS
-            key += part.held + tail
+            numbers = Numbers(
+                part.request, part.position, part.token, part.inside, part.length, part.start, part.protected,
+                part.sinks, part.window, row, key, part.held, entry, part.filled, part.leaving, part.biased,
+            )  # fmt: skip
+            lines.append([*numbers, *part.topk])
+            row += triton.cdiv(part.length, ROWS) * ROWS
+            key += part.held + part.length
             entry += part.filled + part.leaving
         sent = send(lines, device, torch.int32)
-        self.segments, self.topk = sent[:, : FIELDS.value].contiguous(), sent[:, FIELDS.value :].contiguous()
+        self.segments, self.topk = sent[:, :16].contiguous(), sent[:, 16:].contiguous()
         self.rows, self.keys, self.entries = row, key, entry
         self.most_keys = max(part.held + part.count for part in parts)
         self.most_slots = max(part.sinks + part.window + max(part.topk) for part in parts)
         self.most_entries = max(part.filled + part.leaving for part in parts)
         self.evicts = any(part.evicts for part in parts)
-        self.tails = send([s for s, part in enumerate(parts) if part.count > part.inside], device)
+        self.tails = send([s for s, part in enumerate(parts) if part.length], device)
         self._queries, self._blocks = [part.count for part in parts], {}
 
     def __len__(self) -> int:
         return len(self.segments)
 
-    def numbers(self, which: tl.constexpr) -> torch.Tensor:
+    def numbers(self, name: str) -> torch.Tensor:
         """Return one of the numbers of all segments, ``[S]`` int64."""
-        return self.segments[:, which.value].long()
+        return self.segments[:, Numbers._fields.index(name)].long()
 
     def _owners(self, counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the segment of each of ``total`` items, ``counts [S]`` of each segment, and its index there."""
@@ -201,8 +213,8 @@ class Piece:
             size: number of tokens of a block; None stands for blocks of :data:`ROWS` tail rows.
         """
         if size not in self._blocks:
-            counts, step = self.numbers(LENGTH), size or ROWS
-            counts = counts if size is None else counts + self.numbers(INSIDE)
+            counts, step = self.numbers("length"), size or ROWS
+            counts = counts if size is None else counts + self.numbers("inside")
             total = self.rows // ROWS if size is None else sum(triton.cdiv(count, size) for count in self._queries)
             owner, index = self._owners((counts + step - 1) // step, total)
             self._blocks[size] = torch.stack([owner, index * step], 1).int()
@@ -213,26 +225,26 @@ class Piece:
         """Token of the batch ``[P]`` int64 of each tail row, and a mask ``[P]`` of the rows that hold none."""
         owner, first = self.blocks().long().unbind(1)
         index = first.unsqueeze(1) + torch.arange(ROWS, device=first.device)
-        length = self.numbers(LENGTH)[owner].unsqueeze(1)
-        token = (self.numbers(TOKEN) + self.numbers(INSIDE))[owner].unsqueeze(1) + index.minimum(length - 1)
+        length = self.numbers("length")[owner].unsqueeze(1)
+        token = (self.numbers("token") + self.numbers("inside"))[owner].unsqueeze(1) + index.minimum(length - 1)
         return token.flatten(), (index >= length).flatten()
 
     @cached_property
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Number of blocks of tail rows before each of ``tails``, and in all, ``[S' + 1]`` int32, and each block's tail."""
-        first = self.numbers(ROW)[self.tails] // ROWS
-        rank = (self.numbers(LENGTH) > 0).cumsum(0) - 1
+        first = self.numbers("row")[self.tails] // ROWS
+        rank = (self.numbers("length") > 0).cumsum(0) - 1
         ends = torch.cat([first, torch.full_like(first[:1], self.rows // ROWS)])
         return ends.int(), rank[self.blocks()[:, 0].long()].int()
 
     @cached_property
     def begins(self) -> torch.Tensor:
         """Mask ``[S']`` of the tails that begin without a scorer's state."""
-        return (self.numbers(START) + self.numbers(FIRST))[self.tails] == 0
+        return (self.numbers("start") + self.numbers("first"))[self.tails] == 0
 
     @cached_property
     def entry_numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Segment ``[E]`` of each entry, first entry there, k ``[H, E]``, and what to add to an entry for its arrival."""
-        counts, first = self.numbers(FILLED) + self.numbers(LEAVING), self.numbers(ENTRY)
+        counts, first = self.numbers("filled") + self.numbers("leaving"), self.numbers("entry")
         owner, _ = self._owners(counts, self.entries)
-        return owner, first[owner], self.topk.T[:, owner], (self.numbers(LENGTH) - counts - first)[owner]
+        return owner, first[owner], self.topk.T[:, owner], (self.numbers("length") - counts - first)[owner]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._lowest_score import Order
 
 PADDING, REFUSED = tl.constexpr(0), tl.constexpr(-1)  # stored in place of the number of slots to attend to
 MARKS = tl.constexpr(5)
@@ -17,125 +18,104 @@ attend to, parts of attention that are done.
 """
 
 
+class View(NamedTuple):
+    """A tensor ``[R or T, H, ...]`` or ``[R or T]`` and its strides in elements; None is one that is not read."""
+
+    base: Any = None
+    row: int = 0  # stride between requests or tokens
+    head: int = 0
+
+
+def view(tensor) -> View:
+    """Return a tensor as kernels take it."""
+    return View() if tensor is None else View(tensor, *tensor.stride()[:2])
+
+
 class Cache(NamedTuple):
-    """Pages of a layer and their page table, with strides in elements of the respective array."""
+    """Pages of a layer and their page table, with strides in elements of the respective array; no table stands for none.
 
-    k: Any  # [blocks, H, N, D]
-    v: Any
-    score: Any  # [blocks, H, N]
-    position: Any
-    state: Any  # [blocks, H, words]
-    rows: int  # strides of k and v: between blocks,
-    rows_head: int  # between heads
-    words: int  # strides of score, position and state (4 bytes each): between blocks,
-    words_head: int  # between heads
-    table: Any  # [R, H, P]
-    table_request: int
-    table_head: int
-    table_page: int
-
-
-class Before(NamedTuple):
-    """Pages of protected tokens (:class:`kvpop_vllm.kernels.pages.Prefix`), with strides in elements.
-
-    Fields are None if no request has a prefix, and ``bias`` and ``biased`` if no prefix has a bias.
+    Pages of protected tokens (:class:`kvpop_vllm.kernels.pages.Prefix`) have the table of all heads and the arrays k, v
+    and, if some have a bias, score.
     """
 
     k: Any = None  # [blocks, H, N, D]
     v: Any = None
+    score: Any = None  # [blocks, H, N]
+    position: Any = None
+    state: Any = None  # [blocks, H, words]
     rows: int = 0  # strides of k and v: between blocks,
     rows_head: int = 0  # between heads
-    table: Any = None  # [R, F]
-    table_request: int = 0
-    table_page: int = 0
-    bias: Any = None  # [blocks, H, N] float32
-    words: int = 0  # strides of bias: between blocks,
+    words: int = 0  # strides of score, position and state (4 bytes each): between blocks,
     words_head: int = 0  # between heads
-    biased: Any = None  # [R], leading tokens that have a bias, where one token of each request is decoded
-    biased_request: int = 0
+    table: Any = None  # [R, H, P]
+    table_request: int = 0
+    table_head: int = 0
+    table_page: int = 0
 
 
 class StepInputs(NamedTuple):
-    """Tokens of a step, with strides in elements.
+    """Tokens of a step and the numbers of their requests; tensors that no rule or request needs are None."""
 
-    ``gate_scores`` and ``keys`` are None if the rule does not read them; ``protected`` is None if no request has a
-    prefix.
-    """
-
-    k: Any  # [R, H, D]
-    v: Any
-    k_request: int
-    k_head: int
-    v_request: int
-    v_head: int
-    positions: Any  # [R]
-    positions_request: int
-    budgets: Any  # [R, H]
-    budgets_request: int
-    budgets_head: int
-    gate_scores: Any  # [R, H]
-    given_request: int
-    given_head: int
-    protected: Any  # [R], p of each request
-    protected_request: int
-    windows: Any  # [R], w of each request
-    windows_request: int
-    keys: Any  # [R, H] int64, keys of draws
-    keys_request: int
-    keys_head: int
+    q: View  # [R, Hq, D]
+    k: View  # [R, H, D]
+    v: View
+    positions: View  # [R]
+    budgets: View  # [R, H]
+    windows: View  # [R], w of each request
+    gate_scores: View  # [R, H]
+    keys: View  # [R, H] int64, keys of draws
+    protected: View  # [R], p of each request
+    biased: View  # [R], leading protected tokens that have a bias
 
 
 class Weights(NamedTuple):
-    """Tensors of a learned scorer, float32 and contiguous; fields that it does not have are None.
+    """Tensors of a learned scorer, float32 and contiguous; fields that it does not have are None."""
 
-    The comments give their names in :mod:`kvpop_vllm.kernels.ops.rules`, where a scorer names them otherwise.
-    """
-
-    read_weight: Any = None  # q_proj of an mLSTM, fc1_weight of an MLP
+    read_weight: Any = None
     k_proj: Any = None
     v_proj: Any = None
     igate_weight: Any = None
     igate_bias: Any = None
     fgate_weight: Any = None
     fgate_bias: Any = None
-    read_bias: Any = None  # fc1_bias of an MLP
-    out_weight: Any = None  # fc2_weight of an MLP
-    out_bias: Any = None  # fc2_bias of an MLP, bias of a linear scorer
+    read_bias: Any = None
+    out_weight: Any = None
+    out_bias: Any = None
     norm_weight: Any = None
-    direct_weight: Any = None  # skip_weight of an mLSTM, weight of a linear scorer
+    direct_weight: Any = None
 
 
-@dataclass(frozen=True)
-class KernelConfig:
+def _padded(name: str) -> property:
+    """Return a property that is an attribute rounded up to a power of two."""
+    return property(lambda self: triton.next_power_of_2(max(1, getattr(self, name))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig(Order):
     """Compile-time constants of the kernels: sizes and the numbers of the rule."""
 
     size: int  # D
-    padded: int  # D rounded up to a power of two, at least 16
     group: int  # G
-    slots: int  # N
-    state_pages: int
-    region_words: int  # N * C / 4
-    most_slots: int  # number of slots that the page table has room for
-    sinks: int
-    decay_step: int
-    scorer: str  # none, key_norm, linear, mlp, mlstm, or stored: read from the score field
-    masses: bool = False  # attention weights of the newest query are written to the score fields,
-    mean: bool = False  # or added to them
+    slots: int = 64  # N
+    state_pages: int = 0
+    region_words: int = 1  # N * C / 4
+    most_slots: int = 64  # number of slots that the page table has room for
+    sinks: int = 0
+    scorer: str = "none"  # none, key_norm, linear, mlp, mlstm, or stored: read from the score field
+    masses: bool = False  # attention weights of the newest query are written to the score fields, or added if ``mean``
     gate_scores: bool = False
-    ages: bool = False
-    draws: bool = False
     threshold: float | None = None
-    residual: bool = False
     uses_moment_correction: bool = False
-    protects: bool = False  # requests may have a protected prefix; their tail has no sinks
     columns: int = 0  # Fp of an mLSTM, M of an MLP
     features: int = 0  # F
     values: int = 0  # Dv
     softcap: float | None = None
     delayed: bool = True
-    norm: bool = False
-    skip: bool = False
-    projects_values: bool = True
+
+    @property
+    def padded(self) -> int:
+        """D rounded up to a power of two, at least 16."""
+        return max(16, triton.next_power_of_2(self.size))
 
     @property
     def moments(self) -> bool:
@@ -155,20 +135,13 @@ class KernelConfig:
         """Number of float32 values in the scorer's state; moments follow it."""
         return self.features * (self.values + 1) + 1 if self.scorer == "mlstm" else 0
 
-    @property
-    def padded_features(self) -> int:
-        """Number of features F, rounded up to a power of two."""
-        return triton.next_power_of_2(max(1, self.features))
+    padded_features, padded_values, padded_columns = map(_padded, ("features", "values", "columns"))
 
-    @property
-    def padded_values(self) -> int:
-        """Value width Dv, rounded up to a power of two."""
-        return triton.next_power_of_2(max(1, self.values))
 
-    @property
-    def padded_columns(self) -> int:
-        """Number of columns (Fp or M), rounded up to a power of two."""
-        return triton.next_power_of_2(max(1, self.columns))
+@triton.jit
+def element_at(view, row, head):
+    """Return the address of a head's elements in a row of a tensor; the head of a tensor ``[R]`` is 0."""
+    return view.base + row * view.row + head * view.head
 
 
 @triton.jit
@@ -208,31 +181,47 @@ def state_at(cache, r, h, word, inside, P: tl.constexpr):
 
 
 @triton.jit
-def roles_of(asked, r, P: tl.constexpr):
+def moments_at(cache, r, h, row, column, inside, P: tl.constexpr):
+    """Return offsets in ``cache.state`` of a head's moments.
+
+    Row 0 is the mean key, row 1 the mean value, and row 2 + x the products of channel x of the key.
+    """
+    return state_at(cache, r, h, P.state_words + row * P.size + column, inside, P)
+
+
+@triton.jit
+def roles_of(step, r, P: tl.constexpr):
     """Return p, the number of sinks and the window of request r, or of several requests.
 
     Behind a prefix, the slots are those of a tail that begins with token p and has no sinks.
     """
     protected, sinks = tl.full([], 0, tl.int32), tl.full([], P.sinks, tl.int32)
-    window = tl.load(asked.windows + r * asked.windows_request).to(tl.int32)
-    if P.protects:
-        protected = tl.load(asked.protected + r * asked.protected_request).to(tl.int32)
+    window = tl.load(element_at(step.windows, r, 0)).to(tl.int32)
+    if step.protected.base is not None:
+        protected = tl.load(element_at(step.protected, r, 0)).to(tl.int32)
         sinks = tl.where(protected > 0, 0, P.sinks)
     return protected, sinks, window
 
 
 @triton.jit
-def start_of(cache, asked, r, h, protected, P: tl.constexpr):
-    """Return the number of tokens in the tail before a request's token, ``q - p``, or a negative code.
+def budget_of(step, r, h, sinks, P: tl.constexpr):
+    """Return the number of slots of a head's tail, which has ``sinks`` sinks."""
+    return tl.load(element_at(step.budgets, r, h)) - P.sinks + sinks
+
+
+@triton.jit
+def start_of(cache, step, r, h, P: tl.constexpr):
+    """Return the number of tokens in the tail before a request's token, ``q - p``, or a negative code; and its roles.
 
     The code is -1 if nothing is to be written, because the row is padding or the token is protected. It is -2
     if the pages have seen another number of tokens. The result is valid until the new token is written.
     """
-    q = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
+    protected, sinks, window = roles_of(step, r, P)
+    q = tl.load(element_at(step.positions, r, 0)).to(tl.int32)
     seen = q
     if q > protected:
         seen = tl.load(cache.position + word_at(cache, r, h, 0, P))
-    return tl.where(q < protected, -1, tl.where(seen == q, q - protected, -2))
+    return tl.where(q < protected, -1, tl.where(seen == q, q - protected, -2)), protected, sinks, window
 
 
 @triton.jit

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._draws import draw
-from kvpop_vllm.kernels.triton._lowest_score import FAR, lower_of, lowest_of, none_yet
+from kvpop_vllm.kernels.triton._lowest_score import FAR, effective, lower_of, lowest_of, none_yet
+from kvpop_vllm.kernels.triton._matrix_tiles import row_mask
 from kvpop_vllm.kernels.triton._serving_pages import (
     MARKS,
     PADDING,
     REFUSED,
+    budget_of,
+    element_at,
+    moments_at,
     ring_slot,
-    roles_of,
     row_at,
     start_of,
     state_at,
@@ -24,25 +26,6 @@ from kvpop_vllm.kernels.triton._serving_pages import (
 from kvpop_vllm.kernels.triton._serving_scores import features_of, gates_of
 
 EPS = tl.constexpr(1e-6)
-
-
-@triton.jit
-def _effective(raw, t, q, log_gamma, factor, key, P: tl.constexpr):
-    """Return the effective scores of tokens t at q, float64; ``key`` is the key of the head's draws.
-
-    Kernels are launched without fused multiply-adds, so that every operation rounds as in the reference.
-    """
-    score = raw.to(tl.float64)
-    if P.draws:
-        score = draw(key, q, t)
-    age = q - t
-    if P.mean:
-        score = score / age.to(tl.float64)
-    if P.ages:
-        score = score * age.to(tl.float64)
-    if P.residual:
-        score = score * factor.to(tl.float64)
-    return score + (age // P.decay_step).to(tl.float64) * log_gamma
 
 
 @triton.jit
@@ -62,8 +45,8 @@ def _lowest(cache, factors, r, h, first_long, budget, q, log_gamma, key, P: tl.c
         if P.residual:
             factor = tl.load(factors + slot, mask=inside, other=0.0)
         token = tl.where(inside, token, q - 1)
-        effective = _effective(raw, token, q, log_gamma, factor, key, P)
-        best, oldest, where = lower_of(best, oldest, where, effective, token, slot, inside)
+        score = effective(raw, token, q, log_gamma, factor, key, P)
+        best, oldest, where = lower_of(best, oldest, where, score, token, slot, inside)
     lowest, slot = lowest_of(best, oldest, where)
     return lowest, tl.where(slot == FAR, -1, slot)
 
@@ -78,24 +61,30 @@ def _dot(x_key, x_value, weight, h, column, fits, P: tl.constexpr):
 
 
 @triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
+def _vector(weight, h, length, PADDED: tl.constexpr):
+    """Load the ``length`` numbers of head h."""
+    i = tl.arange(0, PADDED)
+    return tl.load(weight + h * length + i, mask=i < length, other=0.0)
+
+
+@triton.jit
+def _output(hidden, weights, h, length, PADDED: tl.constexpr):
+    """Return the score of a learned scorer's ``length`` hidden numbers, ``out . SiLU(hidden) + bias``."""
+    out = _vector(weights.out_weight, h, length, PADDED)
+    return tl.sum(hidden / (1.0 + tl.exp(-hidden)) * out, 0) + tl.load(weights.out_bias + h)
 
 
 @triton.jit
 def _read_mlstm(projected, numerator, z, m, weights, h, x_key, x_value, column, fits, P: tl.constexpr):
     """Return the score of a token from the state's products with its read features ``projected``."""
-    c = tl.arange(0, P.padded_values)
-    inside = c < P.values
     bounded = tl.minimum(tl.maximum(m, -60.0), 60.0)
     denominator = tl.sum(features_of(projected, P) * z, 0) + EPS * tl.exp(-bounded)
-    hidden = tl.load(numerator + c, mask=inside, other=0.0) / denominator
-    if P.norm:
+    hidden = _vector(numerator, 0, P.values, P.padded_values) / denominator
+    if weights.norm_weight is not None:
         rms = tl.sqrt_rn(tl.sum(hidden * hidden, 0) / P.values + EPS)
-        hidden = hidden / rms * tl.load(weights.norm_weight + h * P.values + c, mask=inside, other=0.0)
-    out = tl.load(weights.out_weight + h * P.values + c, mask=inside, other=0.0)
-    score = tl.sum(_silu(hidden) * out, 0) + tl.load(weights.out_bias + h)
-    if P.skip:
+        hidden = hidden / rms * _vector(weights.norm_weight, h, P.values, P.padded_values)
+    score = _output(hidden, weights, h, P.values, P.padded_values)
+    if weights.direct_weight is not None:
         score += _dot(x_key, x_value, weights.direct_weight, h, column, fits, P)
     return score
 
@@ -117,12 +106,9 @@ def _stateless(projected, weights, h, x_key, x_value, stored, column, fits, P: t
     if P.scorer == "linear":
         score = _dot(x_key, x_value, weights.direct_weight, h, column, fits, P) + tl.load(weights.out_bias + h)
     if P.scorer == "mlp":
-        i = tl.arange(0, P.padded_columns)
-        inside = i < P.columns
-        hidden = tl.load(projected + i, mask=inside, other=0.0)
-        hidden += tl.load(weights.read_bias + h * P.columns + i, mask=inside, other=0.0)
-        out = tl.load(weights.out_weight + h * P.columns + i, mask=inside, other=0.0)
-        score = tl.sum(_silu(hidden) * out, 0) + tl.load(weights.out_bias + h)
+        hidden = _vector(projected, 0, P.columns, P.padded_columns)
+        hidden += _vector(weights.read_bias, h, P.columns, P.padded_columns)
+        score = _output(hidden, weights, h, P.columns, P.padded_columns)
     return score
 
 
@@ -152,8 +138,8 @@ def _into_moments(cache, evicted_deltas, r, h, slot, count, column, fits, P: tl.
     The factors of its contribution to the products are written to ``evicted_deltas``, the workspace of this head.
     """
     row = row_at(cache, r, h, slot, P)
-    key_at = cache.state + state_at(cache, r, h, P.state_words + column, fits, P)
-    value_at = cache.state + state_at(cache, r, h, P.state_words + P.size + column, fits, P)
+    key_at = cache.state + moments_at(cache, r, h, 0, column, fits, P)
+    value_at = cache.state + moments_at(cache, r, h, 1, column, fits, P)
     kept = column < tl.where(count > 1, P.size, 0)
     mean_key, mean_value = tl.load(key_at, mask=kept, other=0.0), tl.load(value_at, mask=kept, other=0.0)
     key = tl.load(cache.k + row + column, mask=fits, other=0.0).to(tl.float32)
@@ -168,33 +154,33 @@ def _into_moments(cache, evicted_deltas, r, h, slot, count, column, fits, P: tl.
 
 @triton.jit
 def _evict_and_insert(
-    cache, asked, weights,
+    cache, step, weights,
     log_gamma,  # [H] float64
     projected,  # [R, H, P.projected], products of a learned scorer
     numerators,  # [R, H, Dv], readout numerators of an mLSTM
     factors,  # [R, H, slots], residuals
     evicted_deltas,  # [R, H, 2, D], deviations of the evicted token's key and value, if moments are kept
     step_flags,  # [R, H, MARKS] int32
-    heads,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Score, evict and move the tokens of one head, and write the new token.
 
     The token leaving the window goes to a free slot, replaces a token with a lower score, or is evicted. The
     new token takes its slot.
+
+    Grid: H, R. 0.26 MB of scores and positions: 0.1 us, less than a launch; 5 us for 64 requests.
     """
     h, r = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    head = r * heads + h
-    protected, sinks, window = roles_of(asked, r, P)
-    since = start_of(cache, asked, r, h, protected, P)  # slot roles use this, scores and positions use q
+    head = r * tl.num_programs(0) + h
+    since, protected, sinks, window = start_of(cache, step, r, h, P)  # slot roles use since, scores and positions q
     step_flags += head * MARKS
     tl.store(step_flags + 4, 0)
     if since < 0:
         tl.store(step_flags, tl.where(since == -1, PADDING, REFUSED))
         tl.store(step_flags + 1, 0)
         tl.store(step_flags + 2, 0)
-        if P.protects:
-            seen = tl.load(asked.positions + r * asked.positions_request).to(tl.int32) + 1
+        if step.protected.base is not None:
+            seen = tl.load(element_at(step.positions, r, 0)).to(tl.int32) + 1
             tl.store(step_flags + 3, tl.where(since == -1, tl.minimum(seen, protected), 0))
         return
     q = since + protected
@@ -203,11 +189,10 @@ def _evict_and_insert(
     numerators += head * P.values
     column = tl.arange(0, P.padded)
     fits = column < P.size
-    new_key = asked.k + r * asked.k_request + h * asked.k_head + column
-    new_value = asked.v + r * asked.v_request + h * asked.v_head + column
+    new_key, new_value = element_at(step.k, r, h) + column, element_at(step.v, r, h) + column
     inserted = tl.full([], 0.0, tl.float32)  # score of the new token at insertion
     if P.gate_scores:
-        inserted = tl.load(asked.gate_scores + r * asked.given_request + h * asked.given_head).to(tl.float32)
+        inserted = tl.load(element_at(step.gate_scores, r, h)).to(tl.float32)
     if P.scorer == "mlstm":
         z, m = _take_in(cache, projected, r, h, q, P)
         if not P.delayed:
@@ -217,7 +202,7 @@ def _evict_and_insert(
 
     slot = ring_slot(since, sinks, window)
     row, word = row_at(cache, r, h, slot, P), word_at(cache, r, h, slot, P)
-    budget = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head) - P.sinks + sinks
+    budget = budget_of(step, r, h, sinks, P)
     used = since
     if P.threshold is not None:
         filled = tl.load(cache.position + word_at(cache, r, h, 1, P), mask=since > 0, other=0)
@@ -242,9 +227,9 @@ def _evict_and_insert(
                 factor = tl.load(factors + slot)
             gamma, key_of_draws = tl.load(log_gamma + h), h
             if P.draws:
-                key_of_draws = tl.load(asked.keys + r * asked.keys_request + h * asked.keys_head)
+                key_of_draws = tl.load(element_at(step.keys, r, h))
             lowest, victim = _lowest(cache, factors, r, h, first_long, budget, q, gamma, key_of_draws, P, BLOCK)
-            target = tl.where(_effective(raw, u, q, gamma, factor, key_of_draws, P) < lowest, -1, victim)
+            target = tl.where(effective(raw, u, q, gamma, factor, key_of_draws, P) < lowest, -1, victim)
         if P.threshold is not None:
             if raw.to(tl.float64) < P.threshold:
                 target, gone = -1, 1
@@ -273,30 +258,28 @@ def _evict_and_insert(
     tl.store(step_flags, tl.maximum(used, slot + 1))
     tl.store(step_flags + 1, evicted + gone)
     tl.store(step_flags + 2, gone)
-    if P.protects:
+    if step.protected.base is not None:
         tl.store(step_flags + 3, protected)
 
 
 @triton.jit
-def _products(
-    cache,
-    evicted_deltas, step_flags, heads,
-    P: tl.constexpr, BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """Update a block of rows of the moments' products with the evicted token."""
+def _products(cache, evicted_deltas, step_flags, P: tl.constexpr, BLOCK_X: tl.constexpr):
+    """Update a block of rows of the moments' products with the evicted token.
+
+    Grid: 32 rows, H, R. 1.05 MB, read and written: 0.3 us; 19 us for 64 requests.
+    """
     first, h, r = tl.program_id(0) * BLOCK_X, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    head = r * heads + h
+    head = r * tl.num_programs(1) + h
     if tl.load(step_flags + head * MARKS + 2) == 0:
         return
     place, column = first + tl.arange(0, BLOCK_X), tl.arange(0, P.padded)
-    inside = (place < P.size)[:, None] & (column < P.size)[None, :]
-    at = state_at(cache, r, h, P.state_words + (2 + place)[:, None] * P.size + column[None, :], inside, P)
+    inside = row_mask(place < P.size, P.size, P.padded)
+    at = cache.state + moments_at(cache, r, h, (2 + place)[:, None], column[None, :], inside, P)
     rows = tl.where(tl.load(step_flags + head * MARKS + 1) > 1, P.size, 0)
-    there = (place < rows)[:, None] & (column < P.size)[None, :]
-    products = tl.load(cache.state + at, mask=there, other=0.0)
+    products = tl.load(at, mask=row_mask(place < rows, P.size, P.padded), other=0.0)
     evicted_deltas += head * 2 * P.size
     key = tl.load(evicted_deltas + place, mask=place < P.size, other=0.0)
     deviation = tl.load(evicted_deltas + P.size + column, mask=column < P.size, other=0.0)
     products += key[:, None] * deviation[None, :]
     tl.debug_barrier()
-    tl.store(cache.state + at, products, mask=inside)
+    tl.store(at, products, mask=inside)

@@ -5,14 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION
+from kvpop_vllm.kernels.triton._matrix_tiles import load_rows
 
 LARGEST = tl.constexpr(3.4e38)
-
-
-@triton.jit
-def in_base_2(bias):
-    """Return natural logarithms in base 2; finite ones stay finite."""
-    return tl.minimum(tl.maximum(bias * LOG2E, -LARGEST), LARGEST)
 
 
 @triton.jit
@@ -23,17 +18,34 @@ def faded(top, new_top):
 
 
 @triton.jit
-def add_block(logits, values, top, total, acc):
-    """Return maxima, totals and sums of weighted values after a block of keys.
+def add_keys(
+    k, v, there, bias, visible, rows, scale, top, total, acc,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Add a block of keys and values to the softmax of rows of queries.
 
     Args:
-        logits: ``[rows, keys]`` in base 2, -inf for keys that a row does not see.
-        values: ``[keys, columns]``.
-        top, total: ``[rows]``, maxima and totals so far.
-        acc: ``[rows, columns]`` float32, sums so far.
+        k, v: ``[keys]``, addresses of the keys and values.
+        there: ``[keys]``, mask of those that are loaded.
+        bias: ``[keys]``, natural logarithms that are added to the logits, or None.
+        visible: mask of the keys that a row sees, ``[rows, keys]`` or ``[1, keys]``.
+        rows: ``[rows, PADDED]``, queries.
+        top, total: ``[rows]``, maxima in base 2 and totals so far.
+        acc: ``[rows, PADDED]`` float32, sums of weighted values so far.
+        WIDE: if True, products are in float32.
+
+    Returns:
+        Logits in base 2, maxima, totals and sums.
     """
+    keys, values = load_rows(k, there, SIZE, PADDED), load_rows(v, there, SIZE, PADDED)
+    if WIDE:
+        keys, values = keys.to(tl.float32), values.to(tl.float32)
+    logits = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
+    if bias is not None:  # finite ones stay finite in base 2
+        logits += tl.minimum(tl.maximum(bias * LOG2E, -LARGEST), LARGEST)[None, :]
+    logits = tl.where(visible, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     pivot, fade = faded(top, new_top)
     weights = tl.exp2(logits - pivot[:, None])
     acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
-    return new_top, total * fade + tl.sum(weights, 1), acc
+    return logits, new_top, total * fade + tl.sum(weights, 1), acc

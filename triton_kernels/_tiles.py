@@ -1,4 +1,4 @@
-"""Tiles of the attention kernels of serving, which a sweep on a GPU fills (``make gpu`` section ``tiles``).
+"""Tiles of the attention kernels, which a sweep on a GPU fills (``make gpu`` section ``tiles``).
 
 No sweep has run yet: the tiles follow from what the compiler reports for sm_80 and sm_90 (docs/kernels.md).
 """
@@ -48,13 +48,15 @@ BACKWARD = {
     (True, 128): Tile(32, 32, 8, 1),
 }
 """Tiles of the backward pass of training, by the same."""
+MASS = {(False, 64): Tile(64, 128, 4, 3), (False, 128): Tile(64, 128, 8, 3), (True, 128): Tile(32, 64, 8, 2)}
+"""Tiles of the attention of future queries, by the same."""
 
 
 def tile_of(table: dict[tuple[bool, int], Tile], wide: bool, size: int) -> Tile:
     """Return the tile of a head size.
 
     Args:
-        table: :data:`DECODE`, :data:`PREFILL` or :data:`BACKWARD`.
+        table: one of the tables above.
         wide: True if products are in float32.
         size: D, at most 256.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from kvpop_vllm.kernels.triton._prefill_plan import PIECE, ROWS
-from kvpop_vllm.kernels.triton._prefill_scores import Scores
+from kvpop_vllm.kernels.triton._prefill_scores import mlstm_inputs
 from kvpop_vllm.kernels.triton.delayed_mlstm import last_state
 
 from kvpop_vllm.kernels.chunks import send
@@ -19,7 +19,7 @@ def begin_tail(pages, page_table, prefix, *, rule):
 
     Requests are processed together, as many as :data:`PIECE` tokens allow.
     """
-    scores, device, ends = Scores(rule), page_table.device, prefix.tokens.tolist()
+    device, ends = page_table.device, prefix.tokens.tolist()
     made = [0] * len(ends) if prefix.biased is None else prefix.biased.tolist()
     counts_of = [min(end - first, rule.replay) for end, first in zip(ends, made, strict=True)]
     begun = [r for r, end in enumerate(ends) if end]
@@ -28,7 +28,7 @@ def begin_tail(pages, page_table, prefix, *, rule):
     for first in range(0, len(begun), some):
         chosen = begun[first : first + some]
         r, end, counts = send([chosen, *([of[i] for i in chosen] for of in (ends, counts_of))], device).unbind()
-        heads, counts = page_table.shape[1], counts.unsqueeze(1)
+        counts = counts.unsqueeze(1)
         index = torch.arange(width, device=device)
         token = end.unsqueeze(1) - counts + index.minimum(counts - 1)
         slots = prefix.pages.layout.block_slots
@@ -37,9 +37,8 @@ def begin_tail(pages, page_table, prefix, *, rule):
             x[blocks, :, token % slots].flatten(0, 1).transpose(0, 1).contiguous()
             for x in (prefix.pages.k, prefix.pages.v)
         )
-        inputs = [x[0].unflatten(1, (len(chosen), width)).transpose(0, 1) for x in scores.inputs(k, v)]
-        none = (index >= counts).unsqueeze(1)
-        inputs[2:] = inputs[2].masked_fill(none, -torch.inf), inputs[3].masked_fill(none, torch.inf)
-        state = (x.flatten(0, 1).unsqueeze(0) for x in last_state(*inputs))
-        places = page_table[r, :, : pages.layout.state_blocks].long().flatten(0, 1)
-        pages.store_states(places, torch.arange(heads, device=device).repeat(len(chosen)), tuple(state))
+        inputs = mlstm_inputs(rule.scorer, k, v, (index >= counts).flatten())
+        state = last_state(*(x.unflatten(1, (len(chosen), width)).flatten(0, 1) for x in inputs))
+        places = page_table[r, :, : pages.layout.state_blocks].long().transpose(0, 1).flatten(0, 1)
+        heads = torch.arange(page_table.shape[1], device=device).repeat_interleave(len(chosen))
+        pages.store_states(places, heads, tuple(x.unsqueeze(0) for x in state))

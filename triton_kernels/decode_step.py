@@ -12,18 +12,36 @@ import functools
 
 import torch
 import triton
+from kvpop_vllm.kernels.triton._constants import check_size
 from kvpop_vllm.kernels.triton._serving_attend import _attend, _correct, _masses
-from kvpop_vllm.kernels.triton._serving_pages import MARKS, Before, Cache, KernelConfig, StepInputs, Weights
+from kvpop_vllm.kernels.triton._serving_pages import MARKS, Cache, KernelConfig, StepInputs, Weights, view
 from kvpop_vllm.kernels.triton._serving_retain import _evict_and_insert, _products
 from kvpop_vllm.kernels.triton._serving_scores import _cells, _project, _residuals
 from kvpop_vllm.kernels.triton._tiles import DECODE, tile_of
 
+from kvpop_vllm.kernels.dispatch import TRITON_DTYPES
+
 SPLIT_SLOTS = 128  # minimum number of slots per program of attention
 LONGEST_WALK = 8192  # maximum number of protected tokens per program of attention
 SEARCHED = 1024  # scores that the search for the lowest one compares at a time
-LARGEST_HEAD = 256
 PREFIX_LIKE_PAGES = "num_kv_heads", "head_size", "dtype", "block_slots"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KINDS = {
+    "none": {},
+    "key_norm": {},
+    "linear": {},
+    "mlp": {},
+    "mlstm": {},
+    "draw": {"scorer": "none", "draws": True},
+    "attention_mass": {"scorer": "stored", "masses": True},
+    "moment_residual": {"scorer": "stored", "masses": True, "residual": True},
+    "gate_scores": {"scorer": "stored", "gate_scores": True},
+}
+"""Compile-time options of each kind of scorer, beside its own."""
+NAMES = {
+    "q_proj": "read_weight", "fc1_weight": "read_weight", "fc1_bias": "read_bias", "fc2_weight": "out_weight",
+    "fc2_bias": "out_bias", "weight": "direct_weight", "skip_weight": "direct_weight", "bias": "out_bias",
+}  # fmt: skip
+"""Names in :class:`Weights` of a scorer's tensors, where they differ."""
 
 
 def weights_of(scorer, op: str) -> tuple[Weights, dict]:
@@ -37,38 +55,16 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
         NotImplementedError: the scorer has no Triton implementation.
         ValueError: unknown feature map.
     """
-    if scorer.kernel == "linear":
-        return Weights(direct_weight=scorer.weight, out_bias=scorer.bias), {"scorer": "linear"}
-    if scorer.kernel == "mlp":
-        read, out = (scorer.fc1_weight, scorer.fc1_bias), (scorer.fc2_weight, scorer.fc2_bias)
-        of = Weights(read_weight=read[0], read_bias=read[1], out_weight=out[0], out_bias=out[1])
-        return of, {"scorer": "mlp", "columns": scorer.fc2_weight.shape[-1]}
-    if scorer.kernel == "mlstm":
-        options = scorer.options()
-        names = set(Weights._fields) & vars(scorer).keys()
-        of = Weights(read_weight=scorer.q_proj, direct_weight=scorer.skip_weight)
-        return of._replace(**{name: getattr(scorer, name) for name in names}), {
-            "scorer": "mlstm",
-            "columns": scorer.q_proj.shape[-1],
-            "features": scorer.features,
-            "values": scorer.value_size,
-            "softcap": options["softcap"],
-            "delayed": options["delayed"],
-            "norm": scorer.norm_weight is not None,
-            "skip": scorer.skip_weight is not None,
-            "projects_values": scorer.v_proj is not None,
-        }
-    kinds = {
-        "none": {"scorer": "none"},
-        "key_norm": {"scorer": "key_norm"},
-        "draw": {"scorer": "none", "draws": True},
-        "attention_mass": {"scorer": "stored", "masses": True},
-        "moment_residual": {"scorer": "stored", "masses": True, "residual": True},
-        "gate_scores": {"scorer": "stored", "gate_scores": True},
-    }
-    if scorer.kernel not in kinds:
+    if scorer.kernel not in KINDS:
         raise NotImplementedError(f"{op} in Triton has no scorer {type(scorer).__name__}: use impl='reference'")
-    return Weights(), kinds[scorer.kernel] | scorer.options()
+    tensors = {NAMES.get(name, name): tensor for name, tensor in vars(scorer).items()}
+    options = {"scorer": scorer.kernel} | KINDS[scorer.kernel] | scorer.options()
+    if scorer.kernel == "mlp":
+        options["columns"] = scorer.fc2_weight.shape[-1]
+    if scorer.kernel == "mlstm":
+        del options["hedgehog"]  # features say it
+        options |= {"columns": scorer.q_proj.shape[-1], "features": scorer.features, "values": scorer.value_size}
+    return Weights(**{name: tensors[name] for name in Weights._fields if name in tensors}), options
 
 
 def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) -> None:
@@ -83,7 +79,7 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
     Raises:
         NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
     """
-    if q.dtype not in DTYPES or pages.layout.dtype not in DTYPES:
+    if not {q.dtype, pages.layout.dtype} <= set(TRITON_DTYPES[op]):
         raise TypeError(f"{op} in Triton takes float32, float16 and bfloat16, got {q.dtype}, {pages.layout.dtype}")
     if k.dtype != pages.layout.dtype or v.dtype != k.dtype:
         raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype} and {v.dtype}")
@@ -106,8 +102,7 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
                 f"a prefix of table {tuple(prefix.table.shape)} and numbers {[tuple(x.shape) for x in counts]} does not"
                 f" fit {requests} requests and their pages"
             )
-    if k.shape[-1] > LARGEST_HEAD:
-        raise ValueError(f"{op} in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
+    check_size(op, k.shape[-1])
     if rule.window < 1:
         raise ValueError(f"a window holds at least the newest token, got {rule.window}")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
@@ -120,7 +115,7 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
             raise ValueError(f"{name} must be contiguous {wanted} on {q.device}, got {weight.dtype} on {weight.device}")
 
 
-def kernel_config(pages, table, group: int, rule, options: dict, protects: bool) -> KernelConfig:
+def kernel_config(pages, table, group: int, rule, options: dict) -> KernelConfig:
     """Return the constants that the kernels are compiled for.
 
     Args:
@@ -129,12 +124,10 @@ def kernel_config(pages, table, group: int, rule, options: dict, protects: bool)
         group: G.
         rule: retention rule of the layer.
         options: compile-time options of the scorer, from :func:`weights_of`.
-        protects: True if there is a prefix.
     """
     layout = pages.layout
     return KernelConfig(
         size=layout.head_size,
-        padded=max(16, triton.next_power_of_2(layout.head_size)),
         group=group,
         slots=layout.block_slots,
         state_pages=layout.state_blocks,
@@ -143,7 +136,6 @@ def kernel_config(pages, table, group: int, rule, options: dict, protects: bool)
         sinks=rule.sinks,
         decay_step=rule.decay_step,
         uses_moment_correction=rule.moment_correction,
-        protects=protects,
         **options,
     )
 
@@ -187,7 +179,7 @@ def decode_step(
     """
     weights, options = weights_of(rule.scorer, "decode_step")
     check_step(q, k, v, pages, rule, weights, prefix, len(q), "decode_step")
-    config = kernel_config(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
+    config = kernel_config(pages, page_table, q.shape[1] // k.shape[1], rule, options)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
     if len(q):
         told = positions, budgets, windows, gate_scores, prefix, keys
@@ -201,18 +193,13 @@ def cache_of(pages, table) -> Cache:
     return Cache(*arrays, *pages.k.stride()[:2], *pages.score.stride()[:2], table, *table.stride())
 
 
-def before_of(prefix) -> Before:
-    """Return the pages of a prefix, or of none, as kernels take them."""
+def prefix_of(prefix) -> Cache:
+    """Return the pages of a prefix and their table as kernels take them."""
     if prefix is None:
-        return Before()
-    k, v, bias, biased = prefix.pages.k, prefix.pages.v, prefix.pages.score, prefix.biased
-    before = Before(k, v, *k.stride()[:2], prefix.table, *prefix.table.stride())
-    if biased is None:
-        return before
-    words, words_head = bias.stride()[:2]
-    return before._replace(
-        bias=bias, words=words, words_head=words_head, biased=biased, biased_request=biased.stride(0)
-    )
+        return Cache()
+    pages, (row, page) = prefix.pages, prefix.table.stride()
+    arrays = pages.k, pages.v, None if prefix.biased is None else pages.score, None, None
+    return Cache(*arrays, *pages.k.stride()[:2], *pages.score.stride()[:2], prefix.table, row, 0, page)
 
 
 def take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
@@ -227,26 +214,13 @@ def take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, ou
         out: ``[R, Hq, D]``, contiguous; written.
         lse: ``[R, Hq]`` float32, contiguous; written.
     """
-    (requests, heads, size), device = k.shape, q.device
     positions, budgets, windows, gate_scores, prefix, keys = told
-    cache = cache_of(pages, page_table)
-    asked = StepInputs(
-        k, v, *k.stride()[:2], *v.stride()[:2], positions, positions.stride(0),
-        budgets, *budgets.stride(), gate_scores, *((0, 0) if gate_scores is None else gate_scores.stride()),
-        *((None, 0) if prefix is None else (prefix.tokens, prefix.tokens.stride(0))),
-        windows, windows.stride(0),
-        keys, *((0, 0) if keys is None else keys.stride()),
-    )  # fmt: skip
-    step_flags = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=device)
-    work = _score(config, cache, asked, weights, requests, heads, scale, step_flags)
-    _evict_and_insert[heads, requests](
-        cache, asked, weights, rule.log_gamma, *work, step_flags, heads, P=config,
-        BLOCK=min(SEARCHED, triton.next_power_of_2(config.most_slots)), num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    if config.moments:
-        rows = triton.cdiv(size, 32)
-        _products[rows, heads, requests](cache, work[3], step_flags, heads, P=config, BLOCK_X=32, num_warps=4)
-    _attention(config, q, cache, before_of(prefix), out, lse, step_flags, requests, heads, scale)
+    of_prefix = (None, None) if prefix is None else (prefix.tokens, prefix.biased)
+    step = StepInputs(*map(view, (q, k, v, positions, budgets, windows, gate_scores, keys, *of_prefix)))
+    cache, heads = cache_of(pages, page_table), (len(k), k.shape[1])
+    step_flags = torch.empty(*heads, MARKS.value, dtype=torch.int32, device=q.device)
+    _retain(config, cache, step, weights, rule.log_gamma, scale, step_flags)
+    _attention(config, cache, step, prefix_of(prefix), scale, step_flags, out, lse)
 
 
 def _floats(device, *shape) -> torch.Tensor:
@@ -254,64 +228,69 @@ def _floats(device, *shape) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def _score(config, cache, asked, weights, requests, heads, scale, step_flags):
-    """Compute the inputs of :func:`_evict_and_insert` and return its workspaces.
-
-    They are products with weights, numerators, residuals, and deviations of the evicted tokens.
-    """
-    device = step_flags.device
+def _retain(config, cache, step, weights, log_gamma, scale, step_flags) -> None:
+    """Launch the kernels that score, evict and insert tokens, and write ``step_flags``."""
+    (requests, heads, _), floats = (
+        step_flags.shape,
+        functools.partial(_floats, step_flags.device, *step_flags.shape[:2]),
+    )
+    options = {"P": config, "num_warps": 4}
     projected = numerators = factors = evicted_deltas = step_flags  # unused workspaces need any valid pointer
     if config.scorer in ("mlp", "mlstm"):
-        projected = _floats(device, requests, heads, config.projected)
+        projected = floats(config.projected)
         tiles, blocks = triton.cdiv(requests, 16), triton.cdiv(config.columns, 64)
         if config.scorer == "mlstm":
-            blocks = 2 * blocks + (triton.cdiv(config.values, 64) if config.projects_values else 0) + 1
+            blocks = 2 * blocks + (0 if weights.v_proj is None else triton.cdiv(config.values, 64)) + 1
         _project[tiles, blocks, heads](
-            cache, asked, weights, projected, requests, heads, P=config, ROWS=16, BLOCK_C=64, BLOCK_X=32, num_warps=4
+            cache, step, weights, projected, requests, ROWS=16, BLOCK_C=64, BLOCK_X=32, **options
         )
     if config.scorer == "mlstm":
-        numerators = _floats(device, requests, heads, config.values)
+        numerators = floats(config.values)
         _cells[triton.cdiv(config.values, 32), heads, requests](
-            cache, asked, projected, numerators, heads, P=config, BLOCK_V=32, num_warps=4
+            cache, step, projected, numerators, BLOCK_V=32, **options
         )
     if config.residual:
-        factors = _floats(device, requests, heads, config.most_slots)
+        factors = floats(config.most_slots)
         _residuals[triton.cdiv(config.most_slots, 32), heads, requests](
-            cache, asked, factors, heads, scale, P=config, BLOCK_S=32, BLOCK_X=32, num_warps=4
+            cache, step, factors, scale, BLOCK_S=32, BLOCK_X=32, **options
         )
     if config.moments:
-        evicted_deltas = _floats(device, requests, heads, 2, config.size)
-    return projected, numerators, factors, evicted_deltas
+        evicted_deltas = floats(2, config.size)
+    _evict_and_insert[heads, requests](
+        cache, step, weights, log_gamma, projected, numerators, factors, evicted_deltas, step_flags,
+        BLOCK=min(SEARCHED, triton.next_power_of_2(config.most_slots)), enable_fp_fusion=False, **options,
+    )  # fmt: skip
+    if config.moments:
+        rows = triton.cdiv(config.size, 32)
+        _products[rows, heads, requests](cache, evicted_deltas, step_flags, BLOCK_X=32, **options)
 
 
-def _attention(config, q, cache, before, out, lse, step_flags, requests, heads, scale) -> None:
+def _attention(config, cache, step, prefix, scale, step_flags, out, lse) -> None:
     """Write outputs and log-sum-exps, and attention masses if the rule needs them."""
-    device, query_heads = q.device, q.shape[1]
+    (requests, heads, _), device, q = step_flags.shape, out.device, step.q.base
     wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
     tile = tile_of(DECODE, wide, config.size)
     block = max(16, min(tile.keys, config.slots & -config.slots))  # a power of two that divides N
-    protected = before.table.shape[1] * config.slots if config.protects else 0
+    protected = 0 if prefix.table is None else prefix.table.shape[1] * config.slots
     splits = _splits(config, protected, requests * heads, block, device)
     group = triton.next_power_of_2(config.group)
     merged = _floats(device, *out.shape) if config.uses_moment_correction else out
     sums = tops = logits = lse
     if splits > 1:
-        sums = _floats(device, requests, query_heads, splits, config.size)
-        tops = _floats(device, requests, query_heads, splits, 2)
+        sums, tops = _floats(device, *lse.shape, splits, config.size), _floats(device, *lse.shape, splits, 2)
     if config.masses:
-        logits = _floats(device, requests, query_heads, config.most_slots)
+        logits = _floats(device, *lse.shape, config.most_slots)
     _attend[splits, heads, requests](
-        q, cache, before, merged, lse, sums, tops, logits, step_flags, heads, splits, scale, *q.stride()[:2],
-        P=config, GROUP=max(tile.rows, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, BIASED=before.bias is not None,
+        step, cache, prefix, merged, lse, sums, tops, logits, step_flags, scale,
+        P=config, GROUP=max(tile.rows, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    columns = triton.cdiv(config.padded, 64)
     if config.uses_moment_correction:
-        _correct[columns, heads, requests](
-            q, cache, merged, lse, out, step_flags, heads, scale, *q.stride()[:2],
+        _correct[triton.cdiv(config.padded, 64), heads, requests](
+            step, cache, merged, lse, out, step_flags, scale,
             P=config, GROUP=max(16, group), BLOCK_C=64, BLOCK_X=32, num_warps=4,
         )  # fmt: skip
     if config.masses:
         _masses[triton.cdiv(config.most_slots, 128), heads, requests](
-            logits, lse, cache, step_flags, heads, P=config, GROUP=group, BLOCK_S=128, num_warps=4
+            logits, lse, cache, step_flags, P=config, GROUP=group, BLOCK_S=128, num_warps=4
         )

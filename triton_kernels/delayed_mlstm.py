@@ -28,7 +28,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import PRECISION
-from kvpop_vllm.kernels.triton._delayed_mlstm_backward import _backward_features, _backward_states, _backward_values
+from kvpop_vllm.kernels.triton._delayed_mlstm_backward import (
+    _backward_features,
+    _backward_states,
+    _backward_values,
+    pair_logs,
+)
 from kvpop_vllm.kernels.triton._matrix_tiles import store_tile, tile
 from torch.autograd.function import once_differentiable
 
@@ -44,18 +49,19 @@ def _states(
     v,  # [rows, S, DV]
     igate,  # [rows, chunks * L], -inf behind the end
     decay,  # [rows, chunks * L]
-    c_first, z_first, m_first,
+    c_first, z_first, m_first,  # before each segment, or None
     c_states,  # [rows, chunks + segments, F, DV]
     z_states,  # [rows, chunks + segments, F]
     m_states,  # [rows, chunks + segments]
     ends,  # [segments + 1], number of chunks before each segment, and in all
     length, chunks, segments,
-    HAS_FIRST: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute the state before each chunk of a segment and behind its last.
 
     Each program has one tile of C and walks over the chunks.
+
+    Grid: 64 features, 64 columns, rows times segments. 135 MB: 37 us, and more by 128 chunks one after another.
     """
     f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
     own = tl.program_id(2).to(tl.int64)
@@ -75,12 +81,12 @@ def _states(
     c = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
     z = tl.zeros([BLOCK_F], tl.float32)
     m = tl.full([], EMPTY_M, tl.float32)
-    if HAS_FIRST:
-        c = tile(c_first + own * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+    if c_first is not None:
+        c = tile(c_first + own * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
         z = tl.load(z_first + own * FEATURES + features, mask=features < FEATURES, other=0.0)
         m = tl.load(m_first + own)
     for chunk in range(begin, end):
-        store_tile(c_states, c, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        store_tile(c_states, c, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
         tl.store(z_states + features, z, mask=writes_z)
         tl.store(m_states, m, mask=writes_m)
         c_states += FEATURES * WIDTH
@@ -91,12 +97,12 @@ def _states(
         write = total - tl.load(decay + tokens) + tl.load(igate + tokens)
         new_m = tl.maximum(total + m, tl.max(write, 0))
         keep = tl.exp(total + m - new_m)
-        kg = tile(k, chunk * L, length, FEATURES, f, FEATURES, L, BLOCK_F) * tl.exp(write - new_m)[:, None]
-        block_v = tile(v, chunk * L, length, WIDTH, column, WIDTH, L, BLOCK_V)
+        kg = tile(k, chunk * L, length, f, FEATURES, L, BLOCK_F) * tl.exp(write - new_m)[:, None]
+        block_v = tile(v, chunk * L, length, column, WIDTH, L, BLOCK_V)
         c = tl.dot(tl.trans(kg), block_v, c * keep, input_precision=PRECISION)
         z = z * keep + tl.sum(kg, 0)
         m = new_m
-    store_tile(c_states, c, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+    store_tile(c_states, c, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
     tl.store(z_states + features, z, mask=writes_z)
     tl.store(m_states, m, mask=writes_m)
 
@@ -111,17 +117,18 @@ def _readout(
     delay, length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns of h for the tokens of a chunk, and their stabilisers and denominators."""
+    """Compute a block of columns of h for the tokens of a chunk, and their stabilisers and denominators.
+
+    Grid: 64 columns, chunks, rows. 202 MB: 56 us.
+    """
     column = tl.program_id(0) * BLOCK_V
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     first = chunk * L
-    tokens = tl.arange(0, L)
-    at = row * chunks * L + first + tokens
+    at = row * chunks * L + first + tl.arange(0, L)
     state = row * (chunks + segments) + chunk + tl.load(segment_of + chunk)
     decays, gates = tl.load(decay + at), tl.load(igate + at)
-    pair = decays[:, None] - decays[None, :] + gates[None, :]
-    pair = tl.where(tokens[:, None] >= tokens[None, :], pair, float("-inf"))
+    pair = pair_logs(decays, gates, L)
     from_state = decays + tl.load(m_states + state)
     m = tl.maximum(tl.max(pair, 1), from_state)
     old = tl.exp(from_state - m)
@@ -130,21 +137,21 @@ def _readout(
     numerator = tl.zeros([L, BLOCK_V], tl.float32)
     qz = tl.zeros([L], tl.float32)
     for f in range(0, FEATURES, BLOCK_F):
-        block_q = tile(q + row * length * FEATURES, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
-        block_k = tile(k + row * length * FEATURES, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
-        c = tile(c_states + state * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        block_q = tile(q + row * length * FEATURES, first - delay, length - delay, f, FEATURES, L, BLOCK_F)
+        block_k = tile(k + row * length * FEATURES, first, length, f, FEATURES, L, BLOCK_F)
+        c = tile(c_states + state * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
         features = f + tl.arange(0, BLOCK_F)
         z = tl.load(z_states + state * FEATURES + features, mask=features < FEATURES, other=0.0)
         products = tl.dot(block_q, tl.trans(block_k), products, input_precision=PRECISION)
         numerator = tl.dot(block_q, c, numerator, input_precision=PRECISION)
         qz += tl.sum(block_q * z[None, :], 1)
     weights = products * tl.exp(pair - m[:, None])
-    block_v = tile(v + row * length * WIDTH, first, length, WIDTH, column, WIDTH, L, BLOCK_V)
+    block_v = tile(v + row * length * WIDTH, first, length, column, WIDTH, L, BLOCK_V)
     numerator = tl.dot(weights, block_v, numerator * old[:, None], input_precision=PRECISION)
     smallest = EPS * tl.exp(-tl.minimum(tl.maximum(m, -60.0), 60.0))
     denominator = tl.sum(weights, 1) + qz * old + smallest
     rows = numerator / denominator[:, None]
-    store_tile(h + row * length * WIDTH, rows, first - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+    store_tile(h + row * length * WIDTH, rows, first - delay, length - delay, column, WIDTH, L, BLOCK_V)
     if column == 0:
         tl.store(m_rows + at, m)
         tl.store(denominators + at, denominator)
@@ -197,21 +204,17 @@ class _Layout:
     def empty(self, *shape):
         return torch.empty(shape, dtype=torch.float32, device=self.igate.device)
 
-    def one_segment(self):
-        """Return the ends of one segment of all chunks, and the segment of each chunk."""
-        ends = torch.arange(2, dtype=torch.int32, device=self.igate.device) * self.chunks
-        return ends, torch.zeros(self.chunks, dtype=torch.int32, device=self.igate.device)
-
-    def states(self, k, v, state, ends):
-        """Return C, z and m before each chunk and behind the last, segment after segment."""
+    def states(self, k, v, state=None, ends=None):
+        """Return C, z and m before each chunk and behind the last, segment after segment; by default there is one."""
+        if ends is None:
+            ends = torch.arange(2, dtype=torch.int32, device=self.igate.device) * self.chunks
         segments = len(ends) - 1
         where = self.rows, self.chunks + segments
         states = self.empty(*where, self.features, self.width), self.empty(*where, self.features), self.empty(*where)
         first = (None, None, None) if state is None else state
         _states[self.f_blocks, self.v_blocks, self.rows * segments](
-            k, v, self.igate, self.decay, *first, *states, ends, self.length, self.chunks, segments,
-            HAS_FIRST=state is not None, **self.tiles(),
-        )  # fmt: skip
+            k, v, self.igate, self.decay, *first, *states, ends, self.length, self.chunks, segments, **self.tiles()
+        )
         return states
 
     def readout(self, q, k, v, states, segment_of, delay):
@@ -234,8 +237,8 @@ class _DelayedMLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, igate, fgate, delay, chunk, *state):
         layout = _Layout(q, v, igate, fgate, chunk)
-        ends, segment_of = layout.one_segment()
-        states = layout.states(k, v, state or None, ends)
+        states = layout.states(k, v, state or None)
+        segment_of = torch.zeros(layout.chunks, dtype=torch.int32, device=q.device)
         h, m_rows, denominators = layout.readout(q, k, v, states, segment_of, delay)
         h[:, max(0, layout.length - delay) :] = 0
         ctx.save_for_backward(q, k, v, igate, fgate, h, m_rows, denominators, *state)
@@ -250,7 +253,7 @@ class _DelayedMLSTM(torch.autograd.Function):
         q, k, v, igate, fgate, h, m_rows, denominators, *state = ctx.saved_tensors
         delay, chunk = ctx.options
         layout = _Layout(q, v, igate, fgate, chunk)
-        states = layout.states(k, v, state or None, layout.one_segment()[0])
+        states = layout.states(k, v, state or None)
         grad = grad.contiguous()
         rows, chunks, reads = layout.rows, layout.chunks, max(0, layout.length - delay)
         counts = delay, layout.length, chunks
@@ -283,18 +286,9 @@ class _DelayedMLSTM(torch.autograd.Function):
 
 
 def last_state(k, v, igate, fgate):
-    """Return the state behind all tokens, as :func:`delayed_mlstm` does, without readouts.
-
-    Args:
-        k: ``[B, H, S, F]``.
-        v: ``[B, H, S, DV]``.
-        igate, fgate: ``[B, H, S]``.
-    """
-    lead = k.shape[:2]
-    k, v, igate, fgate = (t.float().flatten(0, 1).contiguous() for t in (k, v, igate, fgate))
-    layout = _Layout(k, v, igate, fgate, LARGEST_CHUNK)
-    states = layout.states(k, v, None, layout.one_segment()[0])
-    return tuple(t[:, -1].unflatten(0, lead) for t in states)
+    """Return C, z and m behind all tokens of rows ``[n, S, ...]``, without readouts."""
+    k, v = k.contiguous(), v.contiguous()
+    return tuple(x[:, -1] for x in _Layout(k, v, igate, fgate, LARGEST_CHUNK).states(k, v))
 
 
 def mlstm_of_segments(q, k, v, igate, fgate, ends, segment_of, state):

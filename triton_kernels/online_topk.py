@@ -12,22 +12,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._draws import draw
-from kvpop_vllm.kernels.triton._lowest_score import FAR, lower_of, lowest_of, none_yet
-from kvpop_vllm.kernels.triton._prefill_plan import (
-    ENTRY,
-    FILLED,
-    LAST,
-    LEAVING,
-    LENGTH,
-    REQUEST,
-    SINKS,
-    START,
-    WINDOW,
-    Piece,
-    Segment,
-    number,
-)
+from kvpop_vllm.kernels.triton._lowest_score import FAR, Order, effective, lower_of, lowest_of, none_yet
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, Segment, numbers_of
 from kvpop_vllm.kernels.triton.running_topk import kth_smallest
 
 NEVER = torch.iinfo(torch.int64).max
@@ -35,27 +21,12 @@ BLOCK = 2048
 
 
 @triton.jit
-def held_long(segments, topk, s, h, heads):
-    """Return the number of long-range slots that head h of segment s uses before the piece."""
-    before = number(segments, s, START) - number(segments, s, SINKS) - number(segments, s, WINDOW)
-    return tl.minimum(tl.maximum(before, 0), tl.load(topk + s * heads + h))
+def held_long(segment, topk):
+    """Return the number of long-range slots that a head uses before the piece, of ``topk``, the address of its k."""
+    return tl.minimum(tl.maximum(segment.start - segment.sinks - segment.window, 0), tl.load(topk))
 
 
-@triton.jit
-def _effective(raw, token, q, log_gamma, key, decay_step, AGES: tl.constexpr, DRAWS: tl.constexpr):
-    """Return the effective scores of tokens at q, float64; ``key`` is the key of the head's draws.
-
-    Kernels are launched without fused multiply-adds, as in :mod:`_serving_retain`.
-    """
-    score, age = raw.to(tl.float64), q - token
-    if DRAWS:
-        score = draw(key, q, token)
-    if AGES:
-        score = score * age.to(tl.float64)
-    return score + (age // decay_step).to(tl.float64) * log_gamma
-
-
-@triton.jit(do_not_specialize=["entries", "decay_step"])
+@triton.jit(do_not_specialize=["entries"])
 def _simulate(
     score,  # [H, E] float32
     position,  # [H, E] int32
@@ -63,29 +34,26 @@ def _simulate(
     keys,  # [R, H] int64, keys of draws
     slots,  # [H, 3, E] int32, workspace: entry, position and score bits of each slot's token
     gone,  # [H, E] int32
-    segments, topk, entries, decay_step,
-    AGES: tl.constexpr, DRAWS: tl.constexpr, BLOCK: tl.constexpr,
+    segments, topk, entries,
+    P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Process the arrivals of one head of a segment one by one.
 
-    Once all slots are filled, the lowest of the tokens in the slots and the arrival is evicted.
+    Once all slots are filled, the lowest of the tokens in the slots and the arrival is evicted. P is an :class:`Order`.
+
+    Grid: segments, H. S arrivals, one after another, read 8 bytes of each slot from caches: about 2 us each, 16 ms.
     """
     s, h, heads = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    first, filled, most = (
-        number(segments, s, ENTRY),
-        held_long(segments, topk, s, h, heads),
-        tl.load(topk + s * heads + h),
-    )
-    arrives, window = number(segments, s, FILLED), number(segments, s, WINDOW)
-    total = arrives + number(segments, s, LEAVING)
-    since = number(segments, s, LENGTH) - total
-    score += h * entries + first
-    position += h * entries + first
-    gone += h * entries + first
-    slots += h * 3 * entries + first
+    own = numbers_of(segments, s)
+    topk += s * heads + h
+    filled, most, total = held_long(own, topk), tl.load(topk), own.filled + own.leaving
+    score += h * entries + own.entry
+    position += h * entries + own.entry
+    gone += h * entries + own.entry
+    slots += h * 3 * entries + own.entry
     gamma, key = tl.load(log_gamma + h), h
-    if DRAWS:
-        key = tl.load(keys + number(segments, s, REQUEST) * heads + h)
+    if P.draws:
+        key = tl.load(keys + own.request * heads + h)
     for start in range(0, filled, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         inside = slot < filled
@@ -94,9 +62,9 @@ def _simulate(
         bits = tl.load(score + slot, mask=inside, other=0.0).to(tl.int32, bitcast=True)
         tl.store(slots + 2 * entries + slot, bits, mask=inside)
     tl.debug_barrier()
-    for j in range(arrives, total):
+    for j in range(own.filled, total):
         raw, t = tl.load(score + j), tl.load(position + j)
-        q = t + window
+        q = t + own.window
         target = filled
         if filled >= most:
             best, oldest, where = none_yet(BLOCK)
@@ -107,13 +75,13 @@ def _simulate(
                 bits = tl.load(slots + 2 * entries + slot, mask=inside, other=0)
                 token = tl.where(inside, token, q - 1)
                 raws = bits.to(tl.float32, bitcast=True)
-                effective = _effective(raws, token, q, gamma, key, decay_step, AGES, DRAWS)
-                best, oldest, where = lower_of(best, oldest, where, effective, token, slot, inside)
+                scores = effective(raws, token, q, gamma, raws, key, P)
+                best, oldest, where = lower_of(best, oldest, where, scores, token, slot, inside)
             lowest, victim = lowest_of(best, oldest, where)
-            stays = (_effective(raw, t, q, gamma, key, decay_step, AGES, DRAWS) >= lowest) & (victim != FAR)
+            stays = (effective(raw, t, q, gamma, raw, key, P) >= lowest) & (victim != FAR)
             target = tl.where(stays, victim, -1)
             leaves = tl.where(stays, tl.load(slots + tl.where(stays, victim, 0), mask=stays, other=0), j)
-            tl.store(gone + leaves, since + j)
+            tl.store(gone + leaves, own.length - total + j)
         tl.debug_barrier()  # all threads have read the words that are overwritten
         tl.store(slots + target, j, mask=target >= 0)
         tl.store(slots + entries + target, t, mask=target >= 0)
@@ -141,11 +109,12 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
         return gone
     if decay_step == 1 and not ages and keys is None:
         return _static_order(piece, score, position, log_gamma, gone)
-    (heads, entries), block = score.shape, min(BLOCK, triton.next_power_of_2(max(16, piece.most_slots)))
+    heads, entries = score.shape
     slots = torch.empty(heads, 3, entries, dtype=torch.int32, device=score.device)
     _simulate[len(piece), heads](
-        score, position, log_gamma, keys, slots, gone, piece.segments, piece.topk, entries, decay_step,
-        AGES=ages, DRAWS=keys is not None, BLOCK=block, num_warps=8, enable_fp_fusion=False,
+        score, position, log_gamma, keys, slots, gone, piece.segments, piece.topk, entries,
+        P=Order(decay_step=decay_step, ages=ages, draws=keys is not None),
+        BLOCK=min(BLOCK, triton.next_power_of_2(max(16, piece.most_slots))), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return gone
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 import triton
 from kvpop_vllm.kernels.triton._prefill_attend import attend
-from kvpop_vllm.kernels.triton._prefill_plan import LAST, REQUEST, ROWS, Piece, segments_of
-from kvpop_vllm.kernels.triton._prefill_scores import Rows, Scores, State
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, ROWS, Piece, segments_of
+from kvpop_vllm.kernels.triton._prefill_scores import Rows, State, mlstm_scores, scores_of
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
-from kvpop_vllm.kernels.triton.decode_step import before_of, cache_of, check_step, kernel_config, take_step, weights_of
+from kvpop_vllm.kernels.triton._serving_pages import view
+from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, kernel_config, prefix_of, take_step, weights_of
 from kvpop_vllm.kernels.triton.online_topk import eviction_times
 
 from kvpop_vllm.kernels.chunks import Chunks, send
@@ -48,18 +49,17 @@ def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_score
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     run = _Prefill(pages, page_table, chunks, rule, scale, prefix, q.shape[1] // k.shape[1])
+    run.in_pieces(q, k, v, gate_scores, keys, out, lse)
     if rule.sequential:
-        config = kernel_config(pages, page_table, run.config.group, rule, options, prefix is not None)
-        run.within_prefixes(q, k, v, out, lse)
+        config = kernel_config(pages, page_table, run.config.group, rule, options)
         run.token_by_token(config, weights, q, k, v, gate_scores, keys, out, lse)
-    else:
-        run.in_pieces(q, k, v, gate_scores, keys, out, lse)
     return out, lse
 
 
-def _tokens(k: torch.Tensor, v: torch.Tensor) -> tuple:
-    """Return keys and values ``[T, H, D]`` as kernels take them."""
-    return k, v, *k.stride()[:2], *v.stride()[:2]
+def _where(mask: torch.Tensor, state: State, other: tuple) -> State:
+    """Return the states of the heads of ``mask [n]``, and ``other`` for all others."""
+    pairs = zip(state, other, strict=True)
+    return tuple(torch.where(mask.view(1, -1, *[1] * (x.dim() - 2)), x, y) for x, y in pairs)
 
 
 class _Prefill:
@@ -73,8 +73,8 @@ class _Prefill:
         if prefix is not None and prefix.biased is not None:
             self.biased = prefix.biased.tolist()
         self.rule, self.scale, self.prefix, self.device = rule, scale, prefix, table.device
-        self.config = kernel_config(pages, table, group, rule, {"scorer": "none"}, False)
-        self.cache, self.before = cache_of(pages, table), before_of(prefix)._replace(biased=None)
+        self.config = kernel_config(pages, table, group, rule, {"scorer": "none"})
+        self.cache, self.before = cache_of(pages, table), prefix_of(prefix)
         self.heads = torch.arange(table.shape[1], device=table.device)
         self.right = self._right()
 
@@ -91,45 +91,45 @@ class _Prefill:
         return ((self.pages.position[first, self.heads, 0] == start) | (begins > 0)).int()
 
     def in_pieces(self, q, k, v, gate_scores, keys, out, lse) -> None:
-        """Process all chunks, several tokens of each at a time."""
-        scores = Scores(self.rule)
-        for piece in self._once("pieces", self._pieces):
-            self._run(piece, scores, q, _tokens(k, v), gate_scores, keys, out, lse)
+        """Process all chunks, several tokens of each at a time, or if the rule is sequential, those of prefixes."""
+        within = self.rule.sequential
+        for piece in self._once(("pieces", within), lambda: self._pieces(within)):
+            self._run(piece, q, (view(k), view(v)), gate_scores, keys, out, lse)
 
-    def _pieces(self, within: bool = False) -> list[Piece]:
+    def _pieces(self, within: bool) -> list[Piece]:
         segments = segments_of(self.chunks, self.rule, self.protected, self.biased, within=within)
         return [Piece(parts, self.device) for parts in segments]
 
-    def _run(self, piece: Piece, scores: Scores, q, tokens, gate_scores, keys, out, lse) -> None:
+    def _run(self, piece: Piece, q, tokens, gate_scores, keys, out, lse) -> None:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
-        heads, weights, made, left = len(self.heads), scores.weights, None, None
-        if piece.rows and weights.takes_gate_scores:
+        gone = torch.full((len(self.heads), piece.keys), LAST.value, dtype=torch.int32, device=self.device)
+        of_attention = piece, self.config, q, tokens, self.cache, self.before, gone, self.right, self.scale, out, lse
+        if not piece.rows:  # all tokens are protected
+            return attend(*of_attention)
+        weights, made = self.rule.scorer, None
+        if weights.takes_gate_scores:
             made = gate_scores[piece.tail_rows[0]].T.contiguous()
-        if piece.rows and weights.recurrent:
+        if weights.recurrent:
             before, new = self._load_states(piece, weights), self._rows(piece, tokens, None, False)
             if not weights.delayed:
-                made, state = scores.of_mlstm(piece, new, new, before)
-        gone = torch.full((heads, piece.keys), LAST.value, dtype=torch.int32, device=self.device)
-        slot_of = torch.full((heads, piece.rows), -1, dtype=torch.int32, device=self.device)
-        if piece.rows:
-            left = self._rows(piece, tokens, made, True)
-            if weights.recurrent and weights.delayed:
-                score, state = scores.of_mlstm(piece, left, new, before)
-            else:
-                score = scores.of_rows(left)
-            self._evict(piece, score, keys, gone, slot_of)
-        attend(piece, self.config, q, tokens, self.cache, self.before, gone, self.right, self.scale, out, lse)
-        if piece.rows:
-            _store[len(piece.blocks()), heads](
-                tokens, made, left.keys, left.values, score, slot_of, self.cache, piece.segments, piece.blocks(),
-                self.right, piece.rows, heads, P=self.config, ROWS=ROWS, num_warps=4,
-            )  # fmt: skip
-            if weights.recurrent:
-                self._store_states(piece, before, state)
+                made, state = mlstm_scores(weights, piece, new, new, before)
+        left = self._rows(piece, tokens, made, True)
+        if weights.recurrent and weights.delayed:
+            score, state = mlstm_scores(weights, piece, left, new, before)
+        else:
+            score = scores_of(weights, left)
+        slot_of = self._evict(piece, score, keys, gone)
+        attend(*of_attention)
+        _store[len(piece.blocks()), len(self.heads)](
+            tokens, made, left.keys, left.values, score, slot_of, self.cache, piece.segments, piece.blocks(),
+            self.right, piece.rows, P=self.config, ROWS=ROWS, num_warps=4,
+        )  # fmt: skip
+        if weights.recurrent:
+            self._store_states(piece, before, state)
 
     def _rows(self, piece: Piece, tokens, made, leaves: bool) -> Rows:
         """Copy the new token of each tail row, or the one that leaves the window with it."""
-        heads, k = len(self.heads), tokens[0]
+        heads, k = len(self.heads), tokens[0].base
         keys = torch.empty(heads, piece.rows, k.shape[2], dtype=k.dtype, device=self.device)
         score = None if made is None else torch.empty_like(made)
         rows = Rows(keys, torch.empty_like(keys), score)
@@ -139,66 +139,57 @@ class _Prefill:
         )  # fmt: skip
         return rows
 
-    def _evict(self, piece: Piece, score, keys, gone, slot_of) -> None:
-        """Write the eviction times of keys, and the slots of tokens that leave the window."""
+    def _evict(self, piece: Piece, score, keys, gone) -> torch.Tensor:
+        """Write the eviction times of keys, and return the slots of tokens that leave the window, -1 for evicted ones."""
+        slot_of = torch.full((len(self.heads), piece.rows), -1, dtype=torch.int32, device=self.device)
         if not piece.entries:
-            return
+            return slot_of
         heads, rule, of = len(self.heads), self.rule, (piece.segments, piece.topk)
         scores = torch.empty(heads, piece.entries, dtype=torch.float32, device=self.device)
         positions, free = (torch.empty_like(scores, dtype=torch.int32) for _ in range(2))
         _enter[triton.cdiv(piece.most_entries, WIDTH), len(piece), heads](
-            score, self.cache, *of, scores, positions, piece.rows, piece.entries, heads, P=self.config, WIDTH=WIDTH
+            score, self.cache, *of, scores, positions, piece.rows, piece.entries, P=self.config, WIDTH=WIDTH
         )
         told = {"log_gamma": rule.log_gamma, "decay_step": rule.decay_step, "ages": rule.ages, "keys": keys}
         leaves = eviction_times(piece, scores, positions, **told)
-        sizes = piece.rows, piece.keys, piece.entries, heads
+        sizes = piece.rows, piece.keys, piece.entries
         _settle[len(piece), heads](leaves, *of, free, gone, slot_of, *sizes, WIDTH=WIDTH, num_warps=4)
+        return slot_of
 
     def _states_of(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return requests ``[S']``, state pages ``[H * S', pages]`` and heads ``[H * S']`` of a piece's tails."""
-        requests = piece.numbers(REQUEST)[piece.tails]
+        requests = piece.numbers("request")[piece.tails]
         rows = self.table[requests, :, : self.pages.layout.state_blocks].long().transpose(0, 1)
         return requests, rows.flatten(0, 1), self.heads.repeat_interleave(len(requests))
 
     def _load_states(self, piece: Piece, weights) -> State:
         """Return the states before the tails of a piece, empty ones where a tail has none."""
         _, *place = self._states_of(piece)
-        state, empty = self.pages.load_states(*place, weights), piece.begins.repeat(len(self.heads))
-        fills = (0.0, 0.0, STATE_M_START)
-        return tuple(
-            x.masked_fill(empty.view(1, -1, *[1] * (x.dim() - 2)), fill) for x, fill in zip(state, fills, strict=True)
-        )
+        begun = ~piece.begins.repeat(len(self.heads))
+        return _where(begun, self.pages.load_states(*place, weights), (0.0, 0.0, STATE_M_START))
 
     def _store_states(self, piece: Piece, before: State, state: State) -> None:
         """Write the states behind the tails of a piece, of heads whose start was right."""
         requests, *place = self._states_of(piece)
-        right = self.right[requests].T.flatten() > 0
-        kept = [torch.where(right.view(1, -1, *[1] * (x.dim() - 2)), x, y) for x, y in zip(state, before, strict=True)]
-        self.pages.store_states(*place, kept)
-
-    def within_prefixes(self, q, k, v, out, lse) -> None:
-        """Compute the attention of tokens within protected prefixes."""
-        if self.prefix is not None:
-            gone = torch.empty(len(self.heads), 0, dtype=torch.int32, device=self.device)
-            for piece in self._once("within", lambda: self._pieces(within=True)):
-                told = self.config, q, _tokens(k, v), self.cache, self.before, gone, self.right
-                attend(piece, *told, self.scale, out, lse)
+        self.pages.store_states(*place, _where(self.right[requests].T.flatten() > 0, state, before))
 
     def token_by_token(self, config, weights, q, k, v, gate_scores, keys, out, lse) -> None:
         """Run decode steps, in which each chunk has one token behind its prefix until it has no more.
 
         A chunk that does not start at the ``tokens_seen`` of all heads gets positions that no cache comes to.
         """
-        counts, order, tokens, positions, rows = self._once("steps", self._steps)
+        counts, order, tokens, positions, rows, protected, biased, windows, budgets = self._once("steps", self._steps)
         positions = torch.where((self.right[order] > 0).all(1)[rows], positions, positions + NOWHERE)
         positions = positions.unsqueeze(1).repeat(1, 2)  # 16-byte alignment for every position: kernels compile once
-        table, budgets, windows, *ends = self.table[order], *self._once("sizes", lambda: self._sizes(order))
-        draws, first = None if keys is None else keys[order], 0
-        before = self.prefix and Prefix(self.prefix.pages, self.prefix.table[order], *ends)
+        table, draws, first = self.table[order], None if keys is None else keys[order], 0
+        if self.prefix is not None:
+            biased = None if self.prefix.biased is None else biased
+            before = Prefix(self.prefix.pages, self.prefix.table[order], protected, biased)
         for count in counts:
             at, position = tokens[first : first + count], positions[first : first + count, 0]
             given = None if gate_scores is None else gate_scores[at]
-            prefix, drawn = before and before.of(slice(count)), None if draws is None else draws[:count]
+            prefix = None if self.prefix is None else before.of(slice(count))
+            drawn = None if draws is None else draws[:count]
             own = position, budgets[:count], windows[:count], given, prefix, drawn
             found = out.new_empty(count, *out.shape[1:]), lse.new_empty(count, lse.shape[1])
             step = config, q[at], k[at], v[at], self.pages, table[:count], own, self.rule, weights, self.scale
@@ -206,19 +197,12 @@ class _Prefill:
             out[at], lse[at] = found
             first += count
 
-    def _sizes(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return budgets, windows, p and, if any have a bias, the biased tokens of the requests in this order, on the device."""
-        numbers = [self.chunks.budgets.tolist(), list(self.chunks.windows), self.protected]
-        types = [torch.int32, torch.int32, torch.int64]
-        if self.before.bias is not None:
-            numbers, types = [*numbers, self.biased], [*types, torch.int64]
-        return tuple(send(values, self.device, dtype)[order] for values, dtype in zip(numbers, types, strict=True))
-
-    def _steps(self) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _steps(self) -> tuple:
         """Return what the steps consist of.
 
-        These are the number of tokens of each step; the requests, those with most tokens first; and for the tokens of all
-        steps the index in the batch, the position, and the index of the request in that order.
+        These are the number of tokens of each step; the requests, those with most tokens first; for the tokens of all
+        steps the index in the batch, the position, and the index of the request in that order; and of the requests in
+        that order p, the number of tokens that have a bias, w and the budgets.
         """
         parts, first = [], 0
         for r, (start, length) in enumerate(zip(self.chunks.starts, self.chunks.lengths, strict=True)):
@@ -232,4 +216,7 @@ class _Prefill:
         positions = [part[3] + i for i in steps for part in parts[: counts[i]]]
         rows = [row for i in steps for row in range(counts[i])]
         order = [r for _, r, *_ in parts]
-        return counts, *(send(values, self.device) for values in (order, tokens, positions, rows))
+        sizes = self.protected, self.biased, self.chunks.windows, self.chunks.budgets.tolist()
+        protected, biased, windows, budgets = ([of[r] for r in order] for of in sizes)
+        wide = (send(values, self.device) for values in (order, tokens, positions, rows, protected, biased))
+        return counts, *wide, *(send(values, self.device, torch.int32) for values in (windows, budgets))

@@ -13,9 +13,11 @@ tree:
   least ``left``, the answer is among them and its digit is 0. Otherwise the digit is 1, and ``left`` is
   reduced by that number.
 
-The work is O(S log S), the memory O(S), with 2 launches per digit. Each launch reads only what earlier
-launches wrote and writes each element once, so the result does not depend on the order of memory operations
-inside a kernel.
+A program has BLOCK positions. For a digit that moves tokens between blocks, one launch counts the zeros of each
+block and the next one sorts. The other digits, log2(BLOCK), sort each block on its own: half of the ranks below
+its first one have a zero. One launch finds all of these, and one all digits of the answers. Work and memory are
+O(S log S). Each program reads only what earlier launches or it itself wrote and writes each element once, so the
+result does not depend on the order of memory operations of different programs.
 """
 
 from __future__ import annotations
@@ -28,52 +30,86 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["half"])
-def _count_and_split(ranks, zeros, split, length, half, BLOCK: tl.constexpr):
-    """Count the zeros of one digit before each position, and sort the ranks stably by that digit too.
+def _count(ranks, counts, length, half, BLOCK: tl.constexpr):
+    """Count the zeros of the digit of value ``half`` in a block of ranks.
 
-    ``half`` is the value of the digit; the counts are ``[rows, S + 1]``.
+    Grid: rows, BLOCK ranks. 4 bytes a rank, 0.3 MB for H rows: 0.1 us, less than a launch.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.load(ranks + row * length + place, mask=place < length, other=half)  # padding counts as ones
+    zero = (rank & half) == 0
+    tl.store(counts + row * tl.num_programs(1) + tl.program_id(1), tl.sum(zero.to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["digits", "highest", "number"])
+def _split(
+    ranks,  # [rows, S]
+    split,  # [rows, S], the ranks sorted; if no rank leaves its block, ``ranks`` itself
+    counts,  # [rows, blocks], zeros of each block, or None if no rank leaves its block
+    zeros,  # [rows, digits, S + 1]
+    length, digits, highest, number,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count the zeros of ``number`` digits before each position of a block, and sort its ranks stably by these too.
+
+    The digits begin with the ``highest`` one; it is the only one if ranks may leave their blocks.
+
+    Grid: rows, BLOCK ranks. 12 bytes a rank and digit, 0.8 MB for H rows: 0.2 us, less than a launch; ten digits, one
+    after another, about 10 us.
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    inside = place < length
     ranks += row * length
     split += row * length
-    zeros += row * (length + 1)
-    seen = 0
-    for start in range(0, length, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        inside = place < length
+    seen = block * BLOCK // 2
+    if counts is not None:
+        seen = 0
+        for first in range(0, block, BLOCK):
+            ahead = first + tl.arange(0, BLOCK)
+            seen += tl.sum(tl.load(counts + row * tl.num_programs(1) + ahead, mask=ahead < block, other=0), 0)
+    for i in range(number):
+        digit = highest - i
+        half = 1 << digit
         rank = tl.load(ranks + place, mask=inside, other=half)  # padding counts as ones
         zero = (rank & half) == 0
         flags = zero.to(tl.int32)
         before = seen + tl.cumsum(flags, 0) - flags
-        tl.store(zeros + place, before, mask=inside)
+        counted = zeros + (row * digits + digit) * (length + 1)
+        tl.store(counted + place, before, mask=inside)
+        tl.store(counted + length, seen + tl.sum(flags, 0), mask=block == tl.num_programs(1) - 1)
         # start of the tokens with the same higher digits; half of the ranks below it have a zero
         node = rank & (-2 * half)
         zeros_of_node = before - node // 2
         target = tl.where(zero, node + zeros_of_node, place + half - zeros_of_node)
+        tl.debug_barrier()  # all threads have read the ranks that are overwritten
         tl.store(split + target, rank, mask=inside)
-        seen += tl.sum(flags, 0)
-    tl.store(zeros + length, seen)
+        tl.debug_barrier()  # the stores are visible before the next digit
 
 
-@triton.jit(do_not_specialize=["half"])
-def _descend(zeros, low, count, left, length, queries, half, BLOCK: tl.constexpr):
-    """Find one digit of the answers.
+@triton.jit(do_not_specialize=["queries", "digits"])
+def _descend(zeros, left, count, low, length, queries, digits, BLOCK: tl.constexpr):
+    """Find the answers of a block of queries, one digit after another.
 
-    ``low`` are their digits so far, ``count`` tokens of the prefix share these digits, and the answer is the
-    ``left``-th smallest of those.
+    ``lows`` are their digits so far, ``counts`` tokens of the prefix share these digits, and the answer is the
+    ``lefts``-th smallest of those.
+
+    Grid: rows, BLOCK queries. 12 bytes a query and 4 for each of 13 digits, one after another, 4.2 MB: about 10 us.
     """
-    row = tl.program_id(0).to(tl.int64)
-    query = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = query < queries
-    at = row * queries + query
-    lows = tl.load(low + at, mask=inside, other=0)
+    row, query = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = row * queries + query, query < queries
+    lows = tl.zeros([BLOCK], tl.int32)
     counts = tl.load(count + at, mask=inside, other=0)
     lefts = tl.load(left + at, mask=inside, other=1)
-    fits = tl.load(zeros + row * (length + 1) + lows + counts, mask=inside, other=0) - lows // 2
-    below = lefts <= fits
-    tl.store(low + at, tl.where(below, lows, lows + half), mask=inside)
-    tl.store(count + at, tl.where(below, fits, counts - fits), mask=inside)
-    tl.store(left + at, tl.where(below, lefts, lefts - fits), mask=inside)
+    for i in range(digits):
+        digit = digits - 1 - i
+        counted = zeros + (row * digits + digit) * (length + 1)
+        fits = tl.load(counted + lows + counts, mask=inside, other=0) - lows // 2
+        below = lefts <= fits
+        lows = tl.where(below, lows, lows + (1 << digit))
+        counts = tl.where(below, fits, counts - fits)
+        lefts = tl.where(below, lefts, lefts - fits)
+    tl.store(low + at, lows, mask=inside)
 
 
 def _ranks(priority: torch.Tensor) -> torch.Tensor:
@@ -92,19 +128,21 @@ def kth_smallest(ranks: torch.Tensor, left: torch.Tensor, count: torch.Tensor) -
 
     Args:
         ranks: ``[rows, S]`` int32, permutations; overwritten.
-        left: ``[rows, queries]`` int32, at most ``count``; overwritten.
-        count: ``[rows, queries]`` int32; overwritten.
+        left: ``[rows, queries]`` int32, at most ``count``.
+        count: ``[rows, queries]`` int32.
     """
-    (rows, length), queries = ranks.shape, count.shape[1]
-    left, count = left.contiguous(), count.contiguous()
-    low, spare = torch.zeros_like(count), torch.empty_like(ranks)
-    zeros = torch.empty(rows, length + 1, dtype=torch.int32, device=ranks.device)
-    for digit in reversed(range((length - 1).bit_length())):
-        _count_and_split[(rows,)](ranks, zeros, spare, length, 1 << digit, BLOCK=BLOCK, num_warps=4)
-        _descend[rows, triton.cdiv(queries, BLOCK)](
-            zeros, low, count, left, length, queries, 1 << digit, BLOCK=BLOCK, num_warps=4
-        )
+    (rows, length), queries, left, count = ranks.shape, count.shape[1], left.contiguous(), count.contiguous()
+    digits, blocks = (length - 1).bit_length(), triton.cdiv(length, BLOCK)
+    within = min(digits, BLOCK.bit_length() - 1)  # digits that move no rank out of its block
+    spare, low, options = torch.empty_like(ranks), torch.empty_like(count), {"BLOCK": BLOCK, "num_warps": 4}
+    counts = torch.empty(rows, blocks, dtype=torch.int32, device=ranks.device)
+    zeros = torch.empty(rows, digits, length + 1, dtype=torch.int32, device=ranks.device)
+    for digit in reversed(range(within, digits)):
+        _count[rows, blocks](ranks, counts, length, 1 << digit, **options)
+        _split[rows, blocks](ranks, spare, counts, zeros, length, digits, digit, 1, **options)
         ranks, spare = spare, ranks
+    _split[rows, blocks](ranks, ranks, None, zeros, length, digits, within - 1, within, **options)
+    _descend[rows, triton.cdiv(queries, BLOCK)](zeros, left, count, low, length, queries, digits, **options)
     return low
 
 

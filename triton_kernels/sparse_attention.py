@@ -11,42 +11,40 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION
+from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION, check_size, common_dtype
+from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
 from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists
-from kvpop_vllm.kernels.triton._prefill_plan import LAST, LENGTH, TOKEN, Piece, Segment, number
-from kvpop_vllm.kernels.triton._serving_pages import Before, Cache, KernelConfig
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, Segment, block_of
+from kvpop_vllm.kernels.triton._serving_pages import Cache, KernelConfig, element_at, view
 from kvpop_vllm.kernels.triton._tiles import BACKWARD, tile_of
 from torch.autograd.function import once_differentiable
-
-LARGEST_HEAD = 128
 
 
 @triton.jit
 def _backward_queries(
     q, grad,  # [T, Hq, D]
-    tokens,  # k, v [T, H, D] and their strides between tokens and heads
+    tokens,  # k, v [T, H, D]
     segments, blocks, lists, counts, skipped, room,
     lse, delta,  # [T, Hq]
     dq,  # [T, Hq, D], contiguous
-    scale, q_token, q_head, grad_token, grad_head,
+    scale,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of queries, for all query heads of a KV head."""
-    k, v, k_token, k_head, v_token, v_head = tokens
+    """Compute dq of a block of queries, for all query heads of a KV head.
+
+    Grid: 16 queries, H. 0.62 TFLOP: 1.3 ms; keys and values come from the L2 cache.
+    """
+    k, v = tokens
+    size: tl.constexpr = P.size
     padded: tl.constexpr = P.padded
-    h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    at = blocks + 2 * (skipped + tl.program_id(0))
-    s, first = tl.load(at), tl.load(at + 1)
-    token = number(segments, s, TOKEN).to(tl.int64)
-    row, column = tl.arange(0, ROWS), tl.arange(0, padded)
+    h, heads, row = tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.arange(0, ROWS)
+    own, first = block_of(segments, blocks, skipped + tl.program_id(0))
     query, head = first + row % BLOCK_Q, h * P.group + row // BLOCK_Q
-    fits = (column < P.size)[None, :]
-    present = (query < number(segments, s, LENGTH)) & (row < BLOCK_Q * P.group)
-    inside, place = present[:, None] & fits, token + query
-    rows = tl.load(q + (place * q_token + head * q_head)[:, None] + column[None, :], mask=inside, other=0.0)
-    at_grad = grad + (place * grad_token + head * grad_head)[:, None] + column[None, :]
-    grads = tl.load(at_grad, mask=inside, other=0.0)
-    place = place * heads * P.group + head  # index in [T, Hq]
+    present = (query < own.length) & (row < BLOCK_Q * P.group)
+    token = own.token.to(tl.int64)
+    rows = load_rows(element_at(q, token + query, head), present, size, padded)
+    grads = load_rows(element_at(grad, token + query, head), present, size, padded)
+    place = (token + query) * heads * P.group + head  # index in [T, Hq]
     lse2 = tl.load(lse + place, mask=present, other=0.0) * LOG2E
     deltas = tl.load(delta + place, mask=present, other=0.0)
     acc = tl.zeros([ROWS, padded], tl.float32)
@@ -55,18 +53,18 @@ def _backward_queries(
     count = tl.load(counts + 2 * list_of + 1)
     for start in range(0, count, BLOCK_K):
         entry = start + tl.arange(0, BLOCK_K)
-        index = tl.load(lists + entry, mask=entry < count, other=0)
-        until = tl.load(lists + room + entry, mask=entry < count, other=0)
-        there, key = (entry < count)[:, None] & fits, token + index
-        block_k = tl.load(k + (key * k_token + h * k_head)[:, None] + column[None, :], mask=there, other=0.0)
-        block_v = tl.load(v + (key * v_token + h * v_head)[:, None] + column[None, :], mask=there, other=0.0)
-        logits = tl.dot(rows, tl.trans(block_k), input_precision=PRECISION) * (scale * LOG2E)
+        there = entry < count
+        index = tl.load(lists + entry, mask=there, other=0)
+        until = tl.load(lists + room + entry, mask=there, other=0)
+        keys = load_rows(element_at(k, token + index, h), there, size, padded)
+        values = load_rows(element_at(v, token + index, h), there, size, padded)
+        logits = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
         visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
         weights = tl.exp2(tl.where(visible, logits - lse2[:, None], float("-inf")))
-        dweights = tl.dot(grads, tl.trans(block_v), input_precision=PRECISION)
+        dweights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
         dlogits = weights * (dweights - deltas[:, None])
-        acc = tl.dot(dlogits.to(block_k.dtype), block_k, acc, input_precision=PRECISION)
-    tl.store(dq + place[:, None] * P.size + column[None, :], (acc * scale).to(dq.dtype.element_ty), mask=inside)
+        acc = tl.dot(dlogits.to(keys.dtype), keys, acc, input_precision=PRECISION)
+    store_rows(dq + place * size, acc * scale, present, size, padded)
 
 
 @triton.jit
@@ -76,24 +74,26 @@ def _backward_keys(
     gone,  # [H, B * S] int32
     lse, delta,
     dk, dv,  # [T, H, D], contiguous
-    length, scale, q_token, q_head, grad_token, grad_head,
+    length, scale,
     P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of a block of keys, summed over the query heads of its group.
 
     All products are transposed, keys first.
+
+    Grid: 64 keys, B, H. 0.82 TFLOP: 1.7 ms, and more where a range has queries that miss its keys.
     """
-    k, v, k_token, k_head, v_token, v_head = tokens
+    k, v = tokens
+    size: tl.constexpr = P.size
     padded: tl.constexpr = P.padded
     b, h = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    batch, heads, first_token = tl.num_programs(1), tl.num_programs(2), b * length
-    entry, column = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, padded)
-    listed, fits = entry < length, (column < P.size)[None, :]
-    index = tl.load(order + (h * batch + b) * length + entry, mask=listed, other=length)
-    until = tl.load(gone + (h * batch + b) * length + index, mask=listed, other=0)
-    inside, key = listed[:, None] & fits, first_token + index
-    block_k = tl.load(k + (key * k_token + h * k_head)[:, None] + column[None, :], mask=inside, other=0.0)
-    block_v = tl.load(v + (key * v_token + h * v_head)[:, None] + column[None, :], mask=inside, other=0.0)
+    heads, token, row = tl.num_programs(2), b * length, h * tl.num_programs(1) + b
+    entry = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    listed = entry < length
+    index = tl.load(order + row * length + entry, mask=listed, other=length)
+    until = tl.load(gone + row * length + index, mask=listed, other=0)
+    keys = load_rows(element_at(k, token + index, h), listed, size, padded)
+    values = load_rows(element_at(v, token + index, h), listed, size, padded)
     begin, end = tl.min(index, 0), tl.minimum(tl.max(until, 0), length)
     dk_acc = tl.zeros([BLOCK_K, padded], tl.float32)
     dv_acc = tl.zeros([BLOCK_K, padded], tl.float32)
@@ -101,33 +101,21 @@ def _backward_keys(
         head = h * P.group + member
         for first in range(begin, end, BLOCK_Q):
             query = first + tl.arange(0, BLOCK_Q)
-            there, place = query < length, first_token + query
-            wanted, scalar = there[:, None] & fits, place * heads * P.group + head
-            block_q = tl.load(q + (place * q_token + head * q_head)[:, None] + column[None, :], mask=wanted, other=0.0)
-            at_grad = grad + (place * grad_token + head * grad_head)[:, None] + column[None, :]
-            block_g = tl.load(at_grad, mask=wanted, other=0.0)
+            there, scalar = query < length, (token + query) * heads * P.group + head
+            queries = load_rows(element_at(q, token + query, head), there, size, padded)
+            grads = load_rows(element_at(grad, token + query, head), there, size, padded)
             lse2 = tl.load(lse + scalar, mask=there, other=0.0) * LOG2E
             deltas = tl.load(delta + scalar, mask=there, other=0.0)
-            logits = tl.dot(block_k, tl.trans(block_q), input_precision=PRECISION) * (scale * LOG2E)
+            logits = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (scale * LOG2E)
             visible = (index[:, None] <= query[None, :]) & (query[None, :] < until[:, None]) & there[None, :]
             weights = tl.exp2(tl.where(visible, logits - lse2[None, :], float("-inf")))
-            dv_acc = tl.dot(weights.to(block_g.dtype), block_g, dv_acc, input_precision=PRECISION)
-            dweights = tl.dot(block_v, tl.trans(block_g), input_precision=PRECISION)
+            dv_acc = tl.dot(weights.to(grads.dtype), grads, dv_acc, input_precision=PRECISION)
+            dweights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
             dlogits = weights * (dweights - deltas[None, :])
-            dk_acc = tl.dot(dlogits.to(block_q.dtype), block_q, dk_acc, input_precision=PRECISION)
-    place = (key * heads + h)[:, None] * P.size + column[None, :]
-    tl.store(dk + place, (dk_acc * scale).to(dk.dtype.element_ty), mask=inside)
-    tl.store(dv + place, dv_acc.to(dv.dtype.element_ty), mask=inside)
-
-
-def _rows_of_batch(batch: int, length: int, heads: int, device: torch.device) -> Piece:
-    """Return the rows of a batch as segments without slots."""
-    return Piece([Segment(b, b * length, length, 0, 0, 0, 1, [length] * heads) for b in range(batch)], device)
-
-
-def _no_slots(k: torch.Tensor, v: torch.Tensor, gone: torch.Tensor) -> Cache:
-    """Return a cache of which no slot is in use, as the kernels of prefill take it."""
-    return Cache(k, v, *[gone] * 3, *[0] * 4, gone, 0, 0, 0)
+            dk_acc = tl.dot(dlogits.to(queries.dtype), queries, dk_acc, input_precision=PRECISION)
+    place = ((token + index) * heads + h) * size
+    store_rows(dk + place, dk_acc * scale, listed, size, padded)
+    store_rows(dv + place, dv_acc, listed, size, padded)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -156,15 +144,15 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gone, scale):
         batch, query_heads, length, size = q.shape
-        heads, piece = k.shape[1], _rows_of_batch(batch, length, k.shape[1], q.device)
-        padded, group = max(16, triton.next_power_of_2(size)), query_heads // heads
-        config = KernelConfig(size, padded, group, 64, 0, 1, 64, 0, 1, "none")
+        heads = k.shape[1]
+        # the rows of the batch are segments without slots
+        piece = Piece([Segment(b, b * length, length, 0, 0, 0, 1, [length] * heads) for b in range(batch)], q.device)
+        config = KernelConfig(size=size, group=query_heads // heads)
         q, k, v = map(_flat, (q, k, v))
-        tokens = k, v, *k.stride()[:2], *v.stride()[:2]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         gone, right = gone.transpose(0, 1).flatten(1).contiguous(), gone.new_ones(batch, heads)
-        attend(piece, config, q, tokens, _no_slots(k, v, gone), Before(), gone, right, scale, out, lse)
+        attend(piece, config, q, (view(k), view(v)), Cache(), Cache(), gone, right, scale, out, lse)
         ctx.save_for_backward(q, k, v, gone, out, lse)
         ctx.options = piece, config, scale
         out, natural = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (out, lse))
@@ -179,20 +167,20 @@ class _SparseAttention(torch.autograd.Function):
         batch, grad = len(piece), _flat(grad)
         heads, length = len(gone), len(q) // batch
         delta = (out.float() * grad.float()).sum(-1)
-        tokens, strides = (k, v, *k.stride()[:2], *v.stride()[:2]), (*q.stride()[:2], *grad.stride()[:2])
+        inputs = view(q), view(grad), (view(k), view(v))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         tile = tile_of(BACKWARD, q.dtype == torch.float32, config.size)
         rows, block_q = block_rows(config, tile)
         launch = {"P": config, "BLOCK_K": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
-        for grid, listed in key_lists(piece, config, _no_slots(k, v, gone), gone, block_q):
+        for grid, listed in key_lists(piece, config, Cache(), gone, block_q):
             _backward_queries[grid](
-                q, grad, tokens, piece.segments, *listed, lse, delta, dq, scale, *strides, ROWS=rows, BLOCK_Q=block_q, **launch
+                *inputs, piece.segments, *listed, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
             )  # fmt: skip
         born = torch.arange(length, device=q.device)
         lives = gone.view(heads, batch, length).clamp_max(length) - born
         order = lives.float().log2().int().argsort(dim=-1, stable=True).int()
         _backward_keys[triton.cdiv(length, tile.keys), batch, heads](
-            q, grad, tokens, order, gone, lse, delta, dk, dv, length, scale, *strides, BLOCK_Q=tile.rows, **launch
+            *inputs, order, gone, lse, delta, dk, dv, length, scale, BLOCK_Q=tile.rows, **launch
         )
         back = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (dq, dk, dv))
         return *back, None, None
@@ -200,13 +188,8 @@ class _SparseAttention(torch.autograd.Function):
 
 def sparse_attention(q, k, v, rank, cutoff, *, sinks, window, scale):
     """Implement :func:`kvpop_vllm.kernels.ops.sparse_attention`."""
-    if q.shape[-1] > LARGEST_HEAD:
-        raise ValueError(f"sparse_attention in Triton takes heads of up to {LARGEST_HEAD}, got {q.shape[-1]}")
-    common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    if common not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"sparse_attention in Triton takes float32, float16 and bfloat16, got {common}: use impl='reference'"
-        )
+    check_size("sparse_attention", q.shape[-1])
+    common = common_dtype("sparse_attention", q, k, v)
     gone = eviction_times(rank.int(), cutoff.int(), sinks, window)
     out, lse = _SparseAttention.apply(q.to(common), k.to(common), v.to(common), gone, scale)
     return out.to(q.dtype), lse

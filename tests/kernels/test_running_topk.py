@@ -76,6 +76,37 @@ def test_equals_the_simulation_of_evictions():
         assert torch.equal((rank <= cutoff[..., q, None])[0, :, 4 : q - 8], gone[:, : q - 12] > q)
 
 
+class TestTriton:
+    __test__ = INTERPRETED
+
+    @pytest.mark.parametrize("length", [1, 2, 16, 17, 32, 100, 300])
+    def test_programs_share_a_head(self, length, monkeypatch):
+        """Blocks of 16 ranks are sorted by one program each; of more than 16 blocks the counts are read in two parts."""
+        from kvpop_vllm.kernels.triton import running_topk as module
+
+        monkeypatch.setattr(module, "BLOCK", 16)
+        draw = torch.Generator().manual_seed(length)
+        ranks = torch.stack([torch.randperm(length, generator=draw) for _ in range(2)]).int()
+        count = torch.randint(1, length + 1, (2, 40), generator=draw).int()
+        left = (torch.rand(2, 40, generator=draw) * count).int() + 1
+        expected = [[sorted(row[:n])[i - 1] for n, i in zip(*of, strict=True)] for row, *of in
+                    zip(ranks.tolist(), count.tolist(), left.tolist(), strict=True)]  # fmt: skip
+        assert module.kth_smallest(ranks, left, count).tolist() == expected
+
+    @pytest.mark.parametrize("length, most", [(500, 2), (1024, 2), (8192, 8), (131072, 16)])
+    def test_launches(self, length, most, monkeypatch):
+        """Two launches find the last ten digits of all answers, and two more each digit above."""
+        from kvpop_vllm.kernels.triton import running_topk as module
+        from triton.runtime.interpreter import InterpretedFunction
+
+        found = []
+        monkeypatch.setattr(
+            InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **more: found.append(grid)
+        )
+        module.kth_smallest(*torch.ones(3, 1, length, dtype=torch.int32))
+        assert len(found) == most and set(found) == {(1, -(-length // 1024))}
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bad_arguments_are_refused(impl):
     right, sane = torch.zeros(1, 1, 5), {"sinks": 0, "window": 1, "topk": 1}

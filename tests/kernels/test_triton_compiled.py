@@ -37,7 +37,7 @@ def test_every_kernel_compiles(compiled):
         re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text()) for file in (ROOT / "triton_kernels").glob("*.py")
     ]
     written = {kernel for kernels in launched for kernel in kernels}
-    assert len(written) == 10 + 8 + 8
+    assert len(written) == 10 + 8 + 9
     rows = [row for row in compiled["rows"] if row["op"] != "biased"]
     found = {(row["arch"], row["dtype"], row["size"]): set() for row in rows}
     for row in rows:
@@ -114,7 +114,7 @@ def test_a_prefill_does_not_wait_for_the_device(compiled):
 
 def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(compiled):
     """As many tokens of five requests take what those of one take, but for a sort of candidates by request."""
-    found, most = {}, {"mlstm": (31, 190), "mlp": (27, 65), "gate_scores-ages": (7, 30), "mass-mean": (9, 90)}
+    found, most = {}, {"mlstm": (13, 190), "mlp": (9, 65), "gate_scores-ages": (7, 30), "mass-mean": (9, 90)}
     for chunk in compiled["chunks"]:
         about = chunk["case"], chunk["protected"], chunk["biased"]
         found.setdefault(about, {}).setdefault(chunk["requests"], chunk["layers"])
