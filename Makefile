@@ -68,7 +68,7 @@ serve: model
 	$(BIN)/vllm serve $(MODEL) --kv-policy $(POLICY) --kv-budget $(BUDGET) \
 	    --kv-cache-memory-bytes $(KV_MEMORY) --port $(PORT)
 
-# The quick tests, 6 minutes on two cores; `test-all` runs all, 20 minutes.
+# The quick tests, 6 minutes on two cores; `test-all` runs all, half an hour.
 test: QUICK := -m "not slow"
 test test-all: model
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --durations=40 -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(QUICK) tests $(PYTEST_ARGS)
