@@ -48,12 +48,14 @@ class Schedule:
 
     def __init__(self, seed: int, policy: str, asks: bool):
         self.draw = draw = random.Random(seed)
-        traffic = Traffic(policy, seed)
+        traffic, long = Traffic(policy, seed), random.Random(f"{seed} long")
         together = draw.choice((1, 3, 8, 16))
         self.jobs: list[Job] = []
         for _ in range(draw.randint(1, together)):
             job = traffic.next()
             job.asks = job.asks if asks else None
+            if long.random() < 0.15:  # so that something is evicted behind a protected prompt too
+                job.prompt, job.new = job.prompt[: LENGTH // 4], long.randint(LENGTH // 2, 3 * LENGTH // 4)
             job.scored = draw.random() < 0.2
             if draw.random() < 0.15:
                 job.temperature = 1.0
