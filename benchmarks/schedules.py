@@ -9,7 +9,6 @@ command that repeats it, and the exit code is then 1.
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import sys
@@ -17,9 +16,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import record
@@ -29,7 +26,7 @@ from kvpop_vllm.testing import write_tiny_model
 
 sys.path[:0] = [str(record.ROOT / "tests")]
 from engine.driving import Job, Judges, Watched, preempt_all, serving  # noqa: E402
-from engine.judge import Judge  # noqa: E402
+from engine.judge import MOST_NEAR_TIES  # noqa: E402
 from engine.matrix import make_case  # noqa: E402
 from engine.test_fidelity import CASES  # noqa: E402
 from engine.test_traffic import POLICIES, Traffic, allowing  # noqa: E402
@@ -71,8 +68,8 @@ class Schedule:
         self.events = {draw.randrange(2, 60): name for name, share in events if draw.random() < share * 2}
 
 
-def run(schedule: Schedule, engine: Watched, judge_of: Callable) -> Counter:
-    """Run a schedule, judge each request by ``judge_of(job)``, and count what happened.
+def run(schedule: Schedule, engine: Watched, judges: Judges) -> Counter:
+    """Run a schedule, judge each request, and count what happened.
 
     Raises:
         AssertionError: the engine differs from the oracle, does not end, or leaks.
@@ -109,7 +106,7 @@ def run(schedule: Schedule, engine: Watched, judge_of: Callable) -> Counter:
         job = jobs[int(name)]
         assert len(answer.outputs[0].token_ids) == job.new
         answer.sampled = job.temperature > 0
-        judge_of(job).check({engine.names[name]: answer}, recorder.held)
+        judges.of(job).check({engine.names[name]: answer}, recorder.held)
     assert not engine.leaks(), engine.leaks()
     hit, preempted = sum(a.num_cached_tokens for a in answers.values()), sum(recorder.preemptions.values())
     told = {"steps": step, "answered": len(answers), "aborted": len(jobs) - len(answers)}
@@ -125,14 +122,6 @@ def run_kind(number: int, seeds: list[int], root: Path) -> tuple[Counter, list[i
     name, kind, policy, options, asks = KINDS[number]
     case = make_case(str(write_tiny_model(root / kind, kind)), root / f"scorer-{number}", policy, **options)
     judges, counts, failed, left = Judges(policy, case), Counter(), [], list(seeds)
-
-    @functools.cache
-    def of_seed(seed: int | None) -> Judge:
-        return replace(case.judge, policy=replace(case.judge.policy, seeds=(0, seed or 0)), known={})
-
-    def judge_of(job: Job) -> Judge:
-        return judges.of(job.asks, job.seed) if asks else of_seed(job.seed)
-
     if asks:
         case = case._replace(settings=allowing(policy, case.settings))
     sizes = {"max_model_len": LENGTH, "num_gpu_blocks_override": BLOCKS}
@@ -141,14 +130,14 @@ def run_kind(number: int, seeds: list[int], root: Path) -> tuple[Counter, list[i
         try:
             with serving(case, **sizes) as engine:
                 while left:
-                    counts += run(Schedule(left[0], policy, asks), engine, judge_of)
+                    counts += run(Schedule(left[0], policy, asks), engine, judges)
                     left.pop(0)
         except Exception:
             failed.append(left.pop(0) if left else seeds[-1])
             traceback.print_exc()
             again = f"python benchmarks/schedules.py --count 1 --seed {failed[-1]}"
             print(f"seed {failed[-1]} ({name}) failed; to repeat it: {again}", file=sys.stderr, flush=True)
-    for judge in judges.known.values() if asks else map(of_seed, (None, Job(temperature=1.0).seed)):
+    for judge in judges.known.values():
         counts += Counter({"decisions": judge.decisions, "near-ties": judge.near_ties})
     return counts, failed
 
@@ -167,8 +156,12 @@ def main(arguments: list[str] | None = None) -> int:
                 happened, bad = run_kind(number, own, Path(root))
                 counts, failed = counts + happened, failed + bad
                 print(f"{name}: {len(own)} schedules, {len(bad)} failed, {time.monotonic() - began:.0f} s", flush=True)
+    counts["near-ties"] += 0
     print(f"{options.count} schedules, {len(failed)} failed: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
-    return min(1, len(failed))
+    near = counts["near-ties"]
+    if excused := near > max(1, MOST_NEAR_TIES * counts["decisions"]):
+        print(f"{near} decisions were excused as near-ties, too many of {counts['decisions']}", file=sys.stderr)
+    return int(excused or bool(failed))
 
 
 if __name__ == "__main__":

@@ -99,8 +99,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("server", nargs="*", default=SERVED.split(), metavar="-- OPTIONS", help="of vllm serve")
     options = parser.parse_args(arguments)
-    if any(word.split("=")[0] == "--served-model-name" for word in options.server):
-        parser.error("requests name the model by its folder: leave --served-model-name out")
     if not options.minutes > 0:
         parser.error("--minutes must be above 0")
     if not (options.model / "config.json").is_file():
@@ -110,17 +108,22 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def load_of(options: argparse.Namespace) -> dict:
     """Return what clients need to know to draw requests that this server answers."""
-    from vllm.utils.argparse_utils import human_readable_int
+    from vllm.utils.argparse_utils import human_readable_int, human_readable_int_or_auto
 
     parser = argparse.ArgumentParser()
     for name in ("policy", "protect-prompt", "max-protect"):
         parser.add_argument(f"--kv-{name}")
-    for name in ("kv-budget", "kv-max-budget", "max-model-len"):
+    parser.add_argument("--max-model-len", type=human_readable_int_or_auto, default=-1)
+    parser.add_argument("--served-model-name", nargs="+")
+    for name in ("kv-budget", "kv-max-budget"):
         parser.add_argument(f"--{name}", type=human_readable_int, default=0)
     for name in ("seqs", "batched-tokens"):
         parser.add_argument(f"--max-num-{name}", type=human_readable_int)
     parser.add_argument("--kv-cartridge", nargs="+", default=[])
-    served, _ = parser.parse_known_args(options.server)
+    words = (re.match(r"(--[^=]*|)(.*)", word, re.DOTALL).groups() for word in options.server)
+    served, _ = parser.parse_known_args([name.replace("_", "-") + value for name, value in words])
+    if served.served_model_name:
+        parser.error("requests name the model by its folder: leave --served-model-name out")
     for name, given, usual in (
         ("seqs", served.max_num_seqs, 8),
         ("batched-tokens", served.max_num_batched_tokens, 256),
@@ -131,7 +134,7 @@ def load_of(options: argparse.Namespace) -> dict:
         "model": str(options.model),
         "cartridges": [each.partition("=")[0] for each in served.kv_cartridge],
         "vocabulary": config["vocab_size"],
-        "length": served.max_model_len or config["max_position_embeddings"],
+        "length": config["max_position_embeddings"] if served.max_model_len < 1 else served.max_model_len,
         "budgets": [(served.kv_budget or served.kv_max_budget // 2) // 2, served.kv_max_budget],
         "protects": bool(served.kv_protect_prompt or served.kv_max_protect),
         "draws": served.kv_policy in ("random", "vase"),

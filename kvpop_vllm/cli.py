@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -235,10 +236,24 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _reader_has_gone() -> bool:
+    """Return whether nobody reads stdout any more; what is left to print is then dropped."""
+    try:
+        file = sys.stdout.fileno()
+    except (AttributeError, ValueError):  # there is none, or it is no file
+        return False
+    stdout = select.poll()
+    stdout.register(file, 0)
+    if gone := any(event & select.POLLERR for _, event in stdout.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+    return gone
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
-    Return 0, 1 if ``kvpop doctor`` found something wrong, or 2 after one line on stderr if the user's input is wrong.
+    Return 0, 1 if ``kvpop doctor`` found something wrong, 2 after one line on stderr if the user's input is wrong, or 141
+    if whoever reads stdout has gone, as `head` does.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -248,10 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return doctor(arguments[1:])
         options = make_parser().parse_args(arguments)
         options.run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads the output has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (ValueError, OSError, TrainingError) as error:  # ConfigError and DemoModelError are ValueErrors
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            return 141
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"kvpop: {message}", file=sys.stderr)
         return 2

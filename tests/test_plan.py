@@ -70,9 +70,26 @@ def test_a_reader_that_has_seen_enough(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DEMO))
     command = [sys.executable, "-m", "kvpop_vllm.cli", "plan", "--model", str(tmp_path), "--kv-memory", "1GiB"]
     command += ["--max-model-len", "8192"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
-        assert (process.stderr.read(), process.wait()) == (b"", 0)
+        said = process.stderr.read()
+        assert process.wait() == 141 and "kvpop:" not in said and "Traceback" not in said
+
+
+def test_no_stdout_at_all():
+    found = subprocess.run(
+        f"{sys.executable} -m kvpop_vllm.cli policies >&-", shell=True, stderr=subprocess.PIPE, text=True
+    )
+    assert found.returncode == 0 and "Traceback" not in found.stderr
+
+
+def test_a_broken_pipe_elsewhere_is_an_error(monkeypatch, capsys):
+    def broken(options):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("kvpop_vllm.plan.plan", broken)
+    assert main(["plan", "--model", "m", "--kv-memory", "1GiB"]) == 2
+    assert capsys.readouterr().err == "kvpop: [Errno 32] Broken pipe\n"
 
 
 def test_a_file_of_shares_leaves_out_the_policies_that_need_equal_heads(planned, tmp_path):

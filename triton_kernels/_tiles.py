@@ -1,4 +1,4 @@
-"""Tiles of the attention kernels, which a sweep on a GPU fills (``make gpu`` section ``tiles``).
+"""Tiles of the attention kernels; a sweep on a GPU fills those of serving (``make gpu`` section ``tiles``).
 
 No sweep has run yet: the tiles follow from what the compiler reports for sm_80 and sm_90 (docs/kernels.md).
 """
@@ -47,9 +47,9 @@ BACKWARD = {
     (False, 128): Tile(64, 64, 8, 2),
     (True, 128): Tile(32, 32, 8, 1),
 }
-"""Tiles of the backward pass of training, by the same."""
+"""Tiles of the backward pass of training, by hand."""
 MASS = {(False, 64): Tile(64, 128, 4, 3), (False, 128): Tile(64, 128, 8, 3), (True, 128): Tile(32, 64, 8, 2)}
-"""Tiles of the attention of future queries, by the same."""
+"""Tiles of the attention of future queries, by hand."""
 
 
 def tile_of(table: dict[tuple[bool, int], Tile], wide: bool, size: int) -> Tile:

@@ -1,4 +1,4 @@
-"""Decode step over a fixed-budget paged cache, in a few launches (DESIGN "One step", "In Triton").
+"""Decode step over a fixed-budget paged cache, in a few launches (DESIGN "One step"; docs/kernels.md).
 
 The launches depend on shapes alone. Scores and evictions run in one program per request and head
 (:mod:`_serving_retain`). Their inputs come from kernels with more programs (:mod:`_serving_scores`).

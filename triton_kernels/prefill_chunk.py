@@ -1,4 +1,4 @@
-"""Prefill of chunks over a fixed-budget paged cache (DESIGN "One step", "Prefill in Triton").
+"""Prefill of chunks over a fixed-budget paged cache (DESIGN "One step"; docs/kernels.md).
 
 All requests of a call are processed together, in pieces of bounded size (:mod:`_prefill_plan`). The slots in use and a
 piece's tokens are keys with births and evictions. For each piece, scores are computed (:mod:`_prefill_scores`), then

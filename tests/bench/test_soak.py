@@ -48,11 +48,14 @@ def test_more_requests_at_once_than_the_server_admits(tmp_path):
 
 def test_options_are_read_as_vllm_reads_them(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 4096}')
-    words = ["--model", str(tmp_path), "--", "--max-model-len", "2k", "--max-num-batched-tokens=1K"]
-    load = soak.load_of(soak.parse_arguments(words))
+    words = ["--model", str(tmp_path), "--", "--max-model-len", "2k", "--max_num_batched_tokens=1K"]
+    options = soak.parse_arguments(words)
+    load = soak.load_of(options)
     assert (load["length"], load["step"], load["policy"]) == (2000, 1024, False)
+    assert options.server == [*words[3:], "--max-num-seqs", "8"]
+    assert soak.load_of(soak.parse_arguments([*words[:3], "--max-model-len", "auto"]))["length"] == 4096
     with pytest.raises(SystemExit):
-        soak.parse_arguments([*words, "--served-model-name", "other"])
+        soak.load_of(soak.parse_arguments([*words, "--served_model_name", "other"]))
     assert "leave --served-model-name out" in capsys.readouterr().err
 
 

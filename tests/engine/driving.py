@@ -299,16 +299,17 @@ class Judges:
             return 16 if budget - self.case.judge.policy.sinks >= 36 else 8
         return self.case.judge.policy.window
 
-    def of(self, asks: dict | None, seed: int | None = None) -> Judge:
-        """Return the judge of requests with these options and this seed of the sampling parameters."""
-        asks = asks or {}
-        key = seed, *sorted(asks.items())
+    def of(self, job: Job) -> Judge:
+        """Return the judge of a request, by its options and by the seed that its draws follow."""
+        asks = job.asks or {}
+        key = job.seed, *sorted(asks.items())
         if key not in self.known:
             plain = self.case.judge.policy
             budget = asks.get("kv_budget", plain.budget)
-            own = replace(plain, window=self.window(budget), seeds=(0, asks.get("kv_seed", seed or 0)))
+            own = replace(plain, seeds=(0, asks.get("kv_seed", job.seed or 0)))
             if "kv_budget" in asks:
-                own = replace(own, topk=budget - own.sinks - own.window)
+                window = self.window(budget)
+                own = replace(own, window=window, topk=budget - own.sinks - window)
             protect = asks.get("kv_protect_prompt", self.case.judge.protect)
             self.known[key] = Judge(self.case.model, own, protect=True if protect == "all" else protect)
         return self.known[key]

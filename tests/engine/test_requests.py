@@ -38,7 +38,7 @@ def test_sixteen_of_all_kinds(case, policy):
             assert len(answers) == 16 and max(len(step.running) for step in engine.recorder.blocks) > 8
             engine.check_blocks()
             for name, answer in answers.items():
-                judges.of(jobs[int(answer.request_id)].asks).check({name: answer}, engine.recorder.held)
+                judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.held)
         assert len({answer.num_cached_tokens for answer in answers.values()}) > 2, "hits of what each protects"
     assert len(judges.known) == len(asks)
     judges.check_near_ties()

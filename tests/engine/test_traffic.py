@@ -109,7 +109,7 @@ def test_requests_with_reserved_blocks_are_never_preempted(case, policy):
                 name = engine.names[str(number)]
                 assert len(answers[name].outputs[0].token_ids) == job.new
                 if number % 3 == 0:
-                    judges.of(job.asks).check({name: answers[name]}, engine.recorder.held)
+                    judges.of(job).check({name: answers[name]}, engine.recorder.held)
             judges.check_near_ties()
     assert preempted[False] > 3 and preempted[True] == 0
 
@@ -161,5 +161,5 @@ def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most:
         assert step < 20_000
     assert finished + aborted == requests and sample
     for name, answer in sample.items():
-        judges.of(jobs[answer.request_id].asks).check({name: answer}, recorder.held)
+        judges.of(jobs[answer.request_id]).check({name: answer}, recorder.held)
     return aborted, preempted, hit

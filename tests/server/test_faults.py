@@ -46,9 +46,8 @@ class Stream(threading.Thread):
             return
         (choice,) = event["choices"]
         self.tokens += choice["token_ids"]
-        if (
-            choice["finish_reason"] == "abort"
-        ):  # what stock vLLM says if its engine sees a worker's death between two steps
+        # what stock vLLM says if its engine sees a worker's death between two steps
+        if choice["finish_reason"] == "abort":
             self.errors.append("abort")
         self.ended = self.ended or choice["finish_reason"] in ("stop", "length")
 
@@ -72,9 +71,8 @@ def killed_amid_streams(server: Server, model: str, title: str) -> list[Stream]:
     for stream in streams:
         stream.join(PATIENCE_S)
         assert not stream.is_alive() and not stream.ended, f"the client was not told, after {len(stream.tokens)} tokens"
-        assert any(said in stream.errors[0] for said in ("EngineCore encountered an issue", "Error(", "abort")), (
-            stream.errors
-        )
+        told = "EngineCore encountered an issue" in stream.errors[0] or "Error(" in stream.errors[0]
+        assert told or (title == "VLLM::Worker" and stream.errors[0] == "abort"), stream.errors
     with pytest.raises(httpx.HTTPError):  # the server may be there for a moment, and says 500 then
         httpx.post(streams[0].url, json=streams[0].body | {"max_tokens": 1, "stream": False}).raise_for_status()
     until(lambda: server.process.poll() is not None, "the server ends")
