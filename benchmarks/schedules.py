@@ -43,7 +43,7 @@ KINDS = [
 class Schedule:
     """Random requests and events of one seed, independent of what the engine answers."""
 
-    def __init__(self, seed: int, policy: str, asks: bool):
+    def __init__(self, seed: int, policy: str, asks: bool, protects: bool = False):
         self.draw = draw = random.Random(seed)
         traffic, long = Traffic(policy, seed), random.Random(f"{seed} long")
         together = draw.choice((1, 3, 8, 16))
@@ -51,7 +51,7 @@ class Schedule:
         for _ in range(draw.randint(1, together)):
             job = traffic.next()
             job.asks = job.asks if asks else None
-            if long.random() < 0.15:  # so that something is evicted behind a protected prompt too
+            if protects and long.random() < 0.4:  # so that something is evicted behind a protected prompt
                 job.prompt, job.new = job.prompt[: LENGTH // 4], long.randint(LENGTH // 2, 3 * LENGTH // 4)
             job.scored = draw.random() < 0.2
             if draw.random() < 0.15:
@@ -122,6 +122,7 @@ def run_kind(number: int, seeds: list[int], root: Path) -> tuple[Counter, list[i
     name, kind, policy, options, asks = KINDS[number]
     case = make_case(str(write_tiny_model(root / kind, kind)), root / f"scorer-{number}", policy, **options)
     judges, counts, failed, left = Judges(policy, case), Counter(), [], list(seeds)
+    protects = not asks and "protect_prompt" in options
     if asks:
         case = case._replace(settings=allowing(policy, case.settings))
     sizes = {"max_model_len": LENGTH, "num_gpu_blocks_override": BLOCKS}
@@ -130,7 +131,7 @@ def run_kind(number: int, seeds: list[int], root: Path) -> tuple[Counter, list[i
         try:
             with serving(case, **sizes) as engine:
                 while left:
-                    counts += run(Schedule(left[0], policy, asks), engine, judges)
+                    counts += run(Schedule(left[0], policy, asks, protects), engine, judges)
                     left.pop(0)
         except Exception:
             failed.append(left.pop(0) if left else seeds[-1])
