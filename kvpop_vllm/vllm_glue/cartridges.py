@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +107,16 @@ class CartridgeBlocks:
         if not known.names:
             self.pool.free_blocks(self.loaded.pop(digest).blocks)
 
+    @contextmanager
+    def unpinned(self) -> Iterator[None]:
+        """Let go of the cartridges' blocks for a while in which nothing is allocated; those of requests stay theirs."""
+        blocks = [block for each in self.loaded.values() for block in each.blocks]
+        self.pool.free_blocks(blocks)
+        try:
+            yield
+        finally:
+            self.pool.touch(blocks)
+
     def place(self, request_id: str, cartridges: Sequence[Placed]) -> list[KVCacheBlock] | None:
         """Return the blocks with which a request begins, or None if there is no room for a copy now."""
         offsets = itertools.accumulate((placed.slots for placed in cartridges), initial=0)
@@ -149,6 +160,7 @@ def apply() -> None:
 
     wrap("vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size", _start)
     wrap("vllm.v1.engine.core:EngineCore.preprocess_add_request", _preprocess_add_request)
+    wrap("vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache", _reset_prefix_cache)
     EngineCore.kvpop_load_cartridge, EngineCore.kvpop_unload_cartridge = _load, _unload
 
 
@@ -171,6 +183,13 @@ def _preprocess_add_request(original, self, request, *args, **kwargs):
         if placed.digest not in manager.cartridges.loaded:
             raise ConfigError("the cartridge is not loaded any more: name another")
     return original(self, request, *args, **kwargs)
+
+
+def _reset_prefix_cache(original, self, *args, **kwargs) -> bool:
+    if (manager := manager_of(self)) is None or manager.cartridges is None:
+        return original(self, *args, **kwargs)
+    with manager.cartridges.unpinned():
+        return original(self, *args, **kwargs)
 
 
 def _load(self, name: str, folder: str, digest: str, slots: int) -> None:

@@ -165,6 +165,13 @@ LEDGER = (
         "when plugins can put blocks into the pool, and reach the workers",
     ),
     Patch(
+        "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache",
+        "self",
+        False,
+        "(cartridges.py) vLLM forgets its prefix cache only while nobody holds blocks: those of cartridges are let go meanwhile.",
+        "when blocks can be held that a reset leaves alone",
+    ),
+    Patch(
         "vllm.v1.engine.core:EngineCore.preprocess_add_request",
         "self, request",
         False,

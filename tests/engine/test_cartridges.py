@@ -22,6 +22,7 @@ from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend
 from kvpop_vllm.vllm_glue.cartridge_names import names_of
 from kvpop_vllm.vllm_glue.cuda_backend import CudaMetadataBuilder
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue.reports import manager_of
 
 SLOTS = {"plain": 64, "biased": 128, "later": 64}
 TIMELINE = {"plain": 64, "biased": 1000, "later": 37}
@@ -250,6 +251,30 @@ def test_preemption(served):
     jobs = [Job(60, new=50, asks=named("biased")), Job(20, new=50, asks=named("later", "biased")), Job(45, new=50)]
     served.serve(jobs, lambda i: preempt_all(served.engine.recorder.scheduler) if i in (3, 30) else None)
     assert min(served.engine.recorder.preemptions.values()) > 0
+
+
+@FEW
+def test_the_prefix_cache_is_reset_while_cartridges_are_loaded(served):
+    """Requests in flight begin anew behind the same cartridges, whose blocks stay where they are."""
+    engine, scheduler = served.engine.engine, served.engine.recorder.scheduler
+    loaded = manager_of(scheduler).cartridges.loaded
+    before = {digest: [block.block_id for block in each.blocks] for digest, each in loaded.items()}
+    resets = []
+
+    def reset(i):
+        if i in (3, 30):
+            served.engine.poisons = False  # the cartridges' blocks are let go for a moment
+            resets.append(engine.reset_prefix_cache(reset_running_requests=True))
+            served.engine.poisons = True
+
+    jobs = [Job(60, new=50, asks=named("biased")), Job(20, new=50, asks=named("later", "biased")), Job(45, new=50)]
+    served.serve(jobs, reset)
+    assert resets == [True, True] and min(served.engine.recorder.preemptions.values()) > 0
+    served.engine.poisons = False
+    assert engine.reset_prefix_cache()
+    served.engine.poisons = True
+    assert {digest: [block.block_id for block in each.blocks] for digest, each in loaded.items()} == before
+    assert all(block.ref_cnt == 1 for each in loaded.values() for block in each.blocks)
 
 
 @FEW
