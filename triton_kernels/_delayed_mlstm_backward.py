@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._constants import PRECISION
 from kvpop_vllm.kernels.triton._matrix_tiles import store_tile, tile
 
 
@@ -42,6 +41,7 @@ def _backward_states(
     flow,  # [tiles, rows, chunks], <C', dC'> behind each chunk, in parts
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the state behind each chunk, from the last to the first.
 
@@ -88,6 +88,7 @@ def _backward_features(
     q_dq,  # [parts, rows, chunks * L], q . dq, in parts over blocks of features
     k_dk, delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of columns of dq and dk of a chunk.
 
@@ -142,6 +143,7 @@ def _backward_values(
     dv,  # [rows, S, DV]
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of columns of dv of a chunk.
 

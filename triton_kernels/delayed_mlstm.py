@@ -56,6 +56,7 @@ def _states(
     ends,  # [segments + 1], number of chunks before each segment, and in all
     length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the state before each chunk of a segment and behind its last.
 
@@ -116,6 +117,7 @@ def _readout(
     segment_of,  # [chunks]
     delay, length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of columns of h for the tokens of a chunk, and their stabilisers and denominators.
 
@@ -174,9 +176,9 @@ def _largest_tile(device: torch.device) -> int:
 class _Layout:
     """Sizes, tiles and gates of one call; all tensors have one row per sequence and head."""
 
-    def __init__(self, q, v, igate, fgate, chunk):
+    def __init__(self, q, v, igate, fgate, chunk, precision=PRECISION.value):
         (self.rows, self.length, self.features), self.width = q.shape, v.shape[-1]
-        self.chunk = chunk
+        self.chunk, self.precision = chunk, precision
         self.chunks = triton.cdiv(self.length, chunk)
         self.block_f, self.block_v = (
             min(_largest_tile(q.device), max(16, triton.next_power_of_2(n))) for n in (self.features, self.width)
@@ -198,7 +200,7 @@ class _Layout:
         """
         block_f = min(self.block_f, INNER_TILE) if inner == "F" else self.block_f
         block_v = min(self.block_v, INNER_TILE) if inner == "V" else self.block_v
-        sizes = {"FEATURES": self.features, "WIDTH": self.width, "L": self.chunk}
+        sizes = {"FEATURES": self.features, "WIDTH": self.width, "L": self.chunk, "PRECISION": self.precision}
         return sizes | {"BLOCK_F": block_f, "BLOCK_V": block_v, "num_warps": WARPS, "num_stages": 1}
 
     def empty(self, *shape):
@@ -235,14 +237,14 @@ class _DelayedMLSTM(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, igate, fgate, delay, chunk, *state):
-        layout = _Layout(q, v, igate, fgate, chunk)
+    def forward(ctx, q, k, v, igate, fgate, delay, chunk, precision, *state):
+        layout = _Layout(q, v, igate, fgate, chunk, precision)
         states = layout.states(k, v, state or None)
         segment_of = torch.zeros(layout.chunks, dtype=torch.int32, device=q.device)
         h, m_rows, denominators = layout.readout(q, k, v, states, segment_of, delay)
         h[:, max(0, layout.length - delay) :] = 0
         ctx.save_for_backward(q, k, v, igate, fgate, h, m_rows, denominators, *state)
-        ctx.options = delay, chunk
+        ctx.options = delay, chunk, precision
         last = tuple(x[:, -1].clone() for x in states)
         ctx.mark_non_differentiable(*last)
         return h, *last
@@ -251,8 +253,8 @@ class _DelayedMLSTM(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, *_):
         q, k, v, igate, fgate, h, m_rows, denominators, *state = ctx.saved_tensors
-        delay, chunk = ctx.options
-        layout = _Layout(q, v, igate, fgate, chunk)
+        delay, *options = ctx.options
+        layout = _Layout(q, v, igate, fgate, *options)
         states = layout.states(k, v, state or None)
         grad = grad.contiguous()
         rows, chunks, reads = layout.rows, layout.chunks, max(0, layout.length - delay)
@@ -279,10 +281,10 @@ class _DelayedMLSTM(torch.autograd.Function):
             **layout.tiles("F"),
         )  # fmt: skip
         digate = k_dk.sum(0)
-        dlog_f = (q_dq.sum(0) - digate).view(rows, chunks, chunk).flip(-1).cumsum(-1).flip(-1)
+        dlog_f = (q_dq.sum(0) - digate).view(rows, chunks, layout.chunk).flip(-1).cumsum(-1).flip(-1)
         dlog_f = (dlog_f + flow.sum(0).unsqueeze(-1)).view(rows, -1)[:, : layout.length]
         dfgate = dlog_f * torch.sigmoid(-fgate)
-        return dq, dk, dv, digate[:, : layout.length], dfgate, None, None, *[None] * len(state)
+        return dq, dk, dv, digate[:, : layout.length], dfgate, None, None, None, *[None] * len(state)
 
 
 def last_state(k, v, igate, fgate):
@@ -313,7 +315,8 @@ def mlstm_of_segments(q, k, v, igate, fgate, ends, segment_of, state):
 def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
     """Implement :func:`kvpop_vllm.kernels.ops.delayed_mlstm`.
 
-    The returned state carries no gradient, and a passed state gets none.
+    The returned state carries no gradient, and a passed state gets none. Products are as exact as torch's own of
+    float32 (``torch.set_float32_matmul_precision``): three of TF32, or one below "highest".
 
     Raises:
         ValueError: a state with ``delay > 0`` or one that requires gradients, a chunk that is not a power of
@@ -330,5 +333,7 @@ def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
     lead = k.shape[:2]
     inputs = [t.float().flatten(0, 1).contiguous() for t in (q, k, v, igate, fgate)]
     first = () if state is None else [t.float().flatten(0, 1).contiguous() for t in state]
-    h, *last = _DelayedMLSTM.apply(*inputs, delay, min(chunk, LARGEST_CHUNK), *first)
+    exact = torch.get_float32_matmul_precision() == "highest"
+    options = delay, min(chunk, LARGEST_CHUNK), PRECISION.value if exact else "tf32"
+    h, *last = _DelayedMLSTM.apply(*inputs, *options, *first)
     return h.unflatten(0, lead), tuple(t.unflatten(0, lead) for t in last)

@@ -50,8 +50,12 @@ class Process:
 
     @classmethod
     def start(cls) -> Process:
-        """Join torchrun's group if there is one; use one CUDA device per process if there are any."""
-        cuda = torch.cuda.is_available()
+        """Join torchrun's group if there is one; use one CUDA device per process if there are any.
+
+        On such a device products of float32 become TF32's, a third of the work of exact ones.
+        """
+        if cuda := torch.cuda.is_available():
+            torch.set_float32_matmul_precision("high")
         if "WORLD_SIZE" not in os.environ:
             return cls(device=torch.device("cuda" if cuda else "cpu"))
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

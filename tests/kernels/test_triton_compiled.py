@@ -82,6 +82,17 @@ def test_loads_of_attention_overlap_its_products(compiled):
     assert [row for row in rows if not row["waits"] or min(row["waits"]) == 0] == []
 
 
+def test_products_of_training_are_single_ones_of_tf32(compiled):
+    """They are at most a third of those that an mLSTM with exact products takes."""
+    for kernel, arch in (("_states", 80), ("_states", 90), ("_readout", 80), ("_readout", 90)):
+        rows = [
+            row for row in compiled["rows"] if (row["kernel"], row["op"], row["arch"]) == (kernel, "training", arch)
+        ]
+        assert len(rows) == 2
+        once, exact = sorted(row["products"] for row in rows)
+        assert 0 < 3 * once <= exact, (kernel, arch, once, exact)
+
+
 def test_scores_round_as_in_the_reference(compiled):
     """Kernels that compare scores in float64 have no fused multiply-adds; the interpreter never has any."""
     ranking = ("_evict_and_insert", "_simulate")

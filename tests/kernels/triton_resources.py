@@ -92,7 +92,9 @@ def resources(kernel) -> dict:
         int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told.stdout).groups()
     )
     used = {"registers": registers, "stack": stack + local, "shared": kernel.metadata.shared}
-    return used | {"fused": kernel.metadata.enable_fp_fusion, "waits": waits(kernel.asm["ptx"])}
+    ptx = kernel.asm["ptx"]
+    products = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", ptx))
+    return used | {"fused": kernel.metadata.enable_fp_fusion, "waits": waits(ptx), "products": products}
 
 
 def waits(ptx: str) -> list[int]:
@@ -212,7 +214,7 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
 
 
 def train(dtype: torch.dtype, size: int, length: int) -> None:
-    """Run the ops of training, forward and backward, and an mLSTM that continues from a state."""
+    """Run the ops of training, forward and backward, and an mLSTM that continues from a state with exact products."""
     from kvpop_vllm.kernels.triton import delayed_mlstm as module
     from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
     from kvpop_vllm.kernels.triton.future_attention_mass import future_attention_mass
@@ -227,9 +229,11 @@ def train(dtype: torch.dtype, size: int, length: int) -> None:
     out.sum().backward()
     future_attention_mass(q, k, lse, window=16, scale=0.1)
     running_topk(torch.zeros(1, 2, 1100), sinks=4, window=16, topk=16)
+    torch.set_float32_matmul_precision("high")  # as kvpop distill does
     h, _ = delayed_mlstm(q[:, :2], k, v, *gates, delay=16)
     h.sum().backward()
     state = torch.zeros(1, 2, size, size), torch.zeros(1, 2, size), torch.zeros(1, 2)
+    torch.set_float32_matmul_precision("highest")
     delayed_mlstm(q[:, :2], k, v, *gates, delay=0, state=state)
 
 
