@@ -11,8 +11,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -27,6 +27,8 @@ from serving import Server, ServerError  # noqa: E402
 RESULTS = record.RESULTS / "cartridge.csv"
 QUESTION = 40
 """Tokens of the question."""
+LONGEST = 7200
+"""Seconds after which a request fails; the last of many whole corpora waits for all others."""
 DENSE, SMALL = 6 << 30, 1 << 30
 """Bytes of the KV cache of stock vLLM and of the server with the cartridge."""
 
@@ -58,7 +60,7 @@ class Asked:
 
     def __init__(self, server: Server, model: str, memory: int, ahead: int):
         self.server, self.model, self.memory, self.ahead = server, model, memory, ahead
-        self.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
+        self.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LONGEST, max_retries=0)
 
     def first_token(self, seed: int, tokens: int = 1) -> float:
         """Return the seconds from sending a request with ``seed``'s tokens to its first token."""
@@ -72,13 +74,14 @@ class Asked:
 
     def bytes_together(self, requests: int) -> float:
         """Return the most bytes of KV cache that requests of 64 new tokens hold together."""
-        threads = [threading.Thread(target=self.first_token, args=(1000 + i, 64)) for i in range(requests)]
         blocks = 0
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            blocks = max(blocks, self.server.blocks_in_use())
-            time.sleep(0.2)
+        with ThreadPoolExecutor(requests) as pool:
+            asked = [pool.submit(self.first_token, 1000 + i, 64) for i in range(requests)]
+            while not all(each.done() for each in asked):
+                blocks = max(blocks, self.server.blocks_in_use())
+                time.sleep(0.2)
+        for each in asked:
+            each.result()  # raises what the request did
         return blocks * self.memory / self.server.cache_info("num_gpu_blocks")
 
 
