@@ -121,15 +121,19 @@ class Conversation:
     logp: list[list[float]]
 
 
-def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the candidates ``[A, K]`` of A answer tokens and their probabilities, which sum to 1 at each position.
+def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the candidates of A answer tokens, their probabilities, and that of all other tokens together.
 
-    Positions with fewer candidates are filled with token 0 of probability 0.
+    Returns:
+        ids: ``[A, K]``; positions with fewer candidates are filled with token 0.
+        chances: ``[A, K]`` probabilities, 0 where filled.
+        rest: ``[A]``, 1 less their sum.
     """
     ids = [torch.tensor(own) for own in conversation.top]
     logp = [torch.tensor(own) for own in conversation.logp]
     pad = torch.nn.utils.rnn.pad_sequence
-    return pad(ids, True), pad(logp, True, padding_value=-torch.inf).softmax(-1)
+    chances = pad(logp, True, padding_value=-torch.inf).exp()
+    return pad(ids, True), chances, (1 - chances.sum(-1)).clamp_min(0)
 
 
 def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | None, room: int = ROOM) -> int:

@@ -15,6 +15,9 @@ FROZEN = 1
 PACK = 1024
 """Tokens of conversations in one pass, unless a single one is longer."""
 
+LARGEST = 1 - 1e-6
+"""Most probability that the candidates of a position have together, so that the logarithm of the rest is finite."""
+
 
 class TrainedCache(torch.nn.Module):
     """Keys and values of every layer in float32, all but the first slot trainable. Biases stay as they are.
@@ -75,7 +78,8 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     """Return the sums over the answers' tokens of the cross-entropy and of the teacher's entropy, in nats.
 
     The student reads the conversations behind the cache, without the chunk. The teacher is that of
-    :func:`kvpop_vllm.compaction.conversations.sparse_teacher`.
+    :func:`kvpop_vllm.compaction.conversations.sparse_teacher`; all tokens that are no candidates are one outcome, so that
+    a cache that answers as the chunk does has the least loss. Candidates alone would draw their missing mass to them.
 
     Args:
         model: from :func:`kvpop_vllm.distill.hook.load_model`.
@@ -98,9 +102,10 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     logp = model.get_output_embeddings()(hidden).float().log_softmax(-1)
     total, entropy, place = logp.new_zeros(()), 0.0, 0
     for own in pack:
-        ids, chances = sparse_teacher(own)
-        found = logp[place : place + len(own.answer)].gather(1, ids.to(device))
-        total = total - (chances.to(device) * found).sum()
-        entropy += float(torch.special.entr(chances).sum())
+        ids, chances, rest = (told.to(device) for told in sparse_teacher(own))
+        found = logp[place : place + len(own.answer)].gather(1, ids).masked_fill(chances == 0, -torch.inf)
+        others = torch.log1p(-found.logsumexp(-1).exp().clamp_max(LARGEST))
+        total = total - (chances * found.masked_fill(chances == 0, 0.0)).sum() - (rest * others).sum()
+        entropy += float(torch.special.entr(chances).sum() + torch.special.entr(rest).sum())
         place += len(own.answer)
     return total, entropy

@@ -73,9 +73,10 @@ def test_sparse_teacher_by_hand():
     own = Conversation(
         [0, 1], "use", "?", [1], [4, 9], [[7, 4], [5, 6, 9]], [[half, quarter], [quarter, quarter, half]]
     )
-    ids, chances = sparse_teacher(own)
+    ids, chances, rest = sparse_teacher(own)
     assert ids.tolist() == [[7, 4, 0], [5, 6, 9]]
-    torch.testing.assert_close(chances, torch.tensor([[2 / 3, 1 / 3, 0], [0.25, 0.25, 0.5]]))
+    torch.testing.assert_close(chances, torch.tensor([[0.5, 0.25, 0], [0.25, 0.25, 0.5]]))
+    torch.testing.assert_close(rest, torch.tensor([0.25, 0.0]), rtol=0, atol=1e-6)
 
 
 def test_stored_candidates_are_those_of_the_teacher_behind_the_chunk(model, corpus, whole):
@@ -107,12 +108,29 @@ def test_loss_is_that_of_transformers_behind_the_slots(model, corpus, whole, bas
             past.update(k.unsqueeze(0), v.unsqueeze(0), i)
         logp = stock_logp(model, own.prompt + own.answer, past)[len(own.prompt) - 1 : -1]
         for found, ids, values in zip(logp, own.top, own.logp, strict=True):
-            chances = torch.tensor(values).softmax(-1)
-            expected -= float((chances * found[ids]).sum())
-            surprise -= float((chances * chances.log()).sum())
+            chances = torch.tensor(values).exp()
+            others = torch.ones(len(found), dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
+            rest, found_rest = 1 - chances.sum(), found[others].exp().sum()
+            expected -= float((chances * found[ids]).sum() + rest * found_rest.log())
+            surprise -= float((chances * chances.log()).sum() + rest * rest.log())
     assert float(total) == pytest.approx(expected, rel=1e-4) and entropy == pytest.approx(surprise, rel=1e-4)
     sizes = [len(own.prompt) + len(own.answer) for own in pack]
     assert list(map(len, packs(pack, sizes[0] + sizes[1]))) == [2, 1] and list(map(len, packs(pack, 1))) == [1, 1, 1]
+
+
+def test_the_cache_that_the_teacher_has_is_where_the_gradient_is_nothing(model, corpus, whole, base):
+    """With the chunk itself as the cache, the divergence is 0 and so is the gradient, however much mass TOP tokens leave out."""
+    own = read_conversations(whole / "run" / "conversations.jsonl")[0]
+    told = b"<user>" + corpus.read_bytes()[slice(*own.chunk)] + b"\n\n"
+    layers = [(k.clone().requires_grad_(), v.clone().requires_grad_(), None) for k, v in read_corpus(base, list(told))]
+    total, entropy = losses(base, layers, [own], len(told))
+    total.backward()
+    assert float(total.detach()) == pytest.approx(entropy, rel=1e-4)
+    assert sparse_teacher(own)[2].max() > 0.01
+    worst = max(float(part.grad.norm()) for layer in layers for part in layer[:2])
+    shifted = [(k.detach() * 1.05, v.detach().requires_grad_(), None) for k, v, _ in layers]
+    losses(base, shifted, [own], len(told))[0].backward()
+    assert worst < 0.02 * max(float(v.grad.norm()) for _, v, _ in shifted)
 
 
 def first_slots(base, corpus) -> list:
