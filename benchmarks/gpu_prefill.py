@@ -127,8 +127,9 @@ def ages_times(bench: Bench, budget: int) -> Iterator[dict]:
 def mass_times(bench: Bench, budget: int) -> Iterator[dict]:
     """Yield the time of a token in consecutive chunks under mean attention mass.
 
-    Every token evicts one. The host's launches count where they take longer than the GPU. The floor is the
-    bytes that a token reads: keys, values, scores and positions of all retained tokens.
+    Every token evicts one. A chunk is one launch, in which a program for each head goes through its tokens on one
+    multiprocessor (reckoned at 100 GB/s, docs/kernels.md). The floor is that of the whole GPU, for the bytes that a
+    token reads: keys, values, scores and positions of all retained tokens.
     """
     starts, tokens = itertools.count(budget, CHUNK), prompt(bench, torch.Generator().manual_seed(0))
     read = reader(bench, rule_of(ops.AttentionMass(mean=True)), budget, tokens)

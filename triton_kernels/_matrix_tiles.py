@@ -7,22 +7,22 @@ import triton.language as tl
 
 
 @triton.jit
-def row_mask(there, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Return the mask ``[rows, PADDED]`` of the elements of rows of SIZE elements that are ``there [rows]``."""
-    return there[:, None] & (tl.arange(0, PADDED) < SIZE)[None, :]
+def row_mask(there, P: tl.constexpr):
+    """Return the mask ``[rows, P.padded]`` of the elements of rows of D elements that are ``there [rows]``."""
+    return there[:, None] & (tl.arange(0, P.padded) < P.size)[None, :]
 
 
 @triton.jit
-def load_rows(rows, there, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Load rows of SIZE elements ``[rows, PADDED]`` at the addresses ``rows``; elements that are not there are 0."""
-    return tl.load(rows[:, None] + tl.arange(0, PADDED)[None, :], mask=row_mask(there, SIZE, PADDED), other=0.0)
+def load_rows(rows, there, P: tl.constexpr):
+    """Load rows of D elements ``[rows, P.padded]`` at the addresses ``rows``; elements that are not there are 0."""
+    return tl.load(rows[:, None] + tl.arange(0, P.padded)[None, :], mask=row_mask(there, P), other=0.0)
 
 
 @triton.jit
-def store_rows(rows, values, there, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Store rows of SIZE elements ``values [rows, PADDED]`` at the addresses ``rows``, in the type found there."""
-    place = rows[:, None] + tl.arange(0, PADDED)[None, :]
-    tl.store(place, values.to(rows.dtype.element_ty), mask=row_mask(there, SIZE, PADDED))
+def store_rows(rows, values, there, P: tl.constexpr):
+    """Store rows of D elements ``values [rows, P.padded]`` at the addresses ``rows``, in the type found there."""
+    place = rows[:, None] + tl.arange(0, P.padded)[None, :]
+    tl.store(place, values.to(rows.dtype.element_ty), mask=row_mask(there, P))
 
 
 @triton.jit

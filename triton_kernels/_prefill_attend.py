@@ -15,7 +15,7 @@ from kvpop_vllm.kernels.triton._constants import LN2
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
 from kvpop_vllm.kernels.triton._prefill_plan import Piece, block_of
 from kvpop_vllm.kernels.triton._serving_pages import element_at, page_of, view
-from kvpop_vllm.kernels.triton._softmax import add_keys
+from kvpop_vllm.kernels.triton._softmax import add_keys, nothing_yet
 from kvpop_vllm.kernels.triton._tiles import PREFILL, tile_of
 
 LISTED = 1024  # keys that are examined together when lists are built
@@ -81,7 +81,7 @@ def _attend_keys(
     out,  # [T, Hq, D]
     lse,  # [T, Hq]
     scale,
-    P: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    P: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of queries, for all query heads of a KV head.
 
@@ -90,8 +90,6 @@ def _attend_keys(
     Grid: 32 queries, H. 0.55 TFLOP: 1.1 ms, 0.8 ms in training; keys and values come from the L2 cache.
     """
     k, v = tokens
-    size: tl.constexpr = P.size
-    padded: tl.constexpr = P.padded  # Triton 3.6 does not accept an attribute in a shape
     h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     own, first = block_of(segments, blocks, skipped + tl.program_id(0))
     r, row = own.request.to(tl.int64), tl.arange(0, ROWS)
@@ -99,12 +97,10 @@ def _attend_keys(
     queries = tl.minimum(first + BLOCK_Q, own.inside + own.length)
     present = (query < queries) & (row < BLOCK_Q * P.group)
     place = (own.token + query).to(tl.int64)
-    rows = load_rows(element_at(q, place, head), present, size, padded)
-    if WIDE:
+    rows = load_rows(element_at(q, place, head), present, P)
+    if P.wide:
         rows = rows.to(tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, padded], tl.float32)
+    top, total, acc = nothing_yet(ROWS, P.padded)
     if prefix.table is not None:
         position = own.position + query
         end = tl.minimum(own.first, own.position + queries)
@@ -114,14 +110,14 @@ def _attend_keys(
             page = tl.load(
                 prefix.table + r * prefix.table_request + t // P.slots * prefix.table_page, mask=there, other=0
             ).to(tl.int64)
-            key = page * prefix.rows + h * prefix.rows_head + t % P.slots * size
+            key = page * prefix.rows + h * prefix.rows_head + t % P.slots * P.size
             bias = None
             if prefix.score is not None:
                 words = prefix.score + page * prefix.words + h * prefix.words_head + t % P.slots
                 bias = tl.load(words, mask=t < tl.minimum(own.biased, end), other=0.0)
             visible = there[None, :] & (t[None, :] <= position[:, None])
             _, top, total, acc = add_keys(
-                prefix.k + key, prefix.v + key, there, bias, visible, rows, scale, top, total, acc, size, padded, WIDE
+                prefix.k + key, prefix.v + key, there, bias, visible, rows, scale, top, total, acc, P
             )
     query -= own.inside
     list_of = h * tl.num_programs(0) + tl.program_id(0)
@@ -133,10 +129,10 @@ def _attend_keys(
             there = entry < held
             slot = tl.load(lists + entry, mask=there, other=0).to(tl.int64)
             until = tl.load(lists + room + entry, mask=there, other=0)
-            key = slot // P.slots * cache.rows + h * cache.rows_head + slot % P.slots * size
+            key = slot // P.slots * cache.rows + h * cache.rows_head + slot % P.slots * P.size
             visible = query[:, None] < until[None, :]
             _, top, total, acc = add_keys(
-                cache.k + key, cache.v + key, there, None, visible, rows, scale, top, total, acc, size, padded, WIDE
+                cache.k + key, cache.v + key, there, None, visible, rows, scale, top, total, acc, P
             )
     for start in range(held, count, BLOCK_K):
         entry = start + tl.arange(0, BLOCK_K)
@@ -147,12 +143,12 @@ def _attend_keys(
         visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
         _, top, total, acc = add_keys(
             element_at(k, key, h), element_at(v, key, h), there, None, visible,
-            rows, scale, top, total, acc, size, padded, WIDE,
+            rows, scale, top, total, acc, P,
         )  # fmt: skip
     total = tl.where(present, total, 1.0)  # every query sees itself
     good = tl.load(right + r * heads + h) != 0
     place = place * heads * P.group + head  # index in [T, Hq]
-    store_rows(out + place * size, tl.where(good, acc / total[:, None], float("nan")), present, size, padded)
+    store_rows(out + place * P.size, tl.where(good, acc / total[:, None], float("nan")), present, P)
     tl.store(lse + place, tl.where(good, (top + tl.log2(total)) * LN2, float("nan")), mask=present)
 
 
@@ -197,12 +193,11 @@ def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, o
         out: ``[T, Hq, D]``, contiguous; written.
         lse: ``[T, Hq]`` float32, contiguous; written.
     """
-    wide = q.dtype != tokens[0].base.dtype or q.dtype == torch.float32
-    tile = tile_of(PREFILL, wide, config.size)
+    tile = tile_of(PREFILL, config.wide, config.size)
     rows, block_q = block_rows(config, tile)
     for grid, listed in key_lists(piece, config, cache, gone, block_q):
         _attend_keys[grid](
             view(q), tokens, cache, prefix, piece.segments, *listed, right, out, lse, scale,
-            P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
+            P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -238,6 +238,11 @@ class Piece:
         return ends.int(), rank[self.blocks()[:, 0].long()].int()
 
     @cached_property
+    def requests(self) -> torch.Tensor:
+        """Requests ``[S']`` int64 of ``tails``."""
+        return self.numbers("request")[self.tails]
+
+    @cached_property
     def begins(self) -> torch.Tensor:
         """Mask ``[S']`` of the tails that begin without a scorer's state."""
         return (self.numbers("start") + self.numbers("first"))[self.tails] == 0

@@ -19,39 +19,33 @@ def _gather(
     tokens,  # k, v [T, H, D]
     new_score,  # [H, P] float32, scores computed at insertion, or None
     cache, segments, blocks,
-    keys, values,  # [H, P, D]
+    left,  # [H, P, 2 D]
     score,  # [H, P] float32, if there are scores computed at insertion
     rows,
-    P: tl.constexpr, ROWS: tl.constexpr, LEAVES: tl.constexpr,
+    P: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the new token of each tail row, or the token that leaves the window with it; 0 where there is none.
+    """Copy key and value of the token that leaves the window with each tail row; 0 where there is none.
 
-    Grid: 64 tail rows, H. 67 MB, read and written: 19 us; an mLSTM has two launches.
+    Grid: 64 tail rows, H. 67 MB, read and written: 19 us.
     """
     k, v = tokens
     own, first = block_of(segments, blocks, tl.program_id(0))
     h, r = tl.program_id(1).to(tl.int64), own.request.to(tl.int64)
-    index = first + tl.arange(0, ROWS)
-    there = index < own.length
-    row = h * rows + own.row + index
-    if LEAVES:
-        index -= own.window
-        there = there & (own.start + index >= own.sinks)
+    row, index = first + tl.arange(0, ROWS), first + tl.arange(0, ROWS) - own.window
+    there = (row < own.length) & (own.start + index >= own.sinks)
+    row += h * rows + own.row
     in_ring, is_new = there & (index < 0), there & (index >= 0)
     token = own.token.to(tl.int64) + own.inside + tl.where(is_new, index, 0)
-    new_k = load_rows(element_at(k, token, h), is_new, P.size, P.padded)
-    new_v = load_rows(element_at(v, token, h), is_new, P.size, P.padded)
-    if LEAVES:
-        slot = own.sinks + tl.where(in_ring, own.start + index - own.sinks, 0) % own.window
-        old = row_at(cache, r, h, slot, P)
-        new_k = tl.where(in_ring[:, None], load_rows(cache.k + old, in_ring, P.size, P.padded), new_k)
-        new_v = tl.where(in_ring[:, None], load_rows(cache.v + old, in_ring, P.size, P.padded), new_v)
-        if new_score is not None:
-            in_word = tl.load(cache.score + word_at(cache, r, h, slot, P), mask=in_ring, other=0.0)
-            computed = tl.load(new_score + h * rows + own.row + index, mask=is_new, other=0.0)
-            tl.store(score + row, tl.where(in_ring, in_word, computed))
-    store_rows(keys + row * P.size, new_k, index == index, P.size, P.padded)
-    store_rows(values + row * P.size, new_v, index == index, P.size, P.padded)
+    slot = own.sinks + tl.where(in_ring, own.start + index - own.sinks, 0) % own.window
+    old, left = row_at(cache, r, h, slot, P), left + 2 * row * P.size
+    store_rows(left, load_rows(cache.k + old, in_ring, P), ~is_new, P)
+    store_rows(left, load_rows(element_at(k, token, h), is_new, P), is_new, P)
+    store_rows(left + P.size, load_rows(cache.v + old, in_ring, P), ~is_new, P)
+    store_rows(left + P.size, load_rows(element_at(v, token, h), is_new, P), is_new, P)
+    if new_score is not None:
+        in_word = tl.load(cache.score + word_at(cache, r, h, slot, P), mask=in_ring, other=0.0)
+        computed = tl.load(new_score + h * rows + own.row + index, mask=is_new, other=0.0)
+        tl.store(score + row, tl.where(in_ring, in_word, computed))
 
 
 @triton.jit(do_not_specialize=["rows", "entries"])
@@ -136,8 +130,8 @@ def _put(cache, r, h, slot, k, v, score, position, wanted, P: tl.constexpr):
     """Write tokens to slots; the position word of slot 0 has another use."""
     slot = tl.where(wanted, slot, 0)
     row, word = row_at(cache, r, h, slot, P), word_at(cache, r, h, slot, P)
-    store_rows(cache.k + row, load_rows(k, wanted, P.size, P.padded), wanted, P.size, P.padded)
-    store_rows(cache.v + row, load_rows(v, wanted, P.size, P.padded), wanted, P.size, P.padded)
+    store_rows(cache.k + row, load_rows(k, wanted, P), wanted, P)
+    store_rows(cache.v + row, load_rows(v, wanted, P), wanted, P)
     tl.store(cache.score + word, score, mask=wanted)
     tl.store(cache.position + word, position, mask=wanted & (slot > 0))
 
@@ -145,7 +139,7 @@ def _put(cache, r, h, slot, k, v, score, position, wanted, P: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _store(
     tokens, new_score,
-    keys, values, score,  # [H, P, D], [H, P, D], [H, P] of the tokens that leave the window
+    left, score,  # [H, P, 2 D], [H, P] of the tokens that leave the window
     slot_of,  # [H, P]
     cache, segments, blocks,
     right,  # [R, H] int32, 0 if the step does not start where the cache ends
@@ -170,8 +164,8 @@ def _store(
     slot, k, v = ring_slot(t, own.sinks, own.window), element_at(k, token, h), element_at(v, token, h)
     _put(cache, r, h, slot, k, v, inserted, begin + t, new, P)
     slot = tl.load(slot_of + row, mask=there, other=-1)
-    moves, row_of = there & (slot >= 0), row * P.size
-    left = tl.load(score + row, mask=moves, other=0.0)
-    _put(cache, r, h, slot, keys + row_of, values + row_of, left, begin + t - own.window, moves, P)
+    moves, left = there & (slot >= 0), left + 2 * row * P.size
+    moved = tl.load(score + row, mask=moves, other=0.0)
+    _put(cache, r, h, slot, left, left + P.size, moved, begin + t - own.window, moves, P)
     seen = begin + own.start + length
     tl.store(cache.position + word_at(cache, r, h, 0, P), seen, mask=first < tl.where(good, 1, 0))

@@ -1,6 +1,7 @@
 """Attention over the slots in use, split among programs, whose results are merged.
 
-Further kernels add the moment correction and convert logits to attention masses per slot.
+Further kernels add the moment correction and convert logits to attention masses per slot. Functions without an
+underscore are phases of a step, as in :mod:`_serving_scores`.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
-from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
-from kvpop_vllm.kernels.triton._serving_pages import MARKS, REFUSED, element_at, moments_at, page_of, word_at
-from kvpop_vllm.kernels.triton._softmax import add_keys, faded
+from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, row_mask, store_rows
+from kvpop_vllm.kernels.triton._serving_pages import REFUSED, element_at, moments_at, page_of, place_of, word_at
+from kvpop_vllm.kernels.triton._serving_scores import COLUMNS, DEPTH
+from kvpop_vllm.kernels.triton._softmax import add_keys, faded, nothing_yet
+
+MASSES = tl.constexpr(128)  # slots of a program of masses
 
 
 @triton.jit
@@ -20,41 +24,39 @@ def _walk(
     biased,  # number of leading slots that have a bias, or None
     logits,  # address of slot 0's logits, [GROUP]
     rows, scale, top, total, acc,
-    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr, KEPT: tl.constexpr,
+    P: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Run softmax attention over some blocks of slots; if KEPT, store the logits, because masses are needed."""
     for block in range(begin, end):
-        first = block * BLOCK_S
-        slot = first + tl.arange(0, BLOCK_S)
+        first = block * P.block
+        slot = first + tl.arange(0, P.block)
         seen = slot < used
         page = page_of(cache, r, h, first_page + first // P.slots)
-        place = page * cache.rows + h * cache.rows_head + first % P.slots * P.size + tl.arange(0, BLOCK_S) * P.size
+        place = page * cache.rows + h * cache.rows_head + first % P.slots * P.size + tl.arange(0, P.block) * P.size
         bias = None
         if biased is not None:
             words = cache.score + h * cache.words_head + page * cache.words + slot % P.slots
             bias = tl.load(words, mask=slot < biased, other=0.0)
         found, top, total, acc = add_keys(
             cache.k + place, cache.v + place, seen, bias, seen[None, :],
-            rows, scale, top, total, acc, P.size, P.padded, WIDE,
+            rows, scale, top, total, acc, P,
         )  # fmt: skip
         if KEPT:
             tl.store(
-                logits[:, None] + slot[None, :], found, mask=(tl.arange(0, GROUP) < P.group)[:, None] & seen[None, :]
+                logits[:, None] + slot[None, :], found, mask=(tl.arange(0, P.rows) < P.group)[:, None] & seen[None, :]
             )
     return top, total, acc
 
 
 @triton.jit
-def _merged(sums, tops, part, parts, present, P: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr):
+def _merged(sums, tops, part, parts, present, P: tl.constexpr):
     """Return maxima, totals and sums of all parts of a head's attention; those of its query heads begin at ``part``.
 
     Other programs have written the parts, so they are not read through this one's cache.
     """
-    column = tl.arange(0, PADDED)
-    inside = present[:, None] & (column < P.size)[None, :]
-    top = tl.full([GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, PADDED], tl.float32)
+    column = tl.arange(0, P.padded)
+    inside = row_mask(present, P)
+    top, total, acc = nothing_yet(P.rows, P.padded)
     for i in range(parts):
         own_top = tl.load(tops + (part + i) * 2, mask=present, other=0.0, cache_modifier=".cg")
         own_total = tl.load(tops + (part + i) * 2 + 1, mask=present, other=1.0, cache_modifier=".cg")
@@ -69,98 +71,106 @@ def _merged(sums, tops, part, parts, present, P: tl.constexpr, GROUP: tl.constex
 
 
 @triton.jit
-def _attend(
-    step, cache, prefix,
-    out, lse,  # [R, Hq, D], [R, Hq]
-    sums,  # [R, Hq, splits, D] float32: sums of the parts, if CUT
-    tops,  # [R, Hq, splits, 2]: maximum in base 2 and total of each part, if CUT
-    logits,  # [R, Hq, slots], in base 2, if masses are needed
-    step_flags, scale,
-    P: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
+def attend(
+    step, work,  # workspace of the head, to which logits go if masses are needed
+    row, r, h,  # index of the query's token in the batch, its request and its KV head
+    used, protected,  # slots and protected tokens to attend to
+    part, parts,
+    P: tl.constexpr,
 ):  # fmt: skip
-    """Compute one part of a head's attention, for all of its query heads; the last part to be done merges all.
+    """Return maxima, totals and sums of one part of a head's attention, for all of its query heads.
 
-    A part is a range of the head's protected tokens and slots. BLOCK_S divides N, so that a block of slots
+    A part is a range of the head's protected tokens and slots. P.block divides N, so that a block of slots
     lies in one page.
-
-    Grid: parts, H, R. 16.8 MB of keys and values: 4.7 us; 298 us for 64 requests.
     """
-    part, h, r = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    splits, heads = tl.num_programs(0), tl.num_programs(1)
-    padded: tl.constexpr = P.padded  # Triton 3.6 does not accept an attribute in a shape
-    step_flags += (r * heads + h) * MARKS
-    used = tl.load(step_flags)
-    g = tl.arange(0, GROUP)
-    present = g < P.group
-    rows = load_rows(element_at(step.q, r, h * P.group + g), present, P.size, padded)
-    if WIDE:
+    g = tl.arange(0, P.rows)
+    rows = load_rows(element_at(step.q, row, h * P.group + g), g < P.group, P)
+    if P.wide:
         rows = rows.to(tl.float32)
-
-    top = tl.full([GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, padded], tl.float32)
-    head = (r * heads + h) * P.group + g  # index in [R, Hq]
-    own, found = logits + head * P.most_slots, used
-    blocks, ahead = (tl.maximum(used, 0) + BLOCK_S - 1) // BLOCK_S, 0
-    if prefix.table is not None:
-        protected = tl.load(step_flags + 3)
-        found += protected
-        ahead = (protected + BLOCK_S - 1) // BLOCK_S
-    share = (ahead + blocks + splits - 1) // splits
+    top, total, acc = nothing_yet(P.rows, P.padded)
+    logits = work + P.logits + g * P.most_slots
+    blocks, ahead = (tl.maximum(used, 0) + P.block - 1) // P.block, (protected + P.block - 1) // P.block
+    share = (ahead + blocks + parts - 1) // parts
     begin, end = part * share, tl.minimum(ahead + blocks, (part + 1) * share)
-    if prefix.table is not None:
+    if step.prefix.table is not None:
         biased = None
-        if prefix.score is not None:
+        if step.prefix.score is not None:
             biased = tl.minimum(tl.load(element_at(step.biased, r, 0)).to(tl.int32), protected)
         top, total, acc = _walk(
-            prefix, r, h, 0, begin, tl.minimum(end, ahead), protected, biased, own,
-            rows, scale, top, total, acc, P, GROUP, BLOCK_S, WIDE, False,
+            step.prefix, r, h, 0, begin, tl.minimum(end, ahead), protected, biased, logits,
+            rows, step.scale, top, total, acc, P, False,
         )  # fmt: skip
         begin, end = tl.maximum(begin - ahead, 0), end - ahead
-    top, total, acc = _walk(
-        cache, r, h, P.state_pages, begin, end, used, None, own,
-        rows, scale, top, total, acc, P, GROUP, BLOCK_S, WIDE, P.masses,
+    return _walk(
+        step.cache, r, h, P.state_pages, begin, end, used, None, logits,
+        rows, step.scale, top, total, acc, P, P.masses,
     )  # fmt: skip
-    if CUT:
-        row = head * splits + part
-        store_rows(sums + row * P.size, acc, present, P.size, padded)
-        tl.store(tops + row * 2, top, mask=present)
-        tl.store(tops + row * 2 + 1, total, mask=present)
-        tl.debug_barrier()  # all threads have written the part
-        if tl.atomic_add(step_flags + 4, 1) != splits - 1:
-            return
-        top, total, acc = _merged(sums, tops, head * splits, splits, present, P, GROUP, padded)
-    nothing = tl.where(found == REFUSED, float("nan"), 0.0)  # 0 for padding
-    acc = tl.where(found > 0, acc / total[:, None], nothing)
-    store_rows(out + head * P.size, acc, present, P.size, padded)
-    tl.store(lse + head, tl.where(found > 0, (top + tl.log2(total)) * LN2, float("-inf") + nothing), mask=present)
 
 
 @triton.jit
-def _correct(
-    step, cache, merged, lse, out, step_flags, scale,
-    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """Add the evicted tokens' estimated contribution to a block of columns of the output.
+def finish(step, work, head, top, total, acc, used, protected, P: tl.constexpr):
+    """Write the outputs ``[G, D]`` and log-sum-exps ``[G]`` of a head; NaN if the step was refused, 0 for padding.
 
-    ``merged`` is ``[R, Hq, D]`` float32.
-
-    Grid: 64 columns, H, R. 0.5 MB of moments: 0.15 us; 9 us for 64 requests.
+    Outputs that are to be corrected go to the workspace. ``head`` is the first query head's index in ``[T, Hq]``.
     """
-    first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    head = r * tl.num_programs(1) + h
-    count = tl.load(step_flags + head * MARKS + 1)
-    g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
+    out = step.out + head * P.size
+    if P.uses_moment_correction:
+        out = work + P.merged
+    g, found = tl.arange(0, P.rows), used + protected
+    present = g < P.group
+    nothing = tl.where(found == REFUSED, float("nan"), 0.0)
+    acc = tl.where(found > 0, acc / total[:, None], nothing)
+    store_rows(out + g * P.size, acc, present, P)
+    log = tl.where(found > 0, (top + tl.log2(total)) * LN2, float("-inf") + nothing)
+    tl.store(step.lse + head + g, log, mask=present)
+
+
+@triton.jit
+def _attend(
+    step,
+    sums,  # [R, Hq, splits, D] float32: sums of the parts, if CUT
+    tops,  # [R, Hq, splits, 2]: maximum in base 2 and total of each part, if CUT
+    P: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Compute one part of a head's attention; the last part to be done merges all.
+
+    Grid: parts, H, R. 16.8 MB of keys and values: 4.7 us; 298 us for 64 requests.
+    """
+    h, r, work, flags = place_of(step, P)
+    part, splits = tl.program_id(0), tl.num_programs(0)
+    used, protected = tl.load(flags), tl.load(flags + 3)
+    top, total, acc = attend(step, work, r, r, h, used, protected, part, splits, P)
+    head = (r * tl.num_programs(1) + h) * P.group  # index in [R, Hq]
+    if CUT:
+        g = tl.arange(0, P.rows)
+        row, present = (head + g) * splits + part, g < P.group
+        store_rows(sums + row * P.size, acc, present, P)
+        tl.store(tops + row * 2, top, mask=present)
+        tl.store(tops + row * 2 + 1, total, mask=present)
+        tl.debug_barrier()  # all threads have written the part
+        if tl.atomic_add(flags + 4, 1) != splits - 1:
+            return
+        top, total, acc = _merged(sums, tops, row - part, splits, present, P)
+    finish(step, work, head, top, total, acc, used, protected, P)
+
+
+@triton.jit
+def correct(step, work, head, row, r, h, count, first, P: tl.constexpr):
+    """Add the estimated contribution of ``count`` evicted tokens to the outputs of a head, from column ``first`` on.
+
+    The other arguments are those of :func:`attend` and :func:`finish`.
+    """
+    cache = step.cache
+    g, column = tl.arange(0, P.rows), first + tl.arange(0, COLUMNS)
     present, fits = g < P.group, column < P.size
     inside = present[:, None] & fits[None, :]
-    query = element_at(step.q, r, h * P.group + g)
-    head = head * P.group + g
-    acc = tl.load(merged + head[:, None] * P.size + column[None, :], mask=inside, other=0.0)
+    query = element_at(step.q, row, h * P.group + g)
+    cells = g[:, None] * P.size + column[None, :]
+    acc = tl.load(work + P.merged + cells, mask=inside, other=0.0)
     if count > 0:
-        predicted = tl.zeros([GROUP, BLOCK_C], tl.float32)
-        mass = tl.zeros([GROUP], tl.float32)
-        for x in range(0, P.size, BLOCK_X):
-            place = x + tl.arange(0, BLOCK_X)
+        _, mass, predicted = nothing_yet(P.rows, COLUMNS)
+        for x in range(0, P.size, DEPTH):
+            place = x + tl.arange(0, DEPTH)
             there = place < P.size
             at = query[:, None] + place[None, :]
             rows = tl.load(at, mask=present[:, None] & there[None, :], other=0.0).to(tl.float32)
@@ -170,35 +180,52 @@ def _correct(
             at = cache.state + moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
             predicted = tl.dot(rows, tl.load(at, mask=usable, other=0.0), predicted, input_precision=PRECISION)
         mean = tl.load(cache.state + moments_at(cache, r, h, 1, column, fits, P), mask=fits, other=0.0)
-        evicted = mean[None, :] + predicted * (scale / count)
-        mass = tl.log(count.to(tl.float32)) + scale * mass
-        share = 1.0 / (1.0 + tl.exp(tl.load(lse + head, mask=present, other=0.0) - mass))
+        evicted = mean[None, :] + predicted * (step.scale / count)
+        mass = tl.log(count.to(tl.float32)) + step.scale * mass
+        share = 1.0 / (1.0 + tl.exp(tl.load(step.lse + head + g, mask=present, other=0.0) - mass))
         acc += share[:, None] * (evicted - acc)
-    tl.store(out + head[:, None] * P.size + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(step.out + head * P.size + cells, acc.to(step.out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _masses(logits, lse, cache, step_flags, P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Write attention masses to the score fields of a block of slots, or add them.
+def _correct(step, P: tl.constexpr):
+    """Add the evicted tokens' estimated contribution to a block of columns of the output.
 
-    A mass is the query's weight over a slot, averaged over the query heads.
-
-    Grid: 128 slots, H, R. 0.7 MB of logits and scores: 0.2 us; 12 us for 64 requests.
+    Grid: 64 columns, H, R. 0.5 MB of moments: 0.15 us; 9 us for 64 requests.
     """
-    first, h, r = tl.program_id(0) * BLOCK_S, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    head = r * tl.num_programs(1) + h
-    used = tl.load(step_flags + head * MARKS)
-    if first >= used:
-        return
-    g, slot = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_S)
+    h, r, work, flags = place_of(step, P)
+    head = (r * tl.num_programs(1) + h) * P.group
+    correct(step, work, head, r, r, h, tl.load(flags + 1), tl.program_id(0) * COLUMNS, P)
+
+
+@triton.jit
+def add_masses(step, work, head, r, h, used, first, P: tl.constexpr, BLOCK: tl.constexpr):
+    """Write attention masses to the score fields of BLOCK of the ``used`` slots, from slot ``first`` on, or add them.
+
+    A mass is the query's weight over a slot, averaged over the query heads. The other arguments are those of
+    :func:`attend` and :func:`finish`.
+    """
+    g, slot = tl.arange(0, P.rows), first + tl.arange(0, BLOCK)
     present, seen = g < P.group, slot < used
-    head = head * P.group + g
-    top = tl.load(lse + head, mask=present, other=0.0) * LOG2E
+    top = tl.load(step.lse + head + g, mask=present, other=0.0) * LOG2E
     inside = present[:, None] & seen[None, :]
-    own = tl.load(logits + head[:, None] * P.most_slots + slot[None, :], mask=inside, other=float("-inf"))
+    logits = work + P.logits + g[:, None] * P.most_slots + slot[None, :]
+    own = tl.load(logits, mask=inside, other=float("-inf"))
     mass = tl.sum(tl.where(inside, tl.exp2(own - top[:, None]), 0.0), 0) / P.group
-    at = cache.score + word_at(cache, r, h, tl.where(seen, slot, 0), P)
+    at = step.cache.score + word_at(step.cache, r, h, tl.where(seen, slot, 0), P)
     if P.mean:
         mass += tl.load(at, mask=seen, other=0.0)
         tl.debug_barrier()
     tl.store(at, mass, mask=seen)
+
+
+@triton.jit
+def _masses(step, P: tl.constexpr):
+    """Write or add the attention masses of a block of slots.
+
+    Grid: 128 slots, H, R. 0.7 MB of logits and scores: 0.2 us; 12 us for 64 requests.
+    """
+    h, r, work, flags = place_of(step, P)
+    first, used = tl.program_id(0) * MASSES, tl.load(flags)
+    if first < used:
+        add_masses(step, work, (r * tl.num_programs(1) + h) * P.group, r, h, used, first, P, MASSES)

@@ -10,11 +10,11 @@ import triton.language as tl
 from kvpop_vllm.kernels.triton._lowest_score import Order
 
 PADDING, REFUSED = tl.constexpr(0), tl.constexpr(-1)  # stored in place of the number of slots to attend to
-MARKS = tl.constexpr(5)
+MARKS = tl.constexpr(6)
 """Number of int32 flags per head.
 
 They are: slots to attend to, tokens evicted so far, tokens evicted in this step (0 or 1), protected tokens to
-attend to, parts of attention that are done.
+attend to, parts of attention that are done, slot of the lowest score.
 """
 
 
@@ -53,36 +53,54 @@ class Cache(NamedTuple):
     table_page: int = 0
 
 
-class StepInputs(NamedTuple):
-    """Tokens of a step and the numbers of their requests; tensors that no rule or request needs are None."""
-
-    q: View  # [R, Hq, D]
-    k: View  # [R, H, D]
-    v: View
-    positions: View  # [R]
-    budgets: View  # [R, H]
-    windows: View  # [R], w of each request
-    gate_scores: View  # [R, H]
-    keys: View  # [R, H] int64, keys of draws
-    protected: View  # [R], p of each request
-    biased: View  # [R], leading protected tokens that have a bias
-
-
 class Weights(NamedTuple):
     """Tensors of a learned scorer, float32 and contiguous; fields that it does not have are None."""
 
-    read_weight: Any = None
+    q_proj: Any = None
     k_proj: Any = None
     v_proj: Any = None
     igate_weight: Any = None
     igate_bias: Any = None
     fgate_weight: Any = None
     fgate_bias: Any = None
-    read_bias: Any = None
     out_weight: Any = None
     out_bias: Any = None
     norm_weight: Any = None
-    direct_weight: Any = None
+    skip_weight: Any = None
+    fc1_weight: Any = None
+    fc1_bias: Any = None
+    fc2_weight: Any = None
+    fc2_bias: Any = None
+    weight: Any = None
+    bias: Any = None
+
+
+class Step(NamedTuple):
+    """Arguments of the kernels of a step; tensors that no rule or request needs are None.
+
+    A batch has T tokens, in decoding one of each request.
+    """
+
+    q: View  # [T, Hq, D]
+    k: View  # [T, H, D]
+    v: View
+    gate_scores: View  # [T, H]
+    positions: View  # [R], of the first token of each request
+    budgets: View  # [R, H]
+    windows: View  # [R], w of each request
+    keys: View  # [R, H] int64, keys of draws
+    protected: View  # [R], p of each request
+    biased: View  # [R], leading protected tokens that have a bias
+    cache: Cache  # of tails
+    prefix: Cache
+    weights: Weights
+    log_gamma: Any  # [H] float64
+    scale: float
+    out: Any  # [T, Hq, D], contiguous
+    lse: Any  # [T, Hq] float32, contiguous
+    work: Any  # [R, H, P.work] float32
+    flags: Any = None  # [R, H, MARKS] int32
+    last: Any = None  # without a constant at its end, Triton 3.6 forgets the constants in the tuples of a tuple
 
 
 def _padded(name: str) -> property:
@@ -90,17 +108,37 @@ def _padded(name: str) -> property:
     return property(lambda self: triton.next_power_of_2(max(1, getattr(self, name))))
 
 
+def _behind(parts: int) -> property:
+    """Return a property that is the length of the first ``parts`` parts of a workspace, each a multiple of 16."""
+    return property(lambda self: sum(16 * triton.cdiv(size, 16) for size in self.work_sizes[:parts]))
+
+
 @dataclass(frozen=True, kw_only=True)
-class KernelConfig(Order):
-    """Compile-time constants of the kernels: sizes and the numbers of the rule."""
+class Heads:
+    """Compile-time constants of attention."""
 
     size: int  # D
     group: int  # G
-    slots: int = 64  # N
-    state_pages: int = 0
-    region_words: int = 1  # N * C / 4
-    most_slots: int = 64  # number of slots that the page table has room for
-    sinks: int = 0
+    wide: bool  # products are in float32
+
+    @property
+    def padded(self) -> int:
+        """D rounded up to a power of two, at least 16."""
+        return max(16, triton.next_power_of_2(self.size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig(Order, Heads):
+    """Compile-time constants of the serving kernels: sizes and the numbers of the rule."""
+
+    slots: int  # N
+    state_pages: int
+    region_words: int  # N * C / 4
+    most_slots: int  # number of slots that the page table has room for
+    rows: int  # query heads of a tile of decoding, at least G
+    block: int  # slots of a tile of decoding, within one page
+    searched: int  # scores that the search for the lowest one compares at a time
+    sinks: int
     scorer: str = "none"  # none, key_norm, linear, mlp, mlstm, or stored: read from the score field
     masses: bool = False  # attention weights of the newest query are written to the score fields, or added if ``mean``
     gate_scores: bool = False
@@ -111,11 +149,7 @@ class KernelConfig(Order):
     values: int = 0  # Dv
     softcap: float | None = None
     delayed: bool = True
-
-    @property
-    def padded(self) -> int:
-        """D rounded up to a power of two, at least 16."""
-        return max(16, triton.next_power_of_2(self.size))
+    parts: int = 0  # blocks of columns of a token's products with a learned scorer's weights
 
     @property
     def moments(self) -> bool:
@@ -123,19 +157,26 @@ class KernelConfig(Order):
         return self.residual or self.uses_moment_correction
 
     @property
-    def projected(self) -> int:
-        """Number of float32 values in a token's products with the scorer's weights.
-
-        They are read features, write features, values and gates, or the hidden sums of an MLP.
-        """
-        return self.columns if self.scorer == "mlp" else 2 * self.columns + self.values + 2
-
-    @property
     def state_words(self) -> int:
         """Number of float32 values in the scorer's state; moments follow it."""
         return self.features * (self.values + 1) + 1 if self.scorer == "mlstm" else 0
 
     padded_features, padded_values, padded_columns = map(_padded, ("features", "values", "columns"))
+
+    @property
+    def work_sizes(self) -> tuple[int, ...]:
+        """Numbers of float32 values in the parts of a head's workspace.
+
+        They are a token's products (read features, write features and values of an mLSTM, or the hidden sums of an MLP),
+        readout numerators ``[Dv]``, residuals ``[slots]``, deviations ``[2, D]`` of an evicted token's key and value,
+        outputs ``[G, D]`` before their correction, and logits ``[G, slots]`` in base 2.
+        """
+        moments, corrected = 2 * self.size * self.moments, self.group * self.size * self.uses_moment_correction
+        products, slots = 2 * self.columns + self.values, self.most_slots
+        return products, self.values, slots * self.residual, moments, corrected, self.group * slots * self.masses
+
+    numerators, factors, evicted_deltas, merged, logits, work = map(_behind, range(1, 7))
+    """Offsets of the parts of a workspace behind the first, and the length of all."""
 
 
 @triton.jit
@@ -210,18 +251,50 @@ def budget_of(step, r, h, sinks, P: tl.constexpr):
 
 
 @triton.jit
-def start_of(cache, step, r, h, P: tl.constexpr):
-    """Return the number of tokens in the tail before a request's token, ``q - p``, or a negative code; and its roles.
+def start_of(step, r, h, q, P: tl.constexpr):
+    """Return the number of tokens in the tail before a request's token q, ``q - p``, or a negative code; and its roles.
 
     The code is -1 if nothing is to be written, because the row is padding or the token is protected. It is -2
     if the pages have seen another number of tokens. The result is valid until the new token is written.
     """
     protected, sinks, window = roles_of(step, r, P)
-    q = tl.load(element_at(step.positions, r, 0)).to(tl.int32)
     seen = q
     if q > protected:
-        seen = tl.load(cache.position + word_at(cache, r, h, 0, P))
+        seen = tl.load(step.cache.position + word_at(step.cache, r, h, 0, P))
     return tl.where(q < protected, -1, tl.where(seen == q, q - protected, -2)), protected, sinks, window
+
+
+@triton.jit
+def used_slots(step, r, h, since, first_long, budget, P: tl.constexpr):
+    """Return the number of slots in use before token ``since`` of a tail."""
+    used = since
+    if P.threshold is not None:
+        filled = tl.load(step.cache.position + word_at(step.cache, r, h, 1, P), mask=since > 0, other=0)
+        used = tl.minimum(since, first_long) + filled
+    return tl.minimum(used, budget)
+
+
+@triton.jit
+def key_of_draws(step, r, h, P: tl.constexpr):
+    """Return the key of a head's draws; any number if scores are not drawn."""
+    key = h
+    if P.draws:
+        key = tl.load(element_at(step.keys, r, h))
+    return key
+
+
+@triton.jit
+def position_of(step, r):
+    """Return the position of the first token of a request."""
+    return tl.load(element_at(step.positions, r, 0)).to(tl.int32)
+
+
+@triton.jit
+def place_of(step, P: tl.constexpr):
+    """Return KV head and request of a program of a grid (any, H, R), its workspace, and its flags in decoding."""
+    h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head = r * tl.num_programs(1) + h
+    return h, r, step.work + head * P.work, step.flags + head * MARKS
 
 
 @triton.jit

@@ -8,56 +8,27 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._lowest_score import FAR, effective, lower_of, lowest_of, none_yet
+from kvpop_vllm.kernels.triton._lowest_score import effective
 from kvpop_vllm.kernels.triton._matrix_tiles import row_mask
 from kvpop_vllm.kernels.triton._serving_pages import (
-    MARKS,
     PADDING,
     REFUSED,
     budget_of,
     element_at,
+    key_of_draws,
     moments_at,
+    place_of,
+    position_of,
     ring_slot,
     row_at,
     start_of,
     state_at,
+    used_slots,
     word_at,
 )
-from kvpop_vllm.kernels.triton._serving_scores import features_of, gates_of
+from kvpop_vllm.kernels.triton._serving_scores import DEPTH, dot, features_of, gates_of, new_token, victim_of
 
 EPS = tl.constexpr(1e-6)
-
-
-@triton.jit
-def _lowest(cache, factors, r, h, first_long, budget, q, log_gamma, key, P: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the lowest effective score of the long-range slots of a full cache, and its slot.
-
-    Of equal scores the oldest token's slot is returned; the slot is -1 if all scores are NaN.
-    """
-    best, oldest, where = none_yet(BLOCK)
-    for start in range(first_long, budget, BLOCK):
-        slot = start + tl.arange(0, BLOCK)
-        inside = slot < budget
-        at = word_at(cache, r, h, tl.where(inside, slot, 0), P)
-        raw = tl.load(cache.score + at, mask=inside, other=0.0)
-        token = tl.load(cache.position + at, mask=inside, other=0)
-        factor = raw
-        if P.residual:
-            factor = tl.load(factors + slot, mask=inside, other=0.0)
-        token = tl.where(inside, token, q - 1)
-        score = effective(raw, token, q, log_gamma, factor, key, P)
-        best, oldest, where = lower_of(best, oldest, where, score, token, slot, inside)
-    lowest, slot = lowest_of(best, oldest, where)
-    return lowest, tl.where(slot == FAR, -1, slot)
-
-
-@triton.jit
-def _dot(x_key, x_value, weight, h, column, fits, P: tl.constexpr):
-    """Return ``[k; v] . weight[h]``."""
-    at = 2 * h * P.size + column
-    keys = tl.load(weight + at, mask=fits, other=0.0)
-    values = tl.load(weight + at + P.size, mask=fits, other=0.0)
-    return tl.sum(x_key * keys, 0) + tl.sum(x_value * values, 0)
 
 
 @triton.jit
@@ -68,33 +39,32 @@ def _vector(weight, h, length, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _output(hidden, weights, h, length, PADDED: tl.constexpr):
-    """Return the score of a learned scorer's ``length`` hidden numbers, ``out . SiLU(hidden) + bias``."""
-    out = _vector(weights.out_weight, h, length, PADDED)
-    return tl.sum(hidden / (1.0 + tl.exp(-hidden)) * out, 0) + tl.load(weights.out_bias + h)
+def _output(hidden, weight, bias, h, length, PADDED: tl.constexpr):
+    """Return the score of a learned scorer's ``length`` hidden numbers, ``weight . SiLU(hidden) + bias``."""
+    return tl.sum(hidden / (1.0 + tl.exp(-hidden)) * _vector(weight, h, length, PADDED), 0) + tl.load(bias + h)
 
 
 @triton.jit
-def _read_mlstm(projected, numerator, z, m, weights, h, x_key, x_value, column, fits, P: tl.constexpr):
-    """Return the score of a token from the state's products with its read features ``projected``."""
+def _read_mlstm(step, work, z, m, h, x_key, x_value, P: tl.constexpr):
+    """Return the score of a token from the state's products with its read features, in the workspace of this head."""
     bounded = tl.minimum(tl.maximum(m, -60.0), 60.0)
-    denominator = tl.sum(features_of(projected, P) * z, 0) + EPS * tl.exp(-bounded)
-    hidden = _vector(numerator, 0, P.values, P.padded_values) / denominator
-    if weights.norm_weight is not None:
+    denominator = tl.sum(features_of(work, P) * z, 0) + EPS * tl.exp(-bounded)
+    hidden = _vector(work + P.numerators, 0, P.values, P.padded_values) / denominator
+    if step.weights.norm_weight is not None:
         rms = tl.sqrt_rn(tl.sum(hidden * hidden, 0) / P.values + EPS)
-        hidden = hidden / rms * _vector(weights.norm_weight, h, P.values, P.padded_values)
-    score = _output(hidden, weights, h, P.values, P.padded_values)
-    if weights.direct_weight is not None:
-        score += _dot(x_key, x_value, weights.direct_weight, h, column, fits, P)
+        hidden = hidden / rms * _vector(step.weights.norm_weight, h, P.values, P.padded_values)
+    score = _output(hidden, step.weights.out_weight, step.weights.out_bias, h, P.values, P.padded_values)
+    if step.weights.skip_weight is not None:
+        score += dot(x_key, x_value, step.weights.skip_weight, h, P)
     return score
 
 
 @triton.jit
-def _stateless(projected, weights, h, x_key, x_value, stored, column, fits, P: tl.constexpr):
+def _stateless(step, work, h, x_key, x_value, stored, P: tl.constexpr):
     """Return the score of a token leaving the window, for scorers without state.
 
     Args:
-        projected: hidden sums of an MLP.
+        work: workspace of this head, with the hidden sums of an MLP.
         stored: the token's score field.
     """
     score = stored
@@ -104,27 +74,25 @@ def _stateless(projected, weights, h, x_key, x_value, stored, column, fits, P: t
         wide = x_key.to(tl.float64)
         score = -tl.sqrt(tl.sum(wide * wide, 0)).to(tl.float32)
     if P.scorer == "linear":
-        score = _dot(x_key, x_value, weights.direct_weight, h, column, fits, P) + tl.load(weights.out_bias + h)
+        score = dot(x_key, x_value, step.weights.weight, h, P) + tl.load(step.weights.bias + h)
     if P.scorer == "mlp":
-        hidden = _vector(projected, 0, P.columns, P.padded_columns)
-        hidden += _vector(weights.read_bias, h, P.columns, P.padded_columns)
-        score = _output(hidden, weights, h, P.columns, P.padded_columns)
+        hidden = _vector(work, 0, P.columns, P.padded_columns)
+        hidden += _vector(step.weights.fc1_bias, h, P.columns, P.padded_columns)
+        score = _output(hidden, step.weights.fc2_weight, step.weights.fc2_bias, h, P.columns, P.padded_columns)
     return score
 
 
 @triton.jit
-def _take_in(cache, projected, r, h, q, P: tl.constexpr):
-    """Update z ``[P.padded_features]`` and m of an mLSTM's state with the new token and return them.
-
-    ``projected`` is the workspace of this head.
-    """
+def _take_in(step, work, row, r, h, q, P: tl.constexpr):
+    """Update z ``[P.padded_features]`` and m of an mLSTM's state with the new token and return them."""
+    cache = step.cache
     f = tl.arange(0, P.padded_features)
     inside = f < P.features
     z_at = cache.state + state_at(cache, r, h, P.features * P.values + f, inside, P)
     m_at = cache.state + state_at(cache, r, h, P.state_words - 1, True, P)
     z = tl.load(z_at, mask=f < tl.where(q > 0, P.features, 0), other=0.0)
-    m, keep, gain = gates_of(m_at, projected, q, P)
-    z = z * keep + features_of(projected + P.columns, P) * gain
+    m, keep, gain = gates_of(step, m_at, row, h, q, P)
+    z = z * keep + features_of(work + P.columns, P) * gain
     tl.debug_barrier()  # all threads have read the values, which several threads may hold
     tl.store(z_at, z, mask=inside)
     tl.store(m_at, m)
@@ -132,11 +100,12 @@ def _take_in(cache, projected, r, h, q, P: tl.constexpr):
 
 
 @triton.jit
-def _into_moments(cache, evicted_deltas, r, h, slot, count, column, fits, P: tl.constexpr):
+def _into_moments(step, deltas, r, h, slot, count, column, fits, P: tl.constexpr):
     """Update the means of the evicted tokens with the ``count``-th one, which is in ``slot``.
 
-    The factors of its contribution to the products are written to ``evicted_deltas``, the workspace of this head.
+    The factors of its contribution to the products are written to ``deltas [2, D]``.
     """
+    cache = step.cache
     row = row_at(cache, r, h, slot, P)
     key_at = cache.state + moments_at(cache, r, h, 0, column, fits, P)
     value_at = cache.state + moments_at(cache, r, h, 1, column, fits, P)
@@ -145,98 +114,63 @@ def _into_moments(cache, evicted_deltas, r, h, slot, count, column, fits, P: tl.
     key = tl.load(cache.k + row + column, mask=fits, other=0.0).to(tl.float32)
     deviation = tl.load(cache.v + row + column, mask=fits, other=0.0).to(tl.float32) - mean_value
     mean_key += (key - mean_key) / count
-    tl.store(evicted_deltas + column, key - mean_key, mask=fits)
-    tl.store(evicted_deltas + P.size + column, deviation, mask=fits)
+    tl.store(deltas + column, key - mean_key, mask=fits)
+    tl.store(deltas + P.size + column, deviation, mask=fits)
     tl.debug_barrier()  # all threads have read the values that are overwritten
     tl.store(key_at, mean_key, mask=fits)
     tl.store(value_at, mean_value + deviation / count, mask=fits)
 
 
 @triton.jit
-def _evict_and_insert(
-    cache, step, weights,
-    log_gamma,  # [H] float64
-    projected,  # [R, H, P.projected], products of a learned scorer
-    numerators,  # [R, H, Dv], readout numerators of an mLSTM
-    factors,  # [R, H, slots], residuals
-    evicted_deltas,  # [R, H, 2, D], deviations of the evicted token's key and value, if moments are kept
-    step_flags,  # [R, H, MARKS] int32
-    P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Score, evict and move the tokens of one head, and write the new token.
-
-    The token leaving the window goes to a free slot, replaces a token with a lower score, or is evicted. The
-    new token takes its slot.
-
-    Grid: H, R. 0.26 MB of scores and positions: 0.1 us, less than a launch; 5 us for 64 requests.
-    """
-    h, r = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    head = r * tl.num_programs(0) + h
-    since, protected, sinks, window = start_of(cache, step, r, h, P)  # slot roles use since, scores and positions q
-    step_flags += head * MARKS
-    tl.store(step_flags + 4, 0)
-    if since < 0:
-        tl.store(step_flags, tl.where(since == -1, PADDING, REFUSED))
-        tl.store(step_flags + 1, 0)
-        tl.store(step_flags + 2, 0)
-        if step.protected.base is not None:
-            seen = tl.load(element_at(step.positions, r, 0)).to(tl.int32) + 1
-            tl.store(step_flags + 3, tl.where(since == -1, tl.minimum(seen, protected), 0))
-        return
-    q = since + protected
+def _replace(step, work, victim, row, r, h, q, since, sinks, window, P: tl.constexpr):
+    """Evict and insert at token ``since`` of a tail; arguments and results are those of :func:`retain`."""
+    cache = step.cache
     first_long = sinks + window
-    projected += head * P.projected
-    numerators += head * P.values
     column = tl.arange(0, P.padded)
     fits = column < P.size
-    new_key, new_value = element_at(step.k, r, h) + column, element_at(step.v, r, h) + column
+    new_key, new_value = element_at(step.k, row, h) + column, element_at(step.v, row, h) + column
     inserted = tl.full([], 0.0, tl.float32)  # score of the new token at insertion
     if P.gate_scores:
-        inserted = tl.load(element_at(step.gate_scores, r, h)).to(tl.float32)
+        inserted = tl.load(element_at(step.gate_scores, row, h)).to(tl.float32)
     if P.scorer == "mlstm":
-        z, m = _take_in(cache, projected, r, h, q, P)
+        z, m = _take_in(step, work, row, r, h, q, P)
         if not P.delayed:
-            x_key = tl.load(new_key, mask=fits, other=0.0).to(tl.float32)
-            x_value = tl.load(new_value, mask=fits, other=0.0).to(tl.float32)
-            inserted = _read_mlstm(projected, numerators, z, m, weights, h, x_key, x_value, column, fits, P)
+            x_key, x_value = new_token(step, row, h, P)
+            inserted = _read_mlstm(step, work, z, m, h, x_key, x_value, P)
 
     slot = ring_slot(since, sinks, window)
-    row, word = row_at(cache, r, h, slot, P), word_at(cache, r, h, slot, P)
+    place, word = row_at(cache, r, h, slot, P) + column, word_at(cache, r, h, slot, P)
     budget = budget_of(step, r, h, sinks, P)
-    used = since
-    if P.threshold is not None:
-        filled = tl.load(cache.position + word_at(cache, r, h, 1, P), mask=since > 0, other=0)
-        used = tl.minimum(since, first_long) + filled
-    used = tl.minimum(used, budget)
+    used = used_slots(step, r, h, since, first_long, budget, P)
     evicted, gone = since - used, 0
     u = q - window
     if since >= first_long:
-        key = tl.load(cache.k + row + column, mask=fits, other=0.0)
-        value = tl.load(cache.v + row + column, mask=fits, other=0.0)
+        key = tl.load(cache.k + place, mask=fits, other=0.0)
+        value = tl.load(cache.v + place, mask=fits, other=0.0)
         raw, x_key, x_value = tl.load(cache.score + word), key.to(tl.float32), value.to(tl.float32)
         if P.scorer != "mlstm":
-            raw = _stateless(projected, weights, h, x_key, x_value, raw, column, fits, P)
+            raw = _stateless(step, work, h, x_key, x_value, raw, P)
         elif P.delayed:
-            raw = _read_mlstm(projected, numerators, z, m, weights, h, x_key, x_value, column, fits, P)
+            raw = _read_mlstm(step, work, z, m, h, x_key, x_value, P)
         target = used
         if used >= budget:
             gone = 1
-            factors += head * P.most_slots
-            factor = raw
+            lowest = tl.maximum(victim, 0)
+            at = word_at(cache, r, h, lowest, P)
+            lowest_raw, t = tl.load(cache.score + at), tl.load(cache.position + at)
+            factor, lowest_factor = raw, raw
             if P.residual:
-                factor = tl.load(factors + slot)
-            gamma, key_of_draws = tl.load(log_gamma + h), h
-            if P.draws:
-                key_of_draws = tl.load(element_at(step.keys, r, h))
-            lowest, victim = _lowest(cache, factors, r, h, first_long, budget, q, gamma, key_of_draws, P, BLOCK)
-            target = tl.where(effective(raw, u, q, gamma, factor, key_of_draws, P) < lowest, -1, victim)
+                factor, lowest_factor = tl.load(work + P.factors + slot), tl.load(work + P.factors + lowest)
+            gamma, draws = tl.load(step.log_gamma + h), key_of_draws(step, r, h, P)
+            least = effective(lowest_raw, t, q, gamma, lowest_factor, draws, P)
+            target = tl.where(effective(raw, u, q, gamma, factor, draws, P) < least, -1, victim)
         if P.threshold is not None:
             if raw.to(tl.float64) < P.threshold:
                 target, gone = -1, 1
         if P.moments:
             if gone > 0:
-                place = tl.where(target < 0, slot, target)
-                _into_moments(cache, evicted_deltas + head * 2 * P.size, r, h, place, evicted + 1, column, fits, P)
+                leaves = tl.where(target < 0, slot, target)
+                _into_moments(step, work + P.evicted_deltas, r, h, leaves, evicted + 1, column, fits, P)
         tl.debug_barrier()  # all threads have read the values that are overwritten
         if target >= 0:
             at, to = row_at(cache, r, h, target, P) + column, word_at(cache, r, h, target, P)
@@ -248,38 +182,80 @@ def _evict_and_insert(
 
     tl.debug_barrier()  # all threads have read tokens_seen
     zero = cache.position + word_at(cache, r, h, 0, P)
-    tl.store(cache.k + row + column, tl.load(new_key, mask=fits), mask=fits)
-    tl.store(cache.v + row + column, tl.load(new_value, mask=fits), mask=fits)
+    tl.store(cache.k + place, tl.load(new_key, mask=fits), mask=fits)
+    tl.store(cache.v + place, tl.load(new_value, mask=fits), mask=fits)
     tl.store(cache.score + word, inserted)
     tl.store(cache.position + word, q, mask=slot > (P.threshold is not None))
     tl.store(zero, q + 1)  # tokens_seen
     if P.threshold is not None:
         tl.store(zero + 1, tl.maximum(used - first_long, 0))
-    tl.store(step_flags, tl.maximum(used, slot + 1))
-    tl.store(step_flags + 1, evicted + gone)
-    tl.store(step_flags + 2, gone)
-    if step.protected.base is not None:
-        tl.store(step_flags + 3, protected)
+    return tl.maximum(used, slot + 1), evicted + gone, gone
 
 
 @triton.jit
-def _products(cache, evicted_deltas, step_flags, P: tl.constexpr, BLOCK_X: tl.constexpr):
-    """Update a block of rows of the moments' products with the evicted token.
+def retain(step, work, victim, row, r, h, q, P: tl.constexpr):
+    """Score, evict and move the tokens of one head, and write the new token.
 
-    Grid: 32 rows, H, R. 1.05 MB, read and written: 0.3 us; 19 us for 64 requests.
+    The token leaving the window goes to a free slot, replaces a token with a lower score, or is evicted. The
+    new token takes its slot.
+
+    Args:
+        work: workspace of this head.
+        victim: slot with the lowest score, or a negative number; read if no slot is free.
+        row, r, q: index of the new token in the batch, its request and its position.
+
+    Returns:
+        Slots to attend to, PADDING or REFUSED; tokens evicted so far; tokens evicted now; protected tokens to attend to.
     """
-    first, h, r = tl.program_id(0) * BLOCK_X, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    head = r * tl.num_programs(1) + h
-    if tl.load(step_flags + head * MARKS + 2) == 0:
-        return
-    place, column = first + tl.arange(0, BLOCK_X), tl.arange(0, P.padded)
-    inside = row_mask(place < P.size, P.size, P.padded)
+    since, protected, sinks, window = start_of(step, r, h, q, P)  # roles use since, scores and positions q
+    used, evicted, gone = tl.where(since == -1, PADDING, REFUSED), 0, 0
+    if since >= 0:
+        used, evicted, gone = _replace(step, work, victim, row, r, h, q, since, sinks, window, P)
+    return used, evicted, gone, tl.where(since == -2, 0, tl.minimum(q + 1, protected))
+
+
+@triton.jit
+def _evict_and_insert(step, P: tl.constexpr):
+    """Score, evict and move the tokens of one head, and write the new token.
+
+    Grid: 1, H, R. 0.26 MB of scores and positions: 0.1 us, less than a launch; 5 us for 64 requests.
+    """
+    h, r, work, flags = place_of(step, P)
+    q = position_of(step, r)
+    if P.scorer == "mlstm":
+        victim = tl.load(flags + 5)
+    else:
+        victim = victim_of(step, work, r, h, q, P)
+    used, evicted, gone, protected = retain(step, work, victim, r, r, h, q, P)
+    tl.store(flags, used)
+    tl.store(flags + 1, evicted)
+    tl.store(flags + 2, gone)
+    tl.store(flags + 3, protected)
+    tl.store(flags + 4, 0)
+
+
+@triton.jit
+def add_products(step, work, r, h, evicted, first, P: tl.constexpr):
+    """Update a block of rows of the moments' products with the ``evicted``-th token, in the workspace of this head."""
+    cache, deltas = step.cache, work + P.evicted_deltas
+    place, column = first + tl.arange(0, DEPTH), tl.arange(0, P.padded)
+    inside = row_mask(place < P.size, P)
     at = cache.state + moments_at(cache, r, h, (2 + place)[:, None], column[None, :], inside, P)
-    rows = tl.where(tl.load(step_flags + head * MARKS + 1) > 1, P.size, 0)
-    products = tl.load(at, mask=row_mask(place < rows, P.size, P.padded), other=0.0)
-    evicted_deltas += head * 2 * P.size
-    key = tl.load(evicted_deltas + place, mask=place < P.size, other=0.0)
-    deviation = tl.load(evicted_deltas + P.size + column, mask=column < P.size, other=0.0)
+    rows = tl.where(evicted > 1, P.size, 0)
+    products = tl.load(at, mask=row_mask(place < rows, P), other=0.0)
+    key = tl.load(deltas + place, mask=place < P.size, other=0.0)
+    deviation = tl.load(deltas + P.size + column, mask=column < P.size, other=0.0)
     products += key[:, None] * deviation[None, :]
     tl.debug_barrier()
     tl.store(at, products, mask=inside)
+
+
+@triton.jit
+def _products(step, P: tl.constexpr):
+    """Update a block of rows of the moments' products, if a token was evicted.
+
+    Grid: 32 rows, H, R. 1.05 MB, read and written: 0.3 us; 19 us for 64 requests.
+    """
+    h, r, work, flags = place_of(step, P)
+    if tl.load(flags + 2) > 0:
+        add_products(step, work, r, h, tl.load(flags + 1), tl.program_id(0) * DEPTH, P)

@@ -1,7 +1,8 @@
-"""Inputs of an eviction, computed before anything moves: projections, mLSTM cells and residuals.
+"""Inputs of an eviction, computed before anything moves: projections, mLSTM cells, residuals, the lowest score.
 
 Results go to workspaces that :mod:`_serving_retain` reads. The only part of the pages that is written are the
-cells of states.
+cells of states. A function without an underscore is one phase of a step for one block and one head; decode_step has a
+kernel around it, and prefill calls it token after token (:mod:`_prefill_steps`).
 """
 
 from __future__ import annotations
@@ -9,139 +10,117 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import PRECISION
+from kvpop_vllm.kernels.triton._lowest_score import FAR, effective, lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows
 from kvpop_vllm.kernels.triton._serving_pages import (
     budget_of,
     element_at,
+    key_of_draws,
     moments_at,
+    place_of,
+    position_of,
     ring_slot,
     roles_of,
     row_at,
     start_of,
     state_at,
-)  # fmt: skip
+    used_slots,
+    word_at,
+)
+
+ROWS, COLUMNS, DEPTH = tl.constexpr(16), tl.constexpr(64), tl.constexpr(32)  # products: tokens, columns, steps of sums
+CELLS, SLOTS = tl.constexpr(32), tl.constexpr(32)  # columns of cells and slots of residuals of a block
 
 
 @triton.jit
-def multiply(
-    key_row, value_row, wanted, matrix, column, columns,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """Return ``[k; v]`` of ROWS tokens times some columns of a matrix ``[2 D, C]``, in float32.
-
-    Args:
-        key_row, value_row: ``[ROWS]``, addresses of each token's key and value.
-        wanted: ``[ROWS]``, mask of the tokens.
-        matrix: address of the matrix.
-        column: ``[BLOCK_C]`` columns; those from ``columns`` on give 0.
-        columns: C.
-    """
-    acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    for x in range(0, SIZE, BLOCK_X):
-        place = x + tl.arange(0, BLOCK_X)
-        there = place < SIZE
-        for half in tl.static_range(2):
-            row = value_row if half == 1 else key_row
-            rows = tl.load(row[:, None] + place[None, :], mask=wanted[:, None] & there[None, :], other=0.0).to(
-                tl.float32
-            )
-            cells = matrix + (half * SIZE + place)[:, None] * columns + column[None, :]
-            block = tl.load(cells, mask=there[:, None] & (column < columns)[None, :], other=0.0)
-            acc = tl.dot(rows, block, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def _softcap(a, P: tl.constexpr):
-    """Return ``c tanh(a / c)`` in float64."""
-    fade = tl.exp(-2.0 * tl.abs(a) / P.softcap)
-    size = P.softcap * (1.0 - fade) / (1.0 + fade)
-    return tl.where(a < 0.0, -size, size)
-
-
-@triton.jit
-def _gates(
-    step, weights, out, heads, h, r, wanted,
-    P: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """Write the gates of new tokens: the input gate and the logarithm of the forget gate.
-
-    If values are not projected, the values are written too.
-    """
-    row = out + (r * heads + h) * P.projected + 2 * P.columns
-    key_row, value_row = element_at(step.k, r, h), element_at(step.v, r, h)
-    igate, fgate = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-    for x in range(0, P.size, BLOCK_X):
-        place = x + tl.arange(0, BLOCK_X)
-        fits = place < P.size
-        inside = wanted[:, None] & fits[None, :]
-        for half in tl.static_range(2):
-            start = value_row if half == 1 else key_row
-            rows = tl.load(start[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
-            at = (2 * h + half) * P.size + place
-            igate += tl.sum(rows * tl.load(weights.igate_weight + at, mask=fits, other=0.0)[None, :], 1)
-            fgate += tl.sum(rows * tl.load(weights.fgate_weight + at, mask=fits, other=0.0)[None, :], 1)
-            if half == 1 and weights.v_proj is None:
-                tl.store(row[:, None] + place[None, :], rows, mask=inside)
-    igate = (igate + tl.load(weights.igate_bias + h)).to(tl.float64)
-    fgate = (fgate + tl.load(weights.fgate_bias + h)).to(tl.float64)
-    if P.softcap is not None:
-        igate, fgate = _softcap(igate, P), _softcap(fgate, P)
-    log_f = tl.minimum(fgate, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(fgate)))
-    tl.store(row + P.values, igate.to(tl.float32), mask=wanted)
-    tl.store(row + P.values + 1, log_f.to(tl.float32), mask=wanted)
-
-
-@triton.jit(do_not_specialize=["requests"])
-def _project(
-    cache, step, weights,
-    out,  # [R, H, P.projected]
-    requests,
-    P: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """Multiply ``[k; v]`` of one token of each request by a block of columns of a matrix; the last part is the gates.
+def project(step, out, row, r, h, q, part, P: tl.constexpr):
+    """Multiply ``[k; v]`` of a token by a block of columns of a matrix.
 
     The token is the new one, or the one leaving the window for the read features of a delayed scorer and for
-    an MLP. A row's result does not depend on the other rows.
+    an MLP. A token's result does not depend on the other ones.
 
-    Grid: 16 requests, 64 columns or the gates, H. 2.1 MB of weights, whatever the number of requests up to 16: 0.6 us.
+    Args:
+        out: ``[ROWS]``, addresses of the workspaces that the products go to.
+        row, r, q: ``[ROWS]``, indices of new tokens in the batch, their requests and positions; -1 stands for no token.
+        part: number of the block of columns.
     """
-    part, h, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = r < requests
-    r = tl.where(inside, r, 0).to(tl.int64)
     protected, sinks, window = roles_of(step, r, P)
-    # negative for padding, protected tokens and rows past the last request
-    since = tl.load(element_at(step.positions, r, 0), mask=inside, other=-1).to(tl.int32) - protected
-    if P.scorer == "mlstm":
-        if part == tl.num_programs(1) - 1:
-            _gates(step, weights, out, heads, h, r, since >= 0, P, ROWS, BLOCK_X)
-            return
-    blocks = (P.columns + BLOCK_C - 1) // BLOCK_C
-    matrix = weights.read_weight
-    which = 0 * part
-    if P.scorer == "mlstm":
-        which = tl.minimum(part // blocks, 2)
-        if which == 1:
-            matrix = weights.k_proj
-        if weights.v_proj is not None:
-            if which == 2:
-                matrix = weights.v_proj
-    columns = tl.where(which == 2, P.values, P.columns)
+    since = q - protected  # negative for padding and protected tokens
     wanted = since >= 0
-    key_row, value_row = element_at(step.k, r, h), element_at(step.v, r, h)
+    blocks = (P.columns + COLUMNS - 1) // COLUMNS
+    matrix, which = step.weights.fc1_weight, 0 * part
+    if P.scorer == "mlstm":
+        matrix, which = step.weights.q_proj, tl.minimum(part // blocks, 2)
+        if which == 1:
+            matrix = step.weights.k_proj
+        if step.weights.v_proj is not None:
+            if which == 2:
+                matrix = step.weights.v_proj
+    columns = tl.where(which == 2, P.values, P.columns)
+    key_row, value_row = element_at(step.k, row, h), element_at(step.v, row, h)
     if P.delayed:
         if which == 0:
             wanted = since >= sinks + window
-            leaving = row_at(cache, r, h, ring_slot(tl.where(wanted, since, 0), sinks, window), P)
-            key_row, value_row = cache.k + leaving, cache.v + leaving
-    if tl.max(wanted.to(tl.int32), 0) == 0:
-        return
-    column = (part - which * blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
-    matrix += h * 2 * P.size * columns
-    acc = multiply(key_row, value_row, wanted, matrix, column, columns, P.size, ROWS, BLOCK_C, BLOCK_X)
-    row = out + (r * heads + h) * P.projected + which * P.columns
-    tl.store(row[:, None] + column[None, :], acc, mask=wanted[:, None] & (column < columns)[None, :])
+            leaving = row_at(step.cache, r, h, ring_slot(tl.where(wanted, since, 0), sinks, window), P)
+            key_row, value_row = step.cache.k + leaving, step.cache.v + leaving
+    if tl.max(wanted.to(tl.int32), 0) > 0:
+        column = (part - which * blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        matrix += h * 2 * P.size * columns
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for x in range(0, P.size, DEPTH):
+            place = x + tl.arange(0, DEPTH)
+            there = place < P.size
+            for half in tl.static_range(2):
+                start = value_row if half == 1 else key_row
+                inside = wanted[:, None] & there[None, :]
+                rows = tl.load(start[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
+                cells = matrix + (half * P.size + place)[:, None] * columns + column[None, :]
+                block = tl.load(cells, mask=there[:, None] & (column < columns)[None, :], other=0.0)
+                acc = tl.dot(rows, block, acc, input_precision=PRECISION)
+        place = out[:, None] + (which * P.columns + column)[None, :]
+        tl.store(place, acc, mask=wanted[:, None] & (column < columns)[None, :])
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _project(step, requests, P: tl.constexpr):
+    """Multiply one token of each request by a block of columns of a matrix.
+
+    Grid: 16 requests, 64 columns, H. 2.1 MB of weights, whatever the number of requests up to 16: 0.6 us.
+    """
+    h, heads = tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = r < requests
+    r = tl.where(inside, r, 0).to(tl.int64)
+    q = tl.where(inside, position_of(step, r), -1)
+    project(step, step.work + (r * heads + h) * P.work, r, r, h, q, tl.program_id(1), P)
+
+
+@triton.jit
+def victim_of(step, work, r, h, q, P: tl.constexpr):
+    """Return the long-range slot with the lowest effective score at q; -1 if slots are free or all scores are NaN.
+
+    Of equal scores the oldest token's slot is returned.
+    """
+    cache = step.cache
+    since, _, sinks, window = start_of(step, r, h, q, P)
+    first_long, budget = sinks + window, budget_of(step, r, h, sinks, P)
+    end = tl.where(used_slots(step, r, h, since, first_long, budget, P) < budget, first_long, budget)
+    gamma, key = tl.load(step.log_gamma + h), key_of_draws(step, r, h, P)
+    best, oldest, where = none_yet(P.searched)
+    for start in range(first_long, end, P.searched):
+        slot = start + tl.arange(0, P.searched)
+        inside = slot < end
+        at = word_at(cache, r, h, tl.where(inside, slot, 0), P)
+        raw = tl.load(cache.score + at, mask=inside, other=0.0)
+        token = tl.load(cache.position + at, mask=inside, other=0)
+        factor = raw
+        if P.residual:
+            factor = tl.load(work + P.factors + slot, mask=inside, other=0.0)
+        token = tl.where(inside, token, q - 1)
+        score = effective(raw, token, q, gamma, factor, key, P)
+        best, oldest, where = lower_of(best, oldest, where, score, token, slot, inside)
+    _, slot = lowest_of(best, oldest, where)
+    return tl.where(slot == FAR, -1, slot)
 
 
 @triton.jit
@@ -164,96 +143,145 @@ def features_of(projected, P: tl.constexpr):
 
 
 @triton.jit
-def gates_of(m_at, projected, q, P: tl.constexpr):
+def dot(x_key, x_value, weight, h, P: tl.constexpr):
+    """Return ``[k; v] . weight[h]`` of one token."""
+    at, column = 2 * h * P.size, tl.arange(0, P.padded)
+    keys = tl.load(weight + at + column, mask=column < P.size, other=0.0)
+    values = tl.load(weight + at + P.size + column, mask=column < P.size, other=0.0)
+    return tl.sum(x_key * keys, 0) + tl.sum(x_value * values, 0)
+
+
+@triton.jit
+def new_token(step, row, h, P: tl.constexpr):
+    """Return key and value ``[P.padded]`` float32 of a token of the batch."""
+    column = tl.arange(0, P.padded)
+    key = tl.load(element_at(step.k, row, h) + column, mask=column < P.size, other=0.0)
+    value = tl.load(element_at(step.v, row, h) + column, mask=column < P.size, other=0.0)
+    return key.to(tl.float32), value.to(tl.float32)
+
+
+@triton.jit
+def _softcap(a, P: tl.constexpr):
+    """Return ``c tanh(a / c)``, or a without a cap, in float64."""
+    a = a.to(tl.float64)
+    if P.softcap is not None:
+        fade = tl.exp(-2.0 * tl.abs(a) / P.softcap)
+        size = P.softcap * (1.0 - fade) / (1.0 + fade)
+        a = tl.where(a < 0.0, -size, size)
+    return a
+
+
+@triton.jit
+def gates_of(step, m_at, row, h, q, P: tl.constexpr):
     """Return the new m of an mLSTM's state and the factors of its old content and of the new token.
 
     Args:
         m_at: address of m.
-        projected: workspace of this head.
-        q: position of the token.
+        row, q: index of the new token in the batch, and its position.
     """
-    m = tl.where(q > 0, tl.load(m_at), -1e30)
-    old = tl.load(projected + 2 * P.columns + P.values + 1) + m
-    igate = tl.load(projected + 2 * P.columns + P.values)
+    key, value = new_token(step, row, h, P)
+    w = step.weights
+    igate = _softcap(dot(key, value, w.igate_weight, h, P) + tl.load(w.igate_bias + h), P).to(tl.float32)
+    fgate = _softcap(dot(key, value, w.fgate_weight, h, P) + tl.load(w.fgate_bias + h), P)
+    log_f = tl.minimum(fgate, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(fgate)))
+    old = log_f.to(tl.float32) + tl.where(q > 0, tl.load(m_at), -1e30)
     m = tl.maximum(old, igate)
     return m, tl.exp(old - m), tl.exp(igate - m)
 
 
 @triton.jit
-def _cells(
-    cache, step, projected,
-    numerators,  # [R, H, Dv]
-    P: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def update_cells(step, work, row, r, h, q, first, P: tl.constexpr):
     """Update a block of columns of an mLSTM's cells with the new token, and read it out.
 
     z and m stay unchanged, because all blocks read them; :mod:`_serving_retain` writes them.
 
-    Grid: 32 columns, H, R. 1.06 MB, the state read and written: 0.3 us; 19 us for 64 requests.
+    Args:
+        work: workspace of this head.
+        row, r: index of the token in the batch, and its request.
+        q: position of the token; behind a prefix, the state includes tokens of the prefix.
+        first: first column.
     """
-    first, h, r = tl.program_id(0) * BLOCK_V, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    since, protected, sinks, window = start_of(cache, step, r, h, P)
-    if since < 0:
-        return
-    q = since + protected  # behind a prefix, the state includes tokens of the prefix
-    column = first + tl.arange(0, BLOCK_V)
+    cache = step.cache
+    column = first + tl.arange(0, CELLS)
     f = tl.arange(0, P.padded_features)
     fits = column < P.values
     inside = (f < P.features)[:, None] & fits[None, :]
     at = state_at(cache, r, h, f[:, None] * P.values + column[None, :], inside, P)
     there = (f < tl.where(q > 0, P.features, 0))[:, None] & fits[None, :]
     c = tl.load(cache.state + at, mask=there, other=0.0)
-    head = r * tl.num_programs(1) + h
-    projected += head * P.projected
-    _, keep, gain = gates_of(cache.state + state_at(cache, r, h, P.state_words - 1, True, P), projected, q, P)
-    value = tl.load(projected + 2 * P.columns + column, mask=fits, other=0.0)
-    write = features_of(projected + P.columns, P) * gain
+    m_at = cache.state + state_at(cache, r, h, P.state_words - 1, True, P)
+    _, keep, gain = gates_of(step, m_at, row, h, q, P)
+    if step.weights.v_proj is not None:
+        value = tl.load(work + 2 * P.columns + column, mask=fits, other=0.0)
+    else:
+        value = tl.load(element_at(step.v, row, h) + column, mask=fits, other=0.0).to(tl.float32)
+    write = features_of(work + P.columns, P) * gain
     c = c * keep + write[:, None] * value[None, :]
-    if (since >= sinks + window) | (not P.delayed):
-        read = features_of(projected, P)
-        tl.store(numerators + head * P.values + column, tl.sum(read[:, None] * c, 0), mask=fits)
+    # before any token leaves the window, nothing looks at the numerators
+    tl.store(work + P.numerators + column, tl.sum(features_of(work, P)[:, None] * c, 0), mask=fits)
     tl.debug_barrier()  # all threads have read the cells, which several threads may hold
     tl.store(cache.state + at, c, mask=inside)
 
 
 @triton.jit
-def _residuals(
-    cache, step,
-    factors,  # [R, H, slots]
-    scale,
-    P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """Compute ``|v - vb - scale Sig k|`` of a block of slots, if a token is to be evicted.
+def _cells(step, P: tl.constexpr):
+    """Update a block of columns of an mLSTM's cells; one more program looks for the slot of the lowest score.
 
-    All slots are in use then.
-
-    Grid: 32 slots, H, R. 17 MB: 5 us; but 1.1 GFLOP, in three products of TF32 each: 13 us.
+    Grid: 32 columns or the search, H, R. 1.06 MB, the state read and written: 0.3 us; 19 us for 64 requests.
     """
-    slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    since, _, sinks, _ = start_of(cache, step, r, h, P)
-    budget = budget_of(step, r, h, sinks, P)
-    evicted = since - budget
-    if (evicted < 0) | (tl.program_id(0) * BLOCK_S >= budget):
-        return
+    h, r, work, flags = place_of(step, P)
+    q = position_of(step, r)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(flags + 5, victim_of(step, work, r, h, q, P))
+    else:
+        since, _, _, _ = start_of(step, r, h, q, P)
+        if since >= 0:
+            update_cells(step, work, r, r, h, q, tl.program_id(0) * CELLS, P)
+
+
+@triton.jit
+def residuals(step, work, r, h, evicted, budget, first, P: tl.constexpr):
+    """Compute ``|v - vb - scale Sig k|`` of a block of the slots, all of which are in use.
+
+    Args:
+        work: workspace of this head.
+        evicted: number of tokens evicted so far.
+        budget: number of slots.
+        first: first slot of the block.
+    """
+    cache = step.cache
+    slot = first + tl.arange(0, SLOTS)
     inside = slot < budget
     column = tl.arange(0, P.padded)
     fits = column < P.size
     row = row_at(cache, r, h, tl.where(inside, slot, 0), P)
     padded: tl.constexpr = P.padded  # Triton 3.6 does not accept an attribute in a shape
-    predicted = tl.zeros([BLOCK_S, padded], tl.float32)
+    predicted = tl.zeros([SLOTS, padded], tl.float32)
     mean = tl.zeros([padded], tl.float32)
     if evicted > 0:
         mean = tl.load(cache.state + moments_at(cache, r, h, 1, column, fits, P), mask=fits, other=0.0)
-        for x in range(0, P.size, BLOCK_X):
-            place = x + tl.arange(0, BLOCK_X)
+        for x in range(0, P.size, DEPTH):
+            place = x + tl.arange(0, DEPTH)
             usable = inside[:, None] & (place < P.size)[None, :]
             keys = tl.load(cache.k + row[:, None] + place[None, :], mask=usable, other=0.0).to(tl.float32)
             usable = (place < P.size)[:, None] & fits[None, :]
             at = cache.state + moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
             predicted = tl.dot(keys, tl.load(at, mask=usable, other=0.0), predicted, input_precision=PRECISION)
-        predicted *= scale / evicted
-    values = load_rows(cache.v + row, inside, P.size, padded).to(tl.float32)
+        predicted *= step.scale / evicted
+    values = load_rows(cache.v + row, inside, P).to(tl.float32)
     left = tl.where(fits[None, :], values - mean[None, :] - predicted, 0.0)
-    place = factors + (r * tl.num_programs(1) + h) * P.most_slots + slot
-    tl.store(place, tl.sqrt(tl.sum(left * left, 1)), mask=inside)
+    tl.store(work + P.factors + slot, tl.sqrt(tl.sum(left * left, 1)), mask=inside)
+
+
+@triton.jit
+def _residuals(step, P: tl.constexpr):
+    """Compute the residuals of a block of slots, if a token is to be evicted.
+
+    Grid: 32 slots, H, R. 17 MB: 5 us; but 1.1 GFLOP, in three products of TF32 each: 13 us.
+    """
+    h, r, work, _ = place_of(step, P)
+    first = tl.program_id(0) * SLOTS
+    since, _, sinks, _ = start_of(step, r, h, position_of(step, r), P)
+    budget = budget_of(step, r, h, sinks, P)
+    if (since >= budget) & (first < budget):
+        residuals(step, work, r, h, since - budget, budget, first, P)

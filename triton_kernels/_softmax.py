@@ -18,10 +18,14 @@ def faded(top, new_top):
 
 
 @triton.jit
-def add_keys(
-    k, v, there, bias, visible, rows, scale, top, total, acc,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def nothing_yet(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return maxima, totals and sums of rows of queries that have met no key."""
+    zeros = tl.zeros([ROWS], tl.float32)
+    return zeros - float("inf"), zeros, tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def add_keys(k, v, there, bias, visible, rows, scale, top, total, acc, P: tl.constexpr):
     """Add a block of keys and values to the softmax of rows of queries.
 
     Args:
@@ -29,16 +33,15 @@ def add_keys(
         there: ``[keys]``, mask of those that are loaded.
         bias: ``[keys]``, natural logarithms that are added to the logits, or None.
         visible: mask of the keys that a row sees, ``[rows, keys]`` or ``[1, keys]``.
-        rows: ``[rows, PADDED]``, queries.
+        rows: ``[rows, P.padded]``, queries.
         top, total: ``[rows]``, maxima in base 2 and totals so far.
-        acc: ``[rows, PADDED]`` float32, sums of weighted values so far.
-        WIDE: if True, products are in float32.
+        acc: ``[rows, P.padded]`` float32, sums of weighted values so far.
 
     Returns:
         Logits in base 2, maxima, totals and sums.
     """
-    keys, values = load_rows(k, there, SIZE, PADDED), load_rows(v, there, SIZE, PADDED)
-    if WIDE:
+    keys, values = load_rows(k, there, P), load_rows(v, there, P)
+    if P.wide:
         keys, values = keys.to(tl.float32), values.to(tl.float32)
     logits = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
     if bias is not None:  # finite ones stay finite in base 2

@@ -33,11 +33,8 @@ def begin_tail(pages, page_table, prefix, *, rule):
         token = end.unsqueeze(1) - counts + index.minimum(counts - 1)
         slots = prefix.pages.layout.block_slots
         blocks = prefix.table[r].gather(1, token // slots).long()
-        k, v = (
-            x[blocks, :, token % slots].flatten(0, 1).transpose(0, 1).contiguous()
-            for x in (prefix.pages.k, prefix.pages.v)
-        )
-        inputs = mlstm_inputs(rule.scorer, k, v, (index >= counts).flatten())
+        tokens = torch.cat([x[blocks, :, token % slots] for x in (prefix.pages.k, prefix.pages.v)], -1)
+        inputs = mlstm_inputs(rule.scorer, tokens.flatten(0, 1).transpose(0, 1), (index >= counts).flatten())
         state = last_state(*(x.unflatten(1, (len(chosen), width)).flatten(0, 1) for x in inputs))
         places = page_table[r, :, : pages.layout.state_blocks].long().transpose(0, 1).flatten(0, 1)
         heads = torch.arange(page_table.shape[1], device=device).repeat_interleave(len(chosen))

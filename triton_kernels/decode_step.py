@@ -13,10 +13,10 @@ import functools
 import torch
 import triton
 from kvpop_vllm.kernels.triton._constants import check_size
-from kvpop_vllm.kernels.triton._serving_attend import _attend, _correct, _masses
-from kvpop_vllm.kernels.triton._serving_pages import MARKS, Cache, KernelConfig, StepInputs, Weights, view
+from kvpop_vllm.kernels.triton._serving_attend import MASSES, _attend, _correct, _masses
+from kvpop_vllm.kernels.triton._serving_pages import MARKS, Cache, KernelConfig, Step, Weights, view
 from kvpop_vllm.kernels.triton._serving_retain import _evict_and_insert, _products
-from kvpop_vllm.kernels.triton._serving_scores import _cells, _project, _residuals
+from kvpop_vllm.kernels.triton._serving_scores import CELLS, COLUMNS, DEPTH, ROWS, SLOTS, _cells, _project, _residuals
 from kvpop_vllm.kernels.triton._tiles import DECODE, tile_of
 
 from kvpop_vllm.kernels.dispatch import TRITON_DTYPES
@@ -25,23 +25,13 @@ SPLIT_SLOTS = 128  # minimum number of slots per program of attention
 LONGEST_WALK = 8192  # maximum number of protected tokens per program of attention
 SEARCHED = 1024  # scores that the search for the lowest one compares at a time
 PREFIX_LIKE_PAGES = "num_kv_heads", "head_size", "dtype", "block_slots"
-KINDS = {
-    "none": {},
-    "key_norm": {},
-    "linear": {},
-    "mlp": {},
-    "mlstm": {},
+KINDS = dict.fromkeys(("none", "key_norm", "linear", "mlp", "mlstm"), {}) | {
     "draw": {"scorer": "none", "draws": True},
     "attention_mass": {"scorer": "stored", "masses": True},
     "moment_residual": {"scorer": "stored", "masses": True, "residual": True},
     "gate_scores": {"scorer": "stored", "gate_scores": True},
 }
 """Compile-time options of each kind of scorer, beside its own."""
-NAMES = {
-    "q_proj": "read_weight", "fc1_weight": "read_weight", "fc1_bias": "read_bias", "fc2_weight": "out_weight",
-    "fc2_bias": "out_bias", "weight": "direct_weight", "skip_weight": "direct_weight", "bias": "out_bias",
-}  # fmt: skip
-"""Names in :class:`Weights` of a scorer's tensors, where they differ."""
 
 
 def weights_of(scorer, op: str) -> tuple[Weights, dict]:
@@ -57,14 +47,15 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
     """
     if scorer.kernel not in KINDS:
         raise NotImplementedError(f"{op} in Triton has no scorer {type(scorer).__name__}: use impl='reference'")
-    tensors = {NAMES.get(name, name): tensor for name, tensor in vars(scorer).items()}
     options = {"scorer": scorer.kernel} | KINDS[scorer.kernel] | scorer.options()
     if scorer.kernel == "mlp":
         options["columns"] = scorer.fc2_weight.shape[-1]
     if scorer.kernel == "mlstm":
         del options["hedgehog"]  # features say it
         options |= {"columns": scorer.q_proj.shape[-1], "features": scorer.features, "values": scorer.value_size}
-    return Weights(**{name: tensors[name] for name in Weights._fields if name in tensors}), options
+    matrices = (getattr(scorer, name, None) for name in ("fc1_weight", "q_proj", "k_proj", "v_proj"))
+    options["parts"] = sum(triton.cdiv(of.shape[-1], COLUMNS.value) for of in matrices if of is not None)
+    return Weights(**{name: tensor for name, tensor in vars(scorer).items() if name in Weights._fields}), options
 
 
 def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) -> None:
@@ -115,24 +106,31 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
             raise ValueError(f"{name} must be contiguous {wanted} on {q.device}, got {weight.dtype} on {weight.device}")
 
 
-def kernel_config(pages, table, group: int, rule, options: dict) -> KernelConfig:
+def kernel_config(pages, table, q, rule, options: dict) -> KernelConfig:
     """Return the constants that the kernels are compiled for.
 
     Args:
         pages: the layer's cache.
         table: page table ``[..., P]``.
-        group: G.
+        q: queries ``[..., Hq, D]``.
         rule: retention rule of the layer.
         options: compile-time options of the scorer, from :func:`weights_of`.
     """
-    layout = pages.layout
+    layout, group = pages.layout, q.shape[-2] // pages.layout.num_kv_heads
+    wide = q.dtype != layout.dtype or q.dtype == torch.float32
+    tile = tile_of(DECODE, wide, layout.head_size)
+    most_slots = (table.shape[-1] - layout.state_blocks) * layout.block_slots
     return KernelConfig(
         size=layout.head_size,
         group=group,
         slots=layout.block_slots,
         state_pages=layout.state_blocks,
         region_words=layout.region_bytes // 4,
-        most_slots=(table.shape[-1] - layout.state_blocks) * layout.block_slots,
+        most_slots=most_slots,
+        wide=wide,
+        rows=max(tile.rows, triton.next_power_of_2(group)),
+        block=max(16, min(tile.keys, layout.block_slots & -layout.block_slots)),  # a power of two that divides N
+        searched=min(SEARCHED, triton.next_power_of_2(most_slots)),
         sinks=rule.sinks,
         decay_step=rule.decay_step,
         uses_moment_correction=rule.moment_correction,
@@ -146,13 +144,13 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _splits(config: KernelConfig, protected: int, programs: int, block: int, device: torch.device) -> int:
+def _splits(config: KernelConfig, protected: int, programs: int, device: torch.device) -> int:
     """Return the number of parts into which a head's slots and ``protected`` tokens are split.
 
     There are enough parts for two programs per multiprocessor. The number depends on shapes alone.
     """
     wanted = max(triton.cdiv(2 * _processors(device), max(1, programs)), triton.cdiv(protected, LONGEST_WALK))
-    return max(1, min(wanted, (protected + config.most_slots) // max(block, SPLIT_SLOTS), 64))
+    return max(1, min(wanted, (protected + config.most_slots) // max(config.block, SPLIT_SLOTS), 64))
 
 
 def decode_step(
@@ -178,12 +176,41 @@ def decode_step(
             another device.
     """
     weights, options = weights_of(rule.scorer, "decode_step")
-    check_step(q, k, v, pages, rule, weights, prefix, len(q), "decode_step")
-    config = kernel_config(pages, page_table, q.shape[1] // k.shape[1], rule, options)
+    requests, heads = len(q), k.shape[1]
+    check_step(q, k, v, pages, rule, weights, prefix, requests, "decode_step")
+    config = kernel_config(pages, page_table, q, rule, options)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
-    if len(q):
-        told = positions, budgets, windows, gate_scores, prefix, keys
-        take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, out, lse)
+    if not requests:
+        return out, lse
+    of_prefix = (None, None) if prefix is None else (prefix.tokens, prefix.biased)
+    views = map(view, (q, k, v, gate_scores, positions, budgets, windows, keys, *of_prefix))
+    work = _floats(q.device, requests, heads, config.work)
+    flags = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=q.device)
+    cache, before = cache_of(pages, page_table), prefix_of(prefix)
+    step = Step(*views, cache, before, weights, rule.log_gamma, scale, out, lse, work, flags)
+    own = {"P": config, "num_warps": 4}
+    if config.parts:
+        _project[triton.cdiv(requests, ROWS.value), config.parts, heads](step, requests, **own)
+    if config.scorer == "mlstm":
+        _cells[triton.cdiv(config.values, CELLS.value) + 1, heads, requests](step, **own, enable_fp_fusion=False)
+    if config.residual:
+        _residuals[triton.cdiv(config.most_slots, SLOTS.value), heads, requests](step, **own)
+    _evict_and_insert[1, heads, requests](step, **own, enable_fp_fusion=False)
+    if config.moments:
+        _products[triton.cdiv(config.size, DEPTH.value), heads, requests](step, **own)
+    tile = tile_of(DECODE, config.wide, config.size)
+    protected = 0 if prefix is None else before.table.shape[1] * config.slots
+    splits = _splits(config, protected, requests * heads, q.device)
+    sums = tops = lse
+    if splits > 1:
+        sums, tops = _floats(q.device, *lse.shape, splits, config.size), _floats(q.device, *lse.shape, splits, 2)
+    _attend[splits, heads, requests](
+        step, sums, tops, P=config, CUT=splits > 1, num_warps=tile.warps, num_stages=tile.stages
+    )
+    if config.uses_moment_correction:
+        _correct[triton.cdiv(config.size, COLUMNS.value), heads, requests](step, **own)
+    if config.masses:
+        _masses[triton.cdiv(config.most_slots, MASSES.value), heads, requests](step, **own)
     return out, lse
 
 
@@ -202,95 +229,6 @@ def prefix_of(prefix) -> Cache:
     return Cache(*arrays, *pages.k.stride()[:2], *pages.score.stride()[:2], prefix.table, row, 0, page)
 
 
-def take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
-    """Launch the kernels of a step that has been checked.
-
-    The arguments not listed here are those of :func:`decode_step`.
-
-    Args:
-        config: compile-time constants.
-        told: positions, budgets, windows, gate scores, prefix and keys, as :func:`decode_step` takes them.
-        weights: tensors of the scorer.
-        out: ``[R, Hq, D]``, contiguous; written.
-        lse: ``[R, Hq]`` float32, contiguous; written.
-    """
-    positions, budgets, windows, gate_scores, prefix, keys = told
-    of_prefix = (None, None) if prefix is None else (prefix.tokens, prefix.biased)
-    step = StepInputs(*map(view, (q, k, v, positions, budgets, windows, gate_scores, keys, *of_prefix)))
-    cache, heads = cache_of(pages, page_table), (len(k), k.shape[1])
-    step_flags = torch.empty(*heads, MARKS.value, dtype=torch.int32, device=q.device)
-    _retain(config, cache, step, weights, rule.log_gamma, scale, step_flags)
-    _attention(config, cache, step, prefix_of(prefix), scale, step_flags, out, lse)
-
-
 def _floats(device, *shape) -> torch.Tensor:
     """Return an uninitialised float32 tensor."""
     return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def _retain(config, cache, step, weights, log_gamma, scale, step_flags) -> None:
-    """Launch the kernels that score, evict and insert tokens, and write ``step_flags``."""
-    (requests, heads, _), floats = (
-        step_flags.shape,
-        functools.partial(_floats, step_flags.device, *step_flags.shape[:2]),
-    )
-    options = {"P": config, "num_warps": 4}
-    projected = numerators = factors = evicted_deltas = step_flags  # unused workspaces need any valid pointer
-    if config.scorer in ("mlp", "mlstm"):
-        projected = floats(config.projected)
-        tiles, blocks = triton.cdiv(requests, 16), triton.cdiv(config.columns, 64)
-        if config.scorer == "mlstm":
-            blocks = 2 * blocks + (0 if weights.v_proj is None else triton.cdiv(config.values, 64)) + 1
-        _project[tiles, blocks, heads](
-            cache, step, weights, projected, requests, ROWS=16, BLOCK_C=64, BLOCK_X=32, **options
-        )
-    if config.scorer == "mlstm":
-        numerators = floats(config.values)
-        _cells[triton.cdiv(config.values, 32), heads, requests](
-            cache, step, projected, numerators, BLOCK_V=32, **options
-        )
-    if config.residual:
-        factors = floats(config.most_slots)
-        _residuals[triton.cdiv(config.most_slots, 32), heads, requests](
-            cache, step, factors, scale, BLOCK_S=32, BLOCK_X=32, **options
-        )
-    if config.moments:
-        evicted_deltas = floats(2, config.size)
-    _evict_and_insert[heads, requests](
-        cache, step, weights, log_gamma, projected, numerators, factors, evicted_deltas, step_flags,
-        BLOCK=min(SEARCHED, triton.next_power_of_2(config.most_slots)), enable_fp_fusion=False, **options,
-    )  # fmt: skip
-    if config.moments:
-        rows = triton.cdiv(config.size, 32)
-        _products[rows, heads, requests](cache, evicted_deltas, step_flags, BLOCK_X=32, **options)
-
-
-def _attention(config, cache, step, prefix, scale, step_flags, out, lse) -> None:
-    """Write outputs and log-sum-exps, and attention masses if the rule needs them."""
-    (requests, heads, _), device, q = step_flags.shape, out.device, step.q.base
-    wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
-    tile = tile_of(DECODE, wide, config.size)
-    block = max(16, min(tile.keys, config.slots & -config.slots))  # a power of two that divides N
-    protected = 0 if prefix.table is None else prefix.table.shape[1] * config.slots
-    splits = _splits(config, protected, requests * heads, block, device)
-    group = triton.next_power_of_2(config.group)
-    merged = _floats(device, *out.shape) if config.uses_moment_correction else out
-    sums = tops = logits = lse
-    if splits > 1:
-        sums, tops = _floats(device, *lse.shape, splits, config.size), _floats(device, *lse.shape, splits, 2)
-    if config.masses:
-        logits = _floats(device, *lse.shape, config.most_slots)
-    _attend[splits, heads, requests](
-        step, cache, prefix, merged, lse, sums, tops, logits, step_flags, scale,
-        P=config, GROUP=max(tile.rows, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    if config.uses_moment_correction:
-        _correct[triton.cdiv(config.padded, 64), heads, requests](
-            step, cache, merged, lse, out, step_flags, scale,
-            P=config, GROUP=max(16, group), BLOCK_C=64, BLOCK_X=32, num_warps=4,
-        )  # fmt: skip
-    if config.masses:
-        _masses[triton.cdiv(config.most_slots, 128), heads, requests](
-            logits, lse, cache, step_flags, P=config, GROUP=group, BLOCK_S=128, num_warps=4
-        )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION, check_size, common_dtype
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows
+from kvpop_vllm.kernels.triton._serving_pages import Heads
 from kvpop_vllm.kernels.triton._softmax import faded
 from kvpop_vllm.kernels.triton._tiles import MASS, tile_of
 
@@ -15,21 +16,21 @@ from kvpop_vllm.kernels.triton._tiles import MASS, tile_of
 def _mass(
     q, k, lse, out,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    heads, group, length, window,
+    heads, length, window,
     reach,  # the last query of key t is t + reach
     scale,
-    D: tl.constexpr, PADDED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute the log mass of a block of keys under one query head.
 
     Grid: 128 keys, B times Hq. 0.27 TFLOP: 0.6 ms; queries come from the L2 cache.
     """
     row = tl.program_id(1).to(tl.int64)  # index in [B * Hq]
-    batch, query_head = row // (heads * group), row % (heads * group)
+    batch, query_head = row // (heads * P.group), row % (heads * P.group)
     start = tl.program_id(0) * BLOCK_K  # early keys have the most queries and start first
     keys = start + tl.arange(0, BLOCK_K)
-    k += batch * stride_kb + (query_head // group) * stride_kh
-    block_k = load_rows(k + keys.to(tl.int64) * stride_ks, keys < length, D, PADDED)
+    k += batch * stride_kb + (query_head // P.group) * stride_kh
+    block_k = load_rows(k + keys.to(tl.int64) * stride_ks, keys < length, P)
     q += batch * stride_qb + query_head * stride_qh
     lse += row * length
 
@@ -38,7 +39,7 @@ def _mass(
     for first in range(start + window, tl.minimum(length, start + BLOCK_K + reach), BLOCK_Q):
         queries = first + tl.arange(0, BLOCK_Q)
         here = queries < length
-        block_q = load_rows(q + queries.to(tl.int64) * stride_qs, here, D, PADDED)
+        block_q = load_rows(q + queries.to(tl.int64) * stride_qs, here, P)
         normaliser = tl.load(lse + queries, mask=here, other=0.0) * LOG2E
         logits = tl.dot(block_k, tl.trans(block_q), input_precision=PRECISION) * (scale * LOG2E) - normaliser[None, :]
         age = queries[None, :] - keys[:, None]
@@ -64,8 +65,8 @@ def future_attention_mass(q, k, lse, *, window, scale, lookahead=None):
     reach = length if lookahead is None else min(length, window + lookahead)
     tile = tile_of(MASS, common == torch.float32, size)
     _mass[triton.cdiv(length, tile.keys), batch * query_heads](
-        q, k, lse, out, *q.stride()[:3], *k.stride()[:3], k.shape[1], query_heads // k.shape[1],
-        length, min(window, length), reach, scale, D=size, PADDED=max(16, triton.next_power_of_2(size)),
+        q, k, lse, out, *q.stride()[:3], *k.stride()[:3], k.shape[1],
+        length, min(window, length), reach, scale, P=Heads(size=size, group=query_heads // k.shape[1], wide=common == torch.float32),
         BLOCK_Q=tile.rows, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

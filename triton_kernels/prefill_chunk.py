@@ -3,8 +3,9 @@
 All requests of a call are processed together, in pieces of bounded size (:mod:`_prefill_plan`). The slots in use and a
 piece's tokens are keys with births and evictions. For each piece, scores are computed (:mod:`_prefill_scores`), then
 eviction times (:mod:`online_topk`), then attention to the keys that each query sees, protected ones included
-(:mod:`_prefill_attend`). Finally the survivors are written to the slots (:mod:`_prefill_slots`). Attention-coupled and
-other sequential rules are processed token by token with the kernels of decode_step. The host never waits for the device.
+(:mod:`_prefill_attend`). Finally the survivors are written to the slots (:mod:`_prefill_slots`). Behind the prefixes,
+attention-coupled and other sequential rules take one launch instead (:mod:`_prefill_steps`). The host never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import torch
 import triton
 from kvpop_vllm.kernels.triton._prefill_attend import attend
 from kvpop_vllm.kernels.triton._prefill_plan import LAST, ROWS, Piece, segments_of
-from kvpop_vllm.kernels.triton._prefill_scores import Rows, State, mlstm_scores, scores_of
+from kvpop_vllm.kernels.triton._prefill_scores import State, mlstm_scores
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
-from kvpop_vllm.kernels.triton._serving_pages import view
-from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, kernel_config, prefix_of, take_step, weights_of
+from kvpop_vllm.kernels.triton._prefill_steps import _steps
+from kvpop_vllm.kernels.triton._serving_pages import Step, View, view
+from kvpop_vllm.kernels.triton._tiles import DECODE, tile_of
+from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, kernel_config, prefix_of, weights_of
 from kvpop_vllm.kernels.triton.online_topk import eviction_times
 
 from kvpop_vllm.kernels.chunks import Chunks, send
-from kvpop_vllm.kernels.ops.rules import STATE_M_START
+from kvpop_vllm.kernels.ops.rules import STATE_M_START, NoScore
 from kvpop_vllm.kernels.pages import Prefix
 
 WIDTH = 1024
 """Entries that a program looks at together."""
-NOWHERE = 2**30
-"""Offset of positions behind those of any cache."""
 
 
 @torch.no_grad()
@@ -48,11 +49,11 @@ def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_score
     check_step(q, k, v, pages, rule, weights, prefix, len(chunks), "prefill_chunk")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    run = _Prefill(pages, page_table, chunks, rule, scale, prefix, q.shape[1] // k.shape[1])
+    run = _Prefill(pages, page_table, chunks, rule, scale, prefix, q)
     run.in_pieces(q, k, v, gate_scores, keys, out, lse)
     if rule.sequential:
-        config = kernel_config(pages, page_table, run.config.group, rule, options)
-        run.token_by_token(config, weights, q, k, v, gate_scores, keys, out, lse)
+        config = kernel_config(pages, page_table, q, rule, options)
+        run.in_steps(config, weights, q, k, v, gate_scores, keys, out, lse)
     return out, lse
 
 
@@ -65,17 +66,18 @@ def _where(mask: torch.Tensor, state: State, other: tuple) -> State:
 class _Prefill:
     """Chunks of one call and the pages that they go to."""
 
-    def __init__(self, pages, table, chunks: Chunks, rule, scale: float, prefix: Prefix | None, group: int):
+    def __init__(self, pages, table, chunks: Chunks, rule, scale: float, prefix: Prefix | None, q):
         self.pages, self.table, self.chunks = pages, table, chunks
         self.protected = self.biased = [0] * len(chunks)
         if prefix is not None:
             self.protected = prefix.tokens.tolist()
         if prefix is not None and prefix.biased is not None:
             self.biased = prefix.biased.tolist()
-        self.rule, self.scale, self.prefix, self.device = rule, scale, prefix, table.device
-        self.config = kernel_config(pages, table, group, rule, {"scorer": "none"})
+        self.rule, self.scale, self.device = rule, scale, table.device
+        self.config = kernel_config(pages, table, q, rule, {})
         self.cache, self.before = cache_of(pages, table), prefix_of(prefix)
         self.heads = torch.arange(table.shape[1], device=table.device)
+        self.numbers = self._once("numbers", self._numbers)
         self.right = self._right()
 
     def _once(self, what: str, make):
@@ -84,11 +86,9 @@ class _Prefill:
 
     def _right(self) -> torch.Tensor:
         """Return 1 where a chunk starts where a head's cache ends, else 0, ``[R, H]`` int32; a tail may begin on any pages."""
-        starts = self.chunks.starts
-        told = [starts, [int(start <= p) for start, p in zip(starts, self.protected, strict=True)]]
-        start, begins = self._once("starts", lambda: send(told, self.device)).unsqueeze(-1).unbind()
+        start, protected, *_ = self.numbers.unsqueeze(1).unbind(2)
         first = self.table[:, :, self.pages.layout.state_blocks].long()
-        return ((self.pages.position[first, self.heads, 0] == start) | (begins > 0)).int()
+        return ((self.pages.position[first, self.heads, 0] == start) | (start <= protected)).int()
 
     def in_pieces(self, q, k, v, gate_scores, keys, out, lse) -> None:
         """Process all chunks, several tokens of each at a time, or if the rule is sequential, those of prefixes."""
@@ -106,38 +106,34 @@ class _Prefill:
         of_attention = piece, self.config, q, tokens, self.cache, self.before, gone, self.right, self.scale, out, lse
         if not piece.rows:  # all tokens are protected
             return attend(*of_attention)
-        weights, made = self.rule.scorer, None
+        weights, (k, v), index, made = self.rule.scorer, tokens, piece.tail_rows[0], None
         if weights.takes_gate_scores:
-            made = gate_scores[piece.tail_rows[0]].T.contiguous()
+            made = gate_scores[index].T.contiguous()
         if weights.recurrent:
-            before, new = self._load_states(piece, weights), self._rows(piece, tokens, None, False)
+            place, begun = self._states_of(piece), ~piece.begins.repeat(len(self.heads))
+            before = _where(begun, self.pages.load_states(*place, weights), (0.0, 0.0, STATE_M_START))
+            new = torch.cat([k.base, v.base], -1).transpose(0, 1)[:, index]
             if not weights.delayed:
                 made, state = mlstm_scores(weights, piece, new, new, before)
-        left = self._rows(piece, tokens, made, True)
+        left = k.base.new_empty(len(self.heads), piece.rows, 2 * k.base.shape[2])
+        score = None if made is None else torch.empty_like(made)
+        of_blocks = {"P": self.config, "ROWS": ROWS, "num_warps": 4}
+        _gather[len(piece.blocks()), len(self.heads)](
+            tokens, made, self.cache, piece.segments, piece.blocks(), left, score, piece.rows, **of_blocks
+        )
         if weights.recurrent and weights.delayed:
             score, state = mlstm_scores(weights, piece, left, new, before)
-        else:
-            score = scores_of(weights, left)
+        elif made is None:
+            score = (NoScore() if weights.draws else weights).scores(*left.chunk(2, -1))
         slot_of = self._evict(piece, score, keys, gone)
         attend(*of_attention)
         _store[len(piece.blocks()), len(self.heads)](
-            tokens, made, left.keys, left.values, score, slot_of, self.cache, piece.segments, piece.blocks(),
-            self.right, piece.rows, P=self.config, ROWS=ROWS, num_warps=4,
+            tokens, made, left, score, slot_of, self.cache, piece.segments, piece.blocks(), self.right, piece.rows,
+            **of_blocks,
         )  # fmt: skip
         if weights.recurrent:
-            self._store_states(piece, before, state)
-
-    def _rows(self, piece: Piece, tokens, made, leaves: bool) -> Rows:
-        """Copy the new token of each tail row, or the one that leaves the window with it."""
-        heads, k = len(self.heads), tokens[0].base
-        keys = torch.empty(heads, piece.rows, k.shape[2], dtype=k.dtype, device=self.device)
-        score = None if made is None else torch.empty_like(made)
-        rows = Rows(keys, torch.empty_like(keys), score)
-        _gather[len(piece.blocks()), heads](
-            tokens, made, self.cache, piece.segments, piece.blocks(), *rows, piece.rows,
-            P=self.config, ROWS=ROWS, LEAVES=leaves, num_warps=4,
-        )  # fmt: skip
-        return rows
+            right = self.right[piece.requests].T.flatten() > 0  # of a wrong start the state stays
+            self.pages.store_states(*place, _where(right, state, before))
 
     def _evict(self, piece: Piece, score, keys, gone) -> torch.Tensor:
         """Write the eviction times of keys, and return the slots of tokens that leave the window, -1 for evicted ones."""
@@ -156,67 +152,35 @@ class _Prefill:
         _settle[len(piece), heads](leaves, *of, free, gone, slot_of, *sizes, WIDTH=WIDTH, num_warps=4)
         return slot_of
 
-    def _states_of(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return requests ``[S']``, state pages ``[H * S', pages]`` and heads ``[H * S']`` of a piece's tails."""
-        requests = piece.numbers("request")[piece.tails]
-        rows = self.table[requests, :, : self.pages.layout.state_blocks].long().transpose(0, 1)
-        return requests, rows.flatten(0, 1), self.heads.repeat_interleave(len(requests))
+    def _states_of(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the state pages ``[H * S', pages]`` and heads ``[H * S']`` of a piece's tails."""
+        rows = self.table[piece.requests, :, : self.pages.layout.state_blocks].long().transpose(0, 1)
+        return rows.flatten(0, 1), self.heads.repeat_interleave(len(piece.requests))
 
-    def _load_states(self, piece: Piece, weights) -> State:
-        """Return the states before the tails of a piece, empty ones where a tail has none."""
-        _, *place = self._states_of(piece)
-        begun = ~piece.begins.repeat(len(self.heads))
-        return _where(begun, self.pages.load_states(*place, weights), (0.0, 0.0, STATE_M_START))
+    def in_steps(self, config, weights, q, k, v, gate_scores, keys, out, lse) -> None:
+        """Run decode steps for the tokens behind the prefixes, one after another in each request."""
+        columns = (View(of, self.numbers.shape[1]) for of in self.numbers.T[1:7])
+        protected, biased, windows, positions, tokens, counts = columns
+        protected = View() if self.before.table is None else protected
+        biased = View() if self.before.score is None else biased
+        of_requests = positions, view(self.numbers[:, 7:]), windows, view(keys), protected, biased
+        requests, heads = self.right.shape
+        work = torch.empty(requests, heads, config.work, dtype=torch.float32, device=self.device)
+        of_layer = self.cache, self.before, weights, self.rule.log_gamma, self.scale
+        step = Step(*map(view, (q, k, v, gate_scores)), *of_requests, *of_layer, out, lse, work)
+        options = {"P": config, "num_warps": 8, "num_stages": tile_of(DECODE, config.wide, config.size).stages}
+        _steps[1, heads, requests](step, tokens, counts, self.right, **options, enable_fp_fusion=False)
 
-    def _store_states(self, piece: Piece, before: State, state: State) -> None:
-        """Write the states behind the tails of a piece, of heads whose start was right."""
-        requests, *place = self._states_of(piece)
-        self.pages.store_states(*place, _where(self.right[requests].T.flatten() > 0, state, before))
+    def _numbers(self) -> torch.Tensor:
+        """Return numbers of each request, ``[R, 7 + H]`` int32.
 
-    def token_by_token(self, config, weights, q, k, v, gate_scores, keys, out, lse) -> None:
-        """Run decode steps, in which each chunk has one token behind its prefix until it has no more.
-
-        A chunk that does not start at the ``tokens_seen`` of all heads gets positions that no cache comes to.
+        They are its start, p, the number of tokens that have a bias, w; the position of the first token of the chunk behind
+        the prefix, its index in the batch, the number of these tokens; and the budgets.
         """
-        counts, order, tokens, positions, rows, protected, biased, windows, budgets = self._once("steps", self._steps)
-        positions = torch.where((self.right[order] > 0).all(1)[rows], positions, positions + NOWHERE)
-        positions = positions.unsqueeze(1).repeat(1, 2)  # 16-byte alignment for every position: kernels compile once
-        table, draws, first = self.table[order], None if keys is None else keys[order], 0
-        if self.prefix is not None:
-            biased = None if self.prefix.biased is None else biased
-            before = Prefix(self.prefix.pages, self.prefix.table[order], protected, biased)
-        for count in counts:
-            at, position = tokens[first : first + count], positions[first : first + count, 0]
-            given = None if gate_scores is None else gate_scores[at]
-            prefix = None if self.prefix is None else before.of(slice(count))
-            drawn = None if draws is None else draws[:count]
-            own = position, budgets[:count], windows[:count], given, prefix, drawn
-            found = out.new_empty(count, *out.shape[1:]), lse.new_empty(count, lse.shape[1])
-            step = config, q[at], k[at], v[at], self.pages, table[:count], own, self.rule, weights, self.scale
-            take_step(*step, *found)
-            out[at], lse[at] = found
-            first += count
-
-    def _steps(self) -> tuple:
-        """Return what the steps consist of.
-
-        These are the number of tokens of each step; the requests, those with most tokens first; for the tokens of all
-        steps the index in the batch, the position, and the index of the request in that order; and of the requests in
-        that order p, the number of tokens that have a bias, w and the budgets.
-        """
-        parts, first = [], 0
-        for r, (start, length) in enumerate(zip(self.chunks.starts, self.chunks.lengths, strict=True)):
-            inside = min(max(self.protected[r] - start, 0), length)
-            parts.append((length - inside, r, first + inside, start + inside))
+        lines, first = [], 0
+        of_chunks = self.chunks.starts, self.chunks.lengths, self.chunks.windows, self.chunks.budgets.tolist()
+        for start, length, window, budgets, p, biased in zip(*of_chunks, self.protected, self.biased, strict=True):
+            inside = min(max(p - start, 0), length)
+            lines.append([start, p, biased, window, start + inside, first + inside, length - inside, *budgets])
             first += length
-        parts.sort(key=lambda part: -part[0])
-        steps = range(parts[0][0])
-        counts = [sum(length > i for length, *_ in parts) for i in steps]
-        tokens = [part[2] + i for i in steps for part in parts[: counts[i]]]
-        positions = [part[3] + i for i in steps for part in parts[: counts[i]]]
-        rows = [row for i in steps for row in range(counts[i])]
-        order = [r for _, r, *_ in parts]
-        sizes = self.protected, self.biased, self.chunks.windows, self.chunks.budgets.tolist()
-        protected, biased, windows, budgets = ([of[r] for r in order] for of in sizes)
-        wide = (send(values, self.device) for values in (order, tokens, positions, rows, protected, biased))
-        return counts, *wide, *(send(values, self.device, torch.int32) for values in (windows, budgets))
+        return send(lines, self.device, torch.int32)

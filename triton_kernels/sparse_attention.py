@@ -15,7 +15,7 @@ from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION, check_size, c
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
 from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists
 from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, Segment, block_of
-from kvpop_vllm.kernels.triton._serving_pages import Cache, KernelConfig, element_at, view
+from kvpop_vllm.kernels.triton._serving_pages import Cache, Heads, element_at, view
 from kvpop_vllm.kernels.triton._tiles import BACKWARD, tile_of
 from torch.autograd.function import once_differentiable
 
@@ -35,15 +35,14 @@ def _backward_queries(
     Grid: 16 queries, H. 0.62 TFLOP: 1.3 ms; keys and values come from the L2 cache.
     """
     k, v = tokens
-    size: tl.constexpr = P.size
     padded: tl.constexpr = P.padded
     h, heads, row = tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.arange(0, ROWS)
     own, first = block_of(segments, blocks, skipped + tl.program_id(0))
     query, head = first + row % BLOCK_Q, h * P.group + row // BLOCK_Q
     present = (query < own.length) & (row < BLOCK_Q * P.group)
     token = own.token.to(tl.int64)
-    rows = load_rows(element_at(q, token + query, head), present, size, padded)
-    grads = load_rows(element_at(grad, token + query, head), present, size, padded)
+    rows = load_rows(element_at(q, token + query, head), present, P)
+    grads = load_rows(element_at(grad, token + query, head), present, P)
     place = (token + query) * heads * P.group + head  # index in [T, Hq]
     lse2 = tl.load(lse + place, mask=present, other=0.0) * LOG2E
     deltas = tl.load(delta + place, mask=present, other=0.0)
@@ -56,15 +55,15 @@ def _backward_queries(
         there = entry < count
         index = tl.load(lists + entry, mask=there, other=0)
         until = tl.load(lists + room + entry, mask=there, other=0)
-        keys = load_rows(element_at(k, token + index, h), there, size, padded)
-        values = load_rows(element_at(v, token + index, h), there, size, padded)
+        keys = load_rows(element_at(k, token + index, h), there, P)
+        values = load_rows(element_at(v, token + index, h), there, P)
         logits = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
         visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
         weights = tl.exp2(tl.where(visible, logits - lse2[:, None], float("-inf")))
         dweights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
         dlogits = weights * (dweights - deltas[:, None])
         acc = tl.dot(dlogits.to(keys.dtype), keys, acc, input_precision=PRECISION)
-    store_rows(dq + place * size, acc * scale, present, size, padded)
+    store_rows(dq + place * P.size, acc * scale, present, P)
 
 
 @triton.jit
@@ -84,7 +83,6 @@ def _backward_keys(
     Grid: 64 keys, B, H. 0.82 TFLOP: 1.7 ms, and more where a range has queries that miss its keys.
     """
     k, v = tokens
-    size: tl.constexpr = P.size
     padded: tl.constexpr = P.padded
     b, h = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads, token, row = tl.num_programs(2), b * length, h * tl.num_programs(1) + b
@@ -92,8 +90,8 @@ def _backward_keys(
     listed = entry < length
     index = tl.load(order + row * length + entry, mask=listed, other=length)
     until = tl.load(gone + row * length + index, mask=listed, other=0)
-    keys = load_rows(element_at(k, token + index, h), listed, size, padded)
-    values = load_rows(element_at(v, token + index, h), listed, size, padded)
+    keys = load_rows(element_at(k, token + index, h), listed, P)
+    values = load_rows(element_at(v, token + index, h), listed, P)
     begin, end = tl.min(index, 0), tl.minimum(tl.max(until, 0), length)
     dk_acc = tl.zeros([BLOCK_K, padded], tl.float32)
     dv_acc = tl.zeros([BLOCK_K, padded], tl.float32)
@@ -102,8 +100,8 @@ def _backward_keys(
         for first in range(begin, end, BLOCK_Q):
             query = first + tl.arange(0, BLOCK_Q)
             there, scalar = query < length, (token + query) * heads * P.group + head
-            queries = load_rows(element_at(q, token + query, head), there, size, padded)
-            grads = load_rows(element_at(grad, token + query, head), there, size, padded)
+            queries = load_rows(element_at(q, token + query, head), there, P)
+            grads = load_rows(element_at(grad, token + query, head), there, P)
             lse2 = tl.load(lse + scalar, mask=there, other=0.0) * LOG2E
             deltas = tl.load(delta + scalar, mask=there, other=0.0)
             logits = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (scale * LOG2E)
@@ -113,9 +111,9 @@ def _backward_keys(
             dweights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
             dlogits = weights * (dweights - deltas[None, :])
             dk_acc = tl.dot(dlogits.to(queries.dtype), queries, dk_acc, input_precision=PRECISION)
-    place = ((token + index) * heads + h) * size
-    store_rows(dk + place, dk_acc * scale, listed, size, padded)
-    store_rows(dv + place, dv_acc, listed, size, padded)
+    place = ((token + index) * heads + h) * P.size
+    store_rows(dk + place, dk_acc * scale, listed, P)
+    store_rows(dv + place, dv_acc, listed, P)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +145,7 @@ class _SparseAttention(torch.autograd.Function):
         heads = k.shape[1]
         # the rows of the batch are segments without slots
         piece = Piece([Segment(b, b * length, length, 0, 0, 0, 1, [length] * heads) for b in range(batch)], q.device)
-        config = KernelConfig(size=size, group=query_heads // heads)
+        config = Heads(size=size, group=query_heads // heads, wide=q.dtype == torch.float32)
         q, k, v = map(_flat, (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -169,7 +167,7 @@ class _SparseAttention(torch.autograd.Function):
         delta = (out.float() * grad.float()).sum(-1)
         inputs = view(q), view(grad), (view(k), view(v))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        tile = tile_of(BACKWARD, q.dtype == torch.float32, config.size)
+        tile = tile_of(BACKWARD, config.wide, config.size)
         rows, block_q = block_rows(config, tile)
         launch = {"P": config, "BLOCK_K": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
         for grid, listed in key_lists(piece, config, Cache(), gone, block_q):

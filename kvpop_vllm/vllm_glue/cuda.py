@@ -17,13 +17,21 @@ BACKEND = "kvpop_vllm.vllm_glue.select.CudaBackend"
 """Path that vLLM's backend CUSTOM is registered with."""
 ATTENTION_OP = "kvpop_vllm::attention_with_gate_scores"
 """Name of the op of :mod:`kvpop_vllm.vllm_glue.gated_attention`."""
-ONE_BY_ONE = 1024
-"""Maximum number of tokens in a step where prompts are prefilled token by token.
+PHASE_SECONDS = 15e-6
+"""Time that a token takes in one layer where prompts are prefilled token by token, beside reading keys and values.
 
-vLLM's workers have 300 s to answer, and requests in decoding wait for the whole step.
+One program for each head goes through the phases of a decode step. By reckoning these are some 25 loads and barriers
+that wait for each other.
 """
-TOKEN_SECONDS = 8 * 50e-6
-"""Time that the host takes to launch a token's kernels of one layer, by reckoning: eight launches of 50 us."""
+READ_RATE = 100e9
+"""Bytes of keys and values that one multiprocessor reads a second, from the L2 cache, by reckoning."""
+RESIDUAL_RATE = 2e12
+"""Operations a second of one multiprocessor in the products of MomentKV's residuals, by reckoning."""
+STEP_SECONDS = 2
+"""Longest time of the attention of a step where prompts are prefilled token by token, by reckoning.
+
+Requests in decoding wait for the whole step. Longer steps would gain nothing: a request's tokens go one after another.
+"""
 SLOW = 2000
 """Tokens a second of prefill below which a server says so when it starts."""
 GRAPH_STRIDE = 32
@@ -63,22 +71,35 @@ def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
     cuts = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input
     if not _one_by_one(policy):
         return
-    if scheduler.max_num_scheduled_tokens is None and cuts:
-        most = max(ONE_BY_ONE, scheduler.max_num_seqs)
-        scheduler.max_num_scheduled_tokens = min(most, scheduler.max_num_batched_tokens)
-        logger.info(
-            "--kv-policy %s: at most %d tokens a step (--max-num-scheduled-tokens)",
-            policy.name,
-            scheduler.max_num_scheduled_tokens,
-        )
-    speed = 1 / (TOKEN_SECONDS * vllm_config.model_config.get_num_layers(vllm_config.parallel_config))
-    if speed < SLOW:
+    model = vllm_config.model_config
+    seconds = _token_seconds(policy, model) * model.get_num_layers(vllm_config.parallel_config)
+    most = max(int(STEP_SECONDS / seconds), scheduler.max_num_seqs)
+    if scheduler.max_num_scheduled_tokens is None and cuts and most < scheduler.max_num_batched_tokens:
+        scheduler.max_num_scheduled_tokens = most
+        logger.info("--kv-policy %s: at most %d tokens a step (--max-num-scheduled-tokens)", policy.name, most)
+    if 1 / seconds < SLOW:
         logger.warning(
             "--kv-policy %s: prompts are prefilled token by token, by reckoning at %.0f tokens a second for each of the"
             " requests that are prefilled together",
             policy.name,
-            speed,
+            1 / seconds,
         )
+
+
+def _token_seconds(policy: Any, model: Any) -> float:
+    """Return the time that a token takes in one layer where prompts are prefilled token by token, by reckoning.
+
+    Args:
+        policy: the engine's policy.
+        model: a ``vllm.config.ModelConfig``.
+    """
+    from kvpop_vllm.policies.base import Order
+
+    size = model.get_head_size()
+    slot = 2 * size * model.dtype.itemsize / READ_RATE
+    if policy.order is Order.COUPLED and policy.layer_rule(0, slice(None)).scorer.keeps_moments:
+        slot += 3 * 2 * size**2 / RESIDUAL_RATE  # three products of TF32 for one of float32
+    return PHASE_SECONDS + policy.max_budget * slot
 
 
 def _capture_all(compilation: Any, requests: int) -> None:

@@ -20,6 +20,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.testing import write_random_scorer
 from kvpop_vllm.vllm_glue import cuda, gated_attention, plugin, select
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 
 @pytest.fixture
@@ -180,8 +181,9 @@ def test_others_than_nvidias(model, monkeypatch, rocm):
     assert f"the {'rocm' if rocm else kind.__name__} platform yet" in refusal(model, STREAMING)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "dms", "corrected", "trimkv", "streaming-llm"])
+@pytest.mark.parametrize("policy", ["h2o", "momentkv", "dms", "corrected", "trimkv", "streaming-llm"])
 def test_tokens_of_a_step(model, tmp_path, policy, monkeypatch):
+    """Steps are bounded, and the server warns, where a token takes long; here 15 ms in each of two layers."""
     said = []
     monkeypatch.setattr(cuda.logger, "warning", lambda text, *values: said.append(text % values))
     settings = {"policy": policy, "budget": 128}
@@ -190,20 +192,30 @@ def test_tokens_of_a_step(model, tmp_path, policy, monkeypatch):
     if policy in ("dms", "trimkv"):
         scorer = write_random_scorer(tmp_path / "gate", model, policy, sinks=2, window=6, topk=120)
         settings["scorer"] = str(scorer)
-    one_by_one = policy in ("h2o", "dms", "corrected")
+    one_by_one = policy not in ("trimkv", "streaming-llm")
     sizes = {"max_num_batched_tokens": 4096, "max_num_seqs": 8}
 
     def steps(**options):
         return configure(model, settings, **(sizes | options)).scheduler_config.max_num_scheduled_tokens
 
-    assert steps() == (1024 if one_by_one else None)
-    slow = "prompts are prefilled token by token, by reckoning at 1250 tokens a second"  # two layers
+    assert steps() is None and not said, "30 us are few"
+    monkeypatch.setattr(cuda, "PHASE_SECONDS", 15e-3)
+    assert steps() == (66 if one_by_one else None)
+    slow = "prompts are prefilled token by token, by reckoning at 33 tokens a second"
     assert len(said) == one_by_one and all(slow in line for line in said)
     if policy == "h2o":
-        assert steps(max_num_seqs=2000) == 2000 and steps(max_num_batched_tokens=512) == 512
+        assert steps(max_num_seqs=2000) == 2000 and steps(max_num_batched_tokens=64) is None
         assert steps(max_num_scheduled_tokens=3000) == 3000
         assert steps(enable_chunked_prefill=False) is None, "prompts could not be cut"
         assert steps(disable_chunked_mm_input=True) is None, "nor could an image, which may be longer"
+
+
+@pytest.mark.parametrize("policy, budget, expected", [("h2o", 1024, 16.3e-6), ("momentkv", 1024, 19.5e-6)])
+def test_time_of_a_token(model, policy, budget, expected):
+    """It follows from budget and head size, here 32 numbers of 2 bytes."""
+    config = configure(model, {"policy": policy, "budget": budget})
+    chosen = engine_policy(config)
+    assert cuda._token_seconds(chosen, config.model_config) == pytest.approx(expected, rel=0.01)
 
 
 def support(config):

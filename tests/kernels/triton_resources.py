@@ -41,7 +41,14 @@ FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16"
 """Cases of decode steps by GPU, dtype and head size."""
 BIASED = dict.fromkeys(((100, "bfloat16", 128), *FEW), ("moment", "mlstm"))
 """Cases behind prefixes with biases."""
-CHUNKS = {"mlstm": 500, "gate_scores-ages": 500, "mlp": 500, "mass-mean": 3}
+CHUNKS = {
+    "mlstm": 500,
+    "gate_scores-ages": 500,
+    "mlp": 500,
+    "mass-mean": 3,
+    "moment-corrected": 3,
+    "mlstm-corrected": 3,
+}
 """Number of tokens of the prefill chunks of a step by case, or of each chunk if they are processed one by one."""
 BEHIND = "mlstm", "mass-mean"
 """Cases that are also prefilled behind a prefix of :data:`PREFIX` tokens."""
@@ -49,7 +56,7 @@ PREFIX = 200
 OPS = "decode_step", "prefix", "biased", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-OWN = "online_topk", "_prefill_attend", "_prefill_scores", "_prefill_slots"
+OWN = "online_topk", "_prefill_attend", "_prefill_scores", "_prefill_slots", "_prefill_steps"
 """Modules of kernels that only a prefill has."""
 arch, op, launches, compiled = 90, "decode_step", [], {}
 launch = JITFunction.run
@@ -70,13 +77,15 @@ def compile_only(self, *args, grid, warmup, **options):
     launches.append((self.fn.__name__, grid))
     if op == "prefill_chunk" and self.fn.__module__.rpartition(".")[2] not in OWN:
         return
-    if op == "biased" and self.fn.__name__ not in ("_attend", "_attend_keys"):
+    if op == "biased" and self.fn.__name__ not in ("_attend", "_attend_keys", "_steps"):
         return
     if op == "training":  # all variants, by their hashes
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         compiled[self.fn.__name__, kernel.hash[:6]] = kernel
         return
-    kind = options["P"].scorer if self.fn.__name__ in ("_evict_and_insert", "_attend") else "any"
+    kind = options["P"].scorer if self.fn.__name__ in ("_evict_and_insert", "_attend", "_steps") else "any"
+    if self.fn.__name__ == "_steps" and options["P"].residual:
+        kind = "residual"
     if (self.fn.__name__, kind) not in compiled:
         compiled[self.fn.__name__, kind] = launch(self, *args, grid=grid, warmup=True, **options)
 
@@ -94,7 +103,13 @@ def resources(kernel) -> dict:
     used = {"registers": registers, "stack": stack + local, "shared": kernel.metadata.shared}
     ptx = kernel.asm["ptx"]
     products = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", ptx))
-    return used | {"fused": kernel.metadata.enable_fp_fusion, "waits": waits(ptx), "products": products}
+    used |= {"fused": kernel.metadata.enable_fp_fusion, "waits": waits(ptx), "products": products}
+    return used | {"ahead": loads_ahead(kernel.asm["ttgir"])}
+
+
+def loads_ahead(ttgir: str) -> int:
+    """Return the number of loads ahead of the first loop."""
+    return ttgir.partition("scf.for")[0].count("tt.load")
 
 
 def waits(ptx: str) -> list[int]:
