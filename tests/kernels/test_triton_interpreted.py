@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     "test_triton_serving.py",
     "test_triton_prefill.py",
+    "test_triton_bytes.py",
     "test_running_topk.py",
     "test_sparse_attention.py",
     "test_future_attention_mass.py",
