@@ -185,12 +185,14 @@ def scorer_times(bench: Bench, topk: int) -> Iterator[dict]:
         ops.future_attention_mass(queries, keys, lse, window=WINDOW, scale=SIZE**-0.5, impl="triton")
 
     read, written, speed = sum(x.nbytes for x in inputs), grad.nbytes, bandwidth()
-    for precision, products in (("highest", "exact"), ("high", "TF32")):
-        torch.set_float32_matmul_precision(precision)
-        name = f"delayed_mlstm, {products} products"
-        yield bench.row(f"{name}, forward", milliseconds(scores), "ms", (read + written) / speed)
-        both = milliseconds(lambda: torch.autograd.grad(scores(), inputs, grad))
-        yield bench.row(f"{name}, forward and backward", both, "ms", (3 * read + 2 * written) / speed)
-    torch.set_float32_matmul_precision("highest")
+    try:
+        for precision, products in (("highest", "exact"), ("high", "TF32")):
+            torch.set_float32_matmul_precision(precision)
+            name = f"delayed_mlstm, {products} products"
+            yield bench.row(f"{name}, forward", milliseconds(scores), "ms", (read + written) / speed)
+            both = milliseconds(lambda: torch.autograd.grad(scores(), inputs, grad))
+            yield bench.row(f"{name}, forward and backward", both, "ms", (3 * read + 2 * written) / speed)
+    finally:
+        torch.set_float32_matmul_precision("highest")
     yield bench.row("running_topk", milliseconds(order), "ms", 3 * priority.nbytes / speed)
     yield bench.row("future_attention_mass", milliseconds(targets), "ms")

@@ -32,7 +32,7 @@ from kvpop_vllm.kernels.triton._serving_scores import (
 
 NOWHERE = tl.constexpr(2**30)
 """Offset of positions behind those of any cache."""
-MASSES = tl.constexpr(512)  # slots whose masses are formed together; each block waits for its loads
+TOGETHER = tl.constexpr(512)  # slots whose masses are formed together; each block waits for its loads
 
 
 @triton.jit
@@ -85,6 +85,6 @@ def _steps(
             for column in range(0, P.size, COLUMNS):
                 correct(step, work, head, row, r, h, evicted, column, P)
         if P.masses:
-            for slot in range(0, used, MASSES):
-                add_masses(step, work, head, r, h, used, slot, P, MASSES)
+            for slot in range(0, used, TOGETHER):
+                add_masses(step, work, head, r, h, used, slot, P, TOGETHER)
         tl.debug_barrier()

@@ -14,7 +14,7 @@ MARKS = tl.constexpr(6)
 """Number of int32 flags per head.
 
 They are: slots to attend to, tokens evicted so far, tokens evicted in this step (0 or 1), protected tokens to
-attend to, parts of attention that are done, slot of the lowest score.
+attend to, parts of attention that are done, and for an mLSTM the slot of the lowest score.
 """
 
 

@@ -125,15 +125,15 @@ def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tens
     """Return the candidates of A answer tokens, their probabilities, and that of all other tokens together.
 
     Returns:
-        ids: ``[A, K]``; positions with fewer candidates are filled with token 0.
+        ids: ``[A, K]``; positions with fewer candidates are filled with their first.
         chances: ``[A, K]`` probabilities, 0 where filled.
         rest: ``[A]``, 1 less their sum.
     """
-    ids = [torch.tensor(own) for own in conversation.top]
+    most = max(map(len, conversation.top))
+    ids = torch.tensor([own + own[:1] * (most - len(own)) for own in conversation.top])
     logp = [torch.tensor(own) for own in conversation.logp]
-    pad = torch.nn.utils.rnn.pad_sequence
-    chances = pad(logp, True, padding_value=-torch.inf).exp()
-    return pad(ids, True), chances, (1 - chances.sum(-1)).clamp_min(0)
+    chances = torch.nn.utils.rnn.pad_sequence(logp, True, padding_value=-torch.inf).exp()
+    return ids, chances, (1 - chances.sum(-1)).clamp_min(0)
 
 
 def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | None, room: int = ROOM) -> int:

@@ -15,9 +15,6 @@ FROZEN = 1
 PACK = 1024
 """Tokens of conversations in one pass, unless a single one is longer."""
 
-LARGEST = 1 - 1e-6
-"""Most probability that the candidates of a position have together, so that the logarithm of the rest is finite."""
-
 
 class TrainedCache(torch.nn.Module):
     """Keys and values of every layer in float32, all but the first slot trainable. Biases stay as they are.
@@ -103,9 +100,9 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     total, entropy, place = logp.new_zeros(()), 0.0, 0
     for own in pack:
         ids, chances, rest = (told.to(device) for told in sparse_teacher(own))
-        found = logp[place : place + len(own.answer)].gather(1, ids).masked_fill(chances == 0, -torch.inf)
-        others = torch.log1p(-found.logsumexp(-1).exp().clamp_max(LARGEST))
-        total = total - (chances * found.masked_fill(chances == 0, 0.0)).sum() - (rest * others).sum()
+        answer = logp[place : place + len(own.answer)]
+        others = answer.scatter(1, ids, -torch.inf).logsumexp(-1)
+        total = total - (chances * answer.gather(1, ids)).sum() - (rest * others).sum()
         entropy += float(torch.special.entr(chances).sum() + torch.special.entr(rest).sum())
         place += len(own.answer)
     return total, entropy

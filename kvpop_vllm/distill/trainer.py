@@ -52,7 +52,7 @@ class Process:
     def start(cls) -> Process:
         """Join torchrun's group if there is one; use one CUDA device per process if there are any.
 
-        On such a device products of float32 become TF32's, a third of the work of exact ones.
+        On such a device products of float32 become TF32's in this process: those of scorers, and of a base in float32.
         """
         if cuda := torch.cuda.is_available():
             torch.set_float32_matmul_precision("high")

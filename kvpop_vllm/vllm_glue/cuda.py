@@ -28,9 +28,9 @@ READ_RATE = 100e9
 RESIDUAL_RATE = 2e12
 """Operations a second of one multiprocessor in the products of MomentKV's residuals, by reckoning."""
 STEP_SECONDS = 2
-"""Longest time of the attention of a step where prompts are prefilled token by token, by reckoning.
+"""Time of the attention of one request's tokens above which a step is cut, by reckoning, where these go one by one.
 
-Requests in decoding wait for the whole step. Longer steps would gain nothing: a request's tokens go one after another.
+Requests in decoding wait for the whole step. A step has room for a token of each of ``--max-num-seqs`` whatever that takes.
 """
 SLOW = 2000
 """Tokens a second of prefill below which a server says so when it starts."""
@@ -88,6 +88,8 @@ def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
 
 def _token_seconds(policy: Any, model: Any) -> float:
     """Return the time that a token takes in one layer where prompts are prefilled token by token, by reckoning.
+
+    Protected tokens, which take as long as slots, and the state of a scorer with a correction (some 6 us) are left out.
 
     Args:
         policy: the engine's policy.

@@ -264,6 +264,7 @@ def test_the_prefix_cache_is_reset_while_cartridges_are_loaded(served):
     def reset(i):
         if i in (3, 30):
             served.engine.poisons = False  # the cartridges' blocks are let go for a moment
+            assert not engine.reset_prefix_cache()  # requests hold blocks
             resets.append(engine.reset_prefix_cache(reset_running_requests=True))
             served.engine.poisons = True
 

@@ -102,7 +102,7 @@ def test_products_of_training_are_single_ones_of_tf32(compiled):
 
 
 def test_steps_read_nothing_ahead_of_their_token(compiled):
-    """Ahead of the loop over tokens a program loads four numbers of its chunk, and no score, position or key."""
+    """Ahead of the loop over tokens a program loads four numbers of its chunk, and nothing of pages or workspaces."""
     rows = [row for row in compiled["rows"] if row["kernel"] == "_steps"]
     assert {row["scorer"] for row in rows} == {"stored", "residual", "mlstm"}
     assert {row["ahead"] for row in rows} == {4}

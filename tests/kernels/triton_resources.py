@@ -108,8 +108,8 @@ def resources(kernel) -> dict:
 
 
 def loads_ahead(ttgir: str) -> int:
-    """Return the number of loads ahead of the first loop."""
-    return ttgir.partition("scf.for")[0].count("tt.load")
+    """Return the number of loads ahead of the first loop, asynchronous copies of a pipeline among them."""
+    return len(re.findall(r"\btt\.load\b|\basync_copy_global_to_local\b", ttgir.partition("scf.for")[0]))
 
 
 def waits(ptx: str) -> list[int]:
