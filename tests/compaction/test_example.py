@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_from_a_text_to_an_answer(tmp_path):
-    lines = [f"Room {n} of the house is {colour}. " for n, colour in enumerate(["red", "blue", "green", "grey"] * 20)]
+    lines = [f"Room {n} of the house is {colour}. " for n, colour in enumerate(["red", "blue", "green", "grey"] * 5)]
     (tmp_path / "text.txt").write_text("The house has many rooms. " + "".join(lines))
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -26,6 +26,7 @@ def test_from_a_text_to_an_answer(tmp_path):
         "SLOTS": "64",
         "BIN": str(Path(sys.executable).parent),
     }
+    own["COMPACT_OPTIONS"] = "--answers 2 --reference 512"
     own["OPTIONS"] = "--max-model-len 1024 --enforce-eager --kv-policy streaming-llm --kv-budget 128"
     command = [str(ROOT / "examples" / "cartridge.sh"), str(tmp_path / "text.txt"), "What is the text about?"]
     done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=540)

@@ -17,7 +17,9 @@ from kvpop_vllm.testing import random_prompt
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = "--kv-policy streaming-llm --kv-budget 64 --kv-max-protect all --max-model-len 4096 --max-num-seqs 4"
+LENGTH = 131_072
+"""Tokens of a sequence: minutes of decoding, because a client may hear of tokens seconds after they are decoded."""
+OPTIONS = f"--kv-policy streaming-llm --kv-budget 64 --max-model-len {LENGTH} --max-num-seqs 4"
 OPTIONS = [*OPTIONS.split(), "--kv-cache-memory-bytes", str(32 << 20), "--enforce-eager"]
 PATIENCE_S = 600
 
@@ -28,7 +30,7 @@ class Stream(threading.Thread):
     def __init__(self, server: Server, model: str, prompt: list[int]):
         super().__init__(daemon=True)
         self.url, self.tokens, self.errors, self.ended = f"{server.url}/v1/completions", [], [], False
-        self.body = {"model": model, "prompt": prompt, "max_tokens": 3900, "temperature": 0, "ignore_eos": True}
+        self.body = {"model": model, "prompt": prompt, "max_tokens": LENGTH - 200, "temperature": 0, "ignore_eos": True}
         self.body |= {"stream": True, "return_token_ids": True}
 
     def run(self):
@@ -89,7 +91,7 @@ def alive(process: psutil.Process) -> bool:
 
 def test_a_killed_process(tmp_path):
     """The tokens sent until then are those of each request alone, and a new server gives the bits of the old one."""
-    model = str(write_model(tmp_path / "model"))
+    model = str(write_model(tmp_path / "model", max_position=LENGTH))
     canary = {"model": model, "prompt": random_prompt(150, seed=1), "max_tokens": 40, "temperature": 0, "logprobs": 3}
     with Server(model, *OPTIONS, wait_s=900) as server:
         first = soak.ask({"url": server.url}, canary)
