@@ -17,6 +17,12 @@ LONGEST_FIRST = (
     "kernels/test_triton_compiled.py",
     "kernels/test_prefill_chunk.py",
     "kernels/test_triton_interpreted.py",
+    "engine/test_traffic.py",
+    "evaluation/test_reasoner_comparison.py",
+    "bench/test_soak.py",
+    "server/test_faults.py",
+    "server/test_observability.py",
+    "engine/test_cartridges.py",
 )
 """Modules that run first because they would leave other workers idle at the end.
 

@@ -245,8 +245,8 @@ TOGETHER = [{0: 26, 1: 40, 2: 7, 3: 30}, {0: 1, 2: 30, 3: 9}, {0: 40, 1: 27, 2: 
 @pytest.mark.parametrize(
     "case",
     [
-        *("mlstm-norm-skip", "mlstm-norm-skip, small", "mlstm-norm-skip, small, biased", "mlstm-immediate"),
-        *("gate_scores-ages, small", "draws", "mass-mean", "mass-mean, biased"),
+        *("mlstm-norm-skip", "mlstm-norm-skip, small, biased", "mlstm-immediate"),
+        *("gate_scores-ages, small", "draws", "mass-mean, biased"),
     ],
 )
 def test_requests_are_prefilled_together(case, impl, request):
