@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 
 from kvpop_vllm import __version__
 from kvpop_vllm.compaction.attend import CompactAttend, Recorder
-from kvpop_vllm.compaction.cartridge import base_of
+from kvpop_vllm.compaction.cartridge import Layer, base_of
 from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.rope import check_rope
@@ -95,7 +95,9 @@ def example_of(row: torch.Tensor, number: int, options: StillOptions) -> tuple[t
     return tokens, size
 
 
-def still_losses(model, compactor: Compactor, tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def still_losses(
+    model, compactor: Callable[[list], Sequence[Layer]], tokens: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the KL divergence from the full context to the slots, and the cross-entropy, in nats per token.
 
     The teacher reads all tokens in one pass, whose keys and values of the window are compacted. The student reads the
@@ -103,11 +105,11 @@ def still_losses(model, compactor: Compactor, tokens: torch.Tensor, size: int) -
 
     Args:
         model: the frozen model, from :func:`kvpop_vllm.distill.hook.load_model`.
-        compactor: the compactor.
+        compactor: a :class:`~kvpop_vllm.compaction.still.Compactor`, or another function of the same arguments.
         tokens: ids ``[T + R]``.
         size: T.
     """
-    device = compactor.latents.device
+    device = next(model.parameters()).device
     tokens, positions = tokens.to(device), torch.arange(len(tokens), device=device)
     recorder = Recorder()
     with torch.no_grad():

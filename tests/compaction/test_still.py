@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import compactor_kl
 import pytest
 import torch
 from compaction.test_trained import stock_logp, write_model
@@ -205,6 +206,21 @@ def test_losses_are_those_of_transformers(model, corpus):
     assert float(kl) == pytest.approx(float((teacher.exp() * (teacher - student)).sum(-1).mean()), rel=1e-3)
     assert float(ce) == pytest.approx(-float(student[range(len(student)), tokens[size + 1 :]].mean()), rel=1e-4)
     assert float(kl) > 1e-3
+
+
+def test_table_compares_truncation_the_start_and_what_was_trained(model, texts, corpus, tmp_path, capsys):
+    base, kept = load(str(model), "float32"), compactor_kl.truncated(SLOTS)
+    tokens, size = torch.tensor(list(corpus.read_bytes())), 200
+    numbers = torch.arange(size).expand(2, -1)[..., None]
+    (held, *_), *_ = kept([(numbers, numbers)])
+    assert held[0, :, 0].tolist() == [*range(4), *range(size - SLOTS + 4, size)]
+    assert float(still_losses(base, compactor_kl.truncated(size), tokens, size)[0]) == pytest.approx(0, abs=1e-6)
+    train(model, texts, tmp_path / "c", "--lr", "0.01")
+    compactor_kl.main([str(model), str(tmp_path / "c"), "--data", str(texts), "--documents", "8", "--threads", "1"])
+    _, shown, _, *rows = capsys.readouterr().out.splitlines()
+    assert shown.startswith("8 windows of at most 128 tokens, 64 slots")
+    name, lost, *_ = zip(*(row.split() for row in rows), strict=True)
+    assert name == ("truncation", "untrained", "trained") and len(set(lost)) == 3
 
 
 def test_examples_go_on_or_repeat():
