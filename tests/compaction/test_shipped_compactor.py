@@ -1,0 +1,35 @@
+"""The compactor of `examples/compactors` on text that it was not trained on: documents of this project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compactor_kl import truncated, untrained
+
+from kvpop_vllm.compaction.run import load
+from kvpop_vllm.compaction.still_files import TENSORS_NAME, read_compactor
+from kvpop_vllm.compaction.still_training import StillOptions, example_of, still_losses
+from kvpop_vllm.distill.run import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+MODEL, COMPACTOR = ROOT / "models/SmolLM2-135M-Instruct", ROOT / "examples/compactors/smollm2-135m-still"
+DOCUMENTS = "compaction.md", "evaluation.md", "operating.md", "training.md", "maintaining.md"
+
+
+@pytest.mark.slow
+def test_passages_are_found_again():
+    """A passage of a window is repeated behind its slots, with less divergence than behind as many tokens."""
+    config, compactor, _ = read_compactor(COMPACTOR, MODEL)
+    assert (COMPACTOR / TENSORS_NAME).stat().st_size < 8_000_000
+    model, tokenizer = load(str(MODEL), "float32"), load_tokenizer(str(MODEL))
+    options = StillOptions(slots=config.slots, window=512)
+    ways = truncated(config.slots), untrained(compactor, config), compactor
+    lost = torch.zeros(len(ways))
+    with torch.inference_mode():
+        for number, name in enumerate(DOCUMENTS):
+            ids = tokenizer((ROOT / "docs" / name).read_text())["input_ids"][: options.window + options.own]
+            tokens, size = example_of(torch.tensor(ids), 2 * number + 1, options)
+            lost += torch.stack([still_losses(model, way, tokens, size)[0] for way in ways])
+    assert lost[2] < 0.8 * lost[:2].min(), lost
