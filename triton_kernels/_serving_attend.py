@@ -174,12 +174,12 @@ def correct(step, work, head, row, r, h, count, first, P: tl.constexpr):
             there = place < P.size
             at = query[:, None] + place[None, :]
             rows = tl.load(at, mask=present[:, None] & there[None, :], other=0.0).to(tl.float32)
-            mean_key = tl.load(cache.state + moments_at(cache, r, h, 0, place, there, P), mask=there, other=0.0)
+            mean_key = tl.load(moments_at(cache, r, h, 0, place, there, P), mask=there, other=0.0)
             mass += tl.sum(rows * mean_key[None, :], 1)
             usable = there[:, None] & fits[None, :]
-            at = cache.state + moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
+            at = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
             predicted = tl.dot(rows, tl.load(at, mask=usable, other=0.0), predicted, input_precision=PRECISION)
-        mean = tl.load(cache.state + moments_at(cache, r, h, 1, column, fits, P), mask=fits, other=0.0)
+        mean = tl.load(moments_at(cache, r, h, 1, column, fits, P), mask=fits, other=0.0)
         evicted = mean[None, :] + predicted * (step.scale / count)
         mass = tl.log(count.to(tl.float32)) + step.scale * mass
         share = 1.0 / (1.0 + tl.exp(tl.load(step.lse + head + g, mask=present, other=0.0) - mass))
