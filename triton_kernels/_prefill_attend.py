@@ -72,6 +72,14 @@ def _list_keys(
     tl.store(counts + 2 * row + 1, found)
 
 
+@triton.jit
+def listed(lists, room, start, end, BLOCK: tl.constexpr):
+    """Return the places and eviction times of a block of a list, and a mask of those before its ``end``."""
+    entry = start + tl.arange(0, BLOCK)
+    there = entry < end
+    return tl.load(lists + entry, mask=there, other=0), tl.load(lists + room + entry, mask=there, other=0), there
+
+
 @triton.jit(do_not_specialize=["skipped", "room"])
 def _attend_keys(
     q,  # [T, Hq, D]
@@ -107,9 +115,7 @@ def _attend_keys(
         for start in range(0, end, BLOCK_K):
             t = start + tl.arange(0, BLOCK_K)
             there = t < end
-            page = tl.load(
-                prefix.table + r * prefix.table_request + t // P.slots * prefix.table_page, mask=there, other=0
-            ).to(tl.int64)
+            page = page_of(prefix, r, h, tl.where(there, t // P.slots, 0))
             key = page * prefix.rows + h * prefix.rows_head + t % P.slots * P.size
             bias = None
             if prefix.score is not None:
@@ -125,20 +131,15 @@ def _attend_keys(
     held, count = tl.load(counts + 2 * list_of), tl.load(counts + 2 * list_of + 1)
     if cache.table is not None:
         for start in range(0, held, BLOCK_K):
-            entry = start + tl.arange(0, BLOCK_K)
-            there = entry < held
-            slot = tl.load(lists + entry, mask=there, other=0).to(tl.int64)
-            until = tl.load(lists + room + entry, mask=there, other=0)
+            slot, until, there = listed(lists, room, start, held, BLOCK_K)
+            slot = slot.to(tl.int64)
             key = slot // P.slots * cache.rows + h * cache.rows_head + slot % P.slots * P.size
             visible = query[:, None] < until[None, :]
             _, top, total, acc = add_keys(
                 cache.k + key, cache.v + key, there, None, visible, rows, scale, top, total, acc, P
             )
     for start in range(held, count, BLOCK_K):
-        entry = start + tl.arange(0, BLOCK_K)
-        there = entry < count
-        index = tl.load(lists + entry, mask=there, other=0)
-        until = tl.load(lists + room + entry, mask=there, other=0)
+        index, until, there = listed(lists, room, start, count, BLOCK_K)
         key = (own.token + own.inside + index).to(tl.int64)
         visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
         _, top, total, acc = add_keys(

@@ -14,7 +14,6 @@ Positions within a segment are relative to the first token of its tail. Query 0 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -72,63 +71,21 @@ def block_of(segments, blocks, block):
     return numbers_of(segments, tl.load(blocks + 2 * block)), tl.load(blocks + 2 * block + 1)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Tokens ``[token, token + count)`` of the batch: those of one request from position ``position`` on."""
+Segment = tuple[Numbers, list[int]]
+"""Numbers of a segment, of which Piece sets row, key and entry, and k of each head."""
 
-    request: int
-    token: int
-    count: int
-    position: int
-    protected: int
-    sinks: int
-    window: int
-    topk: list[int]
-    biased: int = 0
 
-    @property
-    def inside(self) -> int:
-        """Number of tokens below p."""
-        return min(max(self.protected - self.position, 0), self.count)
+def segment(topk, count: int, *, request=0, token=0, position=0, protected=0, sinks=0, window=1, biased=0) -> Segment:
+    """Return the segment of the tokens ``[token, token + count)`` of the batch, at ``position`` and behind.
 
-    @property
-    def length(self) -> int:
-        """Number of tokens of the tail."""
-        return self.count - self.inside
-
-    @property
-    def start(self) -> int:
-        """Number of tokens of the tail before the segment."""
-        return max(self.position - self.protected, 0)
-
-    @property
-    def held(self) -> int:
-        """Number of slots in use before the segment, of the head with most."""
-        return min(self.start, self.sinks + self.window + max(self.topk))
-
-    @property
-    def room(self) -> int:
-        """Number of tail rows, at least one block of them because of its state, and slots in use."""
-        return max(1, triton.cdiv(self.count, ROWS)) * ROWS + self.held
-
-    def eligible(self, q: int) -> int:
-        """Return the number of tokens behind the sinks that have left the window before token q."""
-        return max(0, q - self.window - self.sinks)
-
-    @property
-    def leaving(self) -> int:
-        """Number of tokens that leave the window."""
-        return self.eligible(self.start + self.length) - self.eligible(self.start)
-
-    @property
-    def filled(self) -> int:
-        """Number of long-range slots that may be in use after the segment, of the head with most."""
-        return min(self.eligible(self.start + self.length), max(self.topk))
-
-    @property
-    def evicts(self) -> bool:
-        """Whether some head has more candidates than long-range slots."""
-        return self.eligible(self.start + self.length) > min(self.topk)
+    The other arguments are those of :class:`Numbers`, for the head with most slots where heads differ.
+    """
+    inside = min(max(protected - position, 0), count)
+    length, start = count - inside, max(position - protected, 0)
+    before, after = (max(0, q - window - sinks) for q in (start, start + length))  # have left the window
+    held, filled = min(start, sinks + window + max(topk)), min(after, max(topk))
+    own = request, position, token, inside, length, start, protected, sinks, window
+    return Numbers(*own, 0, 0, held, 0, filled, after - before, biased), topk
 
 
 def segments_of(
@@ -149,12 +106,16 @@ def segments_of(
         wanted = min(length, max(0, p - position)) if within else length
         for done in range(0, wanted, PIECE):
             count = min(wanted - done, PIECE)
-            part = Segment(r, first + done, count, position + done, p, rule.behind(p).sinks, window, topk, biased[r])
-            if piece and part.room > room:
+            part = segment(
+                topk, count, request=r, token=first + done, position=position + done, protected=p,
+                sinks=rule.behind(p).sinks, window=window, biased=biased[r],
+            )  # fmt: skip
+            wanted_room = triton.cdiv(count, ROWS) * ROWS + part[0].held  # rows even for tokens of the prefix
+            if piece and wanted_room > room:
                 yield piece
                 piece, room = [], PIECE
             piece.append(part)
-            room -= part.room
+            room -= wanted_room
         first += length
     if piece:
         yield piece
@@ -174,24 +135,20 @@ class Piece:
 
     def __init__(self, parts: list[Segment], device: torch.device):
         lines, row, key, entry = [], 0, 0, 0
-        for part in parts:
-            numbers = Numbers(
-                part.request, part.position, part.token, part.inside, part.length, part.start, part.protected,
-                part.sinks, part.window, row, key, part.held, entry, part.filled, part.leaving, part.biased,
-            )  # fmt: skip
-            lines.append([*numbers, *part.topk])
+        for part, topk in parts:
+            lines.append([*part._replace(row=row, key=key, entry=entry), *topk])
             row += triton.cdiv(part.length, ROWS) * ROWS
             key += part.held + part.length
             entry += part.filled + part.leaving
         sent = send(lines, device, torch.int32)
         self.segments, self.topk = sent[:, :16].contiguous(), sent[:, 16:].contiguous()
         self.rows, self.keys, self.entries = row, key, entry
-        self.most_keys = max(part.held + part.count for part in parts)
-        self.most_slots = max(part.sinks + part.window + max(part.topk) for part in parts)
-        self.most_entries = max(part.filled + part.leaving for part in parts)
-        self.evicts = any(part.evicts for part in parts)
-        self.tails = send([s for s, part in enumerate(parts) if part.length], device)
-        self._queries, self._blocks = [part.count for part in parts], {}
+        self.most_keys = max(part.held + part.inside + part.length for part, _ in parts)
+        self.most_slots = max(part.sinks + part.window + max(topk) for part, topk in parts)
+        self.most_entries = max(part.filled + part.leaving for part, _ in parts)
+        self.evicts = any(part.start + part.length > part.sinks + part.window + min(topk) for part, topk in parts)
+        self.tails = send([s for s, (part, _) in enumerate(parts) if part.length], device)
+        self._queries, self._blocks = [part.inside + part.length for part, _ in parts], {}
 
     def __len__(self) -> int:
         return len(self.segments)

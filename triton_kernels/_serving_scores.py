@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton import _serving_pages as pages
 from kvpop_vllm.kernels.triton._constants import PRECISION
-from kvpop_vllm.kernels.triton._lowest_score import FAR, effective, lower_of, lowest_of, none_yet
+from kvpop_vllm.kernels.triton._lowest_score import lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows
 from kvpop_vllm.kernels.triton._serving_pages import element_at, moments_at, place_of, row_at, state_at, word_at
 
@@ -102,11 +102,9 @@ def victim_of(step, work, r, h, q, P: tl.constexpr):
         factor = raw
         if P.residual:
             factor = tl.load(work + P.factors + slot, mask=inside, other=0.0)
-        token = tl.where(inside, token, q - 1)
-        score = effective(raw, token, q, gamma, factor, key, P)
-        best, oldest, where = lower_of(best, oldest, where, score, token, slot, inside)
+        best, oldest, where = lower_of(best, oldest, where, raw, token, slot, inside, q, gamma, factor, key, P)
     _, slot = lowest_of(best, oldest, where)
-    return tl.where(slot == FAR, -1, slot)
+    return slot
 
 
 @triton.jit

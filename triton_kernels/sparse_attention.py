@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION, check_size, common_dtype
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
-from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists
-from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, Segment, block_of
+from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists, listed
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, block_of, segment
 from kvpop_vllm.kernels.triton._serving_pages import Cache, Heads, element_at, view
 from kvpop_vllm.kernels.triton._tiles import BACKWARD, tile_of
 from torch.autograd.function import once_differentiable
@@ -51,10 +51,7 @@ def _backward_queries(
     lists += list_of * 2 * room
     count = tl.load(counts + 2 * list_of + 1)
     for start in range(0, count, BLOCK_K):
-        entry = start + tl.arange(0, BLOCK_K)
-        there = entry < count
-        index = tl.load(lists + entry, mask=there, other=0)
-        until = tl.load(lists + room + entry, mask=there, other=0)
+        index, until, there = listed(lists, room, start, count, BLOCK_K)
         keys = load_rows(element_at(k, token + index, h), there, P)
         values = load_rows(element_at(v, token + index, h), there, P)
         logits = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
@@ -144,7 +141,8 @@ class _SparseAttention(torch.autograd.Function):
         batch, query_heads, length, size = q.shape
         heads = k.shape[1]
         # the rows of the batch are segments without slots
-        piece = Piece([Segment(b, b * length, length, 0, 0, 0, 1, [length] * heads) for b in range(batch)], q.device)
+        parts = [segment([length] * heads, length, request=b, token=b * length) for b in range(batch)]
+        piece = Piece(parts, q.device)
         config = Heads(size=size, group=query_heads // heads, wide=q.dtype == torch.float32)
         q, k, v = map(_flat, (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -170,9 +168,9 @@ class _SparseAttention(torch.autograd.Function):
         tile = tile_of(BACKWARD, config.wide, config.size)
         rows, block_q = block_rows(config, tile)
         launch = {"P": config, "BLOCK_K": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
-        for grid, listed in key_lists(piece, config, Cache(), gone, block_q):
+        for grid, found in key_lists(piece, config, Cache(), gone, block_q):
             _backward_queries[grid](
-                *inputs, piece.segments, *listed, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
+                *inputs, piece.segments, *found, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
             )  # fmt: skip
         born = torch.arange(length, device=q.device)
         lives = gone.view(heads, batch, length).clamp_max(length) - born
