@@ -70,23 +70,18 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
     Raises:
         NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
     """
-    if not {q.dtype, pages.layout.dtype} <= set(TRITON_DTYPES[op]):
-        raise TypeError(f"{op} in Triton takes float32, float16 and bfloat16, got {q.dtype}, {pages.layout.dtype}")
-    if k.dtype != pages.layout.dtype or v.dtype != k.dtype:
-        raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype} and {v.dtype}")
-    if (
-        k.shape != v.shape
-        or k.shape[1] != pages.layout.num_kv_heads
-        or q.shape[1] % k.shape[1]
-        or not k.shape[-1] == q.shape[-1] == pages.layout.head_size
-    ):
+    layout = pages.layout
+    if not {q.dtype, layout.dtype} <= set(TRITON_DTYPES[op]):
+        raise TypeError(f"{op} in Triton takes float32, float16 and bfloat16, got {q.dtype}, {layout.dtype}")
+    if k.dtype != layout.dtype or v.dtype != k.dtype:
+        raise TypeError(f"k and v must have the cache's dtype {layout.dtype}, got {k.dtype} and {v.dtype}")
+    fits = k.shape == v.shape and k.shape[1:] == (layout.num_kv_heads, layout.head_size)
+    if not fits or q.shape[-1] != layout.head_size or q.shape[1] % k.shape[1]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit the pages")
-    if pages.layout.state_floats < (needed := rule.state_floats(k.shape[-1])):
-        raise ValueError(
-            f"the layout has room for a state of {pages.layout.state_floats} floats, the rule needs {needed}"
-        )
+    if layout.state_floats < (needed := rule.state_floats(k.shape[-1])):
+        raise ValueError(f"the layout has room for a state of {layout.state_floats} floats, the rule needs {needed}")
     if prefix is not None:
-        alike = all(getattr(prefix.pages.layout, of) == getattr(pages.layout, of) for of in PREFIX_LIKE_PAGES)
+        alike = all(getattr(prefix.pages.layout, of) == getattr(layout, of) for of in PREFIX_LIKE_PAGES)
         counts = [x for x in (prefix.tokens, prefix.biased) if x is not None]
         if not alike or prefix.table.shape[:-1] != (requests,) or any(x.shape != (requests,) for x in counts):
             raise ValueError(

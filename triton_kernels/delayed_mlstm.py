@@ -213,7 +213,7 @@ class _Layout:
         segments = len(ends) - 1
         where = self.rows, self.chunks + segments
         states = self.empty(*where, self.features, self.width), self.empty(*where, self.features), self.empty(*where)
-        first = (None, None, None) if state is None else state
+        first = state or (None, None, None)
         _states[self.f_blocks, self.v_blocks, self.rows * segments](
             k, v, self.igate, self.decay, *first, *states, ends, self.length, self.chunks, segments, **self.tiles()
         )
@@ -239,7 +239,7 @@ class _DelayedMLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, igate, fgate, delay, chunk, precision, *state):
         layout = _Layout(q, v, igate, fgate, chunk, precision)
-        states = layout.states(k, v, state or None)
+        states = layout.states(k, v, state)
         segment_of = torch.zeros(layout.chunks, dtype=torch.int32, device=q.device)
         h, m_rows, denominators = layout.readout(q, k, v, states, segment_of, delay)
         h[:, max(0, layout.length - delay) :] = 0
@@ -255,7 +255,7 @@ class _DelayedMLSTM(torch.autograd.Function):
         q, k, v, igate, fgate, h, m_rows, denominators, *state = ctx.saved_tensors
         delay, *options = ctx.options
         layout = _Layout(q, v, igate, fgate, *options)
-        states = layout.states(k, v, state or None)
+        states = layout.states(k, v, state)
         grad = grad.contiguous()
         rows, chunks, reads = layout.rows, layout.chunks, max(0, layout.length - delay)
         counts = delay, layout.length, chunks
@@ -287,29 +287,32 @@ class _DelayedMLSTM(torch.autograd.Function):
         return dq, dk, dv, digate[:, : layout.length], dfgate, None, None, None, *[None] * len(state)
 
 
-def last_state(k, v, igate, fgate):
-    """Return C, z and m behind all tokens of rows ``[n, S, ...]``, without readouts."""
-    k, v = k.contiguous(), v.contiguous()
-    return tuple(x[:, -1] for x in _Layout(k, v, igate, fgate, LARGEST_CHUNK).states(k, v))
-
-
-def mlstm_of_segments(q, k, v, igate, fgate, ends, segment_of, state):
-    """Return the readouts ``[H, P, DV]`` of segments that lie one after another, and the state behind each.
+def mlstm_of_segments(weights, tokens, none, ends, state=None, read=None, segment_of=None):
+    """Return scores and the state behind each of some segments that lie one after another.
 
     Args:
-        q, k: ``[H, P, F]`` float32; P is a multiple of :data:`LARGEST_CHUNK`.
-        v: ``[H, P, DV]`` float32.
-        igate, fgate: ``[H, P]``, -inf and inf behind the end of a segment.
+        weights: the mLSTM scorer.
+        tokens: ``[H, P, 2D]``, keys and values; P is a multiple of :data:`LARGEST_CHUNK`.
+        none: ``[P]``, mask of the rows that hold no token.
         ends: ``[S + 1]`` int32, number of chunks before each segment, and in all.
+        state: C ``[1, H * S, F, DV]``, z ``[1, H * S, F]`` and m ``[1, H * S]`` before each segment, or None for empty
+            ones.
+        read: ``[H, P, 2D]``, the token that is read out with each new one, or None for no scores.
         segment_of: ``[P / LARGEST_CHUNK]`` int32, segment of each chunk.
-        state: C ``[H * S, F, DV]``, z ``[H * S, F]`` and m ``[H * S]`` before each segment, and so behind each.
+
+    Returns:
+        Scores ``[H, P]`` of the tokens ``read`` or None, and the states as above.
     """
-    q, k, v, *state = (x.contiguous() for x in (q, k, v, *state))
-    layout = _Layout(q, v, igate, fgate, LARGEST_CHUNK)
-    states = layout.states(k, v, state, ends)
-    h, *_ = layout.readout(q, k, v, states, segment_of, 0)
+    k, v, igate, fgate = weights.inputs(tokens.float())
+    k, v, score = k.contiguous(), v.contiguous(), None
+    layout = _Layout(k, v, igate.masked_fill(none, -torch.inf), fgate.masked_fill(none, torch.inf), LARGEST_CHUNK)
+    states = layout.states(k, v, [x[0].contiguous() for x in state or ()], ends)
+    if read is not None:
+        read = read.float()
+        h, *_ = layout.readout(weights.query(read).contiguous(), k, v, states, segment_of, 0)
+        score = weights.score(h, read)
     last = (ends[1:] + torch.arange(len(ends) - 1, device=ends.device)).long()
-    return h, tuple(x[:, last].flatten(0, 1) for x in states)
+    return score, tuple(x[:, last].flatten(0, 1).unsqueeze(0) for x in states)
 
 
 def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):

@@ -84,11 +84,11 @@ def _backward_keys(
     b, h = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads, token, row = tl.num_programs(2), b * length, h * tl.num_programs(1) + b
     entry = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    listed = entry < length
-    index = tl.load(order + row * length + entry, mask=listed, other=length)
-    until = tl.load(gone + row * length + index, mask=listed, other=0)
-    keys = load_rows(element_at(k, token + index, h), listed, P)
-    values = load_rows(element_at(v, token + index, h), listed, P)
+    inside = entry < length
+    index = tl.load(order + row * length + entry, mask=inside, other=length)
+    until = tl.load(gone + row * length + index, mask=inside, other=0)
+    keys = load_rows(element_at(k, token + index, h), inside, P)
+    values = load_rows(element_at(v, token + index, h), inside, P)
     begin, end = tl.min(index, 0), tl.minimum(tl.max(until, 0), length)
     dk_acc = tl.zeros([BLOCK_K, padded], tl.float32)
     dv_acc = tl.zeros([BLOCK_K, padded], tl.float32)
@@ -109,8 +109,8 @@ def _backward_keys(
             dlogits = weights * (dweights - deltas[None, :])
             dk_acc = tl.dot(dlogits.to(queries.dtype), queries, dk_acc, input_precision=PRECISION)
     place = ((token + index) * heads + h) * P.size
-    store_rows(dk + place, dk_acc * scale, listed, P)
-    store_rows(dv + place, dv_acc, listed, P)
+    store_rows(dk + place, dk_acc * scale, inside, P)
+    store_rows(dv + place, dv_acc, inside, P)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
