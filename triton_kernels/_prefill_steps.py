@@ -67,8 +67,7 @@ def _steps(
                 for channel in range(0, P.size, scores.DEPTH):
                     add_products(step, work, r, h, evicted, channel, P)
         head = (row * heads + h) * P.group
-        top, total, acc = attend(step, work, row, r, h, used, protected, 0, 1, P)
-        finish(step, work, head, top, total, acc, used, protected, P)
+        finish(step, work, head, attend(step, work, row, r, h, used, protected, 0, 1, P), used, protected, P)
         tl.debug_barrier()
         if P.uses_moment_correction:
             for column in range(0, P.size, scores.COLUMNS):
