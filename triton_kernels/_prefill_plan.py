@@ -13,7 +13,6 @@ Positions within a segment are relative to the first token of its tail. Query 0 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -72,13 +71,13 @@ def block_of(segments, blocks, block):
 
 
 Segment = tuple[Numbers, list[int]]
-"""Numbers of a segment, of which Piece sets row, key and entry, and k of each head."""
+"""Numbers of a segment, and k of each head."""
 
 
 def segment(topk, count: int, *, request=0, token=0, position=0, protected=0, sinks=0, window=1, biased=0) -> Segment:
-    """Return the segment of the tokens ``[token, token + count)`` of the batch, at ``position`` and behind.
+    """Return the segment of the tokens ``[token, token + count)`` of the batch, from ``position`` on, behind p tokens.
 
-    The other arguments are those of :class:`Numbers`, for the head with most slots where heads differ.
+    Where heads differ, its numbers are those of the head with most slots. :class:`Piece` sets row, key and entry.
     """
     inside = min(max(protected - position, 0), count)
     length, start = count - inside, max(position - protected, 0)
@@ -88,22 +87,17 @@ def segment(topk, count: int, *, request=0, token=0, position=0, protected=0, si
     return Numbers(*own, 0, 0, held, 0, filled, after - before, biased), topk
 
 
-def segments_of(
-    chunks: Chunks, rule: RetentionRule, protected: list[int], biased: list[int], *, within: bool = False
-) -> Iterator[list[Segment]]:
-    """Yield the segments of each piece.
+def pieces_of(
+    chunks: Chunks, rule: RetentionRule, protected: list[int], biased: list[int], device: torch.device
+) -> list[Piece]:
+    """Return the pieces of the chunks; if the rule is sequential, only tokens below p are in their segments.
 
-    Args:
-        chunks: the chunks.
-        rule: retention rule of the layer.
-        protected: p of each request.
-        biased: number of the first of these that have a bias.
-        within: if True, only tokens below p are in segments.
+    Each request has ``protected`` tokens, of which the first ``biased`` ones have a bias.
     """
-    piece, room, first, budgets = [], PIECE, 0, chunks.budgets.tolist()
+    pieces, room, first, budgets = [[]], PIECE, 0, chunks.budgets.tolist()
     for r, (position, length, window) in enumerate(zip(chunks.starts, chunks.lengths, chunks.windows, strict=True)):
         p, topk = protected[r], [budget - rule.sinks - window for budget in budgets[r]]
-        wanted = min(length, max(0, p - position)) if within else length
+        wanted = min(length, max(0, p - position)) if rule.sequential else length
         for done in range(0, wanted, PIECE):
             count = min(wanted - done, PIECE)
             part = segment(
@@ -111,14 +105,13 @@ def segments_of(
                 sinks=rule.behind(p).sinks, window=window, biased=biased[r],
             )  # fmt: skip
             wanted_room = triton.cdiv(count, ROWS) * ROWS + part[0].held  # rows even for tokens of the prefix
-            if piece and wanted_room > room:
-                yield piece
-                piece, room = [], PIECE
-            piece.append(part)
+            if pieces[-1] and wanted_room > room:
+                pieces.append([])
+                room = PIECE
+            pieces[-1].append(part)
             room -= wanted_room
         first += length
-    if piece:
-        yield piece
+    return [Piece(parts, device) for parts in pieces if parts]
 
 
 class Piece:
@@ -130,6 +123,7 @@ class Piece:
         rows, keys, entries: P, N and E.
         most_keys, most_slots, most_entries: largest numbers of keys, slots and entries of a segment.
         evicts: False if no head has more candidates than long-range slots.
+        numbers: those of all segments, each ``[S]`` int64.
         tails: ``[S']`` int64, the segments that have tokens behind p.
     """
 
@@ -142,6 +136,7 @@ class Piece:
             entry += part.filled + part.leaving
         sent = send(lines, device, torch.int32)
         self.segments, self.topk = sent[:, :16].contiguous(), sent[:, 16:].contiguous()
+        self.numbers = Numbers(*sent.T[:16].long())
         self.rows, self.keys, self.entries = row, key, entry
         self.most_keys = max(part.held + part.inside + part.length for part, _ in parts)
         self.most_slots = max(part.sinks + part.window + max(topk) for part, topk in parts)
@@ -152,10 +147,6 @@ class Piece:
 
     def __len__(self) -> int:
         return len(self.segments)
-
-    def numbers(self, name: str) -> torch.Tensor:
-        """Return one of the numbers of all segments, ``[S]`` int64."""
-        return self.segments[:, Numbers._fields.index(name)].long()
 
     def _owners(self, counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the segment of each of ``total`` items, ``counts [S]`` of each segment, and its index there."""
@@ -170,8 +161,8 @@ class Piece:
             size: number of tokens of a block; None stands for blocks of :data:`ROWS` tail rows.
         """
         if size not in self._blocks:
-            counts, step = self.numbers("length"), size or ROWS
-            counts = counts if size is None else counts + self.numbers("inside")
+            counts, step = self.numbers.length, size or ROWS
+            counts = counts if size is None else counts + self.numbers.inside
             total = self.rows // ROWS if size is None else sum(triton.cdiv(count, size) for count in self._queries)
             owner, index = self._owners((counts + step - 1) // step, total)
             self._blocks[size] = torch.stack([owner, index * step], 1).int()
@@ -182,31 +173,26 @@ class Piece:
         """Token of the batch ``[P]`` int64 of each tail row, and a mask ``[P]`` of the rows that hold none."""
         owner, first = self.blocks().long().unbind(1)
         index = first.unsqueeze(1) + torch.arange(ROWS, device=first.device)
-        length = self.numbers("length")[owner].unsqueeze(1)
-        token = (self.numbers("token") + self.numbers("inside"))[owner].unsqueeze(1) + index.minimum(length - 1)
+        length = self.numbers.length[owner].unsqueeze(1)
+        token = (self.numbers.token + self.numbers.inside)[owner].unsqueeze(1) + index.minimum(length - 1)
         return token.flatten(), (index >= length).flatten()
 
     @cached_property
-    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Number of blocks of tail rows before each of ``tails``, and in all, ``[S' + 1]`` int32, and each block's tail."""
-        first = self.numbers("row")[self.tails] // ROWS
-        rank = (self.numbers("length") > 0).cumsum(0) - 1
+    def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Numbers by which the scorer's states of ``tails`` are found.
+
+        They are the number of blocks of tail rows before each tail, and in all, ``[S' + 1]`` int32, and each block's
+        tail; the requests ``[S']`` int64 of the tails, and a mask ``[S']`` of those that begin without a state.
+        """
+        first = self.numbers.row[self.tails] // ROWS
+        rank = (self.numbers.length > 0).cumsum(0) - 1
         ends = torch.cat([first, torch.full_like(first[:1], self.rows // ROWS)])
-        return ends.int(), rank[self.blocks()[:, 0].long()].int()
-
-    @cached_property
-    def requests(self) -> torch.Tensor:
-        """Requests ``[S']`` int64 of ``tails``."""
-        return self.numbers("request")[self.tails]
-
-    @cached_property
-    def begins(self) -> torch.Tensor:
-        """Mask ``[S']`` of the tails that begin without a scorer's state."""
-        return (self.numbers("start") + self.numbers("first"))[self.tails] == 0
+        begins = (self.numbers.start + self.numbers.first)[self.tails] == 0
+        return ends.int(), rank[self.blocks()[:, 0].long()].int(), self.numbers.request[self.tails], begins
 
     @cached_property
     def entry_numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Segment ``[E]`` of each entry, first entry there, k ``[H, E]``, and what to add to an entry for its arrival."""
-        counts, first = self.numbers("filled") + self.numbers("leaving"), self.numbers("entry")
+        """Segment ``[E]`` of each entry, first entry there, k ``[H, E]``, and an entry's distance to its arrival."""
+        counts, first = self.numbers.filled + self.numbers.leaving, self.numbers.entry
         owner, _ = self._owners(counts, self.entries)
-        return owner, first[owner], self.topk.T[:, owner], (self.numbers("length") - counts - first)[owner]
+        return owner, first[owner], self.topk.T[:, owner], (self.numbers.length - counts - first)[owner]

@@ -1,11 +1,9 @@
 """Prefill of chunks over a fixed-budget paged cache (DESIGN "One step"; docs/kernels.md).
 
-All requests of a call are processed together, in pieces of bounded size (:mod:`_prefill_plan`). The slots in use and a
-piece's tokens are keys with births and evictions. For each piece, scores are computed by the scorers' own formulas, then
-eviction times (:mod:`online_topk`), then attention to the keys that each query sees, protected ones included
-(:mod:`_prefill_attend`). Finally the survivors are written to the slots (:mod:`_prefill_slots`). Behind the prefixes,
-attention-coupled and other sequential rules take one launch instead (:mod:`_prefill_steps`). The host never waits for the
-device.
+All requests of a call are processed together, in pieces of bounded size (:mod:`_prefill_plan`). For each piece, scores
+are computed by the scorers' own formulas, then eviction times (:mod:`online_topk`), then attention to the keys that
+each query sees (:mod:`_prefill_attend`). Finally the survivors are written to the slots (:mod:`_prefill_slots`). Behind
+the prefixes, sequential rules take one launch instead (:mod:`_prefill_steps`). The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 from kvpop_vllm.kernels.triton._prefill_attend import attend
-from kvpop_vllm.kernels.triton._prefill_plan import LAST, ROWS, Piece, segments_of
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, ROWS, Piece, pieces_of
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
 from kvpop_vllm.kernels.triton._prefill_steps import _steps
 from kvpop_vllm.kernels.triton._serving_pages import Step, View, state_places, view
@@ -34,21 +32,20 @@ WIDTH = 1024
 def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
-    All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and the ``tokens`` and
-    ``biased`` of the prefix, which are on the CPU. A chunk that does not start at a head's ``tokens_seen`` raises no error:
-    the head's pages stay unchanged, its outputs and log-sum-exps are NaN.
+    All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and the ``tokens``
+    and ``biased`` of the prefix, which are on the CPU. A chunk that does not start at a head's ``tokens_seen`` raises
+    no error: the head's pages stay unchanged, its outputs and log-sum-exps are NaN.
 
     Raises:
         NotImplementedError, TypeError, ValueError: as in :mod:`decode_step`.
     """
     if chunks.budgets.device.type != "cpu":
         raise ValueError(f"prefill_chunk takes budgets on the CPU, got {chunks.budgets.device}")
-    if min(chunks.windows) < 1:
-        raise ValueError(f"a window holds at least the newest token, got {min(chunks.windows)}")
     weights, options = weights_of(rule.scorer, "prefill_chunk")
-    check_step(q, k, v, pages, rule, weights, prefix, len(chunks), "prefill_chunk")
+    check_step(q, k, v, pages, rule, weights, prefix, len(chunks), min(chunks.windows), "prefill_chunk")
     run = _Prefill(q, k, v, pages, page_table, chunks, rule, scale, gate_scores, prefix, keys)
-    run.in_pieces()
+    for piece in run.pieces():
+        run.process(piece)
     if rule.sequential:
         run.in_steps(kernel_config(pages, page_table, q, rule, options), weights)
     return run.out, run.lse
@@ -80,25 +77,19 @@ class _Prefill:
         self.numbers = self._once("numbers", self._numbers)
         start, protected, *_ = self.numbers.unsqueeze(1).unbind(2)
         seen = pages.position[table[:, :, pages.layout.state_blocks].long(), self.heads, 0]
-        self.right = (
-            (seen == start) | (start <= protected)
-        ).int()  # [R, H], 0 for a wrong start; a tail may always begin
+        # [R, H], 0 for a wrong start; a tail may begin on any pages
+        self.right = ((seen == start) | (start <= protected)).int()
 
     def _once(self, what: str, make):
         """Return what all layers of a step have in common."""
         return self.chunks.once((what, self.rule.sinks, *self.protected, *self.biased, self.device), make)
 
-    def in_pieces(self) -> None:
-        """Process all chunks, several tokens of each at a time, or if the rule is sequential, those of prefixes."""
-        within = self.rule.sequential
-        for piece in self._once(("pieces", within), lambda: self._pieces(within)):
-            self._run(piece)
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of all tokens, or if the rule is sequential, of those of prefixes."""
+        given = self.chunks, self.rule, self.protected, self.biased, self.device
+        return self._once(("pieces", self.rule.sequential), lambda: pieces_of(*given))
 
-    def _pieces(self, within: bool) -> list[Piece]:
-        segments = segments_of(self.chunks, self.rule, self.protected, self.biased, within=within)
-        return [Piece(parts, self.device) for parts in segments]
-
-    def _run(self, piece: Piece) -> None:
+    def process(self, piece: Piece) -> None:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
         gone = torch.full((len(self.heads), piece.keys), LAST.value, dtype=torch.int32, device=self.device)
         pages = self.tokens, self.cache, self.before
@@ -109,11 +100,11 @@ class _Prefill:
         if weights.takes_gate_scores:
             made = self.gate_scores[index].T.contiguous()
         if weights.recurrent:
-            place = state_places(self.pages, self.table, self.heads, piece.requests)
-            begun = ~piece.begins.repeat(len(self.heads))
+            ends, segment_of, requests, begins = piece.states
+            place = state_places(self.pages, self.table, self.heads, requests)
+            begun = ~begins.repeat(len(self.heads))
             before = _where(begun, self.pages.load_states(*place, weights), (0.0, 0.0, STATE_M_START))
             new = torch.cat([k.base, v.base], -1).transpose(0, 1)[:, index]
-            ends, segment_of = piece.states
             if not weights.delayed:
                 made, state = mlstm_of_segments(weights, new, none, ends, before, new, segment_of)
         left = k.base.new_empty(len(self.heads), piece.rows, 2 * k.base.shape[2])
@@ -133,11 +124,11 @@ class _Prefill:
             **of_blocks,
         )  # fmt: skip
         if weights.recurrent:
-            right = self.right[piece.requests].T.flatten() > 0  # of a wrong start the state stays
+            right = self.right[requests].T.flatten() > 0  # of a wrong start the state stays
             self.pages.store_states(*place, _where(right, state, before))
 
     def _evict(self, piece: Piece, score, gone) -> torch.Tensor:
-        """Write the eviction times of keys, and return the slots of tokens that leave the window, -1 for evicted ones."""
+        """Write the eviction times of keys, and return the slots of tokens that leave the window, -1 if evicted."""
         slot_of = torch.full((len(self.heads), piece.rows), -1, dtype=torch.int32, device=self.device)
         if not piece.entries:
             return slot_of
@@ -165,14 +156,13 @@ class _Prefill:
         of_layer = self.cache, self.before, weights, self.rule.log_gamma, self.scale
         step = Step(*of_tokens, *of_requests, *of_layer, self.out, self.lse, work)
         options = {"P": config, "num_warps": 8, "num_stages": tile_of(DECODE, config.wide, config.size).stages}
-        requests, heads = self.right.shape
-        _steps[1, heads, requests](step, tokens, counts, self.right, **options, enable_fp_fusion=False)
+        _steps[(1, *self.right.T.shape)](step, tokens, counts, self.right, **options, enable_fp_fusion=False)
 
     def _numbers(self) -> torch.Tensor:
         """Return numbers of each request, ``[R, 7 + H]`` int32.
 
-        They are its start, p, the number of tokens that have a bias, w; the position of the first token of the chunk behind
-        the prefix, its index in the batch, the number of these tokens; and the budgets.
+        They are its start, p, the number of tokens that have a bias, w; the position of the first token of the chunk
+        behind the prefix, its index in the batch, the number of these tokens; and the budgets.
         """
         lines, first = [], 0
         of_chunks = self.chunks.starts, self.chunks.lengths, self.chunks.windows, self.chunks.budgets.tolist()
