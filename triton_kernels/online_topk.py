@@ -1,10 +1,10 @@
 """Eviction times of tokens that are added one by one to k slots, for all segments of a piece at once.
 
-If the order is static, a token is evicted once k tokens that rank above it have arrived: at the k-th smallest
-arrival among them, or at its own arrival if that is later. With the arrivals listed by rank, best first, this
-is an order statistic of every prefix, which :mod:`running_topk` computes for all prefixes at once. Segments are ranked
-one after another, so that all entries of earlier segments count as arrived and rank above. If the
-order changes with the query's position, one program per head and segment processes the arrivals one by one.
+If the order is static, a token is evicted at the k-th smallest arrival among the tokens that rank above it, or at its
+own if that is later. With the arrivals listed by rank, best first, this is an order statistic of every prefix, which
+:mod:`running_topk` computes for all prefixes at once. Segments are ranked one after another, so that all entries of
+earlier segments count as arrived and rank above. Otherwise one program per head and segment processes the arrivals one
+by one.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
         piece: the piece.
         score: ``[H, E]`` float32, -inf for slots that are not in use; overwritten.
         position: ``[H, E]`` int32, -1 for slots that are not in use; overwritten.
-        log_gamma: ``[H]`` float64.
-        decay_step: n.
-        ages: as in :func:`kvpop_vllm.kernels.ops.online_topk`.
+        log_gamma, decay_step, ages: as in :func:`kvpop_vllm.kernels.ops.online_topk`.
         keys: ``[R, H]`` int64 keys of draws, or None.
     """
     gone = torch.full(score.shape, LAST.value, dtype=torch.int32, device=score.device)
@@ -127,14 +125,8 @@ def _static_order(piece: Piece, score, position, log_gamma, gone):
 
 
 def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
-    """Implement :func:`kvpop_vllm.kernels.ops.online_topk`.
-
-    Raises:
-        ValueError: more tokens are held than there are slots.
-    """
+    """Implement :func:`kvpop_vllm.kernels.ops.online_topk`."""
     (heads, total), device = score.shape, score.device
-    if held > topk:
-        raise ValueError(f"{held} tokens are held in {topk} slots")
     if total == held:
         return torch.full((heads, total), NEVER, dtype=torch.int64, device=device)
     piece = Piece([segment([topk] * heads, total - held, position=held + window, window=window)], device)

@@ -1,9 +1,9 @@
 """Attention under the running top-k mask: FlashAttention's forward and backward over visible keys alone.
 
-The cutoff never rises, so a key is seen by queries from its own to the one behind its eviction: the forward pass is that of
-prefill (:mod:`_prefill_attend`), over lists of what a block of queries sees. The backward pass recomputes the softmax from the
-stored lse (Dao 2023, arXiv 2307.08691): dq over the same lists, dk and dv over a block's range of queries. Blocks are of keys
-that live about equally long, so that a range has few queries that miss most of its keys.
+The cutoff never rises, so a key is seen by queries from its own to the one behind its eviction: the forward pass is
+that of prefill (:mod:`_prefill_attend`), over lists of what a block of queries sees. The backward pass recomputes the
+softmax from the stored lse (Dao 2023, arXiv 2307.08691): dq over the same lists, dk and dv over a block's range of
+queries. Blocks are of keys that live about equally long, so that a range has few queries that miss most of its keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION, check_size, common_dtype
+from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION, common_dtype
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
 from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists, listed
 from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, block_of, segment
@@ -114,20 +114,13 @@ def _backward_keys(
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, H, S, D]`` as ``[B * S, H, D]`` with a contiguous last axis, without a copy where that is possible."""
+    """Return ``[B, H, S, D]`` as ``[B * S, H, D]`` with a contiguous last axis, without a copy where possible."""
     x = x.transpose(1, 2).flatten(0, 1)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def eviction_times(rank: torch.Tensor, cutoff: torch.Tensor, sinks: int, window: int) -> torch.Tensor:
-    """Return for each key ``[B, H, S]`` int32 the first query that does not see it.
-
-    Args:
-        rank: ``[B, H, S]``.
-        cutoff: ``[B, H, S]``, which must not rise.
-        sinks: s.
-        window: w.
-    """
+    """Return for each key ``[B, H, S]`` int32 the first query that does not see it; cutoffs must not rise."""
     leaves = torch.arange(rank.shape[-1], device=rank.device) + window
     below = torch.searchsorted((-cutoff).contiguous(), (-rank).contiguous(), right=True)
     gone = below.maximum(leaves).int()
@@ -184,7 +177,6 @@ class _SparseAttention(torch.autograd.Function):
 
 def sparse_attention(q, k, v, rank, cutoff, *, sinks, window, scale):
     """Implement :func:`kvpop_vllm.kernels.ops.sparse_attention`."""
-    check_size("sparse_attention", q.shape[-1])
     common = common_dtype("sparse_attention", q, k, v)
     gone = eviction_times(rank.int(), cutoff.int(), sinks, window)
     out, lse = _SparseAttention.apply(q.to(common), k.to(common), v.to(common), gone, scale)
