@@ -33,13 +33,13 @@ def view(tensor) -> View:
 
 
 def state_places(pages, table, heads, requests):
-    """Return the state pages ``[H * n, pages]`` and heads ``[H * n]`` of n requests, request by request for each head."""
+    """Return the state pages ``[H * n, pages]`` and heads ``[H * n]`` of n requests, a head's requests together."""
     rows = table[requests, :, : pages.layout.state_blocks].long().transpose(0, 1)
     return rows.flatten(0, 1), heads.repeat_interleave(len(requests))
 
 
 class Cache(NamedTuple):
-    """Pages of a layer and their page table, with strides in elements of the respective array; no table stands for none.
+    """Pages of a layer and their page table, with strides in elements of their array; no table stands for no pages.
 
     Pages of protected tokens (:class:`kvpop_vllm.kernels.pages.Prefix`) have the table of all heads and the arrays k, v
     and, if some have a bias, score.
@@ -160,9 +160,9 @@ class KernelConfig(Order, Heads):
     def work_sizes(self) -> tuple[int, ...]:
         """Numbers of float32 values in the parts of a head's workspace.
 
-        They are a token's products (read features, write features and values of an mLSTM, or the hidden sums of an MLP),
-        readout numerators ``[Dv]``, residuals ``[slots]``, deviations ``[2, D]`` of an evicted token's key and value,
-        outputs ``[G, D]`` before their correction, and logits ``[G, slots]`` in base 2.
+        They are a token's products (read features, write features and values of an mLSTM, or the hidden sums of an
+        MLP), readout numerators ``[Dv]``, residuals ``[slots]``, deviations ``[2, D]`` of an evicted token's key and
+        value, outputs ``[G, D]`` before their correction, and logits ``[G, slots]`` in base 2.
         """
         moments, corrected = 2 * self.size * self.moments, self.group * self.size * self.uses_moment_correction
         products, slots = 2 * self.columns + self.values, self.most_slots

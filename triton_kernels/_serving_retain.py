@@ -1,8 +1,4 @@
-"""Eviction and insertion, one program per request and head.
-
-The token leaving the window is ranked, the lowest-ranked token is evicted, the other one is moved, and the
-new token is written.
-"""
+"""Eviction and insertion, one program per request and head."""
 
 from __future__ import annotations
 
@@ -47,12 +43,7 @@ def _read_mlstm(step, work, z, m, h, x_key, x_value, P: tl.constexpr):
 
 @triton.jit
 def _stateless(step, work, h, x_key, x_value, stored, P: tl.constexpr):
-    """Return the score of a token leaving the window, for scorers without state.
-
-    Args:
-        work: workspace of this head, with the hidden sums of an MLP.
-        stored: the token's score field.
-    """
+    """Return the score of a token leaving the window, whose score field is ``stored``, for scorers without state."""
     score = stored
     if P.scorer == "none":
         score = tl.full([], 0.0, tl.float32)
@@ -87,10 +78,7 @@ def _take_in(step, work, row, r, h, q, P: tl.constexpr):
 
 @triton.jit
 def _into_moments(step, deltas, r, h, slot, count, column, fits, P: tl.constexpr):
-    """Update the means of the evicted tokens with the ``count``-th one, which is in ``slot``.
-
-    The factors of its contribution to the products are written to ``deltas [2, D]``.
-    """
+    """Add the ``count``-th evicted token to the means, and write the factors of its products to ``deltas [2, D]``."""
     cache = step.cache
     row = row_at(cache, r, h, slot, P)
     key_at = moments_at(cache, r, h, 0, column, fits, P)
@@ -183,13 +171,11 @@ def retain(step, work, victim, row, r, h, q, P: tl.constexpr):
     The token leaving the window goes to a free slot, replaces a token with a lower score, or is evicted. The
     new token takes its slot.
 
-    Args:
-        work: workspace of this head.
-        victim: slot with the lowest score, or a negative number; read if no slot is free.
-        row, r, q: index of the new token in the batch, its request and its position.
+    ``victim`` is the slot with the lowest score, or negative; it counts if no slot is free.
 
     Returns:
-        Slots to attend to, PADDING or REFUSED; tokens evicted so far; tokens evicted now; protected tokens to attend to.
+        Slots to attend to, PADDING or REFUSED; tokens evicted so far; tokens evicted now; protected tokens to attend
+        to.
     """
     tail = pages.tail_of(step, r, h, q, P)  # roles use tail.since, scores and positions q
     used, evicted, gone = tl.where(tail.since == -1, pages.PADDING, pages.REFUSED), 0, 0
@@ -200,7 +186,7 @@ def retain(step, work, victim, row, r, h, q, P: tl.constexpr):
 
 @triton.jit
 def _evict_and_insert(step, P: tl.constexpr):
-    """Score, evict and move the tokens of one head, and write the new token.
+    """Run :func:`retain` for one head.
 
     Grid: 1, H, R. 0.26 MB of scores and positions: 0.1 us, less than a launch; 5 us for 64 requests.
     """

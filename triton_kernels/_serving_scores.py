@@ -1,8 +1,9 @@
 """Inputs of an eviction, computed before anything moves: projections, mLSTM cells, residuals, the lowest score.
 
-Results go to workspaces that :mod:`_serving_retain` reads. The only part of the pages that is written are the
-cells of states. A function without an underscore is one phase of a step for one block and one head; decode_step has a
-kernel around it, and prefill calls it token after token (:mod:`_prefill_steps`).
+Results go to workspaces that :mod:`_serving_retain` reads; of the pages only the cells of states are written. A
+function without an underscore is one phase of a step for one block and one head, with the head's workspace ``work``:
+decode_step has a kernel around it, and prefill calls it token after token (:mod:`_prefill_steps`). There, ``row`` is
+the index of a token in the batch, r its request and q its position.
 """
 
 from __future__ import annotations
@@ -21,15 +22,10 @@ CELLS, SLOTS = tl.constexpr(32), tl.constexpr(32)  # columns of cells and slots 
 
 @triton.jit
 def project(step, out, row, r, h, q, part, P: tl.constexpr):
-    """Multiply ``[k; v]`` of a token by a block of columns of a matrix.
+    """Multiply ``[k; v]`` of ROWS tokens, each on its own, by the ``part``-th block of columns of matrices.
 
-    The token is the new one, or the one leaving the window for the read features of a delayed scorer and for
-    an MLP. A token's result does not depend on the other ones.
-
-    Args:
-        out: ``[ROWS]``, addresses of the workspaces that the products go to.
-        row, r, q: ``[ROWS]``, indices of new tokens in the batch, their requests and positions; -1 stands for no token.
-        part: number of the block of columns.
+    A token is the new one, or the one leaving the window for the read features of a delayed scorer and for an MLP.
+    Products go to the workspaces at ``out``. Position -1 stands for no token.
     """
     protected, sinks, window = pages.roles_of(step, r, P)
     since = q - protected  # negative for padding and protected tokens
@@ -70,7 +66,7 @@ def project(step, out, row, r, h, q, part, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["requests"])
 def _project(step, requests, P: tl.constexpr):
-    """Multiply one token of each request by a block of columns of a matrix.
+    """Multiply one token of each request by a block of columns of matrices.
 
     Grid: 16 requests, 64 columns, H. 2.1 MB of weights, whatever the number of requests up to 16: 0.6 us.
     """
@@ -84,10 +80,7 @@ def _project(step, requests, P: tl.constexpr):
 
 @triton.jit
 def victim_of(step, work, r, h, q, P: tl.constexpr):
-    """Return the long-range slot with the lowest effective score at q; -1 if slots are free or all scores are NaN.
-
-    Of equal scores the oldest token's slot is returned.
-    """
+    """Return the long-range slot with the lowest effective score at q; -1 if slots are free or all scores are NaN."""
     cache = step.cache
     tail = pages.tail_of(step, r, h, q, P)
     end = tl.where(pages.used_slots(step, r, h, tail, P) < tail.budget, tail.first_long, tail.budget)
@@ -109,19 +102,14 @@ def victim_of(step, work, r, h, q, P: tl.constexpr):
 
 @triton.jit
 def features_of(projected, P: tl.constexpr):
-    """Return the features phi of the P.columns products at ``projected``.
-
-    They are ``[P.padded_features]`` float32, 0 beyond F.
-    """
+    """Return the features phi ``[P.padded_features]`` of the P.columns products at ``projected``, 0 beyond F."""
     f = tl.arange(0, P.padded_features)
     plus = f < P.columns
     inside = f < P.features
     a = tl.load(projected + f % P.columns, mask=inside, other=0.0)
-    a = tl.where(plus, a, -a)
-    raised = tl.where(
-        plus, tl.max(tl.where(plus, a, float("-inf")), 0), tl.max(tl.where(inside & ~plus, a, float("-inf")), 0)
-    )
-    weight = tl.where(inside, tl.exp(a - tl.where(inside, raised, 0.0)), 0.0)
+    a = tl.where(inside, tl.where(plus, a, -a), float("-inf"))
+    raised = tl.where(plus, tl.max(tl.where(plus, a, float("-inf")), 0), tl.max(tl.where(plus, float("-inf"), a), 0))
+    weight = tl.exp(a - tl.where(inside, raised, 0.0))
     totals = tl.where(plus, tl.sum(tl.where(plus, weight, 0.0), 0), tl.sum(tl.where(plus, 0.0, weight), 0))
     return tl.where(inside, weight / tl.where(inside, totals, 1.0), 0.0)
 
@@ -157,12 +145,7 @@ def _softcap(a, P: tl.constexpr):
 
 @triton.jit
 def gates_of(step, m_at, row, h, q, P: tl.constexpr):
-    """Return the new m of an mLSTM's state and the factors of its old content and of the new token.
-
-    Args:
-        m_at: address of m.
-        row, q: index of the new token in the batch, and its position.
-    """
+    """Return the new m of an mLSTM, whose old one is at ``m_at``, and the factors of old cells and of the new token."""
     key, value = new_token(step, row, h, P)
     w = step.weights
     igate = _softcap(dot(key, value, w.igate_weight, h, P) + tl.load(w.igate_bias + h), P).to(tl.float32)
@@ -177,13 +160,8 @@ def gates_of(step, m_at, row, h, q, P: tl.constexpr):
 def update_cells(step, work, row, r, h, q, first, P: tl.constexpr):
     """Update a block of columns of an mLSTM's cells with the new token, and read it out.
 
-    z and m stay unchanged, because all blocks read them; :mod:`_serving_retain` writes them.
-
-    Args:
-        work: workspace of this head.
-        row, r: index of the token in the batch, and its request.
-        q: position of the token; behind a prefix, the state includes tokens of the prefix.
-        first: first column.
+    z and m stay unchanged, because all blocks read them; :mod:`_serving_retain` writes them. Behind a prefix, the state
+    includes tokens of the prefix.
     """
     cache = step.cache
     column = first + tl.arange(0, CELLS)
