@@ -21,7 +21,12 @@ def check_size(op: str, size: int) -> None:
 
 
 def common_dtype(op: str, *tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype to which an op of training converts its inputs, or raise ValueError if it does not take it."""
+    """Return the dtype to which an op of training converts its inputs.
+
+    Raises:
+        ValueError: the op does not take it, or not heads of this size.
+    """
+    check_size(op, tensors[0].shape[-1])
     common = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     if common not in TRITON_DTYPES[op]:
         raise ValueError(f"{op} in Triton takes float32, float16 and bfloat16, got {common}: use impl='reference'")

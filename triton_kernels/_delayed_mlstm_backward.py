@@ -30,6 +30,18 @@ def pair_logs(decays, gates, L: tl.constexpr):
 
 
 @triton.jit
+def chunk_of(decay, igate, chunks, L: tl.constexpr):
+    """Return row, first token and index of a program's chunk in a grid (any, chunks, rows), and what it has of tokens.
+
+    That is their indices in ``[rows, chunks * L]``, their running sums of log f and their input gates.
+    """
+    chunk, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    here = row * chunks + chunk
+    at = here * L + tl.arange(0, L)
+    return row, chunk * L, here, at, tl.load(decay + at), tl.load(igate + at)
+
+
+@triton.jit
 def _backward_states(
     q,
     grad,  # dh, [rows, S, DV]
@@ -43,17 +55,13 @@ def _backward_states(
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the state behind each chunk, from the last to the first.
-
-    Each program has one tile of C.
+    """Compute the gradient of the state behind each chunk, from the last to the first; each program has one tile of C.
 
     Grid: 64 features, 64 columns, rows. 202 MB: 56 us, and more by 128 chunks one after another.
     """
     f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
     row = tl.program_id(2).to(tl.int64)
     part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + row
-    q += row * length * FEATURES
-    grad += row * length * WIDTH
     features = f + tl.arange(0, BLOCK_F)
     has_z = features < tl.where(column == 0, FEATURES, 0)
     dc = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
@@ -73,8 +81,9 @@ def _backward_states(
         m_start, m_end = tl.load(m_states + behind - 1), tl.load(m_states + behind)
         keep = tl.exp(tl.load(decay + here * L + L - 1) + m_start - m_end)
         old = tl.exp(decays + m_start - tl.load(m_rows + at))
-        block_q = tile(q, chunk * L - delay, length - delay, f, FEATURES, L, BLOCK_F) * old[:, None]
-        g = tile(grad, chunk * L - delay, length - delay, column, WIDTH, L, BLOCK_V)
+        first = chunk * L - delay
+        block_q = tile(q + row * length * FEATURES, first, length - delay, f, FEATURES, L, BLOCK_F) * old[:, None]
+        g = tile(grad + row * length * WIDTH, first, length - delay, column, WIDTH, L, BLOCK_V)
         g = g / tl.load(denominators + at)[:, None]
         dc = tl.dot(tl.trans(block_q), g, dc * keep, input_precision=PRECISION)
         dz = dz * keep + tl.sum(block_q * tl.load(qz_grad + at)[:, None], 0)
@@ -95,15 +104,9 @@ def _backward_features(
     Grid: 64 features, chunks, rows. 337 MB: 93 us.
     """
     f = tl.program_id(0) * BLOCK_F
-    chunk = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    first = chunk * L
-    here = row * chunks + chunk
+    row, first, here, at, decays, gates = chunk_of(decay, igate, chunks, L)
     state = here + row  # index in [rows, chunks + 1]
-    at = here * L + tl.arange(0, L)
-    decays, gates, m = tl.load(decay + at), tl.load(igate + at), tl.load(m_rows + at)
-    e = tl.load(qz_grad + at)
-    denominator = tl.load(denominators + at)
+    m, e, denominator = tl.load(m_rows + at), tl.load(qz_grad + at), tl.load(denominators + at)
 
     products = tl.zeros([L, L], tl.float32)
     dq_acc = tl.zeros([L, BLOCK_F], tl.float32)
@@ -150,12 +153,8 @@ def _backward_values(
     Grid: 64 columns, chunks, rows. 202 MB: 56 us.
     """
     column = tl.program_id(0) * BLOCK_V
-    chunk = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    first = chunk * L
-    here = row * chunks + chunk
-    at = here * L + tl.arange(0, L)
-    decays, gates, m = tl.load(decay + at), tl.load(igate + at), tl.load(m_rows + at)
+    row, first, here, at, decays, gates = chunk_of(decay, igate, chunks, L)
+    m = tl.load(m_rows + at)
     products = tl.zeros([L, L], tl.float32)
     acc = tl.zeros([L, BLOCK_V], tl.float32)
     for f in range(0, FEATURES, BLOCK_F):

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._draws import draw
 
 FAR = tl.constexpr(2**31 - 1)
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+FIRST, SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,27 @@ class Order:
     ages: bool = False
     draws: bool = False
     residual: bool = False
+
+
+@triton.jit
+def _mix(x):
+    """Return the finalizer of SplitMix64 of uint64 words."""
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def draw(key, q, t):
+    """Return the draws of tokens t for an eviction at position q, float64 (:mod:`kvpop_vllm.kernels.draws`).
+
+    Args:
+        key: int64 key of request and head.
+        q: position of the eviction.
+        t: positions of the tokens.
+    """
+    mixed = _mix(_mix((key + q).to(tl.uint64)) + t.to(tl.uint64) * GOLDEN)
+    return (mixed >> 11).to(tl.int64).to(tl.float64)
 
 
 @triton.jit
@@ -53,22 +75,21 @@ def none_yet(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def lower_of(best, oldest, where, score, token, slot, inside):
-    """Update each lane with a block of slots: keep the lower score, of equal scores the older token.
+def lower_of(best, oldest, where, raw, token, slot, inside, q, log_gamma, factor, key, P: tl.constexpr):
+    """Update each lane with a block of slots: keep the lower effective score, of equal scores the older token.
 
     Scores that are NaN are never lower. Slots that are not ``inside`` are ignored.
     """
+    score = effective(raw, tl.where(inside, token, q - 1), q, log_gamma, factor, key, P)
     lower = inside & ((score < best) | ((score == best) & (token < oldest)))
     return tl.where(lower, score, best), tl.where(lower, token, oldest), tl.where(lower, slot, where)
 
 
 @triton.jit
 def lowest_of(best, oldest, where):
-    """Return the lowest score of all lanes and its slot, or FAR as slot if there is none.
-
-    Of equal scores the oldest token's slot is returned.
-    """
+    """Return the lowest score of all lanes and its slot, of equal scores the oldest token's; -1 if there is none."""
     lowest = tl.min(best, 0)
     equal = (best == lowest) & (where != FAR)
     first = tl.min(tl.where(equal, oldest, FAR), 0)
-    return lowest, tl.min(tl.where(equal & (oldest == first), where, FAR), 0)
+    slot = tl.min(tl.where(equal & (oldest == first), where, FAR), 0)
+    return lowest, tl.where(slot == FAR, -1, slot)

@@ -1,7 +1,6 @@
 """Attention of a piece's queries to protected prefixes, slots and each other, under evictions.
 
-The slots and new tokens that a block of queries sees are listed first, so that no other key is loaded, and a key's
-address follows from one load.
+The keys that a block of queries sees are listed first: no other one is loaded, and an address follows from one load.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ LIST_BYTES = 64 << 20  # memory of the lists that exist at the same time
 
 @triton.jit
 def _append(lists, room, found, place, until, seen):
-    """Append the places and eviction times of some seen keys to a list of ``found`` keys, and return their new number."""
+    """Append the places and eviction times of seen keys to a list of ``found`` keys, and return their new number."""
     flags = seen.to(tl.int32)
     entry = lists + found + tl.cumsum(flags, 0) - 1
     tl.store(entry, place, mask=seen)
@@ -41,7 +40,7 @@ def _list_keys(
     skipped, keys, room,
     P: tl.constexpr, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """List the slots that some query of a block sees, by their number in the cache, then its new tokens, by their index.
+    """List the slots that some query of a block sees, by their number in the cache, then new tokens, by their index.
 
     The launch covers the blocks from ``skipped`` on.
 
@@ -72,6 +71,14 @@ def _list_keys(
     tl.store(counts + 2 * row + 1, found)
 
 
+@triton.jit
+def listed(lists, room, start, end, BLOCK: tl.constexpr):
+    """Return the places and eviction times of a block of a list, and a mask of those before its ``end``."""
+    entry = start + tl.arange(0, BLOCK)
+    there = entry < end
+    return tl.load(lists + entry, mask=there, other=0), tl.load(lists + room + entry, mask=there, other=0), there
+
+
 @triton.jit(do_not_specialize=["skipped", "room"])
 def _attend_keys(
     q,  # [T, Hq, D]
@@ -83,9 +90,7 @@ def _attend_keys(
     scale,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of a block of queries, for all query heads of a KV head.
-
-    ROWS is BLOCK_Q times the number of query heads, rounded up to a power of two.
+    """Compute attention of a block of queries, for all query heads of a KV head, in ROWS rows.
 
     Grid: 32 queries, H. 0.55 TFLOP: 1.1 ms, 0.8 ms in training; keys and values come from the L2 cache.
     """
@@ -100,51 +105,39 @@ def _attend_keys(
     rows = load_rows(element_at(q, place, head), present, P)
     if P.wide:
         rows = rows.to(tl.float32)
-    top, total, acc = nothing_yet(ROWS, P.padded)
+    sums = nothing_yet(ROWS, P.padded)
     if prefix.table is not None:
         position = own.position + query
         end = tl.minimum(own.first, own.position + queries)
         for start in range(0, end, BLOCK_K):
             t = start + tl.arange(0, BLOCK_K)
             there = t < end
-            page = tl.load(
-                prefix.table + r * prefix.table_request + t // P.slots * prefix.table_page, mask=there, other=0
-            ).to(tl.int64)
+            page = page_of(prefix, r, h, tl.where(there, t // P.slots, 0))
             key = page * prefix.rows + h * prefix.rows_head + t % P.slots * P.size
             bias = None
             if prefix.score is not None:
                 words = prefix.score + page * prefix.words + h * prefix.words_head + t % P.slots
                 bias = tl.load(words, mask=t < tl.minimum(own.biased, end), other=0.0)
             visible = there[None, :] & (t[None, :] <= position[:, None])
-            _, top, total, acc = add_keys(
-                prefix.k + key, prefix.v + key, there, bias, visible, rows, scale, top, total, acc, P
-            )
+            _, sums = add_keys(prefix.k + key, prefix.v + key, there, bias, visible, rows, scale, sums, P)
     query -= own.inside
     list_of = h * tl.num_programs(0) + tl.program_id(0)
     lists += list_of * 2 * room
     held, count = tl.load(counts + 2 * list_of), tl.load(counts + 2 * list_of + 1)
     if cache.table is not None:
         for start in range(0, held, BLOCK_K):
-            entry = start + tl.arange(0, BLOCK_K)
-            there = entry < held
-            slot = tl.load(lists + entry, mask=there, other=0).to(tl.int64)
-            until = tl.load(lists + room + entry, mask=there, other=0)
+            slot, until, there = listed(lists, room, start, held, BLOCK_K)
+            slot = slot.to(tl.int64)
             key = slot // P.slots * cache.rows + h * cache.rows_head + slot % P.slots * P.size
             visible = query[:, None] < until[None, :]
-            _, top, total, acc = add_keys(
-                cache.k + key, cache.v + key, there, None, visible, rows, scale, top, total, acc, P
-            )
+            _, sums = add_keys(cache.k + key, cache.v + key, there, None, visible, rows, scale, sums, P)
     for start in range(held, count, BLOCK_K):
-        entry = start + tl.arange(0, BLOCK_K)
-        there = entry < count
-        index = tl.load(lists + entry, mask=there, other=0)
-        until = tl.load(lists + room + entry, mask=there, other=0)
+        index, until, there = listed(lists, room, start, count, BLOCK_K)
         key = (own.token + own.inside + index).to(tl.int64)
         visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
-        _, top, total, acc = add_keys(
-            element_at(k, key, h), element_at(v, key, h), there, None, visible,
-            rows, scale, top, total, acc, P,
-        )  # fmt: skip
+        keys, values = element_at(k, key, h), element_at(v, key, h)
+        _, sums = add_keys(keys, values, there, None, visible, rows, scale, sums, P)
+    top, total, acc = sums
     total = tl.where(present, total, 1.0)  # every query sees itself
     good = tl.load(right + r * heads + h) != 0
     place = place * heads * P.group + head  # index in [T, Hq]
@@ -161,9 +154,8 @@ def block_rows(config, tile) -> tuple[int, int]:
 def key_lists(piece: Piece, config, cache, gone, block_q: int) -> Iterator[tuple]:
     """List what blocks of ``block_q`` queries see, as many of them as memory allows at a time.
 
-    Yields:
-        Grid of the blocks and KV heads; and what a kernel that reads the lists takes: blocks, lists, counts, the first block
-        and the room of a list.
+    Yield the grid of these blocks, and what a kernel takes of the lists: blocks, lists, counts, first block and a
+    list's room.
     """
     heads, blocks, room = len(gone), piece.blocks(block_q), min(piece.most_keys, piece.most_slots + block_q)
     some = min(len(blocks), max(1, LIST_BYTES // (8 * heads * room)))
@@ -179,19 +171,9 @@ def key_lists(piece: Piece, config, cache, gone, block_q: int) -> Iterator[tuple
 
 
 def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, out, lse) -> None:
-    """Compute softmax attention of a piece's queries to what each of them sees.
+    """Compute softmax attention of a piece's queries ``q [T, Hq, D]`` to what each of them sees, by ``gone``.
 
-    Args:
-        piece: the piece.
-        config: compile-time constants.
-        q: ``[T, Hq, D]``.
-        tokens: k and v ``[T, H, D]``, as kernels take them.
-        cache, prefix: pages of tails and of prefixes as kernels take them.
-        gone: ``[H, N]`` int32, index of the first query that does not see a key.
-        right: ``[R, H]`` int32; outputs are NaN where it is 0.
-        scale: factor on q . k.
-        out: ``[T, Hq, D]``, contiguous; written.
-        lse: ``[T, Hq]`` float32, contiguous; written.
+    The other arguments are those of the kernels; ``out`` and ``lse`` are written.
     """
     tile = tile_of(PREFILL, config.wide, config.size)
     rows, block_q = block_rows(config, tile)

@@ -13,8 +13,6 @@ Positions within a segment are relative to the first token of its tail. Query 0 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -72,92 +70,48 @@ def block_of(segments, blocks, block):
     return numbers_of(segments, tl.load(blocks + 2 * block)), tl.load(blocks + 2 * block + 1)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Tokens ``[token, token + count)`` of the batch: those of one request from position ``position`` on."""
-
-    request: int
-    token: int
-    count: int
-    position: int
-    protected: int
-    sinks: int
-    window: int
-    topk: list[int]
-    biased: int = 0
-
-    @property
-    def inside(self) -> int:
-        """Number of tokens below p."""
-        return min(max(self.protected - self.position, 0), self.count)
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of the tail."""
-        return self.count - self.inside
-
-    @property
-    def start(self) -> int:
-        """Number of tokens of the tail before the segment."""
-        return max(self.position - self.protected, 0)
-
-    @property
-    def held(self) -> int:
-        """Number of slots in use before the segment, of the head with most."""
-        return min(self.start, self.sinks + self.window + max(self.topk))
-
-    @property
-    def room(self) -> int:
-        """Number of tail rows, at least one block of them because of its state, and slots in use."""
-        return max(1, triton.cdiv(self.count, ROWS)) * ROWS + self.held
-
-    def eligible(self, q: int) -> int:
-        """Return the number of tokens behind the sinks that have left the window before token q."""
-        return max(0, q - self.window - self.sinks)
-
-    @property
-    def leaving(self) -> int:
-        """Number of tokens that leave the window."""
-        return self.eligible(self.start + self.length) - self.eligible(self.start)
-
-    @property
-    def filled(self) -> int:
-        """Number of long-range slots that may be in use after the segment, of the head with most."""
-        return min(self.eligible(self.start + self.length), max(self.topk))
-
-    @property
-    def evicts(self) -> bool:
-        """Whether some head has more candidates than long-range slots."""
-        return self.eligible(self.start + self.length) > min(self.topk)
+Segment = tuple[Numbers, list[int]]
+"""Numbers of a segment, and k of each head."""
 
 
-def segments_of(
-    chunks: Chunks, rule: RetentionRule, protected: list[int], biased: list[int], *, within: bool = False
-) -> Iterator[list[Segment]]:
-    """Yield the segments of each piece.
+def segment(topk, count: int, *, request=0, token=0, position=0, protected=0, sinks=0, window=1, biased=0) -> Segment:
+    """Return the segment of the tokens ``[token, token + count)`` of the batch, from ``position`` on, behind p tokens.
 
-    Args:
-        chunks: the chunks.
-        rule: retention rule of the layer.
-        protected: p of each request.
-        biased: number of the first of these that have a bias.
-        within: if True, only tokens below p are in segments.
+    Where heads differ, its numbers are those of the head with most slots. :class:`Piece` sets row, key and entry.
     """
-    piece, room, first, budgets = [], PIECE, 0, chunks.budgets.tolist()
+    inside = min(max(protected - position, 0), count)
+    length, start = count - inside, max(position - protected, 0)
+    before, after = (max(0, q - window - sinks) for q in (start, start + length))  # have left the window
+    held, filled = min(start, sinks + window + max(topk)), min(after, max(topk))
+    own = request, position, token, inside, length, start, protected, sinks, window
+    return Numbers(*own, 0, 0, held, 0, filled, after - before, biased), topk
+
+
+def pieces_of(
+    chunks: Chunks, rule: RetentionRule, protected: list[int], biased: list[int], device: torch.device
+) -> list[Piece]:
+    """Return the pieces of the chunks; if the rule is sequential, only tokens below p are in their segments.
+
+    Each request has ``protected`` tokens, of which the first ``biased`` ones have a bias.
+    """
+    pieces, room, first, budgets = [[]], PIECE, 0, chunks.budgets.tolist()
     for r, (position, length, window) in enumerate(zip(chunks.starts, chunks.lengths, chunks.windows, strict=True)):
         p, topk = protected[r], [budget - rule.sinks - window for budget in budgets[r]]
-        wanted = min(length, max(0, p - position)) if within else length
+        wanted = min(length, max(0, p - position)) if rule.sequential else length
         for done in range(0, wanted, PIECE):
             count = min(wanted - done, PIECE)
-            part = Segment(r, first + done, count, position + done, p, rule.behind(p).sinks, window, topk, biased[r])
-            if piece and part.room > room:
-                yield piece
-                piece, room = [], PIECE
-            piece.append(part)
-            room -= part.room
+            part = segment(
+                topk, count, request=r, token=first + done, position=position + done, protected=p,
+                sinks=rule.behind(p).sinks, window=window, biased=biased[r],
+            )  # fmt: skip
+            wanted_room = triton.cdiv(count, ROWS) * ROWS + part[0].held  # rows even for tokens of the prefix
+            if pieces[-1] and wanted_room > room:
+                pieces.append([])
+                room = PIECE
+            pieces[-1].append(part)
+            room -= wanted_room
         first += length
-    if piece:
-        yield piece
+    return [Piece(parts, device) for parts in pieces if parts]
 
 
 class Piece:
@@ -169,36 +123,30 @@ class Piece:
         rows, keys, entries: P, N and E.
         most_keys, most_slots, most_entries: largest numbers of keys, slots and entries of a segment.
         evicts: False if no head has more candidates than long-range slots.
+        numbers: those of all segments, each ``[S]`` int64.
         tails: ``[S']`` int64, the segments that have tokens behind p.
     """
 
     def __init__(self, parts: list[Segment], device: torch.device):
         lines, row, key, entry = [], 0, 0, 0
-        for part in parts:
-            numbers = Numbers(
-                part.request, part.position, part.token, part.inside, part.length, part.start, part.protected,
-                part.sinks, part.window, row, key, part.held, entry, part.filled, part.leaving, part.biased,
-            )  # fmt: skip
-            lines.append([*numbers, *part.topk])
+        for part, topk in parts:
+            lines.append([*part._replace(row=row, key=key, entry=entry), *topk])
             row += triton.cdiv(part.length, ROWS) * ROWS
             key += part.held + part.length
             entry += part.filled + part.leaving
         sent = send(lines, device, torch.int32)
         self.segments, self.topk = sent[:, :16].contiguous(), sent[:, 16:].contiguous()
+        self.numbers = Numbers(*sent.T[:16].long())
         self.rows, self.keys, self.entries = row, key, entry
-        self.most_keys = max(part.held + part.count for part in parts)
-        self.most_slots = max(part.sinks + part.window + max(part.topk) for part in parts)
-        self.most_entries = max(part.filled + part.leaving for part in parts)
-        self.evicts = any(part.evicts for part in parts)
-        self.tails = send([s for s, part in enumerate(parts) if part.length], device)
-        self._queries, self._blocks = [part.count for part in parts], {}
+        self.most_keys = max(part.held + part.inside + part.length for part, _ in parts)
+        self.most_slots = max(part.sinks + part.window + max(topk) for part, topk in parts)
+        self.most_entries = max(part.filled + part.leaving for part, _ in parts)
+        self.evicts = any(part.start + part.length > part.sinks + part.window + min(topk) for part, topk in parts)
+        self.tails = send([s for s, (part, _) in enumerate(parts) if part.length], device)
+        self._queries, self._blocks = [part.inside + part.length for part, _ in parts], {}
 
     def __len__(self) -> int:
         return len(self.segments)
-
-    def numbers(self, name: str) -> torch.Tensor:
-        """Return one of the numbers of all segments, ``[S]`` int64."""
-        return self.segments[:, Numbers._fields.index(name)].long()
 
     def _owners(self, counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the segment of each of ``total`` items, ``counts [S]`` of each segment, and its index there."""
@@ -213,8 +161,8 @@ class Piece:
             size: number of tokens of a block; None stands for blocks of :data:`ROWS` tail rows.
         """
         if size not in self._blocks:
-            counts, step = self.numbers("length"), size or ROWS
-            counts = counts if size is None else counts + self.numbers("inside")
+            counts, step = self.numbers.length, size or ROWS
+            counts = counts if size is None else counts + self.numbers.inside
             total = self.rows // ROWS if size is None else sum(triton.cdiv(count, size) for count in self._queries)
             owner, index = self._owners((counts + step - 1) // step, total)
             self._blocks[size] = torch.stack([owner, index * step], 1).int()
@@ -225,31 +173,26 @@ class Piece:
         """Token of the batch ``[P]`` int64 of each tail row, and a mask ``[P]`` of the rows that hold none."""
         owner, first = self.blocks().long().unbind(1)
         index = first.unsqueeze(1) + torch.arange(ROWS, device=first.device)
-        length = self.numbers("length")[owner].unsqueeze(1)
-        token = (self.numbers("token") + self.numbers("inside"))[owner].unsqueeze(1) + index.minimum(length - 1)
+        length = self.numbers.length[owner].unsqueeze(1)
+        token = (self.numbers.token + self.numbers.inside)[owner].unsqueeze(1) + index.minimum(length - 1)
         return token.flatten(), (index >= length).flatten()
 
     @cached_property
-    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Number of blocks of tail rows before each of ``tails``, and in all, ``[S' + 1]`` int32, and each block's tail."""
-        first = self.numbers("row")[self.tails] // ROWS
-        rank = (self.numbers("length") > 0).cumsum(0) - 1
+    def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Numbers by which the scorer's states of ``tails`` are found.
+
+        They are the number of blocks of tail rows before each tail, and in all, ``[S' + 1]`` int32, and each block's
+        tail; the requests ``[S']`` int64 of the tails, and a mask ``[S']`` of those that begin without a state.
+        """
+        first = self.numbers.row[self.tails] // ROWS
+        rank = (self.numbers.length > 0).cumsum(0) - 1
         ends = torch.cat([first, torch.full_like(first[:1], self.rows // ROWS)])
-        return ends.int(), rank[self.blocks()[:, 0].long()].int()
-
-    @cached_property
-    def requests(self) -> torch.Tensor:
-        """Requests ``[S']`` int64 of ``tails``."""
-        return self.numbers("request")[self.tails]
-
-    @cached_property
-    def begins(self) -> torch.Tensor:
-        """Mask ``[S']`` of the tails that begin without a scorer's state."""
-        return (self.numbers("start") + self.numbers("first"))[self.tails] == 0
+        begins = (self.numbers.start + self.numbers.first)[self.tails] == 0
+        return ends.int(), rank[self.blocks()[:, 0].long()].int(), self.numbers.request[self.tails], begins
 
     @cached_property
     def entry_numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Segment ``[E]`` of each entry, first entry there, k ``[H, E]``, and what to add to an entry for its arrival."""
-        counts, first = self.numbers("filled") + self.numbers("leaving"), self.numbers("entry")
+        """Segment ``[E]`` of each entry, first entry there, k ``[H, E]``, and an entry's distance to its arrival."""
+        counts, first = self.numbers.filled + self.numbers.leaving, self.numbers.entry
         owner, _ = self._owners(counts, self.entries)
-        return owner, first[owner], self.topk.T[:, owner], (self.numbers("length") - counts - first)[owner]
+        return owner, first[owner], self.topk.T[:, owner], (self.numbers.length - counts - first)[owner]

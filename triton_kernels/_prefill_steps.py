@@ -15,20 +15,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton import _serving_scores as scores
 from kvpop_vllm.kernels.triton._serving_attend import add_masses, attend, correct, finish
-from kvpop_vllm.kernels.triton._serving_pages import budget_of, element_at, position_of, start_of
+from kvpop_vllm.kernels.triton._serving_pages import element_at, position_of, tail_of
 from kvpop_vllm.kernels.triton._serving_retain import add_products, retain
-from kvpop_vllm.kernels.triton._serving_scores import (
-    CELLS,
-    COLUMNS,
-    DEPTH,
-    ROWS,
-    SLOTS,
-    project,
-    residuals,
-    update_cells,
-    victim_of,
-)
 
 NOWHERE = tl.constexpr(2**30)
 """Offset of positions behind those of any cache."""
@@ -52,37 +42,35 @@ def _steps(
     begin += tl.where(tl.load(right + r * heads + h) != 0, 0, NOWHERE)  # no cache has seen so many tokens
     for i in tl.range(0, tl.load(element_at(counts, r, 0)), num_stages=1):
         row, q = first + i, begin + i
-        since, _, sinks, _ = start_of(step, r, h, q, P)
-        if since >= 0:
+        tail = tail_of(step, r, h, q, P)
+        if tail.since >= 0:
             if P.parts > 0:
-                lane = tl.arange(0, ROWS)  # a tile of products, of which one row is used
+                lane = tl.arange(0, scores.ROWS)  # a tile of products, of which one row is used
                 one = tl.where(lane == 0, q, -1)
                 for part in range(P.parts):
-                    project(step, work + 0 * lane, row + 0 * lane, r + 0 * lane, h, one, part, P)
+                    scores.project(step, work + 0 * lane, row + 0 * lane, r + 0 * lane, h, one, part, P)
                 tl.debug_barrier()
             if P.scorer == "mlstm":
-                for column in range(0, P.values, CELLS):
-                    update_cells(step, work, row, r, h, q, column, P)
+                for column in range(0, P.values, scores.CELLS):
+                    scores.update_cells(step, work, row, r, h, q, column, P)
                 tl.debug_barrier()
             if P.residual:
-                budget = budget_of(step, r, h, sinks, P)
-                if since >= budget:
-                    for slot in range(0, budget, SLOTS):
-                        residuals(step, work, r, h, since - budget, budget, slot, P)
+                if tail.since >= tail.budget:
+                    for slot in range(0, tail.budget, scores.SLOTS):
+                        scores.residuals(step, work, r, h, tail, slot, P)
                     tl.debug_barrier()
-        victim = victim_of(step, work, r, h, q, P)
+        victim = scores.victim_of(step, work, r, h, q, P)
         used, evicted, gone, protected = retain(step, work, victim, row, r, h, q, P)
         tl.debug_barrier()
         if P.moments:
             if gone > 0:
-                for channel in range(0, P.size, DEPTH):
+                for channel in range(0, P.size, scores.DEPTH):
                     add_products(step, work, r, h, evicted, channel, P)
         head = (row * heads + h) * P.group
-        top, total, acc = attend(step, work, row, r, h, used, protected, 0, 1, P)
-        finish(step, work, head, top, total, acc, used, protected, P)
+        finish(step, work, head, attend(step, work, row, r, h, used, protected, 0, 1, P), used, protected, P)
         tl.debug_barrier()
         if P.uses_moment_correction:
-            for column in range(0, P.size, COLUMNS):
+            for column in range(0, P.size, scores.COLUMNS):
                 correct(step, work, head, row, r, h, evicted, column, P)
         if P.masses:
             for slot in range(0, used, TOGETHER):

@@ -23,11 +23,11 @@ def _walk(
     first_page, begin, end, used,  # page of slot 0; blocks of slots, of the first ``used``
     biased,  # number of leading slots that have a bias, or None
     logits,  # address of slot 0's logits, [GROUP]
-    rows, scale, top, total, acc,
+    rows, scale, sums,
     P: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Run softmax attention over some blocks of slots; if KEPT, store the logits, because masses are needed."""
-    for block in range(begin, end):
+    for block in range(begin, end):  # P.block divides N, so that it lies in one page
         first = block * P.block
         slot = first + tl.arange(0, P.block)
         seen = slot < used
@@ -37,19 +37,15 @@ def _walk(
         if biased is not None:
             words = cache.score + h * cache.words_head + page * cache.words + slot % P.slots
             bias = tl.load(words, mask=slot < biased, other=0.0)
-        found, top, total, acc = add_keys(
-            cache.k + place, cache.v + place, seen, bias, seen[None, :],
-            rows, scale, top, total, acc, P,
-        )  # fmt: skip
+        found, sums = add_keys(cache.k + place, cache.v + place, seen, bias, seen[None, :], rows, scale, sums, P)
         if KEPT:
-            tl.store(
-                logits[:, None] + slot[None, :], found, mask=(tl.arange(0, P.rows) < P.group)[:, None] & seen[None, :]
-            )
-    return top, total, acc
+            inside = (tl.arange(0, P.rows) < P.group)[:, None] & seen[None, :]
+            tl.store(logits[:, None] + slot[None, :], found, mask=inside)
+    return sums
 
 
 @triton.jit
-def _merged(sums, tops, part, parts, present, P: tl.constexpr):
+def _merged(values, tops, part, parts, present, P: tl.constexpr):
     """Return maxima, totals and sums of all parts of a head's attention; those of its query heads begin at ``part``.
 
     Other programs have written the parts, so they are not read through this one's cache.
@@ -60,7 +56,7 @@ def _merged(sums, tops, part, parts, present, P: tl.constexpr):
     for i in range(parts):
         own_top = tl.load(tops + (part + i) * 2, mask=present, other=0.0, cache_modifier=".cg")
         own_total = tl.load(tops + (part + i) * 2 + 1, mask=present, other=1.0, cache_modifier=".cg")
-        own = sums + (part + i)[:, None] * P.size + column[None, :]
+        own = values + (part + i)[:, None] * P.size + column[None, :]
         new_top = tl.maximum(top, own_top)
         pivot, fade = faded(top, new_top)
         gain = tl.exp2(own_top - pivot)
@@ -78,16 +74,12 @@ def attend(
     part, parts,
     P: tl.constexpr,
 ):  # fmt: skip
-    """Return maxima, totals and sums of one part of a head's attention, for all of its query heads.
-
-    A part is a range of the head's protected tokens and slots. P.block divides N, so that a block of slots
-    lies in one page.
-    """
+    """Return maxima, totals and sums of one part of a head's protected tokens and slots, for all of its query heads."""
     g = tl.arange(0, P.rows)
     rows = load_rows(element_at(step.q, row, h * P.group + g), g < P.group, P)
     if P.wide:
         rows = rows.to(tl.float32)
-    top, total, acc = nothing_yet(P.rows, P.padded)
+    sums = nothing_yet(P.rows, P.padded)
     logits = work + P.logits + g * P.most_slots
     blocks, ahead = (tl.maximum(used, 0) + P.block - 1) // P.block, (protected + P.block - 1) // P.block
     share = (ahead + blocks + parts - 1) // parts
@@ -96,23 +88,19 @@ def attend(
         biased = None
         if step.prefix.score is not None:
             biased = tl.minimum(tl.load(element_at(step.biased, r, 0)).to(tl.int32), protected)
-        top, total, acc = _walk(
-            step.prefix, r, h, 0, begin, tl.minimum(end, ahead), protected, biased, logits,
-            rows, step.scale, top, total, acc, P, False,
-        )  # fmt: skip
+        until = tl.minimum(end, ahead)
+        sums = _walk(step.prefix, r, h, 0, begin, until, protected, biased, logits, rows, step.scale, sums, P, False)
         begin, end = tl.maximum(begin - ahead, 0), end - ahead
-    return _walk(
-        step.cache, r, h, P.state_pages, begin, end, used, None, logits,
-        rows, step.scale, top, total, acc, P, P.masses,
-    )  # fmt: skip
+    return _walk(step.cache, r, h, P.state_pages, begin, end, used, None, logits, rows, step.scale, sums, P, P.masses)
 
 
 @triton.jit
-def finish(step, work, head, top, total, acc, used, protected, P: tl.constexpr):
+def finish(step, work, head, sums, used, protected, P: tl.constexpr):
     """Write the outputs ``[G, D]`` and log-sum-exps ``[G]`` of a head; NaN if the step was refused, 0 for padding.
 
     Outputs that are to be corrected go to the workspace. ``head`` is the first query head's index in ``[T, Hq]``.
     """
+    top, total, acc = sums
     out = step.out + head * P.size
     if P.uses_moment_correction:
         out = work + P.merged
@@ -128,7 +116,7 @@ def finish(step, work, head, top, total, acc, used, protected, P: tl.constexpr):
 @triton.jit
 def _attend(
     step,
-    sums,  # [R, Hq, splits, D] float32: sums of the parts, if CUT
+    values,  # [R, Hq, splits, D] float32: sums of the parts, if CUT
     tops,  # [R, Hq, splits, 2]: maximum in base 2 and total of each part, if CUT
     P: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
@@ -139,19 +127,20 @@ def _attend(
     h, r, work, flags = place_of(step, P)
     part, splits = tl.program_id(0), tl.num_programs(0)
     used, protected = tl.load(flags), tl.load(flags + 3)
-    top, total, acc = attend(step, work, r, r, h, used, protected, part, splits, P)
+    sums = attend(step, work, r, r, h, used, protected, part, splits, P)
     head = (r * tl.num_programs(1) + h) * P.group  # index in [R, Hq]
     if CUT:
+        top, total, acc = sums
         g = tl.arange(0, P.rows)
         row, present = (head + g) * splits + part, g < P.group
-        store_rows(sums + row * P.size, acc, present, P)
+        store_rows(values + row * P.size, acc, present, P)
         tl.store(tops + row * 2, top, mask=present)
         tl.store(tops + row * 2 + 1, total, mask=present)
         tl.debug_barrier()  # all threads have written the part
         if tl.atomic_add(flags + 4, 1) != splits - 1:
             return
-        top, total, acc = _merged(sums, tops, row - part, splits, present, P)
-    finish(step, work, head, top, total, acc, used, protected, P)
+        sums = _merged(values, tops, row - part, splits, present, P)
+    finish(step, work, head, sums, used, protected, P)
 
 
 @triton.jit
@@ -174,12 +163,12 @@ def correct(step, work, head, row, r, h, count, first, P: tl.constexpr):
             there = place < P.size
             at = query[:, None] + place[None, :]
             rows = tl.load(at, mask=present[:, None] & there[None, :], other=0.0).to(tl.float32)
-            mean_key = tl.load(cache.state + moments_at(cache, r, h, 0, place, there, P), mask=there, other=0.0)
+            mean_key = tl.load(moments_at(cache, r, h, 0, place, there, P), mask=there, other=0.0)
             mass += tl.sum(rows * mean_key[None, :], 1)
             usable = there[:, None] & fits[None, :]
-            at = cache.state + moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
+            at = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
             predicted = tl.dot(rows, tl.load(at, mask=usable, other=0.0), predicted, input_precision=PRECISION)
-        mean = tl.load(cache.state + moments_at(cache, r, h, 1, column, fits, P), mask=fits, other=0.0)
+        mean = tl.load(moments_at(cache, r, h, 1, column, fits, P), mask=fits, other=0.0)
         evicted = mean[None, :] + predicted * (step.scale / count)
         mass = tl.log(count.to(tl.float32)) + step.scale * mass
         share = 1.0 / (1.0 + tl.exp(tl.load(step.lse + head + g, mask=present, other=0.0) - mass))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,8 +32,14 @@ def view(tensor) -> View:
     return View() if tensor is None else View(tensor, *tensor.stride()[:2])
 
 
+def state_places(pages, table, heads, requests):
+    """Return the state pages ``[H * n, pages]`` and heads ``[H * n]`` of n requests, a head's requests together."""
+    rows = table[requests, :, : pages.layout.state_blocks].long().transpose(0, 1)
+    return rows.flatten(0, 1), heads.repeat_interleave(len(requests))
+
+
 class Cache(NamedTuple):
-    """Pages of a layer and their page table, with strides in elements of the respective array; no table stands for none.
+    """Pages of a layer and their page table, with strides in elements of their array; no table stands for no pages.
 
     Pages of protected tokens (:class:`kvpop_vllm.kernels.pages.Prefix`) have the table of all heads and the arrays k, v
     and, if some have a bias, score.
@@ -53,26 +60,12 @@ class Cache(NamedTuple):
     table_page: int = 0
 
 
-class Weights(NamedTuple):
-    """Tensors of a learned scorer, float32 and contiguous; fields that it does not have are None."""
-
-    q_proj: Any = None
-    k_proj: Any = None
-    v_proj: Any = None
-    igate_weight: Any = None
-    igate_bias: Any = None
-    fgate_weight: Any = None
-    fgate_bias: Any = None
-    out_weight: Any = None
-    out_bias: Any = None
-    norm_weight: Any = None
-    skip_weight: Any = None
-    fc1_weight: Any = None
-    fc1_bias: Any = None
-    fc2_weight: Any = None
-    fc2_bias: Any = None
-    weight: Any = None
-    bias: Any = None
+WEIGHTS = """
+    q_proj k_proj v_proj igate_weight igate_bias fgate_weight fgate_bias out_weight out_bias norm_weight skip_weight
+    fc1_weight fc1_bias fc2_weight fc2_bias weight bias
+""".split()
+Weights = namedtuple("Weights", WEIGHTS, defaults=[None] * len(WEIGHTS))
+"""Tensors of a learned scorer, float32 and contiguous; fields that it does not have are None."""
 
 
 class Step(NamedTuple):
@@ -167,9 +160,9 @@ class KernelConfig(Order, Heads):
     def work_sizes(self) -> tuple[int, ...]:
         """Numbers of float32 values in the parts of a head's workspace.
 
-        They are a token's products (read features, write features and values of an mLSTM, or the hidden sums of an MLP),
-        readout numerators ``[Dv]``, residuals ``[slots]``, deviations ``[2, D]`` of an evicted token's key and value,
-        outputs ``[G, D]`` before their correction, and logits ``[G, slots]`` in base 2.
+        They are a token's products (read features, write features and values of an mLSTM, or the hidden sums of an
+        MLP), readout numerators ``[Dv]``, residuals ``[slots]``, deviations ``[2, D]`` of an evicted token's key and
+        value, outputs ``[G, D]`` before their correction, and logits ``[G, slots]`` in base 2.
         """
         moments, corrected = 2 * self.size * self.moments, self.group * self.size * self.uses_moment_correction
         products, slots = 2 * self.columns + self.values, self.most_slots
@@ -208,22 +201,17 @@ def word_at(cache, r, h, slot, P: tl.constexpr):
 
 @triton.jit
 def state_at(cache, r, h, word, inside, P: tl.constexpr):
-    """Return offsets in ``cache.state`` of elements of a head's state.
+    """Return the addresses of the elements ``word`` of a head's state, a flat array over the state pages.
 
-    The state is a flat array over the state pages. Elements that are not ``inside`` get an offset in the
-    first page.
-
-    Args:
-        word: indices of the elements.
-        inside: mask of valid elements.
+    Elements that are not ``inside`` get an address in the first page.
     """
     page = tl.where(inside, word // P.region_words, 0)
-    return page_of(cache, r, h, page) * cache.words + h * cache.words_head + word % P.region_words
+    return cache.state + page_of(cache, r, h, page) * cache.words + h * cache.words_head + word % P.region_words
 
 
 @triton.jit
 def moments_at(cache, r, h, row, column, inside, P: tl.constexpr):
-    """Return offsets in ``cache.state`` of a head's moments.
+    """Return the addresses of a head's moments.
 
     Row 0 is the mean key, row 1 the mean value, and row 2 + x the products of channel x of the key.
     """
@@ -244,43 +232,46 @@ def roles_of(step, r, P: tl.constexpr):
     return protected, sinks, window
 
 
-@triton.jit
-def budget_of(step, r, h, sinks, P: tl.constexpr):
-    """Return the number of slots of a head's tail, which has ``sinks`` sinks."""
-    return tl.load(element_at(step.budgets, r, h)) - P.sinks + sinks
+class Tail(NamedTuple):
+    """Numbers of a head's tail before a token q is written, by which its slots have their roles."""
+
+    since: Any  # tokens before q, q - p; or -1 if nothing is to be written, -2 if another number was seen
+    protected: Any  # p
+    sinks: Any
+    window: Any
+    first_long: Any
+    budget: Any  # slots
 
 
 @triton.jit
-def start_of(step, r, h, q, P: tl.constexpr):
-    """Return the number of tokens in the tail before a request's token q, ``q - p``, or a negative code; and its roles.
-
-    The code is -1 if nothing is to be written, because the row is padding or the token is protected. It is -2
-    if the pages have seen another number of tokens. The result is valid until the new token is written.
-    """
+def tail_of(step, r, h, q, P: tl.constexpr):
+    """Return the tail of request r, head h, before its token q is written; padding and protected tokens are not."""
     protected, sinks, window = roles_of(step, r, P)
     seen = q
     if q > protected:
         seen = tl.load(step.cache.position + word_at(step.cache, r, h, 0, P))
-    return tl.where(q < protected, -1, tl.where(seen == q, q - protected, -2)), protected, sinks, window
+    since = tl.where(q < protected, -1, tl.where(seen == q, q - protected, -2))
+    budget = tl.load(element_at(step.budgets, r, h)) - P.sinks + sinks
+    return Tail(since, protected, sinks, window, sinks + window, budget)
 
 
 @triton.jit
-def used_slots(step, r, h, since, first_long, budget, P: tl.constexpr):
-    """Return the number of slots in use before token ``since`` of a tail."""
-    used = since
+def used_slots(step, r, h, tail, P: tl.constexpr):
+    """Return the number of slots that a tail uses."""
+    used = tail.since
     if P.threshold is not None:
-        filled = tl.load(step.cache.position + word_at(step.cache, r, h, 1, P), mask=since > 0, other=0)
-        used = tl.minimum(since, first_long) + filled
-    return tl.minimum(used, budget)
+        filled = tl.load(step.cache.position + word_at(step.cache, r, h, 1, P), mask=tail.since > 0, other=0)
+        used = tl.minimum(used, tail.first_long) + filled
+    return tl.minimum(used, tail.budget)
 
 
 @triton.jit
-def key_of_draws(step, r, h, P: tl.constexpr):
-    """Return the key of a head's draws; any number if scores are not drawn."""
+def decay_and_key(step, r, h, P: tl.constexpr):
+    """Return log gamma of a head, and the key of its draws, or any number if scores are not drawn."""
     key = h
     if P.draws:
         key = tl.load(element_at(step.keys, r, h))
-    return key
+    return tl.load(step.log_gamma + h), key
 
 
 @triton.jit

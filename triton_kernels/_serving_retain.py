@@ -1,31 +1,13 @@
-"""Eviction and insertion, one program per request and head.
-
-The token leaving the window is ranked, the lowest-ranked token is evicted, the other one is moved, and the
-new token is written.
-"""
+"""Eviction and insertion, one program per request and head."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton import _serving_pages as pages
 from kvpop_vllm.kernels.triton._lowest_score import effective
 from kvpop_vllm.kernels.triton._matrix_tiles import row_mask
-from kvpop_vllm.kernels.triton._serving_pages import (
-    PADDING,
-    REFUSED,
-    budget_of,
-    element_at,
-    key_of_draws,
-    moments_at,
-    place_of,
-    position_of,
-    ring_slot,
-    row_at,
-    start_of,
-    state_at,
-    used_slots,
-    word_at,
-)
+from kvpop_vllm.kernels.triton._serving_pages import element_at, moments_at, place_of, row_at, state_at, word_at
 from kvpop_vllm.kernels.triton._serving_scores import DEPTH, dot, features_of, gates_of, new_token, victim_of
 
 EPS = tl.constexpr(1e-6)
@@ -61,12 +43,7 @@ def _read_mlstm(step, work, z, m, h, x_key, x_value, P: tl.constexpr):
 
 @triton.jit
 def _stateless(step, work, h, x_key, x_value, stored, P: tl.constexpr):
-    """Return the score of a token leaving the window, for scorers without state.
-
-    Args:
-        work: workspace of this head, with the hidden sums of an MLP.
-        stored: the token's score field.
-    """
+    """Return the score of a token leaving the window, whose score field is ``stored``, for scorers without state."""
     score = stored
     if P.scorer == "none":
         score = tl.full([], 0.0, tl.float32)
@@ -88,8 +65,8 @@ def _take_in(step, work, row, r, h, q, P: tl.constexpr):
     cache = step.cache
     f = tl.arange(0, P.padded_features)
     inside = f < P.features
-    z_at = cache.state + state_at(cache, r, h, P.features * P.values + f, inside, P)
-    m_at = cache.state + state_at(cache, r, h, P.state_words - 1, True, P)
+    z_at = state_at(cache, r, h, P.features * P.values + f, inside, P)
+    m_at = state_at(cache, r, h, P.state_words - 1, True, P)
     z = tl.load(z_at, mask=f < tl.where(q > 0, P.features, 0), other=0.0)
     m, keep, gain = gates_of(step, m_at, row, h, q, P)
     z = z * keep + features_of(work + P.columns, P) * gain
@@ -101,14 +78,11 @@ def _take_in(step, work, row, r, h, q, P: tl.constexpr):
 
 @triton.jit
 def _into_moments(step, deltas, r, h, slot, count, column, fits, P: tl.constexpr):
-    """Update the means of the evicted tokens with the ``count``-th one, which is in ``slot``.
-
-    The factors of its contribution to the products are written to ``deltas [2, D]``.
-    """
+    """Add the ``count``-th evicted token to the means, and write the factors of its products to ``deltas [2, D]``."""
     cache = step.cache
     row = row_at(cache, r, h, slot, P)
-    key_at = cache.state + moments_at(cache, r, h, 0, column, fits, P)
-    value_at = cache.state + moments_at(cache, r, h, 1, column, fits, P)
+    key_at = moments_at(cache, r, h, 0, column, fits, P)
+    value_at = moments_at(cache, r, h, 1, column, fits, P)
     kept = column < tl.where(count > 1, P.size, 0)
     mean_key, mean_value = tl.load(key_at, mask=kept, other=0.0), tl.load(value_at, mask=kept, other=0.0)
     key = tl.load(cache.k + row + column, mask=fits, other=0.0).to(tl.float32)
@@ -122,10 +96,9 @@ def _into_moments(step, deltas, r, h, slot, count, column, fits, P: tl.constexpr
 
 
 @triton.jit
-def _replace(step, work, victim, row, r, h, q, since, sinks, window, P: tl.constexpr):
-    """Evict and insert at token ``since`` of a tail; arguments and results are those of :func:`retain`."""
+def _replace(step, work, victim, row, r, h, q, tail, P: tl.constexpr):
+    """Evict and insert at a token of a tail; arguments and results are those of :func:`retain`."""
     cache = step.cache
-    first_long = sinks + window
     column = tl.arange(0, P.padded)
     fits = column < P.size
     new_key, new_value = element_at(step.k, row, h) + column, element_at(step.v, row, h) + column
@@ -138,13 +111,12 @@ def _replace(step, work, victim, row, r, h, q, since, sinks, window, P: tl.const
             x_key, x_value = new_token(step, row, h, P)
             inserted = _read_mlstm(step, work, z, m, h, x_key, x_value, P)
 
-    slot = ring_slot(since, sinks, window)
+    slot = pages.ring_slot(tail.since, tail.sinks, tail.window)
     place, word = row_at(cache, r, h, slot, P) + column, word_at(cache, r, h, slot, P)
-    budget = budget_of(step, r, h, sinks, P)
-    used = used_slots(step, r, h, since, first_long, budget, P)
-    evicted, gone = since - used, 0
-    u = q - window
-    if since >= first_long:
+    used = pages.used_slots(step, r, h, tail, P)
+    evicted, gone = tail.since - used, 0
+    u = q - tail.window
+    if tail.since >= tail.first_long:
         key = tl.load(cache.k + place, mask=fits, other=0.0)
         value = tl.load(cache.v + place, mask=fits, other=0.0)
         raw, x_key, x_value = tl.load(cache.score + word), key.to(tl.float32), value.to(tl.float32)
@@ -153,7 +125,7 @@ def _replace(step, work, victim, row, r, h, q, since, sinks, window, P: tl.const
         elif P.delayed:
             raw = _read_mlstm(step, work, z, m, h, x_key, x_value, P)
         target = used
-        if used >= budget:
+        if used >= tail.budget:
             gone = 1
             lowest = tl.maximum(victim, 0)
             at = word_at(cache, r, h, lowest, P)
@@ -161,7 +133,7 @@ def _replace(step, work, victim, row, r, h, q, since, sinks, window, P: tl.const
             factor, lowest_factor = raw, raw
             if P.residual:
                 factor, lowest_factor = tl.load(work + P.factors + slot), tl.load(work + P.factors + lowest)
-            gamma, draws = tl.load(step.log_gamma + h), key_of_draws(step, r, h, P)
+            gamma, draws = pages.decay_and_key(step, r, h, P)
             least = effective(lowest_raw, t, q, gamma, lowest_factor, draws, P)
             target = tl.where(effective(raw, u, q, gamma, factor, draws, P) < least, -1, victim)
         if P.threshold is not None:
@@ -188,7 +160,7 @@ def _replace(step, work, victim, row, r, h, q, since, sinks, window, P: tl.const
     tl.store(cache.position + word, q, mask=slot > (P.threshold is not None))
     tl.store(zero, q + 1)  # tokens_seen
     if P.threshold is not None:
-        tl.store(zero + 1, tl.maximum(used - first_long, 0))
+        tl.store(zero + 1, tl.maximum(used - tail.first_long, 0))
     return tl.maximum(used, slot + 1), evicted + gone, gone
 
 
@@ -199,29 +171,27 @@ def retain(step, work, victim, row, r, h, q, P: tl.constexpr):
     The token leaving the window goes to a free slot, replaces a token with a lower score, or is evicted. The
     new token takes its slot.
 
-    Args:
-        work: workspace of this head.
-        victim: slot with the lowest score, or a negative number; read if no slot is free.
-        row, r, q: index of the new token in the batch, its request and its position.
+    ``victim`` is the slot with the lowest score, or negative; it counts if no slot is free.
 
     Returns:
-        Slots to attend to, PADDING or REFUSED; tokens evicted so far; tokens evicted now; protected tokens to attend to.
+        Slots to attend to, PADDING or REFUSED; tokens evicted so far; tokens evicted now; protected tokens to attend
+        to.
     """
-    since, protected, sinks, window = start_of(step, r, h, q, P)  # roles use since, scores and positions q
-    used, evicted, gone = tl.where(since == -1, PADDING, REFUSED), 0, 0
-    if since >= 0:
-        used, evicted, gone = _replace(step, work, victim, row, r, h, q, since, sinks, window, P)
-    return used, evicted, gone, tl.where(since == -2, 0, tl.minimum(q + 1, protected))
+    tail = pages.tail_of(step, r, h, q, P)  # roles use tail.since, scores and positions q
+    used, evicted, gone = tl.where(tail.since == -1, pages.PADDING, pages.REFUSED), 0, 0
+    if tail.since >= 0:
+        used, evicted, gone = _replace(step, work, victim, row, r, h, q, tail, P)
+    return used, evicted, gone, tl.where(tail.since == -2, 0, tl.minimum(q + 1, tail.protected))
 
 
 @triton.jit
 def _evict_and_insert(step, P: tl.constexpr):
-    """Score, evict and move the tokens of one head, and write the new token.
+    """Run :func:`retain` for one head.
 
     Grid: 1, H, R. 0.26 MB of scores and positions: 0.1 us, less than a launch; 5 us for 64 requests.
     """
     h, r, work, flags = place_of(step, P)
-    q = position_of(step, r)
+    q = pages.position_of(step, r)
     if P.scorer == "mlstm":
         victim = tl.load(flags + 5)
     else:
@@ -240,7 +210,7 @@ def add_products(step, work, r, h, evicted, first, P: tl.constexpr):
     cache, deltas = step.cache, work + P.evicted_deltas
     place, column = first + tl.arange(0, DEPTH), tl.arange(0, P.padded)
     inside = row_mask(place < P.size, P)
-    at = cache.state + moments_at(cache, r, h, (2 + place)[:, None], column[None, :], inside, P)
+    at = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], inside, P)
     rows = tl.where(evicted > 1, P.size, 0)
     products = tl.load(at, mask=row_mask(place < rows, P), other=0.0)
     key = tl.load(deltas + place, mask=place < P.size, other=0.0)

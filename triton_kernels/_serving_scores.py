@@ -1,32 +1,20 @@
 """Inputs of an eviction, computed before anything moves: projections, mLSTM cells, residuals, the lowest score.
 
-Results go to workspaces that :mod:`_serving_retain` reads. The only part of the pages that is written are the
-cells of states. A function without an underscore is one phase of a step for one block and one head; decode_step has a
-kernel around it, and prefill calls it token after token (:mod:`_prefill_steps`).
+Results go to workspaces that :mod:`_serving_retain` reads; of the pages only the cells of states are written. A
+function without an underscore is one phase of a step for one block and one head, with the head's workspace ``work``:
+decode_step has a kernel around it, and prefill calls it token after token (:mod:`_prefill_steps`). There, ``row`` is
+the index of a token in the batch, r its request and q its position.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton import _serving_pages as pages
 from kvpop_vllm.kernels.triton._constants import PRECISION
-from kvpop_vllm.kernels.triton._lowest_score import FAR, effective, lower_of, lowest_of, none_yet
+from kvpop_vllm.kernels.triton._lowest_score import lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows
-from kvpop_vllm.kernels.triton._serving_pages import (
-    budget_of,
-    element_at,
-    key_of_draws,
-    moments_at,
-    place_of,
-    position_of,
-    ring_slot,
-    roles_of,
-    row_at,
-    start_of,
-    state_at,
-    used_slots,
-    word_at,
-)
+from kvpop_vllm.kernels.triton._serving_pages import element_at, moments_at, place_of, row_at, state_at, word_at
 
 ROWS, COLUMNS, DEPTH = tl.constexpr(16), tl.constexpr(64), tl.constexpr(32)  # products: tokens, columns, steps of sums
 CELLS, SLOTS = tl.constexpr(32), tl.constexpr(32)  # columns of cells and slots of residuals of a block
@@ -34,17 +22,12 @@ CELLS, SLOTS = tl.constexpr(32), tl.constexpr(32)  # columns of cells and slots 
 
 @triton.jit
 def project(step, out, row, r, h, q, part, P: tl.constexpr):
-    """Multiply ``[k; v]`` of a token by a block of columns of a matrix.
+    """Multiply ``[k; v]`` of ROWS tokens, each on its own, by the ``part``-th block of columns of matrices.
 
-    The token is the new one, or the one leaving the window for the read features of a delayed scorer and for
-    an MLP. A token's result does not depend on the other ones.
-
-    Args:
-        out: ``[ROWS]``, addresses of the workspaces that the products go to.
-        row, r, q: ``[ROWS]``, indices of new tokens in the batch, their requests and positions; -1 stands for no token.
-        part: number of the block of columns.
+    A token is the new one, or the one leaving the window for the read features of a delayed scorer and for an MLP.
+    Products go to the workspaces at ``out``. Position -1 stands for no token.
     """
-    protected, sinks, window = roles_of(step, r, P)
+    protected, sinks, window = pages.roles_of(step, r, P)
     since = q - protected  # negative for padding and protected tokens
     wanted = since >= 0
     blocks = (P.columns + COLUMNS - 1) // COLUMNS
@@ -61,7 +44,7 @@ def project(step, out, row, r, h, q, part, P: tl.constexpr):
     if P.delayed:
         if which == 0:
             wanted = since >= sinks + window
-            leaving = row_at(step.cache, r, h, ring_slot(tl.where(wanted, since, 0), sinks, window), P)
+            leaving = row_at(step.cache, r, h, pages.ring_slot(tl.where(wanted, since, 0), sinks, window), P)
             key_row, value_row = step.cache.k + leaving, step.cache.v + leaving
     if tl.max(wanted.to(tl.int32), 0) > 0:
         column = (part - which * blocks) * COLUMNS + tl.arange(0, COLUMNS)
@@ -83,7 +66,7 @@ def project(step, out, row, r, h, q, part, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["requests"])
 def _project(step, requests, P: tl.constexpr):
-    """Multiply one token of each request by a block of columns of a matrix.
+    """Multiply one token of each request by a block of columns of matrices.
 
     Grid: 16 requests, 64 columns, H. 2.1 MB of weights, whatever the number of requests up to 16: 0.6 us.
     """
@@ -91,23 +74,19 @@ def _project(step, requests, P: tl.constexpr):
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < requests
     r = tl.where(inside, r, 0).to(tl.int64)
-    q = tl.where(inside, position_of(step, r), -1)
+    q = tl.where(inside, pages.position_of(step, r), -1)
     project(step, step.work + (r * heads + h) * P.work, r, r, h, q, tl.program_id(1), P)
 
 
 @triton.jit
 def victim_of(step, work, r, h, q, P: tl.constexpr):
-    """Return the long-range slot with the lowest effective score at q; -1 if slots are free or all scores are NaN.
-
-    Of equal scores the oldest token's slot is returned.
-    """
+    """Return the long-range slot with the lowest effective score at q; -1 if slots are free or all scores are NaN."""
     cache = step.cache
-    since, _, sinks, window = start_of(step, r, h, q, P)
-    first_long, budget = sinks + window, budget_of(step, r, h, sinks, P)
-    end = tl.where(used_slots(step, r, h, since, first_long, budget, P) < budget, first_long, budget)
-    gamma, key = tl.load(step.log_gamma + h), key_of_draws(step, r, h, P)
+    tail = pages.tail_of(step, r, h, q, P)
+    end = tl.where(pages.used_slots(step, r, h, tail, P) < tail.budget, tail.first_long, tail.budget)
+    gamma, key = pages.decay_and_key(step, r, h, P)
     best, oldest, where = none_yet(P.searched)
-    for start in range(first_long, end, P.searched):
+    for start in range(tail.first_long, end, P.searched):
         slot = start + tl.arange(0, P.searched)
         inside = slot < end
         at = word_at(cache, r, h, tl.where(inside, slot, 0), P)
@@ -116,28 +95,21 @@ def victim_of(step, work, r, h, q, P: tl.constexpr):
         factor = raw
         if P.residual:
             factor = tl.load(work + P.factors + slot, mask=inside, other=0.0)
-        token = tl.where(inside, token, q - 1)
-        score = effective(raw, token, q, gamma, factor, key, P)
-        best, oldest, where = lower_of(best, oldest, where, score, token, slot, inside)
+        best, oldest, where = lower_of(best, oldest, where, raw, token, slot, inside, q, gamma, factor, key, P)
     _, slot = lowest_of(best, oldest, where)
-    return tl.where(slot == FAR, -1, slot)
+    return slot
 
 
 @triton.jit
 def features_of(projected, P: tl.constexpr):
-    """Return the features phi of the P.columns products at ``projected``.
-
-    They are ``[P.padded_features]`` float32, 0 beyond F.
-    """
+    """Return the features phi ``[P.padded_features]`` of the P.columns products at ``projected``, 0 beyond F."""
     f = tl.arange(0, P.padded_features)
     plus = f < P.columns
     inside = f < P.features
     a = tl.load(projected + f % P.columns, mask=inside, other=0.0)
-    a = tl.where(plus, a, -a)
-    raised = tl.where(
-        plus, tl.max(tl.where(plus, a, float("-inf")), 0), tl.max(tl.where(inside & ~plus, a, float("-inf")), 0)
-    )
-    weight = tl.where(inside, tl.exp(a - tl.where(inside, raised, 0.0)), 0.0)
+    a = tl.where(inside, tl.where(plus, a, -a), float("-inf"))
+    raised = tl.where(plus, tl.max(tl.where(plus, a, float("-inf")), 0), tl.max(tl.where(plus, float("-inf"), a), 0))
+    weight = tl.exp(a - tl.where(inside, raised, 0.0))
     totals = tl.where(plus, tl.sum(tl.where(plus, weight, 0.0), 0), tl.sum(tl.where(plus, 0.0, weight), 0))
     return tl.where(inside, weight / tl.where(inside, totals, 1.0), 0.0)
 
@@ -173,12 +145,7 @@ def _softcap(a, P: tl.constexpr):
 
 @triton.jit
 def gates_of(step, m_at, row, h, q, P: tl.constexpr):
-    """Return the new m of an mLSTM's state and the factors of its old content and of the new token.
-
-    Args:
-        m_at: address of m.
-        row, q: index of the new token in the batch, and its position.
-    """
+    """Return the new m of an mLSTM, whose old one is at ``m_at``, and the factors of old cells and of the new token."""
     key, value = new_token(step, row, h, P)
     w = step.weights
     igate = _softcap(dot(key, value, w.igate_weight, h, P) + tl.load(w.igate_bias + h), P).to(tl.float32)
@@ -193,13 +160,8 @@ def gates_of(step, m_at, row, h, q, P: tl.constexpr):
 def update_cells(step, work, row, r, h, q, first, P: tl.constexpr):
     """Update a block of columns of an mLSTM's cells with the new token, and read it out.
 
-    z and m stay unchanged, because all blocks read them; :mod:`_serving_retain` writes them.
-
-    Args:
-        work: workspace of this head.
-        row, r: index of the token in the batch, and its request.
-        q: position of the token; behind a prefix, the state includes tokens of the prefix.
-        first: first column.
+    z and m stay unchanged, because all blocks read them; :mod:`_serving_retain` writes them. Behind a prefix, the state
+    includes tokens of the prefix.
     """
     cache = step.cache
     column = first + tl.arange(0, CELLS)
@@ -208,8 +170,8 @@ def update_cells(step, work, row, r, h, q, first, P: tl.constexpr):
     inside = (f < P.features)[:, None] & fits[None, :]
     at = state_at(cache, r, h, f[:, None] * P.values + column[None, :], inside, P)
     there = (f < tl.where(q > 0, P.features, 0))[:, None] & fits[None, :]
-    c = tl.load(cache.state + at, mask=there, other=0.0)
-    m_at = cache.state + state_at(cache, r, h, P.state_words - 1, True, P)
+    c = tl.load(at, mask=there, other=0.0)
+    m_at = state_at(cache, r, h, P.state_words - 1, True, P)
     _, keep, gain = gates_of(step, m_at, row, h, q, P)
     if step.weights.v_proj is not None:
         value = tl.load(work + 2 * P.columns + column, mask=fits, other=0.0)
@@ -220,7 +182,7 @@ def update_cells(step, work, row, r, h, q, first, P: tl.constexpr):
     # before any token leaves the window, nothing looks at the numerators
     tl.store(work + P.numerators + column, tl.sum(features_of(work, P)[:, None] * c, 0), mask=fits)
     tl.debug_barrier()  # all threads have read the cells, which several threads may hold
-    tl.store(cache.state + at, c, mask=inside)
+    tl.store(at, c, mask=inside)
 
 
 @triton.jit
@@ -230,28 +192,19 @@ def _cells(step, P: tl.constexpr):
     Grid: 32 columns or the search, H, R. 1.06 MB, the state read and written: 0.3 us; 19 us for 64 requests.
     """
     h, r, work, flags = place_of(step, P)
-    q = position_of(step, r)
+    q = pages.position_of(step, r)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.store(flags + 5, victim_of(step, work, r, h, q, P))
-    else:
-        since, _, _, _ = start_of(step, r, h, q, P)
-        if since >= 0:
-            update_cells(step, work, r, r, h, q, tl.program_id(0) * CELLS, P)
+    elif pages.tail_of(step, r, h, q, P).since >= 0:
+        update_cells(step, work, r, r, h, q, tl.program_id(0) * CELLS, P)
 
 
 @triton.jit
-def residuals(step, work, r, h, evicted, budget, first, P: tl.constexpr):
-    """Compute ``|v - vb - scale Sig k|`` of a block of the slots, all of which are in use.
-
-    Args:
-        work: workspace of this head.
-        evicted: number of tokens evicted so far.
-        budget: number of slots.
-        first: first slot of the block.
-    """
-    cache = step.cache
+def residuals(step, work, r, h, tail, first, P: tl.constexpr):
+    """Compute ``|v - vb - scale Sig k|`` of a block of a tail's slots from ``first`` on; all slots are in use."""
+    cache, evicted = step.cache, tail.since - tail.budget
     slot = first + tl.arange(0, SLOTS)
-    inside = slot < budget
+    inside = slot < tail.budget
     column = tl.arange(0, P.padded)
     fits = column < P.size
     row = row_at(cache, r, h, tl.where(inside, slot, 0), P)
@@ -259,13 +212,13 @@ def residuals(step, work, r, h, evicted, budget, first, P: tl.constexpr):
     predicted = tl.zeros([SLOTS, padded], tl.float32)
     mean = tl.zeros([padded], tl.float32)
     if evicted > 0:
-        mean = tl.load(cache.state + moments_at(cache, r, h, 1, column, fits, P), mask=fits, other=0.0)
+        mean = tl.load(moments_at(cache, r, h, 1, column, fits, P), mask=fits, other=0.0)
         for x in range(0, P.size, DEPTH):
             place = x + tl.arange(0, DEPTH)
             usable = inside[:, None] & (place < P.size)[None, :]
             keys = tl.load(cache.k + row[:, None] + place[None, :], mask=usable, other=0.0).to(tl.float32)
             usable = (place < P.size)[:, None] & fits[None, :]
-            at = cache.state + moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
+            at = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
             predicted = tl.dot(keys, tl.load(at, mask=usable, other=0.0), predicted, input_precision=PRECISION)
         predicted *= step.scale / evicted
     values = load_rows(cache.v + row, inside, P).to(tl.float32)
@@ -281,7 +234,6 @@ def _residuals(step, P: tl.constexpr):
     """
     h, r, work, _ = place_of(step, P)
     first = tl.program_id(0) * SLOTS
-    since, _, sinks, _ = start_of(step, r, h, position_of(step, r), P)
-    budget = budget_of(step, r, h, sinks, P)
-    if (since >= budget) & (first < budget):
-        residuals(step, work, r, h, since - budget, budget, first, P)
+    tail = pages.tail_of(step, r, h, pages.position_of(step, r), P)
+    if (tail.since >= tail.budget) & (first < tail.budget):
+        residuals(step, work, r, h, tail, first, P)

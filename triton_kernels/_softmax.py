@@ -25,7 +25,7 @@ def nothing_yet(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def add_keys(k, v, there, bias, visible, rows, scale, top, total, acc, P: tl.constexpr):
+def add_keys(k, v, there, bias, visible, rows, scale, sums, P: tl.constexpr):
     """Add a block of keys and values to the softmax of rows of queries.
 
     Args:
@@ -34,12 +34,12 @@ def add_keys(k, v, there, bias, visible, rows, scale, top, total, acc, P: tl.con
         bias: ``[keys]``, natural logarithms that are added to the logits, or None.
         visible: mask of the keys that a row sees, ``[rows, keys]`` or ``[1, keys]``.
         rows: ``[rows, P.padded]``, queries.
-        top, total: ``[rows]``, maxima in base 2 and totals so far.
-        acc: ``[rows, P.padded]`` float32, sums of weighted values so far.
+        sums: maxima in base 2 ``[rows]``, totals ``[rows]`` and sums of weighted values ``[rows, P.padded]`` so far.
 
     Returns:
-        Logits in base 2, maxima, totals and sums.
+        Logits in base 2, and the new ``sums``.
     """
+    top, total, acc = sums
     keys, values = load_rows(k, there, P), load_rows(v, there, P)
     if P.wide:
         keys, values = keys.to(tl.float32), values.to(tl.float32)
@@ -51,4 +51,4 @@ def add_keys(k, v, there, bias, visible, rows, scale, top, total, acc, P: tl.con
     pivot, fade = faded(top, new_top)
     weights = tl.exp2(logits - pivot[:, None])
     acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
-    return logits, new_top, total * fade + tl.sum(weights, 1), acc
+    return logits, (new_top, total * fade + tl.sum(weights, 1), acc)

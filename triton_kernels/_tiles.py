@@ -11,16 +11,12 @@ from typing import NamedTuple
 class Tile(NamedTuple):
     """Shape of a program of attention.
 
-    Attributes:
-        rows: queries times query heads of a KV head, at least; a power of two from 16 on.
-        keys: keys of a block, at most; a power of two from 16 on.
-        warps: warps of a program.
-        stages: stages of the pipeline of loads. A block's page numbers are loaded before its keys, so that 5 stages
-            load one block of keys and values ahead, and 2 to 4 none.
+    A block's page numbers are loaded before its keys, so that 5 stages of the pipeline of loads load one block of keys
+    and values ahead, and 2 to 4 none.
     """
 
-    rows: int
-    keys: int
+    rows: int  # queries times query heads of a KV head, at least; a power of two from 16 on
+    keys: int  # of a block, at most; a power of two from 16 on
     warps: int
     stages: int
 
@@ -53,11 +49,5 @@ MASS = {(False, 64): Tile(64, 128, 4, 3), (False, 128): Tile(64, 128, 8, 3), (Tr
 
 
 def tile_of(table: dict[tuple[bool, int], Tile], wide: bool, size: int) -> Tile:
-    """Return the tile of a head size.
-
-    Args:
-        table: one of the tables above.
-        wide: True if products are in float32.
-        size: D, at most 256.
-    """
+    """Return a table's tile of a head size D; ``wide`` says if products are in float32."""
     return next(tile for (of, most), tile in table.items() if of == wide and size <= most)

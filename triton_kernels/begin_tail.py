@@ -1,14 +1,12 @@
-"""Triton ``begin_tail``: the chunkwise mLSTM kernels of prefill build the state.
-
-It does not wait for the device.
-"""
+"""Triton ``begin_tail``: the chunkwise mLSTM kernels of prefill build the state, without waiting for the device."""
 
 from __future__ import annotations
 
 import torch
+import triton
 from kvpop_vllm.kernels.triton._prefill_plan import PIECE, ROWS
-from kvpop_vllm.kernels.triton._prefill_scores import mlstm_inputs
-from kvpop_vllm.kernels.triton.delayed_mlstm import last_state
+from kvpop_vllm.kernels.triton._serving_pages import state_places
+from kvpop_vllm.kernels.triton.delayed_mlstm import mlstm_of_segments
 
 from kvpop_vllm.kernels.chunks import send
 
@@ -23,19 +21,17 @@ def begin_tail(pages, page_table, prefix, *, rule):
     made = [0] * len(ends) if prefix.biased is None else prefix.biased.tolist()
     counts_of = [min(end - first, rule.replay) for end, first in zip(ends, made, strict=True)]
     begun = [r for r, end in enumerate(ends) if end]
-    width = max([1, *counts_of])  # without tokens the state is empty
-    some = max(1, PIECE // max(ROWS, width))
+    chunks = triton.cdiv(max([1, *counts_of]), ROWS)  # without tokens the state is empty
+    some, slots = max(1, PIECE // (chunks * ROWS)), prefix.pages.layout.block_slots
+    index, heads = (torch.arange(n, device=device) for n in (chunks * ROWS, page_table.shape[1]))
     for first in range(0, len(begun), some):
         chosen = begun[first : first + some]
         r, end, counts = send([chosen, *([of[i] for i in chosen] for of in (ends, counts_of))], device).unbind()
         counts = counts.unsqueeze(1)
-        index = torch.arange(width, device=device)
         token = end.unsqueeze(1) - counts + index.minimum(counts - 1)
-        slots = prefix.pages.layout.block_slots
         blocks = prefix.table[r].gather(1, token // slots).long()
         tokens = torch.cat([x[blocks, :, token % slots] for x in (prefix.pages.k, prefix.pages.v)], -1)
-        inputs = mlstm_inputs(rule.scorer, tokens.flatten(0, 1).transpose(0, 1), (index >= counts).flatten())
-        state = last_state(*(x.unflatten(1, (len(chosen), width)).flatten(0, 1) for x in inputs))
-        places = page_table[r, :, : pages.layout.state_blocks].long().transpose(0, 1).flatten(0, 1)
-        heads = torch.arange(page_table.shape[1], device=device).repeat_interleave(len(chosen))
-        pages.store_states(places, heads, tuple(x.unsqueeze(0) for x in state))
+        tokens, none = tokens.flatten(0, 1).transpose(0, 1), (index >= counts).flatten()
+        before = torch.arange(len(chosen) + 1, dtype=torch.int32, device=device) * chunks
+        _, state = mlstm_of_segments(rule.scorer, tokens, none, before)
+        pages.store_states(*state_places(pages, page_table, heads, r), state)

@@ -1,9 +1,8 @@
 """Decode step over a fixed-budget paged cache, in a few launches (DESIGN "One step"; docs/kernels.md).
 
-The launches depend on shapes alone. Scores and evictions run in one program per request and head
-(:mod:`_serving_retain`). Their inputs come from kernels with more programs (:mod:`_serving_scores`).
-Attention splits the slots of a head among programs (:mod:`_serving_attend`). Nothing is copied back to the
-host.
+Scores and evictions run in one program per request and head (:mod:`_serving_retain`). Their inputs come from kernels
+with more programs (:mod:`_serving_scores`). Attention splits the slots of a head among programs
+(:mod:`_serving_attend`).
 """
 
 from __future__ import annotations
@@ -35,16 +34,7 @@ KINDS = dict.fromkeys(("none", "key_norm", "linear", "mlp", "mlstm"), {}) | {
 
 
 def weights_of(scorer, op: str) -> tuple[Weights, dict]:
-    """Return a scorer's tensors and its compile-time options.
-
-    Args:
-        scorer: scorer of a rule.
-        op: name of the calling op, for error messages.
-
-    Raises:
-        NotImplementedError: the scorer has no Triton implementation.
-        ValueError: unknown feature map.
-    """
+    """Return a scorer's tensors and compile-time options; raise NotImplementedError if kernels have no such kind."""
     if scorer.kernel not in KINDS:
         raise NotImplementedError(f"{op} in Triton has no scorer {type(scorer).__name__}: use impl='reference'")
     options = {"scorer": scorer.kernel} | KINDS[scorer.kernel] | scorer.options()
@@ -58,35 +48,23 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
     return Weights(**{name: tensor for name, tensor in vars(scorer).items() if name in Weights._fields}), options
 
 
-def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) -> None:
-    """Check the arguments of a step without reading from the device.
+def check_step(q, k, v, pages, rule, weights, prefix, requests: int, window: int, op: str) -> None:
+    """Check the arguments of a step, whose smallest window is ``window``, without reading from the device.
 
-    The arguments not listed here are those of :func:`decode_step`.
-
-    Args:
-        requests: number of requests of the step.
-        op: name of the calling op, for error messages.
-
-    Raises:
-        NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
+    Errors are those of :func:`decode_step`, and name the calling op.
     """
-    if not {q.dtype, pages.layout.dtype} <= set(TRITON_DTYPES[op]):
-        raise TypeError(f"{op} in Triton takes float32, float16 and bfloat16, got {q.dtype}, {pages.layout.dtype}")
-    if k.dtype != pages.layout.dtype or v.dtype != k.dtype:
-        raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype} and {v.dtype}")
-    if (
-        k.shape != v.shape
-        or k.shape[1] != pages.layout.num_kv_heads
-        or q.shape[1] % k.shape[1]
-        or not k.shape[-1] == q.shape[-1] == pages.layout.head_size
-    ):
+    layout = pages.layout
+    if not {q.dtype, layout.dtype} <= set(TRITON_DTYPES[op]):
+        raise TypeError(f"{op} in Triton takes float32, float16 and bfloat16, got {q.dtype}, {layout.dtype}")
+    if k.dtype != layout.dtype or v.dtype != k.dtype:
+        raise TypeError(f"k and v must have the cache's dtype {layout.dtype}, got {k.dtype} and {v.dtype}")
+    fits = k.shape == v.shape and k.shape[1:] == (layout.num_kv_heads, layout.head_size)
+    if not fits or q.shape[-1] != layout.head_size or q.shape[1] % k.shape[1]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit the pages")
-    if pages.layout.state_floats < (needed := rule.state_floats(k.shape[-1])):
-        raise ValueError(
-            f"the layout has room for a state of {pages.layout.state_floats} floats, the rule needs {needed}"
-        )
+    if layout.state_floats < (needed := rule.state_floats(k.shape[-1])):
+        raise ValueError(f"the layout has room for a state of {layout.state_floats} floats, the rule needs {needed}")
     if prefix is not None:
-        alike = all(getattr(prefix.pages.layout, of) == getattr(pages.layout, of) for of in PREFIX_LIKE_PAGES)
+        alike = all(getattr(prefix.pages.layout, of) == getattr(layout, of) for of in PREFIX_LIKE_PAGES)
         counts = [x for x in (prefix.tokens, prefix.biased) if x is not None]
         if not alike or prefix.table.shape[:-1] != (requests,) or any(x.shape != (requests,) for x in counts):
             raise ValueError(
@@ -94,8 +72,8 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
                 f" fit {requests} requests and their pages"
             )
     check_size(op, k.shape[-1])
-    if rule.window < 1:
-        raise ValueError(f"a window holds at least the newest token, got {rule.window}")
+    if window < 1:
+        raise ValueError(f"a window holds at least the newest token, got {window}")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         raise ValueError("the last axis of q, k and v must be contiguous")
     for name, weight in (*weights._asdict().items(), ("log_gamma", rule.log_gamma)):
@@ -107,15 +85,7 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
 
 
 def kernel_config(pages, table, q, rule, options: dict) -> KernelConfig:
-    """Return the constants that the kernels are compiled for.
-
-    Args:
-        pages: the layer's cache.
-        table: page table ``[..., P]``.
-        q: queries ``[..., Hq, D]``.
-        rule: retention rule of the layer.
-        options: compile-time options of the scorer, from :func:`weights_of`.
-    """
+    """Return the constants that the kernels are compiled for, with the scorer's ``options`` from :func:`weights_of`."""
     layout, group = pages.layout, q.shape[-2] // pages.layout.num_kv_heads
     wide = q.dtype != layout.dtype or q.dtype == torch.float32
     tile = tile_of(DECODE, wide, layout.head_size)
@@ -159,25 +129,18 @@ def decode_step(
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`.
 
     The function never waits for the device, so a CUDA graph can capture it. Launches and allocations (by
-    ``torch.empty``) depend on shapes and the rule's constants alone. It adds these rules to the schema:
-
-    - A step that does not start at a head's ``tokens_seen`` raises no error. The head's pages stay unchanged;
-      its outputs and log-sum-exps are NaN.
-    - A position of -1 is padding. No page is read or written for it, whatever its page-table row and
-      ``budgets`` are. Its outputs are 0 and its log-sum-exps -inf.
-    - ``scale`` and the numbers of the rule are on the host. All tensors, including those of the rule and the
-      prefix, are on q's device.
+    ``torch.empty``) depend on shapes and the rule's constants alone. All tensors are on q's device. A step that does
+    not start at a head's ``tokens_seen`` leaves its pages unchanged and makes its outputs and log-sum-exps NaN. A
+    position of -1 is padding, whatever its page-table row and ``budgets`` are: outputs are 0 and log-sum-exps -inf.
 
     Raises:
-        NotImplementedError: the scorer has no Triton implementation.
-        TypeError: a dtype other than float32, float16 and bfloat16, or k and v in another dtype than the
-            cache.
-        ValueError: shapes that do not fit, a last axis that is not contiguous, or tensors of the rule on
-            another device.
+        NotImplementedError: the scorer has no Triton implementation. TypeError: a dtype other than float32, float16 and
+        bfloat16, or k and v in another dtype than the cache. ValueError: shapes that do not fit, a last axis that is
+        not contiguous, or tensors of the rule on another device.
     """
     weights, options = weights_of(rule.scorer, "decode_step")
     requests, heads = len(q), k.shape[1]
-    check_step(q, k, v, pages, rule, weights, prefix, requests, "decode_step")
+    check_step(q, k, v, pages, rule, weights, prefix, requests, rule.window, "decode_step")
     config = kernel_config(pages, page_table, q, rule, options)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
     if not requests:

@@ -1,24 +1,21 @@
 """Chunkwise-parallel mLSTM with a delayed readout and its gradients, all in float32.
 
-Forward: one kernel walks over the chunks and stores the state at the start of each, another computes the
-readouts of all chunks at once. The delay shifts the features that are read: at token p of the sequence, row
-``p - delay`` of q is read. Backward: a walk from the end gives the gradient of each state, and two kernels
-give the gradients of q, k and of v (formulas in :mod:`_delayed_mlstm_backward`). The states are recomputed,
-so that memory between forward and backward is O(S). The order of work follows the chunkwise linear attentions
-of flash-linear-attention and the mLSTM kernels of NX-AI (arXiv 2503.14376). Unlike the latter, the gradient
-of the denominator is not omitted, because the norm behind the readout that would cancel it is optional.
+Forward: one kernel walks over the chunks and stores the state at the start of each, another computes the readouts of
+all chunks at once. At token p of the sequence, row ``p - delay`` of q is read. Backward: a walk from the end gives the
+gradient of each state, and two kernels those of q, k and of v (formulas in :mod:`_delayed_mlstm_backward`). The states
+are recomputed, so that memory between forward and backward is O(S). The order of work follows flash-linear-attention
+and the mLSTM kernels of NX-AI (arXiv 2503.14376). Unlike in the latter, the gradient of the denominator is not omitted,
+because the norm behind the readout that would cancel it is optional.
 
 Within a chunk, with ``b`` the running sum of log f, ``D_ij = exp(b_i - b_j + i_j - m_i)`` for ``j <= i``, the
 state's weight ``o_i = exp(b_i + m_start - m_i)`` and ``v' = [v, 1]``, ``C' = [C, z]``::
 
-    [n_i, qz_i] = sum_j (q_i . k_j) D_ij v'_j + o_i q_i C',      h_i = n_i / d_i,      d_i = qz_i + eps
-        exp(-clamp(m_i))
+    [n_i, qz_i] = sum_j (q_i . k_j) D_ij v'_j + o_i q_i C',   h_i = n_i / d_i,   d_i = qz_i + eps exp(-clamp(m_i))
 
-**The stabiliser is a constant in the backward pass.** n and qz are proportional to ``exp(-m_i)``, and so is
-the epsilon term if ``|m_i| <= 60``. Then h does not depend on m, and the gradient at constant m is the exact
-gradient. Otherwise the epsilon term is constant, and the autograd of the formula has one more term, of size
-``|dh . h| * eps exp(-+60) / d_i``. For m > 60 that is below 1e-32 / qz of a row whose largest weight is 1;
-for m < -60 the readout itself is below ``1e-20 |v|``. The term is omitted.
+**The stabiliser is a constant in the backward pass.** n and qz are proportional to ``exp(-m_i)``, and so is the epsilon
+term if ``|m_i| <= 60``. Then h does not depend on m, and the gradient at constant m is exact. Otherwise the formula's
+gradient has one more term, of size ``|dh . h| * eps exp(-+60) / d_i``, which is omitted: for m > 60 it is below 1e-32 /
+qz of a row whose largest weight is 1; for m < -60 the readout itself is below ``1e-20 |v|``.
 """
 
 from __future__ import annotations
@@ -27,13 +24,9 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton import _delayed_mlstm_backward as backward
 from kvpop_vllm.kernels.triton._constants import PRECISION
-from kvpop_vllm.kernels.triton._delayed_mlstm_backward import (
-    _backward_features,
-    _backward_states,
-    _backward_values,
-    pair_logs,
-)
+from kvpop_vllm.kernels.triton._delayed_mlstm_backward import chunk_of, pair_logs
 from kvpop_vllm.kernels.triton._matrix_tiles import store_tile, tile
 from torch.autograd.function import once_differentiable
 
@@ -41,6 +34,15 @@ EMPTY_M = tl.constexpr(-1e30)
 EPS = tl.constexpr(1e-6)
 LARGEST_CHUNK = 64  # longer chunks are split, which gives the same result
 INNER_TILE, WARPS = 32, 8  # chosen by counting register spills
+
+
+@triton.jit
+def _store_state(c_states, z_states, m_states, state, c, z, m, f, column, FEATURES: tl.constexpr, WIDTH: tl.constexpr):
+    """Store a program's tile of C at index ``state``, and z in the first column of tiles and m in the first tile."""
+    features = f + tl.arange(0, z.shape[0])
+    store_tile(c_states + state * FEATURES * WIDTH, c, f, FEATURES, column, WIDTH, c.shape[0], c.shape[1])
+    tl.store(z_states + state * FEATURES + features, z, mask=features < tl.where(column == 0, FEATURES, 0))
+    tl.store(m_states + state, m, mask=column + f == 0)
 
 
 @triton.jit(do_not_specialize=["chunks", "segments"])
@@ -58,9 +60,7 @@ def _states(
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state before each chunk of a segment and behind its last.
-
-    Each program has one tile of C and walks over the chunks.
+    """Compute the state before each chunk of a segment and behind its last; each program has one tile of C.
 
     Grid: 64 features, 64 columns, rows times segments. 135 MB: 37 us, and more by 128 chunks one after another.
     """
@@ -68,44 +68,29 @@ def _states(
     own = tl.program_id(2).to(tl.int64)
     row, segment = own // segments, own % segments
     begin, end = tl.load(ends + segment), tl.load(ends + segment + 1)
-    state = row * (chunks + segments) + begin + segment
-    k += row * length * FEATURES
-    v += row * length * WIDTH
-    igate += row * chunks * L
-    decay += row * chunks * L
-    c_states += state * FEATURES * WIDTH
-    z_states += state * FEATURES
-    m_states += state
-    features = f + tl.arange(0, BLOCK_F)
-    writes_z = features < tl.where(column == 0, FEATURES, 0)  # first column of tiles for z, first tile for m
-    writes_m = column + f == 0
+    behind = row * (chunks + segments) + segment  # a chunk's state has this index plus the chunk's
     c = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
     z = tl.zeros([BLOCK_F], tl.float32)
     m = tl.full([], EMPTY_M, tl.float32)
     if c_first is not None:
         c = tile(c_first + own * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
+        features = f + tl.arange(0, BLOCK_F)
         z = tl.load(z_first + own * FEATURES + features, mask=features < FEATURES, other=0.0)
         m = tl.load(m_first + own)
     for chunk in range(begin, end):
-        store_tile(c_states, c, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
-        tl.store(z_states + features, z, mask=writes_z)
-        tl.store(m_states, m, mask=writes_m)
-        c_states += FEATURES * WIDTH
-        z_states += FEATURES
-        m_states += 1
-        tokens = chunk * L + tl.arange(0, L)
-        total = tl.load(decay + chunk * L + L - 1)
-        write = total - tl.load(decay + tokens) + tl.load(igate + tokens)
+        _store_state(c_states, z_states, m_states, behind + chunk, c, z, m, f, column, FEATURES, WIDTH)
+        at = (row * chunks + chunk) * L + tl.arange(0, L)
+        total = tl.load(decay + (row * chunks + chunk) * L + L - 1)
+        write = total - tl.load(decay + at) + tl.load(igate + at)
         new_m = tl.maximum(total + m, tl.max(write, 0))
         keep = tl.exp(total + m - new_m)
-        kg = tile(k, chunk * L, length, f, FEATURES, L, BLOCK_F) * tl.exp(write - new_m)[:, None]
-        block_v = tile(v, chunk * L, length, column, WIDTH, L, BLOCK_V)
+        kg = tile(k + row * length * FEATURES, chunk * L, length, f, FEATURES, L, BLOCK_F)
+        kg *= tl.exp(write - new_m)[:, None]
+        block_v = tile(v + row * length * WIDTH, chunk * L, length, column, WIDTH, L, BLOCK_V)
         c = tl.dot(tl.trans(kg), block_v, c * keep, input_precision=PRECISION)
         z = z * keep + tl.sum(kg, 0)
         m = new_m
-    store_tile(c_states, c, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
-    tl.store(z_states + features, z, mask=writes_z)
-    tl.store(m_states, m, mask=writes_m)
+    _store_state(c_states, z_states, m_states, behind + end, c, z, m, f, column, FEATURES, WIDTH)
 
 
 @triton.jit(do_not_specialize=["chunks", "segments"])
@@ -124,12 +109,8 @@ def _readout(
     Grid: 64 columns, chunks, rows. 202 MB: 56 us.
     """
     column = tl.program_id(0) * BLOCK_V
-    chunk = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    first = chunk * L
-    at = row * chunks * L + first + tl.arange(0, L)
-    state = row * (chunks + segments) + chunk + tl.load(segment_of + chunk)
-    decays, gates = tl.load(decay + at), tl.load(igate + at)
+    row, first, here, at, decays, gates = chunk_of(decay, igate, chunks, L)
+    state = here + row * segments + tl.load(segment_of + tl.program_id(1))
     pair = pair_logs(decays, gates, L)
     from_state = decays + tl.load(m_states + state)
     m = tl.maximum(tl.max(pair, 1), from_state)
@@ -167,8 +148,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _largest_tile(device: torch.device) -> int:
     """Return the largest number of rows and columns of a tile.
 
-    Only the large Hopper and Blackwell GPUs (9, 10) have tensor cores that read operands from shared memory.
-    On other GPUs operands are in registers, and larger tiles would spill kilobytes.
+    Only the tensor cores of compute capability 9 and 10 read operands from shared memory; elsewhere larger tiles spill.
     """
     return 64 if _capability(device)[0] in (9, 10) else 32
 
@@ -193,11 +173,7 @@ class _Layout:
         return F.pad(x, (0, self.chunks * self.chunk - self.length), value=value).contiguous()
 
     def tiles(self, inner=""):
-        """Return block sizes and launch options.
-
-        Args:
-            inner: axis over which the kernel loops, ``F`` or ``V``; its blocks are smaller.
-        """
+        """Return block sizes and launch options; a kernel loops over the axis ``inner``, F or V, in smaller blocks."""
         block_f = min(self.block_f, INNER_TILE) if inner == "F" else self.block_f
         block_v = min(self.block_v, INNER_TILE) if inner == "V" else self.block_v
         sizes = {"FEATURES": self.features, "WIDTH": self.width, "L": self.chunk, "PRECISION": self.precision}
@@ -213,7 +189,7 @@ class _Layout:
         segments = len(ends) - 1
         where = self.rows, self.chunks + segments
         states = self.empty(*where, self.features, self.width), self.empty(*where, self.features), self.empty(*where)
-        first = (None, None, None) if state is None else state
+        first = state or (None, None, None)
         _states[self.f_blocks, self.v_blocks, self.rows * segments](
             k, v, self.igate, self.decay, *first, *states, ends, self.length, self.chunks, segments, **self.tiles()
         )
@@ -231,15 +207,12 @@ class _Layout:
 
 
 class _DelayedMLSTM(torch.autograd.Function):
-    """Autograd function on rows of contiguous float32 tensors.
-
-    q, k are ``[R, S, F]``, v is ``[R, S, DV]``, gates are ``[R, S]``, the state is ``[R, ...]``.
-    """
+    """Autograd function of contiguous float32 q, k ``[R, S, F]``, v ``[R, S, DV]``, gates ``[R, S]`` and a state."""
 
     @staticmethod
     def forward(ctx, q, k, v, igate, fgate, delay, chunk, precision, *state):
         layout = _Layout(q, v, igate, fgate, chunk, precision)
-        states = layout.states(k, v, state or None)
+        states = layout.states(k, v, state)
         segment_of = torch.zeros(layout.chunks, dtype=torch.int32, device=q.device)
         h, m_rows, denominators = layout.readout(q, k, v, states, segment_of, delay)
         h[:, max(0, layout.length - delay) :] = 0
@@ -255,7 +228,7 @@ class _DelayedMLSTM(torch.autograd.Function):
         q, k, v, igate, fgate, h, m_rows, denominators, *state = ctx.saved_tensors
         delay, *options = ctx.options
         layout = _Layout(q, v, igate, fgate, *options)
-        states = layout.states(k, v, state or None)
+        states = layout.states(k, v, state)
         grad = grad.contiguous()
         rows, chunks, reads = layout.rows, layout.chunks, max(0, layout.length - delay)
         counts = delay, layout.length, chunks
@@ -265,18 +238,18 @@ class _DelayedMLSTM(torch.autograd.Function):
         c_grads = layout.empty(rows, chunks, layout.features, layout.width)
         z_grads = layout.empty(rows, chunks, layout.features)
         flow = layout.empty(layout.f_blocks * layout.v_blocks, rows, chunks)
-        _backward_states[layout.f_blocks, layout.v_blocks, rows](
+        backward._backward_states[layout.f_blocks, layout.v_blocks, rows](
             q, grad, layout.decay, m_rows, denominators, qz_grad, *states, c_grads, z_grads, flow, *counts,
             **layout.tiles(),
         )  # fmt: skip
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dq[:, reads:] = 0
         q_dq, k_dk = (layout.empty(layout.f_blocks, *layout.igate.shape) for _ in range(2))
-        _backward_features[layout.f_blocks, chunks, rows](
+        backward._backward_features[layout.f_blocks, chunks, rows](
             q, k, v, grad, layout.igate, layout.decay, m_rows, denominators, qz_grad, *states, c_grads, z_grads,
             dq, dk, q_dq, k_dk, *counts, **layout.tiles("V"),
         )  # fmt: skip
-        _backward_values[layout.v_blocks, chunks, rows](
+        backward._backward_values[layout.v_blocks, chunks, rows](
             q, k, grad, layout.igate, layout.decay, m_rows, denominators, states[2], c_grads, dv, *counts,
             **layout.tiles("F"),
         )  # fmt: skip
@@ -287,29 +260,28 @@ class _DelayedMLSTM(torch.autograd.Function):
         return dq, dk, dv, digate[:, : layout.length], dfgate, None, None, None, *[None] * len(state)
 
 
-def last_state(k, v, igate, fgate):
-    """Return C, z and m behind all tokens of rows ``[n, S, ...]``, without readouts."""
-    k, v = k.contiguous(), v.contiguous()
-    return tuple(x[:, -1] for x in _Layout(k, v, igate, fgate, LARGEST_CHUNK).states(k, v))
-
-
-def mlstm_of_segments(q, k, v, igate, fgate, ends, segment_of, state):
-    """Return the readouts ``[H, P, DV]`` of segments that lie one after another, and the state behind each.
+def mlstm_of_segments(weights, tokens, none, ends, state=None, read=None, segment_of=None):
+    """Return scores and the state behind each of some segments that lie one after another.
 
     Args:
-        q, k: ``[H, P, F]`` float32; P is a multiple of :data:`LARGEST_CHUNK`.
-        v: ``[H, P, DV]`` float32.
-        igate, fgate: ``[H, P]``, -inf and inf behind the end of a segment.
+        weights: the mLSTM scorer.
+        tokens: ``[H, P, 2D]``, keys and values; P is a multiple of :data:`LARGEST_CHUNK`.
+        none: ``[P]``, mask of the rows that hold no token.
         ends: ``[S + 1]`` int32, number of chunks before each segment, and in all.
+        state: C ``[1, H * S, F, DV]``, z ``[1, H * S, F]`` and m ``[1, H * S]`` before each segment; None if empty.
+        read: ``[H, P, 2D]``, the token that is read out with each new one, or None for no scores ``[H, P]``.
         segment_of: ``[P / LARGEST_CHUNK]`` int32, segment of each chunk.
-        state: C ``[H * S, F, DV]``, z ``[H * S, F]`` and m ``[H * S]`` before each segment, and so behind each.
     """
-    q, k, v, *state = (x.contiguous() for x in (q, k, v, *state))
-    layout = _Layout(q, v, igate, fgate, LARGEST_CHUNK)
-    states = layout.states(k, v, state, ends)
-    h, *_ = layout.readout(q, k, v, states, segment_of, 0)
+    k, v, igate, fgate = weights.inputs(tokens.float())
+    k, v, score = k.contiguous(), v.contiguous(), None
+    layout = _Layout(k, v, igate.masked_fill(none, -torch.inf), fgate.masked_fill(none, torch.inf), LARGEST_CHUNK)
+    states = layout.states(k, v, [x[0].contiguous() for x in state or ()], ends)
+    if read is not None:
+        read = read.float()
+        h, *_ = layout.readout(weights.query(read).contiguous(), k, v, states, segment_of, 0)
+        score = weights.score(h, read)
     last = (ends[1:] + torch.arange(len(ends) - 1, device=ends.device)).long()
-    return h, tuple(x[:, last].flatten(0, 1) for x in states)
+    return score, tuple(x[:, last].flatten(0, 1).unsqueeze(0) for x in states)
 
 
 def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
@@ -319,8 +291,8 @@ def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
     float32 (``torch.set_float32_matmul_precision``): three of TF32, or one below "highest".
 
     Raises:
-        ValueError: a state with ``delay > 0`` or one that requires gradients, a chunk that is not a power of
-            two of at least 16, or float64 inputs.
+        ValueError: a state with ``delay > 0`` or one that requires gradients, a chunk that is not a power of two of at
+            least 16, or float64 inputs.
     """
     if state is not None and delay > 0:
         raise ValueError("a state can only be continued with delay=0: pass the features of the tokens to read")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION, check_size, common_dtype
+from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION, common_dtype
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows
 from kvpop_vllm.kernels.triton._serving_pages import Heads
 from kvpop_vllm.kernels.triton._softmax import faded
@@ -56,17 +56,16 @@ def _mass(
 def future_attention_mass(q, k, lse, *, window, scale, lookahead=None):
     """Implement :func:`kvpop_vllm.kernels.ops.future_attention_mass`."""
     batch, query_heads, length, size = q.shape
-    check_size("future_attention_mass", size)
     common = common_dtype("future_attention_mass", q, k)
-    q, k = (x.detach().to(common) for x in (q, k))
+    q, k = (x.to(common) for x in (q, k))
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    lse = lse.detach().float().contiguous()
+    lse = lse.float().contiguous()
     out = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     reach = length if lookahead is None else min(length, window + lookahead)
-    tile = tile_of(MASS, common == torch.float32, size)
+    config = Heads(size=size, group=query_heads // k.shape[1], wide=common == torch.float32)
+    tile = tile_of(MASS, config.wide, size)
     _mass[triton.cdiv(length, tile.keys), batch * query_heads](
-        q, k, lse, out, *q.stride()[:3], *k.stride()[:3], k.shape[1],
-        length, min(window, length), reach, scale, P=Heads(size=size, group=query_heads // k.shape[1], wide=common == torch.float32),
-        BLOCK_Q=tile.rows, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        q, k, lse, out, *q.stride()[:3], *k.stride()[:3], k.shape[1], length, min(window, length), reach, scale,
+        P=config, BLOCK_Q=tile.rows, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -1,10 +1,10 @@
 """Eviction times of tokens that are added one by one to k slots, for all segments of a piece at once.
 
-If the order is static, a token is evicted once k tokens that rank above it have arrived: at the k-th smallest
-arrival among them, or at its own arrival if that is later. With the arrivals listed by rank, best first, this
-is an order statistic of every prefix, which :mod:`running_topk` computes for all prefixes at once. Segments are ranked
-one after another, so that all entries of earlier segments count as arrived and rank above. If the
-order changes with the query's position, one program per head and segment processes the arrivals one by one.
+If the order is static, a token is evicted at the k-th smallest arrival among the tokens that rank above it, or at its
+own if that is later. With the arrivals listed by rank, best first, this is an order statistic of every prefix, which
+:mod:`running_topk` computes for all prefixes at once. Segments are ranked one after another, so that all entries of
+earlier segments count as arrived and rank above. Otherwise one program per head and segment processes the arrivals one
+by one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._lowest_score import FAR, Order, effective, lower_of, lowest_of, none_yet
-from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, Segment, numbers_of
+from kvpop_vllm.kernels.triton._lowest_score import Order, effective, lower_of, lowest_of, none_yet
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, numbers_of, segment
 from kvpop_vllm.kernels.triton.running_topk import kth_smallest
 
 NEVER = torch.iinfo(torch.int64).max
@@ -28,18 +28,18 @@ def held_long(segment, topk):
 
 @triton.jit(do_not_specialize=["entries"])
 def _simulate(
-    score,  # [H, E] float32
-    position,  # [H, E] int32
+    score, position,  # [H, E] float32 and int32, overwritten with those of each slot's token
     log_gamma,  # [H] float64
     keys,  # [R, H] int64, keys of draws
-    slots,  # [H, 3, E] int32, workspace: entry, position and score bits of each slot's token
+    slots,  # [H, E] int32, workspace: entry of each slot's token
     gone,  # [H, E] int32
     segments, topk, entries,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Process the arrivals of one head of a segment one by one.
 
-    Once all slots are filled, the lowest of the tokens in the slots and the arrival is evicted. P is an :class:`Order`.
+    Once all slots are filled, the lowest of the tokens in the slots and the arrival is evicted. The first entries are
+    the slots, and more of them than the head has are never filled. P is an :class:`Order`.
 
     Grid: segments, H. S arrivals, one after another, read 8 bytes of each slot from caches: about 2 us each, 16 ms.
     """
@@ -50,17 +50,13 @@ def _simulate(
     score += h * entries + own.entry
     position += h * entries + own.entry
     gone += h * entries + own.entry
-    slots += h * 3 * entries + own.entry
+    slots += h * entries + own.entry
     gamma, key = tl.load(log_gamma + h), h
     if P.draws:
         key = tl.load(keys + own.request * heads + h)
     for start in range(0, filled, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        inside = slot < filled
-        tl.store(slots + slot, slot, mask=inside)
-        tl.store(slots + entries + slot, tl.load(position + slot, mask=inside), mask=inside)
-        bits = tl.load(score + slot, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-        tl.store(slots + 2 * entries + slot, bits, mask=inside)
+        tl.store(slots + slot, slot, mask=slot < filled)
     tl.debug_barrier()
     for j in range(own.filled, total):
         raw, t = tl.load(score + j), tl.load(position + j)
@@ -71,21 +67,18 @@ def _simulate(
             for start in range(0, most, BLOCK):
                 slot = start + tl.arange(0, BLOCK)
                 inside = slot < most
-                token = tl.load(slots + entries + slot, mask=inside, other=0)
-                bits = tl.load(slots + 2 * entries + slot, mask=inside, other=0)
-                token = tl.where(inside, token, q - 1)
-                raws = bits.to(tl.float32, bitcast=True)
-                scores = effective(raws, token, q, gamma, raws, key, P)
-                best, oldest, where = lower_of(best, oldest, where, scores, token, slot, inside)
+                raws = tl.load(score + slot, mask=inside, other=0.0)
+                token = tl.load(position + slot, mask=inside, other=0)
+                best, oldest, where = lower_of(best, oldest, where, raws, token, slot, inside, q, gamma, raws, key, P)
             lowest, victim = lowest_of(best, oldest, where)
-            stays = (effective(raw, t, q, gamma, raw, key, P) >= lowest) & (victim != FAR)
+            stays = (effective(raw, t, q, gamma, raw, key, P) >= lowest) & (victim >= 0)
             target = tl.where(stays, victim, -1)
             leaves = tl.where(stays, tl.load(slots + tl.where(stays, victim, 0), mask=stays, other=0), j)
             tl.store(gone + leaves, own.length - total + j)
         tl.debug_barrier()  # all threads have read the words that are overwritten
         tl.store(slots + target, j, mask=target >= 0)
-        tl.store(slots + entries + target, t, mask=target >= 0)
-        tl.store(slots + 2 * entries + target, raw.to(tl.int32, bitcast=True), mask=target >= 0)
+        tl.store(score + target, raw, mask=target >= 0)
+        tl.store(position + target, t, mask=target >= 0)
         filled = tl.minimum(filled + 1, most)
         tl.debug_barrier()  # the stores are visible before the next arrival
 
@@ -97,11 +90,9 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
 
     Args:
         piece: the piece.
-        score: ``[H, E]`` float32, -inf for slots that are not in use.
-        position: ``[H, E]`` int32, -1 for slots that are not in use.
-        log_gamma: ``[H]`` float64.
-        decay_step: n.
-        ages: as in :func:`kvpop_vllm.kernels.ops.online_topk`.
+        score: ``[H, E]`` float32, -inf for slots that are not in use; overwritten.
+        position: ``[H, E]`` int32, -1 for slots that are not in use; overwritten.
+        log_gamma, decay_step, ages: as in :func:`kvpop_vllm.kernels.ops.online_topk`.
         keys: ``[R, H]`` int64 keys of draws, or None.
     """
     gone = torch.full(score.shape, LAST.value, dtype=torch.int32, device=score.device)
@@ -109,10 +100,8 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
         return gone
     if decay_step == 1 and not ages and keys is None:
         return _static_order(piece, score, position, log_gamma, gone)
-    heads, entries = score.shape
-    slots = torch.empty(heads, 3, entries, dtype=torch.int32, device=score.device)
-    _simulate[len(piece), heads](
-        score, position, log_gamma, keys, slots, gone, piece.segments, piece.topk, entries,
+    _simulate[len(piece), len(score)](
+        score, position, log_gamma, keys, torch.empty_like(gone), gone, piece.segments, piece.topk, piece.entries,
         P=Order(decay_step=decay_step, ages=ages, draws=keys is not None),
         BLOCK=min(BLOCK, triton.next_power_of_2(max(16, piece.most_slots))), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
@@ -136,17 +125,11 @@ def _static_order(piece: Piece, score, position, log_gamma, gone):
 
 
 def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
-    """Implement :func:`kvpop_vllm.kernels.ops.online_topk`.
-
-    Raises:
-        ValueError: more tokens are held than there are slots.
-    """
+    """Implement :func:`kvpop_vllm.kernels.ops.online_topk`."""
     (heads, total), device = score.shape, score.device
-    if held > topk:
-        raise ValueError(f"{held} tokens are held in {topk} slots")
     if total == held:
         return torch.full((heads, total), NEVER, dtype=torch.int64, device=device)
-    piece = Piece([Segment(0, 0, total - held, held + window, 0, 0, window, [topk] * heads)], device)
+    piece = Piece([segment([topk] * heads, total - held, position=held + window, window=window)], device)
     unused = piece.entries - total
     entry = torch.cat([torch.arange(held, device=device), torch.arange(held, total, device=device) + unused])
     scores = torch.full((heads, piece.entries), -torch.inf, device=device)

@@ -1,11 +1,9 @@
 """Prefill of chunks over a fixed-budget paged cache (DESIGN "One step"; docs/kernels.md).
 
-All requests of a call are processed together, in pieces of bounded size (:mod:`_prefill_plan`). The slots in use and a
-piece's tokens are keys with births and evictions. For each piece, scores are computed (:mod:`_prefill_scores`), then
-eviction times (:mod:`online_topk`), then attention to the keys that each query sees, protected ones included
-(:mod:`_prefill_attend`). Finally the survivors are written to the slots (:mod:`_prefill_slots`). Behind the prefixes,
-attention-coupled and other sequential rules take one launch instead (:mod:`_prefill_steps`). The host never waits for the
-device.
+All requests of a call are processed together, in pieces of bounded size (:mod:`_prefill_plan`). For each piece, scores
+are computed by the scorers' own formulas, then eviction times (:mod:`online_topk`), then attention to the keys that
+each query sees (:mod:`_prefill_attend`). Finally the survivors are written to the slots (:mod:`_prefill_slots`). Behind
+the prefixes, sequential rules take one launch instead (:mod:`_prefill_steps`). The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -13,13 +11,13 @@ from __future__ import annotations
 import torch
 import triton
 from kvpop_vllm.kernels.triton._prefill_attend import attend
-from kvpop_vllm.kernels.triton._prefill_plan import LAST, ROWS, Piece, segments_of
-from kvpop_vllm.kernels.triton._prefill_scores import State, mlstm_scores
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, ROWS, Piece, pieces_of
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
 from kvpop_vllm.kernels.triton._prefill_steps import _steps
-from kvpop_vllm.kernels.triton._serving_pages import Step, View, view
+from kvpop_vllm.kernels.triton._serving_pages import Step, View, state_places, view
 from kvpop_vllm.kernels.triton._tiles import DECODE, tile_of
 from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, kernel_config, prefix_of, weights_of
+from kvpop_vllm.kernels.triton.delayed_mlstm import mlstm_of_segments
 from kvpop_vllm.kernels.triton.online_topk import eviction_times
 
 from kvpop_vllm.kernels.chunks import Chunks, send
@@ -34,39 +32,36 @@ WIDTH = 1024
 def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
-    All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and the ``tokens`` and
-    ``biased`` of the prefix, which are on the CPU. A chunk that does not start at a head's ``tokens_seen`` raises no error:
-    the head's pages stay unchanged, its outputs and log-sum-exps are NaN.
+    All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and the ``tokens``
+    and ``biased`` of the prefix, which are on the CPU. A chunk that does not start at a head's ``tokens_seen`` raises
+    no error: the head's pages stay unchanged, its outputs and log-sum-exps are NaN.
 
     Raises:
         NotImplementedError, TypeError, ValueError: as in :mod:`decode_step`.
     """
     if chunks.budgets.device.type != "cpu":
         raise ValueError(f"prefill_chunk takes budgets on the CPU, got {chunks.budgets.device}")
-    if min(chunks.windows) < 1:
-        raise ValueError(f"a window holds at least the newest token, got {min(chunks.windows)}")
     weights, options = weights_of(rule.scorer, "prefill_chunk")
-    check_step(q, k, v, pages, rule, weights, prefix, len(chunks), "prefill_chunk")
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    run = _Prefill(pages, page_table, chunks, rule, scale, prefix, q)
-    run.in_pieces(q, k, v, gate_scores, keys, out, lse)
+    check_step(q, k, v, pages, rule, weights, prefix, len(chunks), min(chunks.windows), "prefill_chunk")
+    run = _Prefill(q, k, v, pages, page_table, chunks, rule, scale, gate_scores, prefix, keys)
+    for piece in run.pieces():
+        run.process(piece)
     if rule.sequential:
-        config = kernel_config(pages, page_table, q, rule, options)
-        run.in_steps(config, weights, q, k, v, gate_scores, keys, out, lse)
-    return out, lse
+        run.in_steps(kernel_config(pages, page_table, q, rule, options), weights)
+    return run.out, run.lse
 
 
-def _where(mask: torch.Tensor, state: State, other: tuple) -> State:
+def _where(mask: torch.Tensor, state: tuple, other: tuple) -> tuple:
     """Return the states of the heads of ``mask [n]``, and ``other`` for all others."""
     pairs = zip(state, other, strict=True)
     return tuple(torch.where(mask.view(1, -1, *[1] * (x.dim() - 2)), x, y) for x, y in pairs)
 
 
 class _Prefill:
-    """Chunks of one call and the pages that they go to."""
+    """Arguments and outputs of one call."""
 
-    def __init__(self, pages, table, chunks: Chunks, rule, scale: float, prefix: Prefix | None, q):
+    def __init__(self, q, k, v, pages, table, chunks: Chunks, rule, scale, gate_scores, prefix: Prefix | None, keys):
+        self.q, self.tokens, self.gate_scores, self.keys = q, (view(k), view(v)), gate_scores, keys
         self.pages, self.table, self.chunks = pages, table, chunks
         self.protected = self.biased = [0] * len(chunks)
         if prefix is not None:
@@ -76,67 +71,64 @@ class _Prefill:
         self.rule, self.scale, self.device = rule, scale, table.device
         self.config = kernel_config(pages, table, q, rule, {})
         self.cache, self.before = cache_of(pages, table), prefix_of(prefix)
+        self.out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         self.heads = torch.arange(table.shape[1], device=table.device)
         self.numbers = self._once("numbers", self._numbers)
-        self.right = self._right()
+        start, protected, *_ = self.numbers.unsqueeze(1).unbind(2)
+        seen = pages.position[table[:, :, pages.layout.state_blocks].long(), self.heads, 0]
+        # [R, H], 0 for a wrong start; a tail may begin on any pages
+        self.right = ((seen == start) | (start <= protected)).int()
 
     def _once(self, what: str, make):
         """Return what all layers of a step have in common."""
         return self.chunks.once((what, self.rule.sinks, *self.protected, *self.biased, self.device), make)
 
-    def _right(self) -> torch.Tensor:
-        """Return 1 where a chunk starts where a head's cache ends, else 0, ``[R, H]`` int32; a tail may begin on any pages."""
-        start, protected, *_ = self.numbers.unsqueeze(1).unbind(2)
-        first = self.table[:, :, self.pages.layout.state_blocks].long()
-        return ((self.pages.position[first, self.heads, 0] == start) | (start <= protected)).int()
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of all tokens, or if the rule is sequential, of those of prefixes."""
+        given = self.chunks, self.rule, self.protected, self.biased, self.device
+        return self._once(("pieces", self.rule.sequential), lambda: pieces_of(*given))
 
-    def in_pieces(self, q, k, v, gate_scores, keys, out, lse) -> None:
-        """Process all chunks, several tokens of each at a time, or if the rule is sequential, those of prefixes."""
-        within = self.rule.sequential
-        for piece in self._once(("pieces", within), lambda: self._pieces(within)):
-            self._run(piece, q, (view(k), view(v)), gate_scores, keys, out, lse)
-
-    def _pieces(self, within: bool) -> list[Piece]:
-        segments = segments_of(self.chunks, self.rule, self.protected, self.biased, within=within)
-        return [Piece(parts, self.device) for parts in segments]
-
-    def _run(self, piece: Piece, q, tokens, gate_scores, keys, out, lse) -> None:
+    def process(self, piece: Piece) -> None:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
         gone = torch.full((len(self.heads), piece.keys), LAST.value, dtype=torch.int32, device=self.device)
-        of_attention = piece, self.config, q, tokens, self.cache, self.before, gone, self.right, self.scale, out, lse
+        pages = self.tokens, self.cache, self.before
+        of_attention = piece, self.config, self.q, *pages, gone, self.right, self.scale, self.out, self.lse
         if not piece.rows:  # all tokens are protected
             return attend(*of_attention)
-        weights, (k, v), index, made = self.rule.scorer, tokens, piece.tail_rows[0], None
+        weights, (k, v), (index, none), made = self.rule.scorer, self.tokens, piece.tail_rows, None
         if weights.takes_gate_scores:
-            made = gate_scores[index].T.contiguous()
+            made = self.gate_scores[index].T.contiguous()
         if weights.recurrent:
-            place, begun = self._states_of(piece), ~piece.begins.repeat(len(self.heads))
+            ends, segment_of, requests, begins = piece.states
+            place = state_places(self.pages, self.table, self.heads, requests)
+            begun = ~begins.repeat(len(self.heads))
             before = _where(begun, self.pages.load_states(*place, weights), (0.0, 0.0, STATE_M_START))
             new = torch.cat([k.base, v.base], -1).transpose(0, 1)[:, index]
             if not weights.delayed:
-                made, state = mlstm_scores(weights, piece, new, new, before)
+                made, state = mlstm_of_segments(weights, new, none, ends, before, new, segment_of)
         left = k.base.new_empty(len(self.heads), piece.rows, 2 * k.base.shape[2])
         score = None if made is None else torch.empty_like(made)
         of_blocks = {"P": self.config, "ROWS": ROWS, "num_warps": 4}
         _gather[len(piece.blocks()), len(self.heads)](
-            tokens, made, self.cache, piece.segments, piece.blocks(), left, score, piece.rows, **of_blocks
+            self.tokens, made, self.cache, piece.segments, piece.blocks(), left, score, piece.rows, **of_blocks
         )
         if weights.recurrent and weights.delayed:
-            score, state = mlstm_scores(weights, piece, left, new, before)
+            score, state = mlstm_of_segments(weights, new, none, ends, before, left, segment_of)
         elif made is None:
             score = (NoScore() if weights.draws else weights).scores(*left.chunk(2, -1))
-        slot_of = self._evict(piece, score, keys, gone)
+        slot_of = self._evict(piece, score, gone)
         attend(*of_attention)
         _store[len(piece.blocks()), len(self.heads)](
-            tokens, made, left, score, slot_of, self.cache, piece.segments, piece.blocks(), self.right, piece.rows,
+            self.tokens, made, left, score, slot_of, self.cache, piece.segments, piece.blocks(), self.right, piece.rows,
             **of_blocks,
         )  # fmt: skip
         if weights.recurrent:
-            right = self.right[piece.requests].T.flatten() > 0  # of a wrong start the state stays
+            right = self.right[requests].T.flatten() > 0  # of a wrong start the state stays
             self.pages.store_states(*place, _where(right, state, before))
 
-    def _evict(self, piece: Piece, score, keys, gone) -> torch.Tensor:
-        """Write the eviction times of keys, and return the slots of tokens that leave the window, -1 for evicted ones."""
+    def _evict(self, piece: Piece, score, gone) -> torch.Tensor:
+        """Write the eviction times of keys, and return the slots of tokens that leave the window, -1 if evicted."""
         slot_of = torch.full((len(self.heads), piece.rows), -1, dtype=torch.int32, device=self.device)
         if not piece.entries:
             return slot_of
@@ -146,36 +138,31 @@ class _Prefill:
         _enter[triton.cdiv(piece.most_entries, WIDTH), len(piece), heads](
             score, self.cache, *of, scores, positions, piece.rows, piece.entries, P=self.config, WIDTH=WIDTH
         )
-        told = {"log_gamma": rule.log_gamma, "decay_step": rule.decay_step, "ages": rule.ages, "keys": keys}
+        told = {"log_gamma": rule.log_gamma, "decay_step": rule.decay_step, "ages": rule.ages, "keys": self.keys}
         leaves = eviction_times(piece, scores, positions, **told)
         sizes = piece.rows, piece.keys, piece.entries
         _settle[len(piece), heads](leaves, *of, free, gone, slot_of, *sizes, WIDTH=WIDTH, num_warps=4)
         return slot_of
 
-    def _states_of(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the state pages ``[H * S', pages]`` and heads ``[H * S']`` of a piece's tails."""
-        rows = self.table[piece.requests, :, : self.pages.layout.state_blocks].long().transpose(0, 1)
-        return rows.flatten(0, 1), self.heads.repeat_interleave(len(piece.requests))
-
-    def in_steps(self, config, weights, q, k, v, gate_scores, keys, out, lse) -> None:
+    def in_steps(self, config, weights) -> None:
         """Run decode steps for the tokens behind the prefixes, one after another in each request."""
         columns = (View(of, self.numbers.shape[1]) for of in self.numbers.T[1:7])
         protected, biased, windows, positions, tokens, counts = columns
         protected = View() if self.before.table is None else protected
         biased = View() if self.before.score is None else biased
-        of_requests = positions, view(self.numbers[:, 7:]), windows, view(keys), protected, biased
-        requests, heads = self.right.shape
-        work = torch.empty(requests, heads, config.work, dtype=torch.float32, device=self.device)
+        of_tokens = view(self.q), *self.tokens, view(self.gate_scores)
+        of_requests = positions, view(self.numbers[:, 7:]), windows, view(self.keys), protected, biased
+        work = torch.empty(*self.right.shape, config.work, dtype=torch.float32, device=self.device)
         of_layer = self.cache, self.before, weights, self.rule.log_gamma, self.scale
-        step = Step(*map(view, (q, k, v, gate_scores)), *of_requests, *of_layer, out, lse, work)
+        step = Step(*of_tokens, *of_requests, *of_layer, self.out, self.lse, work)
         options = {"P": config, "num_warps": 8, "num_stages": tile_of(DECODE, config.wide, config.size).stages}
-        _steps[1, heads, requests](step, tokens, counts, self.right, **options, enable_fp_fusion=False)
+        _steps[(1, *self.right.T.shape)](step, tokens, counts, self.right, **options, enable_fp_fusion=False)
 
     def _numbers(self) -> torch.Tensor:
         """Return numbers of each request, ``[R, 7 + H]`` int32.
 
-        They are its start, p, the number of tokens that have a bias, w; the position of the first token of the chunk behind
-        the prefix, its index in the batch, the number of these tokens; and the budgets.
+        They are its start, p, the number of tokens that have a bias, w; the position of the first token of the chunk
+        behind the prefix, its index in the batch, the number of these tokens; and the budgets.
         """
         lines, first = [], 0
         of_chunks = self.chunks.starts, self.chunks.lengths, self.chunks.windows, self.chunks.budgets.tolist()

@@ -1,23 +1,18 @@
 """Ranks and running cutoffs of a static order, for all queries at once.
 
-The cutoff of query q is the k-th smallest rank in the prefix of tokens that are eligible at q: an order
-statistic of a prefix, for every prefix. Instead of inserting the tokens into a tree one by one, the kernels
-find the binary digits of all answers together, from the highest digit down, as in a descent of a wavelet
-tree:
+The cutoff of query q is the k-th smallest rank in the prefix of tokens that are eligible at q: an order statistic of
+every prefix. The kernels find the binary digits of all answers together, from the highest down, as in a wavelet tree:
 
-- The tokens, in the order in which they become eligible, are kept sorted stably by the digits of their rank
-  above the current one. The ranks are a permutation of 0 .. S - 1. Therefore the tokens whose higher digits
-  form ``low`` are at positions ``low ..``, in the order of their arrival, and those in a prefix are the first
-  ``count`` of them.
-- The number of those with a zero as the next digit is one look-up in running counts of zeros. If it is at
-  least ``left``, the answer is among them and its digit is 0. Otherwise the digit is 1, and ``left`` is
-  reduced by that number.
+- The tokens, in the order in which they become eligible, are kept sorted stably by the digits of their rank above the
+  current one. The ranks are a permutation of 0 .. S - 1. Therefore the tokens whose higher digits form ``low`` are at
+  positions ``low ..``, in the order of their arrival, and those in a prefix are the first ``count`` of them.
+- The number of those with a zero as the next digit is one look-up in running counts of zeros. If it is at least
+  ``left``, the answer is among them and its digit is 0. Otherwise the digit is 1, and ``left`` is reduced by that
+  number.
 
-A program has BLOCK positions. For a digit that moves tokens between blocks, one launch counts the zeros of each
-block and the next one sorts. The other digits, log2(BLOCK), sort each block on its own: half of the ranks below
-its first one have a zero. One launch finds all of these, and one all digits of the answers. Work and memory are
-O(S log S). Each program reads only what earlier launches or it itself wrote and writes each element once, so the
-result does not depend on the order of memory operations of different programs.
+A program has BLOCK positions. For a digit that moves tokens between blocks, one launch counts the zeros of each block
+and the next one sorts. The other digits, log2(BLOCK), take one launch: half of the ranks below a block's first one have
+a zero. Each program reads only what earlier launches or it itself wrote and writes each element once.
 """
 
 from __future__ import annotations

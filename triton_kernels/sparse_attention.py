@@ -1,9 +1,9 @@
 """Attention under the running top-k mask: FlashAttention's forward and backward over visible keys alone.
 
-The cutoff never rises, so a key is seen by queries from its own to the one behind its eviction: the forward pass is that of
-prefill (:mod:`_prefill_attend`), over lists of what a block of queries sees. The backward pass recomputes the softmax from the
-stored lse (Dao 2023, arXiv 2307.08691): dq over the same lists, dk and dv over a block's range of queries. Blocks are of keys
-that live about equally long, so that a range has few queries that miss most of its keys.
+The cutoff never rises, so a key is seen by queries from its own to the one behind its eviction: the forward pass is
+that of prefill (:mod:`_prefill_attend`), over lists of what a block of queries sees. The backward pass recomputes the
+softmax from the stored lse (Dao 2023, arXiv 2307.08691): dq over the same lists, dk and dv over a block's range of
+queries. Blocks are of keys that live about equally long, so that a range has few queries that miss most of its keys.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION, check_size, common_dtype
+from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION, common_dtype
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
-from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists
-from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, Segment, block_of
+from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists, listed
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, block_of, segment
 from kvpop_vllm.kernels.triton._serving_pages import Cache, Heads, element_at, view
 from kvpop_vllm.kernels.triton._tiles import BACKWARD, tile_of
 from torch.autograd.function import once_differentiable
@@ -51,10 +51,7 @@ def _backward_queries(
     lists += list_of * 2 * room
     count = tl.load(counts + 2 * list_of + 1)
     for start in range(0, count, BLOCK_K):
-        entry = start + tl.arange(0, BLOCK_K)
-        there = entry < count
-        index = tl.load(lists + entry, mask=there, other=0)
-        until = tl.load(lists + room + entry, mask=there, other=0)
+        index, until, there = listed(lists, room, start, count, BLOCK_K)
         keys = load_rows(element_at(k, token + index, h), there, P)
         values = load_rows(element_at(v, token + index, h), there, P)
         logits = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
@@ -87,11 +84,11 @@ def _backward_keys(
     b, h = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads, token, row = tl.num_programs(2), b * length, h * tl.num_programs(1) + b
     entry = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    listed = entry < length
-    index = tl.load(order + row * length + entry, mask=listed, other=length)
-    until = tl.load(gone + row * length + index, mask=listed, other=0)
-    keys = load_rows(element_at(k, token + index, h), listed, P)
-    values = load_rows(element_at(v, token + index, h), listed, P)
+    inside = entry < length
+    index = tl.load(order + row * length + entry, mask=inside, other=length)
+    until = tl.load(gone + row * length + index, mask=inside, other=0)
+    keys = load_rows(element_at(k, token + index, h), inside, P)
+    values = load_rows(element_at(v, token + index, h), inside, P)
     begin, end = tl.min(index, 0), tl.minimum(tl.max(until, 0), length)
     dk_acc = tl.zeros([BLOCK_K, padded], tl.float32)
     dv_acc = tl.zeros([BLOCK_K, padded], tl.float32)
@@ -112,25 +109,18 @@ def _backward_keys(
             dlogits = weights * (dweights - deltas[None, :])
             dk_acc = tl.dot(dlogits.to(queries.dtype), queries, dk_acc, input_precision=PRECISION)
     place = ((token + index) * heads + h) * P.size
-    store_rows(dk + place, dk_acc * scale, listed, P)
-    store_rows(dv + place, dv_acc, listed, P)
+    store_rows(dk + place, dk_acc * scale, inside, P)
+    store_rows(dv + place, dv_acc, inside, P)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, H, S, D]`` as ``[B * S, H, D]`` with a contiguous last axis, without a copy where that is possible."""
+    """Return ``[B, H, S, D]`` as ``[B * S, H, D]`` with a contiguous last axis, without a copy where possible."""
     x = x.transpose(1, 2).flatten(0, 1)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def eviction_times(rank: torch.Tensor, cutoff: torch.Tensor, sinks: int, window: int) -> torch.Tensor:
-    """Return for each key ``[B, H, S]`` int32 the first query that does not see it.
-
-    Args:
-        rank: ``[B, H, S]``.
-        cutoff: ``[B, H, S]``, which must not rise.
-        sinks: s.
-        window: w.
-    """
+    """Return for each key ``[B, H, S]`` int32 the first query that does not see it; cutoffs must not rise."""
     leaves = torch.arange(rank.shape[-1], device=rank.device) + window
     below = torch.searchsorted((-cutoff).contiguous(), (-rank).contiguous(), right=True)
     gone = below.maximum(leaves).int()
@@ -144,7 +134,8 @@ class _SparseAttention(torch.autograd.Function):
         batch, query_heads, length, size = q.shape
         heads = k.shape[1]
         # the rows of the batch are segments without slots
-        piece = Piece([Segment(b, b * length, length, 0, 0, 0, 1, [length] * heads) for b in range(batch)], q.device)
+        parts = [segment([length] * heads, length, request=b, token=b * length) for b in range(batch)]
+        piece = Piece(parts, q.device)
         config = Heads(size=size, group=query_heads // heads, wide=q.dtype == torch.float32)
         q, k, v = map(_flat, (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -170,9 +161,9 @@ class _SparseAttention(torch.autograd.Function):
         tile = tile_of(BACKWARD, config.wide, config.size)
         rows, block_q = block_rows(config, tile)
         launch = {"P": config, "BLOCK_K": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
-        for grid, listed in key_lists(piece, config, Cache(), gone, block_q):
+        for grid, found in key_lists(piece, config, Cache(), gone, block_q):
             _backward_queries[grid](
-                *inputs, piece.segments, *listed, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
+                *inputs, piece.segments, *found, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
             )  # fmt: skip
         born = torch.arange(length, device=q.device)
         lives = gone.view(heads, batch, length).clamp_max(length) - born
@@ -186,7 +177,6 @@ class _SparseAttention(torch.autograd.Function):
 
 def sparse_attention(q, k, v, rank, cutoff, *, sinks, window, scale):
     """Implement :func:`kvpop_vllm.kernels.ops.sparse_attention`."""
-    check_size("sparse_attention", q.shape[-1])
     common = common_dtype("sparse_attention", q, k, v)
     gone = eviction_times(rank.int(), cutoff.int(), sinks, window)
     out, lse = _SparseAttention.apply(q.to(common), k.to(common), v.to(common), gone, scale)

@@ -56,7 +56,7 @@ PREFIX = 200
 OPS = "decode_step", "prefix", "biased", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-OWN = "online_topk", "_prefill_attend", "_prefill_scores", "_prefill_slots", "_prefill_steps"
+OWN = "online_topk", "_prefill_attend", "_prefill_slots", "_prefill_steps"
 """Modules of kernels that only a prefill has."""
 arch, op, launches, compiled = 90, "decode_step", [], {}
 launch = JITFunction.run
