@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._lowest_score import Order
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 PADDING, REFUSED = tl.constexpr(0), tl.constexpr(-1)  # stored in place of the number of slots to attend to
 MARKS = tl.constexpr(6)
@@ -132,6 +133,7 @@ class KernelConfig(Order, Heads):
     block: int  # slots of a tile of decoding, within one page
     searched: int  # scores that the search for the lowest one compares at a time
     sinks: int
+    dependent: bool  # a launch begins while the one before still runs
     scorer: str = "none"  # none, key_norm, linear, mlp, mlstm, or stored: read from the score field
     masses: bool = False  # attention weights of the newest query are written to the score fields, or added if ``mean``
     gate_scores: bool = False
@@ -281,8 +283,20 @@ def position_of(step, r):
 
 
 @triton.jit
+def await_launch(P: tl.constexpr):
+    """Let the next launch begin, and wait until all that the launch before has written can be read.
+
+    Launches overlap only by their beginnings; CUDA calls them programmatic dependent launches (PTX griddepcontrol).
+    """
+    if P.dependent:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def place_of(step, P: tl.constexpr):
-    """Return KV head and request of a program of a grid (any, H, R), its workspace, and its flags in decoding."""
+    """Wait for the launch before; return head and request of a program of a grid (any, H, R), its workspace and flags."""
+    await_launch(P)
     h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = r * tl.num_programs(1) + h
     return h, r, step.work + head * P.work, step.flags + head * MARKS

@@ -70,6 +70,7 @@ def _project(step, requests, P: tl.constexpr):
 
     Grid: 16 requests, 64 columns, H. 2.1 MB of weights, whatever the number of requests up to 16: 0.6 us.
     """
+    pages.await_launch(P)
     h, heads = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < requests

@@ -102,10 +102,18 @@ def kernel_config(pages, table, q, rule, options: dict) -> KernelConfig:
         block=max(16, min(tile.keys, layout.block_slots & -layout.block_slots)),  # a power of two that divides N
         searched=min(SEARCHED, triton.next_power_of_2(most_slots)),
         sinks=rule.sinks,
+        dependent=_dependent(q.device),
         decay_step=rule.decay_step,
         uses_moment_correction=rule.moment_correction,
         **options,
     )
+
+
+@functools.cache
+def _dependent(device: torch.device) -> bool:
+    """Return True on a GPU whose launches can begin before the one before ends: of compute capability 9 or more."""
+    of_nvidia = device.type == "cuda" and torch.version.hip is None
+    return of_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
@@ -151,7 +159,8 @@ def decode_step(
     flags = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=q.device)
     cache, before = cache_of(pages, page_table), prefix_of(prefix)
     step = Step(*views, cache, before, weights, rule.log_gamma, scale, out, lse, work, flags)
-    own = {"P": config, "num_warps": 4}
+    of_all = {"P": config, "launch_pdl": config.dependent}
+    own = of_all | {"num_warps": 4}
     if config.parts:
         _project[triton.cdiv(requests, ROWS.value), config.parts, heads](step, requests, **own)
     if config.scorer == "mlstm":
@@ -168,7 +177,7 @@ def decode_step(
     if splits > 1:
         sums, tops = _floats(q.device, *lse.shape, splits, config.size), _floats(q.device, *lse.shape, splits, 2)
     _attend[splits, heads, requests](
-        step, sums, tops, P=config, CUT=splits > 1, num_warps=tile.warps, num_stages=tile.stages
+        step, sums, tops, CUT=splits > 1, num_warps=tile.warps, num_stages=tile.stages, **of_all
     )
     if config.uses_moment_correction:
         _correct[triton.cdiv(config.size, COLUMNS.value), heads, requests](step, **own)

@@ -90,6 +90,13 @@ def test_loads_of_attention_overlap_its_products(compiled):
     assert [row for row in rows if not row["waits"] or min(row["waits"]) == 0] == []
 
 
+def test_launches_of_a_step_begin_while_the_one_before_runs(compiled):
+    """Each waits for it ahead of its own loads and stores, and on a GPU without such launches is one like any other."""
+    rows = [row for row in compiled["rows"] if row["op"] in ("decode_step", "prefix") or row["kernel"] == "_attend"]
+    assert {row["arch"] for row in rows} == {80, 90, 100} and len({row["kernel"] for row in rows}) == 8
+    assert [row for row in rows if not row["dependent"] == row["awaits"] == (row["arch"] >= 90)] == []
+
+
 def test_products_of_training_are_single_ones_of_tf32(compiled):
     """They are at most a third of those that an mLSTM with exact products takes."""
     for kernel, arch in (("_states", 80), ("_states", 90), ("_readout", 80), ("_readout", 90)):

@@ -104,7 +104,21 @@ def resources(kernel) -> dict:
     ptx = kernel.asm["ptx"]
     products = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", ptx))
     used |= {"fused": kernel.metadata.enable_fp_fusion, "waits": waits(ptx), "products": products}
+    used |= {"dependent": kernel.metadata.launch_pdl, "awaits": awaits(ptx)}
     return used | {"ahead": loads_ahead(kernel.asm["ttgir"])}
+
+
+def awaits(ptx: str) -> bool:
+    """Return True if a kernel lets the next launch begin, and waits for the one before ahead of all its loads and stores."""
+    allows, waits, touches = (
+        found.start() if (found := re.search(pattern, ptx)) else -1
+        for pattern in (
+            r"griddepcontrol\.launch_dependents\s*;",
+            r"griddepcontrol\.wait\s*;",
+            r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|cp\.async|cp\.reduce",
+        )
+    )
+    return 0 <= allows < touches and 0 <= waits < touches
 
 
 def loads_ahead(ttgir: str) -> int:
@@ -139,7 +153,10 @@ class Asked(TorchDispatchMode):
 
 def serve(case: str, dtype: torch.dtype, size: int) -> list:
     """Return launches and ops of a step of padding and of one of tokens, which must be the same."""
+    from kvpop_vllm.kernels.triton import decode_step as module
     from kvpop_vllm.kernels.triton.decode_step import decode_step
+
+    module._dependent = lambda device: arch >= 90
 
     sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900)
     p = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare()
