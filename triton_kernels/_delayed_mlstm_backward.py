@@ -48,8 +48,7 @@ def _backward_states(
     decay, m_rows, denominators,
     qz_grad,  # e, [rows, chunks * L]
     c_states, z_states, m_states,
-    c_grads,  # [rows, chunks, F, DV], gradient of the state behind each chunk
-    z_grads,  # [rows, chunks, F]
+    c_grads, z_grads,  # [rows, chunks, F, DV] and [rows, chunks, F], gradient of the state behind each chunk
     flow,  # [tiles, rows, chunks], <C', dC'> behind each chunk, in parts
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -92,10 +91,9 @@ def _backward_states(
 @triton.jit
 def _backward_features(
     q, k, v, grad, igate, decay, m_rows, denominators, qz_grad, c_states, z_states, m_states, c_grads, z_grads,
-    dq,  # [rows, S, F]
-    dk,
-    q_dq,  # [parts, rows, chunks * L], q . dq, in parts over blocks of features
-    k_dk, delay, length, chunks,
+    dq, dk,  # [rows, S, F]
+    q_dq, k_dk,  # [parts, rows, chunks * L], q . dq and k . dk, in parts over blocks of features
+    delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

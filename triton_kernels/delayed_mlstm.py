@@ -47,14 +47,10 @@ def _store_state(c_states, z_states, m_states, state, c, z, m, f, column, FEATUR
 
 @triton.jit(do_not_specialize=["chunks", "segments"])
 def _states(
-    k,  # [rows, S, F]
-    v,  # [rows, S, DV]
-    igate,  # [rows, chunks * L], -inf behind the end
-    decay,  # [rows, chunks * L]
+    k, v,  # [rows, S, F] and [rows, S, DV]
+    igate, decay,  # [rows, chunks * L]; gates are -inf behind the end
     c_first, z_first, m_first,  # before each segment, or None
-    c_states,  # [rows, chunks + segments, F, DV]
-    z_states,  # [rows, chunks + segments, F]
-    m_states,  # [rows, chunks + segments]
+    c_states, z_states, m_states,  # [rows, chunks + segments, ...]: F and DV, F, nothing
     ends,  # [segments + 1], number of chunks before each segment, and in all
     length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -97,8 +93,7 @@ def _states(
 def _readout(
     q, k, v, igate, decay, c_states, z_states, m_states,
     h,  # [rows, S, DV]
-    m_rows,  # [rows, chunks * L]
-    denominators,  # [rows, chunks * L]
+    m_rows, denominators,  # [rows, chunks * L]
     segment_of,  # [chunks]
     delay, length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,

@@ -29,10 +29,8 @@ def held_long(segment, topk):
 @triton.jit(do_not_specialize=["entries"])
 def _simulate(
     score, position,  # [H, E] float32 and int32, overwritten with those of each slot's token
-    log_gamma,  # [H] float64
-    keys,  # [R, H] int64, keys of draws
-    slots,  # [H, E] int32, workspace: entry of each slot's token
-    gone,  # [H, E] int32
+    log_gamma, keys,  # [H] float64; [R, H] int64, keys of draws
+    slots, gone,  # [H, E] int32; slots is a workspace, the entry of each slot's token
     segments, topk, entries,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

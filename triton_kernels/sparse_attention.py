@@ -66,8 +66,7 @@ def _backward_queries(
 @triton.jit
 def _backward_keys(
     q, grad, tokens,
-    order,  # [H, B, S] int32, keys of each block
-    gone,  # [H, B * S] int32
+    order, gone,  # [H, B, S] int32, keys of each block; [H, B * S] int32
     lse, delta,
     dk, dv,  # [T, H, D], contiguous
     length, scale,
