@@ -1,7 +1,6 @@
 """Movement of tokens between the batch and the slots of a piece's segments.
 
-Tokens that leave the window are copied out of the ring before anything is written. Each program has a block of rows of
-one segment and one KV head, or all entries of a segment.
+Tokens that leave the window are copied out of the ring before anything is written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Decode step over a fixed-budget paged cache, in a few launches (DESIGN "One step"; docs/kernels.md).
-
-Scores and evictions run in one program per request and head (:mod:`_serving_retain`). Their inputs come from kernels
-with more programs (:mod:`_serving_scores`). Attention splits the slots of a head among programs
-(:mod:`_serving_attend`).
-"""
+"""Decode step over a fixed-budget paged cache, in a few launches (DESIGN "One step"; docs/kernels.md)."""
 
 from __future__ import annotations
 
