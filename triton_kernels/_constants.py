@@ -21,11 +21,7 @@ def check_size(op: str, size: int) -> None:
 
 
 def common_dtype(op: str, *tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype to which an op of training converts its inputs.
-
-    Raises:
-        ValueError: the op does not take it, or not heads of this size.
-    """
+    """Return the dtype to which an op of training converts its inputs; raise ValueError if it or D is not taken."""
     check_size(op, tensors[0].shape[-1])
     common = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     if common not in TRITON_DTYPES[op]:

@@ -1,18 +1,4 @@
-"""Gradients of the delayed mLSTM; symbols as in :mod:`delayed_mlstm`.
-
-With ``g_i = dh_i / d_i`` and ``e_i = -(dh_i . h_i) / d_i`` the gradients of n and qz,
-``P_ij = (g_i . v_j + e_i) D_ij`` and a chunk's write weights ``w_j = exp(b_end - b_j + i_j - m_end)``::
-
-    dq_i = sum_j P_ij k_j + o_i (C g_i + z e_i)
-    dk_j = sum_i P_ij q_i + w_j (dC_end v_j + dz_end)
-    dv_j = sum_i (q_i . k_j) D_ij g_i + w_j k_j dC_end
-    dC_start = exp(b_end + m_start - m_end) dC_end + sum_i o_i q_i g_i^T
-    dz_start = exp(b_end + m_start - m_end) dz_end + sum_i o_i q_i e_i
-
-The gates enter only together with k, and with q and k: ``di_j = k_j . dk_j`` and
-``db_i = q_i . dq_i - k_i . dk_i``. The gradient that flows through the end of a chunk is
-``<C'_end, dC'_end>``, so that sums for log f run within a chunk and lose no digits to neighbouring chunks.
-"""
+"""Gradients of the delayed mLSTM; docs/kernels.md has the formulas and their symbols."""
 
 from __future__ import annotations
 
@@ -48,8 +34,7 @@ def _backward_states(
     decay, m_rows, denominators,
     qz_grad,  # e, [rows, chunks * L]
     c_states, z_states, m_states,
-    c_grads,  # [rows, chunks, F, DV], gradient of the state behind each chunk
-    z_grads,  # [rows, chunks, F]
+    c_grads, z_grads,  # [rows, chunks, F, DV] and [rows, chunks, F], gradient of the state behind each chunk
     flow,  # [tiles, rows, chunks], <C', dC'> behind each chunk, in parts
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -92,10 +77,9 @@ def _backward_states(
 @triton.jit
 def _backward_features(
     q, k, v, grad, igate, decay, m_rows, denominators, qz_grad, c_states, z_states, m_states, c_grads, z_grads,
-    dq,  # [rows, S, F]
-    dk,
-    q_dq,  # [parts, rows, chunks * L], q . dq, in parts over blocks of features
-    k_dk, delay, length, chunks,
+    dq, dk,  # [rows, S, F]
+    q_dq, k_dk,  # [parts, rows, chunks * L], q . dq and k . dk, in parts over blocks of features
+    delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

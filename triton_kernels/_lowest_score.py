@@ -35,10 +35,7 @@ def _mix(x):
 def draw(key, q, t):
     """Return the draws of tokens t for an eviction at position q, float64 (:mod:`kvpop_vllm.kernels.draws`).
 
-    Args:
-        key: int64 key of request and head.
-        q: position of the eviction.
-        t: positions of the tokens.
+    The int64 ``key`` is that of request and head.
     """
     mixed = _mix(_mix((key + q).to(tl.uint64)) + t.to(tl.uint64) * GOLDEN)
     return (mixed >> 11).to(tl.int64).to(tl.float64)
@@ -48,12 +45,8 @@ def draw(key, q, t):
 def effective(raw, t, q, log_gamma, factor, key, P: tl.constexpr):
     """Return the effective scores of tokens t at q, float64.
 
+    They follow from raw scores, residuals (``factor``) if these count, and the head's ``key`` if scores are drawn.
     Kernels are launched without fused multiply-adds, so that every operation rounds as in the reference.
-
-    Args:
-        raw: raw scores of the tokens.
-        factor: their residuals, if these count.
-        key: key of the head's draws, if scores are drawn.
     """
     score, age = raw.to(tl.float64), q - t
     if P.draws:

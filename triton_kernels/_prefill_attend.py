@@ -81,13 +81,10 @@ def listed(lists, room, start, end, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["skipped", "room"])
 def _attend_keys(
-    q,  # [T, Hq, D]
-    tokens,  # k, v [T, H, D]
+    q, tokens,  # [T, Hq, D]; k, v [T, H, D]
     cache, prefix, segments, blocks, lists, counts, skipped, room,
     right,  # [R, H] int32, 0 if the step does not start where the cache ends
-    out,  # [T, Hq, D]
-    lse,  # [T, Hq]
-    scale,
+    out, lse, scale,  # [T, Hq, D] and [T, Hq]
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of queries, for all query heads of a KV head, in ROWS rows.
@@ -180,6 +177,5 @@ def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, o
     for grid, listed in key_lists(piece, config, cache, gone, block_q):
         _attend_keys[grid](
             view(q), tokens, cache, prefix, piece.segments, *listed, right, out, lse, scale,
-            P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages,
+            P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

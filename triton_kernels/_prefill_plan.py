@@ -1,14 +1,13 @@
 """Layout of the chunks that are prefilled together, worked out once per step for all layers.
 
-Chunks are cut into *segments*, parts of one request, and segments are put together into pieces of bounded size. All
-numbers of a piece are on the device as tensors, so that each kernel is launched once for all segments of a piece. Three
-axes run over all segments, one after another:
+Chunks are cut into *segments*, parts of one request, that are put together into pieces of bounded size. All numbers of
+a piece are on the device, so that each kernel is launched once for all its segments, one after another on three axes:
 
 - tail rows ``[P]``: tokens behind the protected prefixes, for each segment a multiple of :data:`ROWS`;
 - keys ``[N]``: slots in use before the piece, then new tokens of the tail;
 - entries ``[E]``: long-range slots that may be in use after the piece, then tokens that leave the window.
 
-Positions within a segment are relative to the first token of its tail. Query 0 is the first new token of the tail.
+Positions within a segment count from the first token of its tail. Query 0 is the first new token of the tail.
 """
 
 from __future__ import annotations
@@ -155,11 +154,7 @@ class Piece:
         return owner, torch.arange(total, device=counts.device) - first[owner]
 
     def blocks(self, size: int | None = None) -> torch.Tensor:
-        """Return blocks of tokens ``[blocks, 2]`` int32: segment, and index of the first token.
-
-        Args:
-            size: number of tokens of a block; None stands for blocks of :data:`ROWS` tail rows.
-        """
+        """Return blocks ``[blocks, 2]`` int32, segment and first token, of ``size`` tokens or else ROWS tail rows."""
         if size not in self._blocks:
             counts, step = self.numbers.length, size or ROWS
             counts = counts if size is None else counts + self.numbers.inside
@@ -179,10 +174,9 @@ class Piece:
 
     @cached_property
     def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Numbers by which the scorer's states of ``tails`` are found.
+        """Numbers of blocks before each tail, and in all, ``[S' + 1]`` int32, and each block's tail.
 
-        They are the number of blocks of tail rows before each tail, and in all, ``[S' + 1]`` int32, and each block's
-        tail; the requests ``[S']`` int64 of the tails, and a mask ``[S']`` of those that begin without a state.
+        Then the requests ``[S']`` int64 of the tails, and a mask ``[S']`` of those that begin without a state.
         """
         first = self.numbers.row[self.tails] // ROWS
         rank = (self.numbers.length > 0).cumsum(0) - 1

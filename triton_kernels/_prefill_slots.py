@@ -1,7 +1,6 @@
 """Movement of tokens between the batch and the slots of a piece's segments.
 
-Tokens that leave the window are copied out of the ring before anything is written. Each program has a block of rows of
-one segment and one KV head, or all entries of a segment.
+Tokens that leave the window are copied out of the ring before anything is written.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ def _gather(
     tokens,  # k, v [T, H, D]
     new_score,  # [H, P] float32, scores computed at insertion, or None
     cache, segments, blocks,
-    left,  # [H, P, 2 D]
-    score,  # [H, P] float32, if there are scores computed at insertion
+    left, score,  # [H, P, 2 D], and, if there are scores computed at insertion, [H, P] float32
     rows,
     P: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -52,8 +50,7 @@ def _gather(
 def _enter(
     leaving_score,  # [H, P] float32
     cache, segments, topk,
-    score,  # [H, E] float32
-    position,  # [H, E] int32
+    score, position,  # [H, E] float32 and int32
     rows, entries,
     P: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

@@ -1,13 +1,12 @@
-"""Prefill of sequential rules: one program per request and KV head goes through the tokens of its chunk.
+"""Prefill of sequential rules: one program per request and KV head goes through its chunk, token after token.
 
-For each token it does what the kernels of a decode step do, phase after phase, by the same functions. Later phases
-and later tokens read what other threads of the program have written to pages and workspaces. This is right because:
+It calls the phases of a decode step. They read what other threads of the program have written, which is right because:
 
 - A barrier stands between any two phases of which one reads what the other writes. It orders the accesses to global
   memory of all threads of a program, which run on one multiprocessor and share its cache. Asynchronous copies
   (``cp.async``) are reads that are issued behind the barrier.
-- The loop over tokens is not pipelined (``num_stages=1``), so that nothing is read ahead of its token. Attention and
-  products load ahead within a loop of their own, which writes nothing that it reads, and wait for all loads at its end.
+- The loop over tokens is not pipelined (``num_stages=1``), so that nothing is read ahead of its token. Loops that load
+  ahead write nothing that they read, and wait for all loads at their end.
 - Triton hoists loads only out of loops that write nothing.
 """
 

@@ -1,7 +1,6 @@
-"""Attention over the slots in use, split among programs, whose results are merged.
+"""Attention over the slots in use, split among programs; the moment correction; attention masses per slot.
 
-Further kernels add the moment correction and convert logits to attention masses per slot. Functions without an
-underscore are phases of a step, as in :mod:`_serving_scores`.
+Functions without an underscore are phases of a step, as in :mod:`_serving_scores`.
 """
 
 from __future__ import annotations
@@ -178,10 +177,7 @@ def correct(step, work, head, row, r, h, count, first, P: tl.constexpr):
 
 @triton.jit
 def _correct(step, P: tl.constexpr):
-    """Add the evicted tokens' estimated contribution to a block of columns of the output.
-
-    Grid: 64 columns, H, R. 0.5 MB of moments: 0.15 us; 9 us for 64 requests.
-    """
+    """Run :func:`correct`. Grid: 64 columns, H, R. 0.5 MB of moments: 0.15 us; 9 us for 64 requests."""
     h, r, work, flags = place_of(step, P)
     head = (r * tl.num_programs(1) + h) * P.group
     correct(step, work, head, r, r, h, tl.load(flags + 1), tl.program_id(0) * COLUMNS, P)
@@ -191,8 +187,7 @@ def _correct(step, P: tl.constexpr):
 def add_masses(step, work, head, r, h, used, first, P: tl.constexpr, BLOCK: tl.constexpr):
     """Write attention masses to the score fields of BLOCK of the ``used`` slots, from slot ``first`` on, or add them.
 
-    A mass is the query's weight over a slot, averaged over the query heads. The other arguments are those of
-    :func:`attend` and :func:`finish`.
+    A mass is the query's weight over a slot, averaged over the query heads.
     """
     g, slot = tl.arange(0, P.rows), first + tl.arange(0, BLOCK)
     present, seen = g < P.group, slot < used
@@ -210,10 +205,7 @@ def add_masses(step, work, head, r, h, used, first, P: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _masses(step, P: tl.constexpr):
-    """Write or add the attention masses of a block of slots.
-
-    Grid: 128 slots, H, R. 0.7 MB of logits and scores: 0.2 us; 12 us for 64 requests.
-    """
+    """Run :func:`add_masses`. Grid: 128 slots, H, R. 0.7 MB of logits and scores: 0.2 us; 12 us for 64 requests."""
     h, r, work, flags = place_of(step, P)
     first, used = tl.program_id(0) * MASSES, tl.load(flags)
     if first < used:

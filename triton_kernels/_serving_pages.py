@@ -295,7 +295,7 @@ def await_launch(P: tl.constexpr):
 
 @triton.jit
 def place_of(step, P: tl.constexpr):
-    """Wait for the launch before; return head and request of a program of a grid (any, H, R), its workspace and flags."""
+    """Wait for the launch before; return head, request, workspace and flags of a program of a grid (any, H, R)."""
     await_launch(P)
     h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = r * tl.num_programs(1) + h

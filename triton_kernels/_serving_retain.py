@@ -186,10 +186,7 @@ def retain(step, work, victim, row, r, h, q, P: tl.constexpr):
 
 @triton.jit
 def _evict_and_insert(step, P: tl.constexpr):
-    """Run :func:`retain` for one head.
-
-    Grid: 1, H, R. 0.26 MB of scores and positions: 0.1 us, less than a launch; 5 us for 64 requests.
-    """
+    """Run :func:`retain`. Grid: 1, H, R. 0.26 MB of scores and positions: 0.1 us; 5 us for 64 requests."""
     h, r, work, flags = place_of(step, P)
     q = pages.position_of(step, r)
     if P.scorer == "mlstm":
@@ -222,10 +219,7 @@ def add_products(step, work, r, h, evicted, first, P: tl.constexpr):
 
 @triton.jit
 def _products(step, P: tl.constexpr):
-    """Update a block of rows of the moments' products, if a token was evicted.
-
-    Grid: 32 rows, H, R. 1.05 MB, read and written: 0.3 us; 19 us for 64 requests.
-    """
+    """Run :func:`add_products`. Grid: 32 rows, H, R. 1.05 MB, read and written: 0.3 us; 19 us for 64 requests."""
     h, r, work, flags = place_of(step, P)
     if tl.load(flags + 2) > 0:
         add_products(step, work, r, h, tl.load(flags + 1), tl.program_id(0) * DEPTH, P)

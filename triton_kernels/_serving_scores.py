@@ -1,9 +1,8 @@
 """Inputs of an eviction, computed before anything moves: projections, mLSTM cells, residuals, the lowest score.
 
-Results go to workspaces that :mod:`_serving_retain` reads; of the pages only the cells of states are written. A
-function without an underscore is one phase of a step for one block and one head, with the head's workspace ``work``:
-decode_step has a kernel around it, and prefill calls it token after token (:mod:`_prefill_steps`). There, ``row`` is
-the index of a token in the batch, r its request and q its position.
+Results go to workspaces; of the pages only the cells of states are written. A function without an underscore is one
+phase of a step for one block and one head, with the head's workspace ``work``: decode_step has a kernel around it, and
+prefill calls it token after token. There, ``row`` is the index of a token in the batch, r its request, q its position.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ def project(step, out, row, r, h, q, part, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["requests"])
 def _project(step, requests, P: tl.constexpr):
-    """Multiply one token of each request by a block of columns of matrices.
-
-    Grid: 16 requests, 64 columns, H. 2.1 MB of weights, whatever the number of requests up to 16: 0.6 us.
-    """
+    """Run :func:`project`. Grid: 16 requests, 64 columns, H. 2.1 MB of weights, for up to 16 requests: 0.6 us."""
     pages.await_launch(P)
     h, heads = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -229,10 +225,7 @@ def residuals(step, work, r, h, tail, first, P: tl.constexpr):
 
 @triton.jit
 def _residuals(step, P: tl.constexpr):
-    """Compute the residuals of a block of slots, if a token is to be evicted.
-
-    Grid: 32 slots, H, R. 17 MB: 5 us; but 1.1 GFLOP, in three products of TF32 each: 13 us.
-    """
+    """Run :func:`residuals`. Grid: 32 slots, H, R. 17 MB: 5 us; but 1.1 GFLOP, three products of TF32 each: 13 us."""
     h, r, work, _ = place_of(step, P)
     first = tl.program_id(0) * SLOTS
     tail = pages.tail_of(step, r, h, pages.position_of(step, r), P)

@@ -1,7 +1,4 @@
-"""Tiles of the attention kernels; a sweep on a GPU fills those of serving (``make gpu`` section ``tiles``).
-
-No sweep has run yet: the tiles follow from what the compiler reports for sm_80 and sm_90 (docs/kernels.md).
-"""
+"""Tiles of the attention kernels, by what the compiler reports (docs/kernels.md); no sweep on a GPU has run yet."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Decode step over a fixed-budget paged cache, in a few launches (DESIGN "One step"; docs/kernels.md).
-
-Scores and evictions run in one program per request and head (:mod:`_serving_retain`). Their inputs come from kernels
-with more programs (:mod:`_serving_scores`). Attention splits the slots of a head among programs
-(:mod:`_serving_attend`).
-"""
+"""Decode step over a fixed-budget paged cache, in a few launches (DESIGN "One step"; docs/kernels.md)."""
 
 from __future__ import annotations
 
@@ -91,22 +86,14 @@ def kernel_config(pages, table, q, rule, options: dict) -> KernelConfig:
     tile = tile_of(DECODE, wide, layout.head_size)
     most_slots = (table.shape[-1] - layout.state_blocks) * layout.block_slots
     return KernelConfig(
-        size=layout.head_size,
-        group=group,
-        slots=layout.block_slots,
-        state_pages=layout.state_blocks,
-        region_words=layout.region_bytes // 4,
-        most_slots=most_slots,
-        wide=wide,
+        size=layout.head_size, group=group, slots=layout.block_slots, most_slots=most_slots, wide=wide,
+        state_pages=layout.state_blocks, region_words=layout.region_bytes // 4,
         rows=max(tile.rows, triton.next_power_of_2(group)),
         block=max(16, min(tile.keys, layout.block_slots & -layout.block_slots)),  # a power of two that divides N
         searched=min(SEARCHED, triton.next_power_of_2(most_slots)),
-        sinks=rule.sinks,
         dependent=_dependent(q.device),
-        decay_step=rule.decay_step,
-        uses_moment_correction=rule.moment_correction,
-        **options,
-    )
+        sinks=rule.sinks, decay_step=rule.decay_step, uses_moment_correction=rule.moment_correction, **options,
+    )  # fmt: skip
 
 
 @functools.cache

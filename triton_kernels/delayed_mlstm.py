@@ -1,21 +1,7 @@
-"""Chunkwise-parallel mLSTM with a delayed readout and its gradients, all in float32.
+"""Chunkwise-parallel mLSTM with a delayed readout and its gradients, all in float32 (formulas in docs/kernels.md).
 
-Forward: one kernel walks over the chunks and stores the state at the start of each, another computes the readouts of
-all chunks at once. At token p of the sequence, row ``p - delay`` of q is read. Backward: a walk from the end gives the
-gradient of each state, and two kernels those of q, k and of v (formulas in :mod:`_delayed_mlstm_backward`). The states
-are recomputed, so that memory between forward and backward is O(S). The order of work follows flash-linear-attention
-and the mLSTM kernels of NX-AI (arXiv 2503.14376). Unlike in the latter, the gradient of the denominator is not omitted,
-because the norm behind the readout that would cancel it is optional.
-
-Within a chunk, with ``b`` the running sum of log f, ``D_ij = exp(b_i - b_j + i_j - m_i)`` for ``j <= i``, the
-state's weight ``o_i = exp(b_i + m_start - m_i)`` and ``v' = [v, 1]``, ``C' = [C, z]``::
-
-    [n_i, qz_i] = sum_j (q_i . k_j) D_ij v'_j + o_i q_i C',   h_i = n_i / d_i,   d_i = qz_i + eps exp(-clamp(m_i))
-
-**The stabiliser is a constant in the backward pass.** n and qz are proportional to ``exp(-m_i)``, and so is the epsilon
-term if ``|m_i| <= 60``. Then h does not depend on m, and the gradient at constant m is exact. Otherwise the formula's
-gradient has one more term, of size ``|dh . h| * eps exp(-+60) / d_i``, which is omitted: for m > 60 it is below 1e-32 /
-qz of a row whose largest weight is 1; for m < -60 the readout itself is below ``1e-20 |v|``.
+At token p of the sequence, row ``p - delay`` of q is read. The states are recomputed in the backward pass, so that
+memory between the passes is O(S), and the stabiliser is a constant there.
 """
 
 from __future__ import annotations
@@ -47,14 +33,10 @@ def _store_state(c_states, z_states, m_states, state, c, z, m, f, column, FEATUR
 
 @triton.jit(do_not_specialize=["chunks", "segments"])
 def _states(
-    k,  # [rows, S, F]
-    v,  # [rows, S, DV]
-    igate,  # [rows, chunks * L], -inf behind the end
-    decay,  # [rows, chunks * L]
+    k, v,  # [rows, S, F] and [rows, S, DV]
+    igate, decay,  # [rows, chunks * L]; gates are -inf behind the end
     c_first, z_first, m_first,  # before each segment, or None
-    c_states,  # [rows, chunks + segments, F, DV]
-    z_states,  # [rows, chunks + segments, F]
-    m_states,  # [rows, chunks + segments]
+    c_states, z_states, m_states,  # [rows, chunks + segments, ...]: F and DV, F, nothing
     ends,  # [segments + 1], number of chunks before each segment, and in all
     length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -97,8 +79,7 @@ def _states(
 def _readout(
     q, k, v, igate, decay, c_states, z_states, m_states,
     h,  # [rows, S, DV]
-    m_rows,  # [rows, chunks * L]
-    denominators,  # [rows, chunks * L]
+    m_rows, denominators,  # [rows, chunks * L]
     segment_of,  # [chunks]
     delay, length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,

@@ -21,10 +21,7 @@ def _mass(
     scale,
     P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the log mass of a block of keys under one query head.
-
-    Grid: 128 keys, B times Hq. 0.27 TFLOP: 0.6 ms; queries come from the L2 cache.
-    """
+    """Compute keys' log masses under a query head. Grid: 128 keys, B times Hq. 0.27 TFLOP: 0.6 ms; queries from L2."""
     row = tl.program_id(1).to(tl.int64)  # index in [B * Hq]
     batch, query_head = row // (heads * P.group), row % (heads * P.group)
     start = tl.program_id(0) * BLOCK_K  # early keys have the most queries and start first

@@ -1,10 +1,7 @@
 """Eviction times of tokens that are added one by one to k slots, for all segments of a piece at once.
 
-If the order is static, a token is evicted at the k-th smallest arrival among the tokens that rank above it, or at its
-own if that is later. With the arrivals listed by rank, best first, this is an order statistic of every prefix, which
-:mod:`running_topk` computes for all prefixes at once. Segments are ranked one after another, so that all entries of
-earlier segments count as arrived and rank above. Otherwise one program per head and segment processes the arrivals one
-by one.
+If the order is static, they are order statistics of prefixes (docs/kernels.md), found by :mod:`running_topk` for all
+together. Otherwise one program per head and segment processes the arrivals one by one.
 """
 
 from __future__ import annotations
@@ -29,10 +26,8 @@ def held_long(segment, topk):
 @triton.jit(do_not_specialize=["entries"])
 def _simulate(
     score, position,  # [H, E] float32 and int32, overwritten with those of each slot's token
-    log_gamma,  # [H] float64
-    keys,  # [R, H] int64, keys of draws
-    slots,  # [H, E] int32, workspace: entry of each slot's token
-    gone,  # [H, E] int32
+    log_gamma, keys,  # [H] float64; [R, H] int64, keys of draws
+    slots, gone,  # [H, E] int32; slots is a workspace, the entry of each slot's token
     segments, topk, entries,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

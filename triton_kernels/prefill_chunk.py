@@ -1,9 +1,6 @@
-"""Prefill of chunks over a fixed-budget paged cache (DESIGN "One step"; docs/kernels.md).
+"""Prefill of chunks over a fixed-budget paged cache, piece after piece (DESIGN "One step"; docs/kernels.md).
 
-All requests of a call are processed together, in pieces of bounded size (:mod:`_prefill_plan`). For each piece, scores
-are computed by the scorers' own formulas, then eviction times (:mod:`online_topk`), then attention to the keys that
-each query sees (:mod:`_prefill_attend`). Finally the survivors are written to the slots (:mod:`_prefill_slots`). Behind
-the prefixes, sequential rules take one launch instead (:mod:`_prefill_steps`). The host never waits for the device.
+The host never waits for the device.
 """
 
 from __future__ import annotations

@@ -1,18 +1,6 @@
-"""Ranks and running cutoffs of a static order, for all queries at once.
+"""Ranks and running cutoffs of a static order, for all queries at once, by a wavelet tree (docs/kernels.md).
 
-The cutoff of query q is the k-th smallest rank in the prefix of tokens that are eligible at q: an order statistic of
-every prefix. The kernels find the binary digits of all answers together, from the highest down, as in a wavelet tree:
-
-- The tokens, in the order in which they become eligible, are kept sorted stably by the digits of their rank above the
-  current one. The ranks are a permutation of 0 .. S - 1. Therefore the tokens whose higher digits form ``low`` are at
-  positions ``low ..``, in the order of their arrival, and those in a prefix are the first ``count`` of them.
-- The number of those with a zero as the next digit is one look-up in running counts of zeros. If it is at least
-  ``left``, the answer is among them and its digit is 0. Otherwise the digit is 1, and ``left`` is reduced by that
-  number.
-
-A program has BLOCK positions. For a digit that moves tokens between blocks, one launch counts the zeros of each block
-and the next one sorts. The other digits, log2(BLOCK), take one launch: half of the ranks below a block's first one have
-a zero. Each program reads only what earlier launches or it itself wrote and writes each element once.
+Each program reads only what earlier launches or it itself wrote, and writes each element once.
 """
 
 from __future__ import annotations
@@ -26,10 +14,7 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize=["half"])
 def _count(ranks, counts, length, half, BLOCK: tl.constexpr):
-    """Count the zeros of the digit of value ``half`` in a block of ranks.
-
-    Grid: rows, BLOCK ranks. 4 bytes a rank, 0.3 MB for H rows: 0.1 us, less than a launch.
-    """
+    """Count the zeros of the digit of value ``half``. Grid: rows, BLOCK ranks. 0.3 MB for H rows: 0.1 us."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.load(ranks + row * length + place, mask=place < length, other=half)  # padding counts as ones
     zero = (rank & half) == 0
@@ -57,7 +42,7 @@ def _split(
     inside = place < length
     ranks += row * length
     split += row * length
-    seen = block * BLOCK // 2
+    seen = block * BLOCK // 2  # if no rank leaves its block, half of those in earlier blocks have a zero
     if counts is not None:
         seen = 0
         for first in range(0, block, BLOCK):
@@ -84,10 +69,7 @@ def _split(
 
 @triton.jit(do_not_specialize=["queries", "digits"])
 def _descend(zeros, left, count, low, length, queries, digits, BLOCK: tl.constexpr):
-    """Find the answers of a block of queries, one digit after another.
-
-    ``lows`` are their digits so far, ``counts`` tokens of the prefix share these digits, and the answer is the
-    ``lefts``-th smallest of those.
+    """Find answers digit by digit: the ``lefts``-th smallest of ``counts`` tokens whose higher digits are ``lows``.
 
     Grid: rows, BLOCK queries. 12 bytes a query and 4 for each of 13 digits, one after another, 4.2 MB: about 10 us.
     """
@@ -108,10 +90,7 @@ def _descend(zeros, left, count, low, length, queries, digits, BLOCK: tl.constex
 
 
 def _ranks(priority: torch.Tensor) -> torch.Tensor:
-    """Return ranks ``[rows, S]`` int32, 0 for the highest priority.
-
-    Of equal priorities the newer comes first.
-    """
+    """Return ranks ``[rows, S]`` int32, 0 for the highest priority, of equal ones for the newer."""
     length = priority.shape[-1]
     order = torch.sort(priority.flip(-1), dim=-1, descending=True, stable=True).indices
     places = torch.arange(length, dtype=torch.int32, device=priority.device).expand(priority.shape)

@@ -1,9 +1,6 @@
 """Attention under the running top-k mask: FlashAttention's forward and backward over visible keys alone.
 
-The cutoff never rises, so a key is seen by queries from its own to the one behind its eviction: the forward pass is
-that of prefill (:mod:`_prefill_attend`), over lists of what a block of queries sees. The backward pass recomputes the
-softmax from the stored lse (Dao 2023, arXiv 2307.08691): dq over the same lists, dk and dv over a block's range of
-queries. Blocks are of keys that live about equally long, so that a range has few queries that miss most of its keys.
+The backward pass recomputes the softmax from the stored lse (Dao 2023, arXiv 2307.08691; docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -66,8 +63,7 @@ def _backward_queries(
 @triton.jit
 def _backward_keys(
     q, grad, tokens,
-    order,  # [H, B, S] int32, keys of each block
-    gone,  # [H, B * S] int32
+    order, gone,  # [H, B, S] int32, keys of each block; [H, B * S] int32
     lse, delta,
     dk, dv,  # [T, H, D], contiguous
     length, scale,
@@ -165,6 +161,7 @@ class _SparseAttention(torch.autograd.Function):
             _backward_queries[grid](
                 *inputs, piece.segments, *found, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
             )  # fmt: skip
+        # keys of a block live about equally long, so that its range has few queries that miss most of them
         born = torch.arange(length, device=q.device)
         lives = gone.view(heads, batch, length).clamp_max(length) - born
         order = lives.float().log2().int().argsort(dim=-1, stable=True).int()
