@@ -24,7 +24,7 @@ from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Prefix, cdiv
 
 APART = mock.patch("kvpop_vllm.kernels.triton.decode_step._dependent", lambda device: False)
-"""What makes each launch of a step begin when the one before has ended, as on a GPU without dependent launches."""
+"""Makes each launch of a step begin when the one before has ended, as on a GPU without dependent launches."""
 LAYERS = 36
 SINKS, WINDOW, SEEN = 4, 256, 16384
 PROTECTED = 8192
