@@ -1,9 +1,9 @@
 """Measures what text behind a window loses when a compactor's slots take the window's place.
 
-Usage: ``python benchmarks/compactor_kl.py MODEL COMPACTOR --data TEXT... [--documents N]``. Each document gives a window of the
-length that the compactor was trained with. Its text goes on behind it, and in another reading a passage of the window
-is repeated. The KL divergence from the full context is compared with that of as many tokens of the window, the first four and
-the last, and with that of the untrained compactor, which keeps tokens that are evenly spaced.
+Usage: ``python benchmarks/compactor_kl.py MODEL COMPACTOR --data TEXT... [--documents N]``. Each document gives two
+windows, of half to all of the tokens that the compactor was trained with. The text goes on behind one, and a passage of
+the other is repeated. The KL divergence from the full context is compared with that of as many tokens of the window, the
+first four and the last, and with that of the untrained compactor, which keeps tokens that are evenly spaced.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvpop_vllm.distill.hook import vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.haystack import rows_in_turn, single_documents, units_of
 from kvpop_vllm.evaluation.output import format_table, progress
-from kvpop_vllm.evaluation.statistics import bootstrap_ratio
+from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
 
 SINKS = 4
 """First tokens that the comparison keeps beside the last ones."""
 
 
 def truncated(slots: int):
-    """Return what keeps the first four tokens of a window and the last ``slots - 4``, in the place of a compactor."""
+    """Return a function in a compactor's place that keeps a window's first four tokens and its last ``slots - 4``."""
 
     def keep(caches):
         return [
@@ -67,6 +67,10 @@ def main(words: Sequence[str] | None = None) -> None:
         places["vocab_size"] = vocabulary_of(options.model)
         found = rows_in_turn(single_documents, options.data, tokenizer, trained.window + trained.own, **places)
         rows = list(islice(found, options.documents))
+        if len(set(units_of(rows))) < LEAST:
+            raise ConfigError(
+                f"{len(rows)} windows are too few for intervals: raise --documents, or give {LEAST} texts"
+            )
     except ConfigError as error:
         parser.error(str(error))
     model = load(options.model, "float32")

@@ -3,9 +3,9 @@
 #
 #   examples/cartridge.sh TEXT [QUESTION]
 #
-# MODEL (the demo model), SLOTS (256), OUT (runs/cartridge; an existing one is used again), PORT (8001), COMPACT_OPTIONS
-# of `kvpop compact`, such as another method, and OPTIONS of `vllm serve`, such as a policy for what is written behind
-# the cartridge, can be set.
+# MODEL (the demo model), SLOTS (256), OUT (runs/cartridge; an existing one is used again), PORT (8001), OPTIONS of
+# `vllm serve`, such as a policy for what is written behind the cartridge, and COMPACT_OPTIONS of `kvpop compact`, such as
+# another method, in place of `--slots SLOTS`, can be set.
 set -euo pipefail
 
 text=${1:?usage: examples/cartridge.sh TEXT [QUESTION]}
@@ -17,8 +17,8 @@ out=${OUT:-runs/cartridge}
 port=${PORT:-8001}
 
 [ -x "$bin/kvpop" ] && [ -e "$model/config.json" ] || make -C "$here" model
-[ -e "$out/kvpop_cartridge.json" ] || "$bin/kvpop" compact "$model" --data "$text" --slots "${SLOTS:-256}" --out "$out" \
-    ${COMPACT_OPTIONS:-}
+[ -e "$out/kvpop_cartridge.json" ] || "$bin/kvpop" compact "$model" --data "$text" --out "$out" \
+    ${COMPACT_OPTIONS:---slots ${SLOTS:-256}}
 "$bin/vllm" serve "$model" --kv-cartridge "text=$out" --kv-cache-memory-bytes "${KV_MEMORY:-536870912}" --port "$port" \
     ${OPTIONS:-} > "$out/serve.log" 2>&1 &
 server=$!

@@ -99,8 +99,7 @@ def kernel_config(pages, table, q, rule, options: dict) -> KernelConfig:
 @functools.cache
 def _dependent(device: torch.device) -> bool:
     """Return True on a GPU whose launches can begin before the one before ends: of compute capability 9 or more."""
-    of_nvidia = device.type == "cuda" and torch.version.hip is None
-    return of_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -23,10 +23,9 @@ def test_from_a_text_to_an_answer(tmp_path):
     own = {
         "OUT": str(tmp_path / "cartridge"),
         "PORT": str(port),
-        "SLOTS": "64",
         "BIN": str(Path(sys.executable).parent),
     }
-    own["COMPACT_OPTIONS"] = "--answers 2 --reference 512"
+    own["COMPACT_OPTIONS"] = "--slots 64 --answers 2 --reference 512"
     own["OPTIONS"] = "--max-model-len 1024 --enforce-eager --kv-policy streaming-llm --kv-budget 128"
     command = [str(ROOT / "examples" / "cartridge.sh"), str(tmp_path / "text.txt"), "What is the text about?"]
     done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=540)

@@ -219,6 +219,7 @@ def test_table_compares_truncation_the_start_and_what_was_trained(model, texts, 
     compactor_kl.main([str(model), str(tmp_path / "c"), "--data", str(texts), "--documents", "8", "--threads", "1"])
     _, shown, _, *rows = capsys.readouterr().out.splitlines()
     assert shown.startswith("8 windows of at most 128 tokens, 64 slots")
+    assert rows[0].count("1.00 (1.00 to 1.00)") == 2
     name, lost, *_ = zip(*(row.split() for row in rows), strict=True)
     assert name == ("truncation", "untrained", "trained") and len(set(lost)) == 3
 
