@@ -90,9 +90,10 @@ def tar(path, files):
 
 
 def wheel(path, files):
+    """Write an archive whose bytes depend on the files alone, not on the time."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
-            archive.writestr(name, content)
+            archive.writestr(zipfile.ZipInfo(name), content)
     return path
 
 
