@@ -87,7 +87,7 @@ def one_server(name: str, policy: dict | None, options, folder: Path) -> tuple[l
     if policy:
         flags += ["--additional-config", json.dumps({"kv_policy": policy})]
     environment = {"OMP_NUM_THREADS": str(options.threads)}
-    with Server(options.model, *flags, wait_s=900, say=lambda line: say(f"{name}:{line}"), env=environment) as server:
+    with Server(options.model, *flags, say=lambda line: say(f"{name}:{line}"), env=environment) as server:
         answers = [greedy(server.url, options.model, prompt) for prompt in SHORT_PROMPTS]
         result = folder / "load.json"
         command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--base-url", server.url]

@@ -15,6 +15,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+WAIT_S = 900
+"""Seconds in which a server must answer /health."""
+
 
 class ServerError(Exception):
     """Failure of the server to start or to keep running; the message ends with its last lines of output."""
@@ -26,13 +29,12 @@ class Server:
     Args:
         model: folder or Hub id.
         options: further arguments of ``vllm serve``.
-        wait_s: seconds to wait for /health.
         say: function that is called with progress lines.
         env: environment variables in addition to those of this process.
     """
 
-    def __init__(self, model: str, *options: str, wait_s: float = 400, say=print, env: dict[str, str] | None = None):
-        self.model, self.options, self.wait_s, self.say = model, options, wait_s, say
+    def __init__(self, model: str, *options: str, say=print, env: dict[str, str] | None = None):
+        self.model, self.options, self.say = model, options, say
         self.env = os.environ | (env or {})
 
     def __enter__(self) -> Server:
@@ -66,7 +68,7 @@ class Server:
 
     def _wait(self) -> None:
         start, said = time.monotonic(), 0.0
-        while time.monotonic() - start < self.wait_s:
+        while time.monotonic() - start < WAIT_S:
             if self.process.poll() is not None:
                 raise ServerError(f"vllm serve ended with code {self.process.returncode}:\n{self.tail()}")
             try:
@@ -78,7 +80,7 @@ class Server:
             if time.monotonic() - start - said > 15:
                 said = time.monotonic() - start
                 self.say(f"  starting, {said:.0f} s")
-        raise ServerError(f"vllm serve was not healthy after {self.wait_s:.0f} s:\n{self.tail()}")
+        raise ServerError(f"vllm serve was not healthy after {WAIT_S} s:\n{self.tail()}")
 
     def __exit__(self, *_) -> None:
         if self.process is None:

@@ -109,19 +109,20 @@ class Masses(Ranking):
 
     def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
         """Return the scores of MEAN_MASS, NEWEST_MASS or MOMENT_RESIDUAL."""
-        mass = {t: float(self.total[t] / (q - t) if self.how == MEAN_MASS else self.newest[t]) for t in candidates}
+        tokens = torch.tensor(sorted(candidates), dtype=torch.long)
+        mass = (self.total[tokens] / (q - tokens) if self.how == MEAN_MASS else self.newest[tokens]).double()
         if self.how == MOMENT_RESIDUAL:
             there = torch.zeros(q, dtype=torch.bool)
             there[seen] = True
-            novelty = _residuals(self.key[:q], self.value[:q], there)
-            mass = {t: own * float(novelty[t]) for t, own in mass.items()}
-        return {t: (0, own) for t, own in mass.items()}
+            mass = mass * _residuals(self.key[:q], self.value[:q], there)[tokens].double()
+        return {t: (0, own) for t, own in zip(tokens.tolist(), mass.tolist(), strict=True)}
 
     def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
         """Add the masses that the query gives, and return no bound."""
-        logits = self.query[:, q] @ self.key[seen].T / math.sqrt(self.key.shape[1]) + self.added[seen]
+        tokens = torch.tensor(seen)
+        logits = self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1]) + self.added[tokens]
         self.newest = torch.zeros_like(self.newest)
-        self.newest[seen] = logits.softmax(-1).mean(0)
+        self.newest[tokens] = logits.softmax(-1).mean(0)
         self.total = self.total + self.newest
         return math.inf
 

@@ -146,16 +146,15 @@ def retained_by_ranking(
             token seen, a token evicted while slots were free, too many tokens evicted at once).
     """
     heads = len(rankings)
-    visible = torch.zeros(heads, length, length, dtype=torch.bool)
-    margins = torch.full((heads, length), math.inf, dtype=torch.float64)
-    scores = torch.full((heads, length, 2), math.nan, dtype=dtype)
-    lost = torch.full((heads, length), -1)
+    visible = np.zeros((heads, length, length), bool)
+    margins, scores = np.full((heads, length), np.inf), np.full((heads, length, 2), np.nan)
+    lost, wanted = np.full((heads, length), -1), None if forced is None else forced.numpy()
     for h, (ranking, room) in enumerate(zip(rankings, np.broadcast_to(topk, heads).tolist(), strict=True)):
         more = {token: by for head, token, by in bias if head == h}
         kept: set[int] = set()
         seen: list[int] = []
         for q in range(length):
-            given = None if forced is None else torch.nonzero(forced[h, q]).flatten().tolist()
+            given = None if wanted is None else np.flatnonzero(wanted[h, q]).tolist()
             new = {q - window} if q - window >= sinks else set()
             candidates = kept | new
             surplus = max(0, len(candidates) - room) if q >= held else 0
@@ -179,7 +178,7 @@ def retained_by_ranking(
                 best, least = max(sorted(gone), key=rank.get), min((rank[t] for t in kept), default=(NEW, 0.0))
                 lost[h, q] = best
                 if rank[best][0] == least[0] != NEW:
-                    scores[h, q] = torch.tensor([rank[best][1], least[1]], dtype=dtype)
+                    scores[h, q] = rank[best][1], least[1]
             seen = sorted({*range(min(sinks, q + 1)), *range(max(0, q - window + 1), q + 1), *kept})
             if given is not None and seen != given:
                 raise ValueError(
@@ -187,7 +186,8 @@ def retained_by_ranking(
                 )
             visible[h, q, seen] = True
             margins[h, q + 1 : q + 2] = ranking.attend(q, seen, kept)
-    return visible, margins, scores, lost
+    visible, margins, scores, lost = map(torch.from_numpy, (visible, margins, scores, lost))
+    return visible, margins, scores.to(dtype), lost
 
 
 def retained_by_scores(

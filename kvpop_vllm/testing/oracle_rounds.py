@@ -58,14 +58,16 @@ def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: in
     weight = torch.zeros(len(seen), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
         weight += head.logits(q, seen).softmax(-1).mean(0) / queries
-    near = [sum(weight[max(0, i - 2) : i + 3]) / 5 for i in range(len(seen))]
-    spread = {t: float(head.value[t].max() - head.value[t].min()) for t in seen[sinks:]}
+    padded, ranked = torch.nn.functional.pad(weight, (2, 2)), seen[sinks:]
+    near = (sum(padded[i : i + len(seen)] for i in range(5)) / 5).tolist()
+    value = head.value[ranked]
+    spread = dict(zip(ranked, (value.amax(1) - value.amin(1)).tolist(), strict=True))
     by_spread = sorted(spread, key=lambda t: (spread[t], t), reverse=True)
     large = by_spread[: max(0, len(seen) // 4 - sinks)]
     rank = {}
-    for i, t in enumerate(seen[sinks:], start=sinks):
+    for i, t in enumerate(ranked, start=sinks):
         uniform = (draw(*head.place, last, t) + 0.5) / 2**53
-        drawn = (math.log(float(near[i])) if near[i] > 0 else -math.inf) - math.log(-math.log(uniform))
+        drawn = (math.log(near[i]) if near[i] > 0 else -math.inf) - math.log(-math.log(uniform))
         rank[t] = (_LARGE, spread[t]) if t in large else (_DRAWN, drawn)
     rest = [spread[t] for t in by_spread[len(large) :]]
     return rank, spread[large[-1]] - rest[0] if large and rest else math.inf
@@ -80,20 +82,17 @@ def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int,
     weight = torch.zeros(len(seen), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
         weight += head.logits(q, seen).amax(0).softmax(-1) / queries
-    importance = [float(weight[max(0, i - 3) : i + 4].max()) for i in range(len(seen))]
+    own = weight.tolist()
+    importance = [max(own[max(0, i - 3) : i + 4]) for i in range(len(seen))]
     key = head.key[[*seen, *range(last - window + 1, last + 1)]]
-    unit = torch.stack([k / (k.norm() + 1e-8) for k in key])
-    total, closest = torch.zeros(len(unit), dtype=head.key.dtype), math.inf
-    for i, own in enumerate(unit):
-        cosine = unit @ own
-        cosine[i] = 0
-        closest = min(closest, float((cosine - 0.5).abs().min()))
-        similar = (cosine > 0.5).nonzero().flatten().tolist()
-        if similar:
-            cosine[similar[-1]] = 0
-        total += cosine
-    redundant = (total / len(unit)).softmax(0)
-    value = [0.1 * own - 0.9 * float(other) for own, other in zip(importance, redundant, strict=False)]
+    unit = key / (key.norm(dim=1, keepdim=True) + 1e-8)
+    cosine = (unit @ unit.T).fill_diagonal_(0)
+    closest = float((cosine - 0.5).abs().min())
+    for row, similar in zip(cosine, (cosine > 0.5).tolist(), strict=True):
+        if True in similar:
+            row[len(similar) - 1 - similar[::-1].index(True)] = 0
+    redundant = (cosine.sum(0) / len(unit)).softmax(0).tolist()
+    value = [0.1 * own - 0.9 * other for own, other in zip(importance, redundant, strict=False)]
     return {t: (_DRAWN, value[i]) for i, t in enumerate(seen) if i >= sinks}, closest
 
 

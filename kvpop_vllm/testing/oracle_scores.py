@@ -174,8 +174,7 @@ def _mlstm_scores(
     memory = x.new_zeros(heads, width, value.shape[-1])
     norm = x.new_zeros(heads, width)
     m = x.new_full((heads,), _START_STABILISER)
-    scores = x.new_full((heads, length), math.nan)
-    delay = window if config["delayed"] else 0
+    states = []
     for q in range(begins, length):
         m_next = torch.maximum(log_f[:, q] + m, log_i[:, q])
         keep, add = torch.exp(log_f[:, q] + m - m_next), torch.exp(log_i[:, q] - m_next)
@@ -183,18 +182,22 @@ def _mlstm_scores(
         memory = keep[:, None, None] * memory
         memory = memory + add[:, None, None] * key[:, q, :, None] * value[:, q, None, :]
         norm = keep[:, None] * norm + add[:, None] * key[:, q]
-        u = q - delay
-        if u < begins:
-            continue
+        states.append((memory, norm, m))
+    scores = x.new_full((heads, length), math.nan)
+    delay = window if config["delayed"] else 0
+    if begins + delay < length:
+        read = slice(begins, length - delay)
+        memory, norm, m = (torch.stack(state[delay:]) for state in zip(*states, strict=True))
         epsilon = _EPSILON * torch.exp(-torch.clamp(m, -60.0, 60.0))
-        numerator = torch.einsum("hp,hpv->hv", query[:, u], memory)
-        denominator = (query[:, u] * norm).sum(-1) + epsilon
-        scores[:, u] = mlstm_head(params, numerator / denominator[:, None], x[:, u])
+        asked, own = query[:, read].transpose(0, 1), x[:, read].transpose(0, 1)
+        numerator = torch.einsum("uhp,uhpv->uhv", asked, memory)
+        denominator = (asked * norm).sum(-1) + epsilon
+        scores[:, read] = mlstm_head(params, numerator / denominator[..., None], own).T
     return scores
 
 
 def mlstm_head(params: dict, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the score of one readout, ``h [H, Dv]`` and ``x [H, 2D]`` -> ``[H]``.
+    """Return the scores of readouts, ``h [..., H, Dv]`` and ``x [..., H, 2D]`` -> ``[..., H]``.
 
     Optional parts apply if their tensor is present: RMS norm per head, skip connection from ``x``.
     """

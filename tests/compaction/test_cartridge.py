@@ -208,10 +208,10 @@ def test_refusals(tmp_path, config, name):
     folder = tmp_path / "cartridge"
     write_cartridge(folder, config, layers_of())
     damage(folder)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ConfigError, match=message) as caught:
         read_cartridge(folder)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 

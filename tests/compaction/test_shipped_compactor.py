@@ -1,4 +1,4 @@
-"""The compactor of `examples/compactors` on text that it was not trained on: documents of this project."""
+"""The compactor of `examples/compactors` on text that it was not trained on: pieces of Hamlet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpop_vllm.distill.run import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 MODEL, COMPACTOR = ROOT / "models/SmolLM2-135M-Instruct", ROOT / "examples/compactors/smollm2-135m-still"
-DOCUMENTS = "compaction.md", "evaluation.md", "operating.md", "training.md", "maintaining.md"
+TEXT, PIECES = ROOT / "tests/data/hamlet.txt", 2
 
 
 @pytest.mark.slow
@@ -27,11 +27,11 @@ def test_passages_are_found_again():
     options = StillOptions(**config.provenance["arguments"])
     ways = truncated(config.slots), untrained(compactor, config), compactor
     lost = torch.zeros(2, len(ways))
+    ids = torch.tensor(tokenizer(TEXT.read_text())["input_ids"])
     with torch.inference_mode():
-        for number, name in enumerate(DOCUMENTS):
-            ids = tokenizer((ROOT / "docs" / name).read_text())["input_ids"][: options.window + options.own]
+        for number, piece in enumerate(ids.split(options.window + options.own)[:PIECES]):
             for again in (0, 1):
-                tokens, size = example_of(torch.tensor(ids), 2 * number + again, options)
+                tokens, size = example_of(piece, 2 * number + again, options)
                 lost[again] += torch.stack([still_losses(model, way, tokens, size)[0] for way in ways])
-    assert lost[1, 2] < 0.8 * lost[1, :2].min(), lost
-    assert lost[0, 2] < 2.5 * lost[0, 0], lost
+    assert lost[1, 2] < 0.7 * lost[1, :2].min(), lost
+    assert lost[0, 2] < 2 * lost[0, 0], lost

@@ -51,7 +51,7 @@ def fresh_processes(model, tmp_path_factory):
         command = [sys.executable, "-m", "engine.stock_run", str(model), str(out / name)]
         runs[name] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for run in runs.values():
-        printed, _ = run.communicate(timeout=180)
+        printed, _ = run.communicate(timeout=600)
         assert run.returncode == 0, printed.decode()[-3000:]
     return {name: json.loads((out / name).read_text()) for name in runs}
 

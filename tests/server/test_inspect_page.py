@@ -55,7 +55,7 @@ def details(server, name: str) -> tuple[np.ndarray, dict]:
 @pytest.fixture(scope="module")
 def served():
     """Yield a server, and the id of a request that is being answered."""
-    with Server(MODEL, *OPTIONS, wait_s=900) as server:
+    with Server(MODEL, *OPTIONS) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=900)
         told = dict(model=MODEL, prompt=PROMPT, max_tokens=6500, temperature=0, stream=True)
         stream, done = client.completions.create(**told, extra_body={"ignore_eos": True}), threading.Event()
@@ -134,6 +134,11 @@ def shares(driver) -> np.ndarray:
     return np.array(driver.execute_script(script), float)
 
 
+def events(driver) -> str:
+    """Return the text of the list of events, read at once because the page draws the list anew."""
+    return driver.execute_script("return document.getElementById('events').innerText")
+
+
 def table(driver) -> list[list[str]]:
     script = "return [...document.querySelectorAll('#requests tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
     return driver.execute_script(script)
@@ -187,11 +192,11 @@ def test_the_page(served):
         assert [("gone" in spans[t].get_attribute("class")) for t in (evicted, kept)] == [True, False]
 
         # what was evicted when: in the last steps, and of one token
-        lines = find("events").text.splitlines()
+        lines = events(driver).splitlines()
         last = int(np.flatnonzero(left[1, 2] == moment)[0])
         assert lines[0].startswith(f"after {moment:,}") and told["tokens"][last].strip() in lines[0]
         spans[evicted].click()
-        assert f"after {left[1, 2, evicted]:,}" in find("events").text
+        assert f"after {left[1, 2, evicted]:,}" in events(driver)
         spans[evicted].click()
         assert driver.execute_script("return document.getElementById('map').height") == len(left)
 

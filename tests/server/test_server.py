@@ -92,7 +92,7 @@ def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
     stream = client.completions.create(
         model=name(client),
         prompt=prompt,
-        max_tokens=16,
+        max_tokens=200,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -102,7 +102,7 @@ def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
     for event in stream:
         held.append(server.blocks_in_use())
         usage = event.usage or usage
-    assert usage.prompt_tokens == 7000 and usage.completion_tokens == 16
+    assert usage.prompt_tokens == 7000 and usage.completion_tokens == 200
     assert max(held) == most
     assert server.blocks_in_use() == 0
 
@@ -236,7 +236,7 @@ def test_embeddings_are_refused(served):
 def test_the_demo_counts_the_tokens_in_the_cache(served):
     """The demo counts the prompt and the answer without its last token, which never enters the cache."""
     server, client, _ = served
-    messages = [{"role": "user", "content": "Write a long story about a dog and a cat."}]
+    messages = [{"role": "user", "content": "Count from 1 to 100."}]
     usage = client.chat.completions.create(model=name(client), messages=messages, temperature=0, max_tokens=96).usage
     assert usage.completion_tokens > 48, "too short to be looked at while it is written"
     _, length, blocks = demo.ask(server, messages[0]["content"], 96)
@@ -265,6 +265,6 @@ def test_offline_commands_take_the_flags():
         for words in (["throughput", *random], ["latency", *once])
     ]
     for process in running:
-        text = process.communicate(timeout=240)[0]
+        text = process.communicate(timeout=600)[0]
         assert process.returncode == 0, text[-2000:]
         assert "64 tokens per KV head" in text
