@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = record.parser_of(__doc__)
-    parser.add_argument("--minutes", type=float, default=60, help="of load, quiet points included")
+    parser.add_argument("--minutes", type=float, default=60, help="least minutes of load, quiet points included")
     parser.add_argument("--model", type=Path, default=record.ROOT / "models" / "SmolLM2-135M-Instruct", help="folder")
     parser.add_argument("--seed", type=int, default=0, help="of all requests")
     parser.add_argument("--percent", type=float, default=2, help="most change of a process's memory")

@@ -109,7 +109,7 @@ class Masses(Ranking):
 
     def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
         """Return the scores of MEAN_MASS, NEWEST_MASS or MOMENT_RESIDUAL."""
-        tokens = torch.tensor(sorted(candidates), dtype=torch.long)
+        tokens = torch.tensor(list(candidates))
         mass = (self.total[tokens] / (q - tokens) if self.how == MEAN_MASS else self.newest[tokens]).double()
         if self.how == MOMENT_RESIDUAL:
             there = torch.zeros(q, dtype=torch.bool)
@@ -119,7 +119,7 @@ class Masses(Ranking):
 
     def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
         """Add the masses that the query gives, and return no bound."""
-        tokens = torch.tensor(seen)
+        tokens = torch.tensor(seen, dtype=torch.long)
         logits = self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1]) + self.added[tokens]
         self.newest = torch.zeros_like(self.newest)
         self.newest[tokens] = logits.softmax(-1).mean(0)

@@ -148,7 +148,7 @@ def retained_by_ranking(
     heads = len(rankings)
     visible = np.zeros((heads, length, length), bool)
     margins, scores = np.full((heads, length), np.inf), np.full((heads, length, 2), np.nan)
-    lost, wanted = np.full((heads, length), -1), None if forced is None else forced.numpy()
+    lost, wanted = np.full((heads, length), -1), None if forced is None else forced.cpu().numpy()
     for h, (ranking, room) in enumerate(zip(rankings, np.broadcast_to(topk, heads).tolist(), strict=True)):
         more = {token: by for head, token, by in bias if head == h}
         kept: set[int] = set()
@@ -173,7 +173,7 @@ def retained_by_ranking(
             if len(gone) != surplus and not below:
                 raise ValueError(f"head {h}, query {q}: {len(gone)} tokens are lost, {surplus} must be")
             if judged:
-                margins[h, q] = min(float(margins[h, q]), ranking.margin(q, rank, kept, gone, new, full))
+                margins[h, q] = min(margins[h, q], ranking.margin(q, rank, kept, gone, new, full))
             if gone:
                 best, least = max(sorted(gone), key=rank.get), min((rank[t] for t in kept), default=(NEW, 0.0))
                 lost[h, q] = best

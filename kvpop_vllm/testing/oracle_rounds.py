@@ -82,15 +82,16 @@ def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int,
     weight = torch.zeros(len(seen), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
         weight += head.logits(q, seen).amax(0).softmax(-1) / queries
-    own = weight.tolist()
-    importance = [max(own[max(0, i - 3) : i + 4]) for i in range(len(seen))]
+    weights = weight.tolist()
+    importance = [max(weights[max(0, i - 3) : i + 4]) for i in range(len(seen))]
     key = head.key[[*seen, *range(last - window + 1, last + 1)]]
     unit = key / (key.norm(dim=1, keepdim=True) + 1e-8)
     cosine = (unit @ unit.T).fill_diagonal_(0)
     closest = float((cosine - 0.5).abs().min())
-    for row, similar in zip(cosine, (cosine > 0.5).tolist(), strict=True):
-        if True in similar:
-            row[len(similar) - 1 - similar[::-1].index(True)] = 0
+    for i, row in enumerate((cosine > 0.5).tolist()):
+        similar = [j for j, above in enumerate(row) if above]
+        if similar:
+            cosine[i, similar[-1]] = 0
     redundant = (cosine.sum(0) / len(unit)).softmax(0).tolist()
     value = [0.1 * own - 0.9 * other for own, other in zip(importance, redundant, strict=False)]
     return {t: (_DRAWN, value[i]) for i, t in enumerate(seen) if i >= sinks}, closest

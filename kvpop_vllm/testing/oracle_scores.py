@@ -174,7 +174,7 @@ def _mlstm_scores(
     memory = x.new_zeros(heads, width, value.shape[-1])
     norm = x.new_zeros(heads, width)
     m = x.new_full((heads,), _START_STABILISER)
-    states = []
+    states, delay = [], window if config["delayed"] else 0
     for q in range(begins, length):
         m_next = torch.maximum(log_f[:, q] + m, log_i[:, q])
         keep, add = torch.exp(log_f[:, q] + m - m_next), torch.exp(log_i[:, q] - m_next)
@@ -182,12 +182,12 @@ def _mlstm_scores(
         memory = keep[:, None, None] * memory
         memory = memory + add[:, None, None] * key[:, q, :, None] * value[:, q, None, :]
         norm = keep[:, None] * norm + add[:, None] * key[:, q]
-        states.append((memory, norm, m))
+        if q >= begins + delay:
+            states.append((memory, norm, m))
     scores = x.new_full((heads, length), math.nan)
-    delay = window if config["delayed"] else 0
-    if begins + delay < length:
+    if states:
         read = slice(begins, length - delay)
-        memory, norm, m = (torch.stack(state[delay:]) for state in zip(*states, strict=True))
+        memory, norm, m = map(torch.stack, zip(*states, strict=True))
         epsilon = _EPSILON * torch.exp(-torch.clamp(m, -60.0, 60.0))
         asked, own = query[:, read].transpose(0, 1), x[:, read].transpose(0, 1)
         numerator = torch.einsum("uhp,uhpv->uhv", asked, memory)

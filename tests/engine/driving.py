@@ -315,6 +315,6 @@ class Judges:
         return self.known[key]
 
     def check_near_ties(self) -> None:
-        """Raise AssertionError if more than one, and than MOST_NEAR_TIES, of all decisions were near-ties."""
+        """Raise AssertionError if there is more than one near-tie and more than MOST_NEAR_TIES of all decisions."""
         near = sum(judge.near_ties for judge in self.known.values())
         assert near <= max(1, MOST_NEAR_TIES * sum(judge.decisions for judge in self.known.values()))

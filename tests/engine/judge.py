@@ -103,7 +103,7 @@ class Judge:
                 _check_tokens(answer, reference.exact, budget)
 
     def check_near_ties(self) -> None:
-        """Raise AssertionError if more than one, and than MOST_NEAR_TIES, of all decisions so far were near-ties."""
+        """Raise AssertionError if there is more than one near-tie and more than MOST_NEAR_TIES of all decisions so far."""
         print(f"{self.near_ties} near-ties in {self.decisions} decisions")
         assert self.near_ties <= max(1, MOST_NEAR_TIES * self.decisions)
 
