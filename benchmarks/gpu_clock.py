@@ -50,10 +50,18 @@ def wall_milliseconds(run: Callable[[], object], times: int = 5) -> float:
 
 
 def graph_of(run: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that replays a CUDA graph of ``run``, which is called twice: to compile, and to be recorded."""
+    """Return a function that replays a CUDA graph of ``run``, which is called twice: to compile, and to be recorded.
+
+    The function keeps ``run``, and so the tensors that the graph reads, alive.
+    """
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+    return functools.partial(_replay, graph, run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], object]) -> None:
+    """Replay a graph whose tensors ``run`` holds."""
+    graph.replay()
