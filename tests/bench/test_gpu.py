@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import SkipTest
 
-import gpu
 import pytest
 import record
 import torch
-from gpu import Bench, Case
+from gpu import sections
+from gpu.sections import Bench, Case
 
 from kvpop_vllm.kernels import dispatch
 
@@ -45,9 +48,9 @@ def results(tmp_path):
 def test_all_is_right_and_nothing_is_timed(tmp_path):
     """The command runs from the repository alone, with its kernels and tests, whatever else is installed."""
     (tmp_path / "kernels.py").write_text("raise ImportError")
-    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--interpret", "--out", str(tmp_path), "--commit", "a"]
+    command = [sys.executable, "-m", "gpu.sections", "--interpret", "--out", str(tmp_path), "--commit", "a"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(tmp_path)
+    environment["PYTHONPATH"] = f"{tmp_path}:{ROOT / 'benchmarks'}"
     outcome = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
     assert outcome.stdout == (tmp_path / "gpu.log").read_text()
@@ -60,7 +63,9 @@ def test_all_is_right_and_nothing_is_timed(tmp_path):
     errors = {row["measure"].split(",")[0]: float(row["value"]) for row in rows if "largest error" in row["measure"]}
     gradients = {f"mlstm {name}" for name in ("h", "dq", "dk", "dv", "di", "df")}
     assert errors.keys() == {"out", "lse", "dq", "dk", "dv", "mass"} | gradients and max(errors.values()) < 4
-    steps = [float(row["value"]) for row in rows if row["section"] == "distillation" and row["measure"] != gpu.TIME]
+    steps = [
+        float(row["value"]) for row in rows if row["section"] == "distillation" and row["measure"] != sections.TIME
+    ]
     assert len(steps) == 2 and 0 < min(steps) and max(steps) < 1e-3  # 0 would mean that the same kernels ran
 
 
@@ -93,14 +98,14 @@ def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, s
         yield Case("late", breaks)
 
     for name, cases in {"first": first, "third": third}.items():
-        monkeypatch.setitem(sys.modules, f"gpu_{name}", SimpleNamespace(cases=cases))
-    assert gpu.run_sections(bench, dict.fromkeys(("first", "second", "third"), 60.0), *results) == 1
+        monkeypatch.setitem(sys.modules, f"gpu.{name}", SimpleNamespace(cases=cases))
+    assert sections.run_sections(bench, dict.fromkeys(("first", "second", "third"), 60.0), *results) == 1
     for line in (
         "first, a: WRONG AssertionError: error 3 exceeds 2",
         "first, needs a: after 2 ms (unverified)",
         "first, doubts: after 2 ms (unverified)",
         "first: WRONG KeyError: 'hidden_size'",
-        "second: WRONG ModuleNotFoundError: No module named 'gpu_second'",
+        "second: WRONG ModuleNotFoundError: No module named 'gpu.second'",
         "third, skips: skipped, there is no such tool",
         "third, late: not reached",
     ):
@@ -108,7 +113,7 @@ def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, s
     assert any(line.startswith("first, needs a: unverified, a is not right") for line in said)
     assert any(line.startswith("first, doubts: unverified, outputs are not finite") for line in said)
     assert said[-1] == "1 cases done, 0 cases done before, 5 cases wrong, 1 cases skipped, 1 cases not reached"
-    rows = [row for row in csv.DictReader(results[0].open(newline="")) if row["measure"] != gpu.TIME]
+    rows = [row for row in csv.DictReader(results[0].open(newline="")) if row["measure"] != sections.TIME]
     names = "case", "verified", "measure", "value", "floor", "over_floor"
     assert [tuple(row[name] for name in names) for row in rows] == [
         ("a", "yes", "before", "1", "0.5", "2.000"), ("needs a", "no", "after", "2", "", ""),
@@ -118,15 +123,15 @@ def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, s
     said.clear()
     bench.outcomes.clear()
     bench.until = time.monotonic() + 60
-    assert gpu.run_sections(bench, {"first": 60.0}, *results) == 1
+    assert sections.run_sections(bench, {"first": 60.0}, *results) == 1
     assert said[-1] == "0 cases done, 1 cases done before, 4 cases wrong, 0 cases skipped, 0 cases not reached"
     other = results[1] | {"commit": "y"}
-    gpu.run_sections(bench, {"first": 60.0}, results[0], other)
+    sections.run_sections(bench, {"first": 60.0}, results[0], other)
     assert said[-1].startswith("1 cases done, 1 cases done before"), "of another commit"
 
 
 def test_a_sanitizer_is_ended_with_all_it_started(monkeypatch, bench, said, results, tmp_path):
-    import gpu_sanitizers as sanitizers
+    from gpu import sanitizers
 
     tool, child = tmp_path / "compute-sanitizer", tmp_path / "child"
     tool.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {child}; wait\n")
@@ -134,7 +139,7 @@ def test_a_sanitizer_is_ended_with_all_it_started(monkeypatch, bench, said, resu
 
     def outcome():
         bench.until = time.monotonic() + 4
-        gpu.run_case(bench, "s", Case("c", partial(sanitizers.sanitized, tool="racecheck")), *results)
+        sections.run_case(bench, "s", Case("c", partial(sanitizers.sanitized, tool="racecheck")), *results)
         return dict(bench.outcomes)
 
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -149,12 +154,7 @@ def test_a_sanitizer_is_ended_with_all_it_started(monkeypatch, bench, said, resu
 
 def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
     """Whatever is timed on a GPU runs by the CPU's kernels, where only clocks, graphs and peers are stand-ins."""
-    import gpu_distillation
-    import gpu_generation
-    import gpu_prefill
-    import gpu_serving
-    import gpu_tiles
-    import gpu_training
+    from gpu import distillation, generation, prefill, serving, tiles, training
 
     def timed(run):
         run()
@@ -166,25 +166,25 @@ def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
     for name in ("reset_peak_memory_stats", "max_memory_allocated"):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda: 1 << 30)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (8 << 30, 8 << 30))
-    paper = dataclasses.replace(gpu_distillation.PAPER, length=96, window=[8], topk=[20])
+    paper = dataclasses.replace(distillation.PAPER, length=96, window=[8], topk=[20])
     shape = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4)
     shape |= dict(num_key_value_heads=2, vocab_size=256)
     own = {
-        gpu_serving: dict(
+        serving: dict(
             SEEN=6000, LAYERS=2, PROTECTED=70, PROFILED=(1,), DENSE=((70, 1),), graph_of=lambda run: run() or run
         ),
-        gpu_prefill: dict(
+        prefill: dict(
             LENGTH=4096,
             CHUNK=4,
             LAYERS=2,
             PROMPTS=((1, 70), (3, 50)),
-            compiled_flex=lambda *mask: gpu_prefill.dense,
+            compiled_flex=lambda *mask: prefill.dense,
             check_same=print,
         ),
-        gpu_tiles: dict(LENGTH=4096, BATCHES=(1, 2), DECODING=[(16, 64, 4, 5)], PREFILLING=[(128, 64, 8, 5)]),
-        gpu_training: dict(LENGTH=96, compiled_flex=lambda *mask: gpu_training.dense, check_same=print),
-        gpu_generation: dict(CONTEXTS=(400, 3 << 30), QWEN3_8B=gpu_generation.QWEN3_8B.__class__(**shape, head_dim=32)),
-        gpu_distillation: dict(LENGTH=96, PAPER=paper, CONFIG=gpu_distillation.CONFIG.__class__(**shape)),
+        tiles: dict(LENGTH=4096, BATCHES=(1, 2), DECODING=[(16, 64, 4, 5)], PREFILLING=[(128, 64, 8, 5)]),
+        training: dict(LENGTH=96, compiled_flex=lambda *mask: training.dense, check_same=print),
+        generation: dict(CONTEXTS=(400, 3 << 30), QWEN3_8B=generation.QWEN3_8B.__class__(**shape, head_dim=32)),
+        distillation: dict(LENGTH=96, PAPER=paper, CONFIG=distillation.CONFIG.__class__(**shape)),
     }
     common = dict(HEADS=4, KV_HEADS=2, SIZE=32, WINDOW=8, bandwidth=lambda: 1e9, milliseconds=timed)
     common |= dict(wall_milliseconds=timed, device_times=lambda run: {"_attend": timed(run)})
@@ -195,16 +195,37 @@ def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
         for case in module.cases(bench):
             sizes = {word for word in case.name.replace(",", "").split() if word.isdigit()}
             if case.needs and not sizes & {"2", "4", "8", "16", "32", "64", "128", "256", "3580", "4096"}:
-                gpu.run_case(bench, module.__name__, case, *results)
+                sections.run_case(bench, module.__name__, case, *results)
     assert not bench.wrong, "\n".join(line for line in said if "WRONG" in line)
-    for timed in ("gpu_tiles, decoding, 16x64 w4 s5: batch 2", "gpu_tiles, prefill, 128x64 w8 s5: S 4096"):
+    for timed in ("gpu.tiles, decoding, 16x64 w4 s5: batch 2", "gpu.tiles, prefill, 128x64 w8 s5: S 4096"):
         assert any(line.startswith(timed) for line in said)
     assert bench.outcomes["skipped"] == 2  # caches that do not fit
+
+
+def test_a_replay_keeps_the_tensors_of_its_graph(monkeypatch):
+    """Memory that a caller lets go of must not be given to others while a graph reads it."""
+    from gpu.clock import graph_of
+
+    class Tensor:
+        pass
+
+    tensor = Tensor()
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr("torch.cuda.graph", lambda graph: nullcontext())
+    replay, alive = graph_of(lambda tensor=tensor: tensor), weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    replay()
+    assert alive() is not None
+    del replay
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_cannot_be_run_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="there is no GPU here: give --interpret"):
-        gpu.main(["--out", str(tmp_path)])
+        sections.main(["--out", str(tmp_path)])
     monkeypatch.setenv("PATH", "")
     assert record.commit() == "none" and not list(tmp_path.iterdir())

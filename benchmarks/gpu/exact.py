@@ -6,9 +6,10 @@ import copy
 from collections.abc import Iterator
 
 import torch
-from gpu import Bench, within
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
 from kernels.served import Pool
+
+from gpu.sections import Bench, within
 
 CASES = {
     "recency": dict(case="none", sinks=0, window=1, unequal=True),

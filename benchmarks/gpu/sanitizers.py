@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from unittest import SkipTest
 
-from gpu import Bench, Case
+from gpu.sections import Bench, Case
 
 TOOLS = "memcheck", "racecheck"
 """Tools of compute-sanitizer; racecheck watches shared memory only, not what several warps write to pages."""
@@ -42,9 +42,10 @@ def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
     limit = max(LEAST, left - LEAST) if tool == TOOLS[0] else left
     with tempfile.TemporaryDirectory() as folder:
         command = ["timeout", "--signal=KILL", str(limit), program, "--tool", tool, "--error-exitcode", "9"]
-        command += [sys.executable, str(Path(__file__).with_name("gpu.py")), "--watched", "--out", folder]
+        command += [sys.executable, "-m", "gpu.sections", "--watched", "--out", folder]
         command += ["--sections", "serving-kernels", "prefill-kernels"]
-        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else memory beside a tensor is valid too
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else memory next to a tensor is valid too
+        environment["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         done = subprocess.run(command, env=environment, **pipes)
     assert not FOUND.search(done.stdout), f"{tool}: {done.stdout[-1500:]}"

@@ -115,7 +115,7 @@ PARTS = {
 """Part -> section -> eighths of the part's time, in the order in which they run.
 
 No case of a section begins after the section's own share and those before it. Time that is left goes to later
-sections. The module of ``serving-kernels`` is ``gpu_serving``.
+sections. The module of ``serving-kernels`` is ``gpu.serving``.
 """
 SECTIONS = [section for part in PARTS.values() for section in part]
 
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         parts = [dict.fromkeys(options.sections, 8.0)] if options.sections else [PARTS[part] for part in options.parts]
         bench = Bench(*kind, options.interpret, few, time.monotonic() + 60 * options.minutes * len(parts), say)
         shares = {section: 60 * options.minutes / 8 * share for part in parts for section, share in part.items()}
-        return run_sections(bench, shares, out / "gpu.csv", about)
+        return run_sections(bench, shares, out / "gpu.csv", about, options.cases)
 
 
 def parse_arguments(arguments):
@@ -160,6 +160,7 @@ def parse_arguments(arguments):
     parser.add_argument("--watched", action="store_true", help="only few right cases, under a sanitizer")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="only these")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="only these")
+    parser.add_argument("--cases", nargs="+", help="only the cases of these names")
     parser.add_argument("--minutes", type=float, default=8.5, help="of a part, after which no case of it begins")
     parser.add_argument("--out", default=str(RESULTS), help="folder of gpu.csv and gpu.log")
     parser.add_argument("--commit", help="of rows, where there is no git")
@@ -182,7 +183,9 @@ def take_packages_from(root: Path) -> None:
     kvpop_vllm.kernels.triton = sys.modules["kvpop_vllm.kernels.triton"]
 
 
-def run_sections(bench: Bench, shares: dict[str, float], results: Path, about: dict) -> int:
+def run_sections(
+    bench: Bench, shares: dict[str, float], results: Path, about: dict, only: list[str] | None = None
+) -> int:
     """Run all cases; return 0 if some were done and none failed, else 1.
 
     Args:
@@ -190,14 +193,17 @@ def run_sections(bench: Bench, shares: dict[str, float], results: Path, about: d
         shares: section -> its seconds.
         results: the CSV file.
         about: columns of all rows.
+        only: names of cases; None for all.
     """
     ends, until, before = bench.until, time.monotonic(), finished(results, about)
     for section, share in shares.items():
         until += share
         bench.until = min(ends, until)
         with guarded(bench, section):
-            module = importlib.import_module(f"gpu_{section.removesuffix('-kernels')}")
+            module = importlib.import_module(f"gpu.{section.removesuffix('-kernels')}")
             for case in module.cases(bench):
+                if only and case.name not in only:
+                    continue
                 if (section, case.name) in before:
                     bench.outcomes["done before"] += 1
                 elif not (case.needs and bench.few):

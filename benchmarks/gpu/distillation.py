@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu import Bench, Case, ops_take
-from gpu_clock import milliseconds
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from gpu.clock import milliseconds
+from gpu.sections import Bench, Case, ops_take
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.recipes import PAPER
 from kvpop_vllm.distill.run import OnlineTeacher

@@ -12,12 +12,12 @@ from unittest import SkipTest
 from unittest.mock import patch
 
 import torch
-from gpu import HEADS, KV_HEADS, SIZE, Bench, Case
-from gpu_clock import bandwidth, milliseconds
-from gpu_exact import serve_right
-from gpu_prefill import LENGTH, prompt, reader, rule_of
-from gpu_serving import layer_step, recency
 
+from gpu.clock import bandwidth, milliseconds
+from gpu.exact import serve_right
+from gpu.prefill import LENGTH, prompt, reader, rule_of
+from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, Case
+from gpu.serving import layer_step, recency
 from kvpop_vllm.kernels import ops
 
 BUDGET, BATCHES = 4096, (1, 64)

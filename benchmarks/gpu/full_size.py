@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torch
 from full_pages import empty_pages, fill
-from gpu import HEADS, KV_HEADS, SIZE, Bench, within
-from gpu_clock import graph_of
 from kernels.factories import random_rule, random_scorer
 
+from gpu.clock import graph_of
+from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, within
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages

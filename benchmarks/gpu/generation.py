@@ -25,10 +25,10 @@ from unittest import SkipTest
 
 import torch
 from full_pages import fill
-from gpu import Bench, Case, ops_take
-from gpu_clock import bandwidth, graph_of, milliseconds
 from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
 
+from gpu.clock import bandwidth, graph_of, milliseconds
+from gpu.sections import Bench, Case, ops_take
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 

@@ -16,12 +16,12 @@ from unittest.mock import patch
 
 import torch
 from full_pages import empty_pages
-from gpu import HEADS, KV_HEADS, SIZE, Bench, Case
-from gpu_clock import bandwidth, device_times, milliseconds, wall_milliseconds
-from gpu_exact import CASES, serve_right
-from gpu_training import check_same, compiled_flex, dense, visible_share
 from kernels.factories import random_rule, random_scorer
 
+from gpu.clock import bandwidth, device_times, milliseconds, wall_milliseconds
+from gpu.exact import CASES, serve_right
+from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, Case
+from gpu.training import check_same, compiled_flex, dense, visible_share
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.ops import RetentionRule

@@ -13,12 +13,12 @@ from unittest import SkipTest, mock
 
 import torch
 from full_pages import empty_pages, fill
-from gpu import HEADS, KV_HEADS, SIZE, Bench, Case
-from gpu_clock import bandwidth, device_times, graph_of, milliseconds
-from gpu_exact import CASES, serve_right
-from gpu_full_size import steps_right
 from kernels.factories import random_rule, random_scorer
 
+from gpu.clock import bandwidth, device_times, graph_of, milliseconds
+from gpu.exact import CASES, serve_right
+from gpu.full_size import steps_right
+from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, Case
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Prefix, cdiv

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from gpu import HEADS, KV_HEADS, SIZE, Bench, Case, within
-from gpu_clock import bandwidth, milliseconds
 from kernels.naive import future_mass, kept_sets, masked_attention, visible_keys
 
+from gpu.clock import bandwidth, milliseconds
+from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, Case, within
 from kvpop_vllm.kernels import ops
 
 SINKS, WINDOW, LENGTH = 4, 512, 16384
