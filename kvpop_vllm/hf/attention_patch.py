@@ -7,8 +7,8 @@ attention. Torch skips that hook after a KeyboardInterrupt in the pass. The atte
 model's next pass or by the cache's ``reset()``; that of a copy by the copy's. Passes without such a cache are
 unchanged.
 
-The model's ``generate()`` takes the cache under both names too, and checks after each token that the cache has
-taken part.
+``generate()`` takes the cache under both names too, and checks after each token that the cache has taken part.
+A method of the class is wrapped for this, because one of the model would keep the model in memory.
 
 A pass is known by its step. Only the arguments of a running pass refer to it, so a weak reference says whether
 another thread is still in the pass.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import types
 import weakref
 from collections.abc import Mapping
 
@@ -138,6 +137,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
             on to their attention.
     """
     show_hidden_states(model)
+    _watch_generate()
     decoder = model.get_decoder()
     if borrows and decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX) not in ARCHITECTURES:
         raise ConfigError(
@@ -151,8 +151,6 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
             refuse_model(model, ["layers that hand no further arguments on to their attention"])
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
-    if "generate" not in vars(model):
-        model.generate = types.MethodType(generate, model)  # a bound method follows copies and pickles of the model
     if borrows:
         borrow_channel(model, borrowed_share(model))
     return decoder
@@ -176,27 +174,28 @@ class _TakesPart(StoppingCriteria):
         cache, text = self.cache, input_ids.shape[1] - 1  # the last token has not been read
         if cache.passes == self.passes or cache.columns < text:
             raise ConfigError(
-                f"generate() went on without its KVpopCache, which has seen {cache.columns} of {text} tokens: choose another"
-                " model or way of generating"
+                f"generate() went on without its KVpopCache, which has seen {cache.columns} of {text} tokens; models with LongRoPE do so"
+                " at their original_max_position_embeddings: shorten the text, or choose another model"
             )
         self.passes = cache.passes
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-@functools.wraps(GenerationMixin.generate)
-def generate(model, *positional, **named):
-    """Generate as the model's class does; a KVpopCache is taken under both names and must not be set aside.
-
-    Raises:
-        ConfigError: the model went on without the cache.
-    """
-    whole = type(model).generate
-    if (cache := cache_in(named)) is None:
-        return whole(model, *positional, **named)
+@functools.cache
+def _watch_generate() -> None:
+    """Have ``generate()`` of all models take a KVpopCache under both names, and check that none is set aside."""
+    whole = GenerationMixin.generate
     parameters = list(inspect.signature(whole).parameters)[1:]
-    named = with_cache(dict(zip(parameters, positional, strict=False)) | named, cache)
-    criteria = [_TakesPart(cache), *(named.get("stopping_criteria") or ())]
-    return whole(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
+
+    @functools.wraps(whole)
+    def generate(model, *positional, **named):
+        if (cache := cache_in(named)) is None:
+            return whole(model, *positional, **named)
+        named = with_cache(dict(zip(parameters, positional, strict=False)) | named, cache)
+        criteria = [_TakesPart(cache), *(named.get("stopping_criteria") or ())]
+        return whole(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
+
+    GenerationMixin.generate = generate
 
 
 class _Reached(Exception):
