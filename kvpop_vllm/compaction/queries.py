@@ -129,7 +129,7 @@ def self_study(
                     max_new_tokens=min(length, room),
                     pad_token_id=place.tokenizer.pad_token_id or 0,
                 )
-                cache.crop(len(tokens))
+                cache.crop(len(tokens) - cache.get_seq_length())  # the number to remove, negative
                 sequences.append(found[0, len(tokens) :].tolist())
                 used.append(len(start) - 1)
                 done()

@@ -254,9 +254,8 @@ def _before(decoder, positional, named):
 
 
 def _after(decoder, positional, named, result):
-    cache, step = cache_in(named), named.get("attend")
-    if cache is not None and step is not None:  # otherwise the pass has not begun
-        _end(decoder, cache, step, failed=result is None)
+    if isinstance(step := named.get("attend"), Step):  # otherwise no pass with a cache has begun
+        _end(decoder, step.cache, step, failed=result is None)
 
 
 @torch.compiler.disable  # nothing to compile here

@@ -343,7 +343,9 @@ class KVpopCache(Cache, AttentionCache):
         most = self._max_length
         if most is not None and max(lengths) > most:
             why = f"which {self.policy.name} keeps" if self.policy.keeps_all else "up to which the model attends alike"
-            raise ValueError(f"{max(lengths)} tokens are more than max_length {most}, {why}: raise max_length, or shorten the text")
+            raise ValueError(
+                f"{max(lengths)} tokens are more than max_length {most}, {why}: raise max_length, or shorten the text"
+            )
 
     def _sequence_lengths(self, device: torch.device, rows: int) -> SequenceLengths:
         """Return the clock of a device, created with the progress of the rows if necessary."""

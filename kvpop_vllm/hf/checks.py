@@ -16,10 +16,10 @@ from kvpop_vllm.supported import REFUSED, refused
 
 WRAPPERS = {
     "get_base_model": "get_base_model()",  # peft
-    "_orig_mod": "_orig_mod, and compile it with its method compile()",  # torch.compile
+    "_orig_mod": "_orig_mod",  # torch.compile
     "module": "module",  # DataParallel and its kin
 }
-"""Attributes of wrappers around a model, and how errors tell users to reach it."""
+"""Attributes of wrappers around a model, and how one gets the model from them."""
 
 
 def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
@@ -29,8 +29,8 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
         ConfigError: it cannot; the message gives the reasons found first.
     """
     if not isinstance(model, PreTrainedModel):
-        wrapped = [f"the model that it wraps, {found}" for name, found in WRAPPERS.items() if hasattr(model, name)]
-        remedy = next(iter(wrapped), "one of those")
+        inner = [f"the model in it, model.{way}" for name, way in WRAPPERS.items() if hasattr(model, name)]
+        remedy = next(iter(inner), "one of those")
         raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give {remedy}")
     text = model.config.get_text_config()
     decoder = getattr(model, "get_decoder", lambda: None)()
