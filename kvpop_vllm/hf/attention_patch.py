@@ -184,16 +184,16 @@ class _TakesPart(StoppingCriteria):
 @functools.cache
 def _watch_generate() -> None:
     """Have ``generate()`` of all models take a KVpopCache under both names, and check that none is set aside."""
-    whole = GenerationMixin.generate
-    parameters = list(inspect.signature(whole).parameters)[1:]
+    original = GenerationMixin.generate
+    parameters = list(inspect.signature(original).parameters)[1:]
 
-    @functools.wraps(whole)
+    @functools.wraps(original)
     def generate(model, *positional, **named):
         if (cache := cache_in(named)) is None:
-            return whole(model, *positional, **named)
+            return original(model, *positional, **named)
         named = with_cache(dict(zip(parameters, positional, strict=False)) | named, cache)
         criteria = [_TakesPart(cache), *(named.get("stopping_criteria") or ())]
-        return whole(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
+        return original(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
 
     GenerationMixin.generate = generate
 

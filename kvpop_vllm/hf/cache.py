@@ -136,8 +136,8 @@ class KVpopCache(Cache, AttentionCache):
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
-        unchanged, positions = changes_attention_at(model), longest(model.config)
-        self._max_length = None if unchanged is None else self.policy.model.max_model_len
+        limit, positions = changes_attention_at(model), longest(model.config)
+        self._max_length = None if limit is None else self.policy.model.max_model_len
         if self.policy.keeps_all:
             self._max_length = self.policy.retention.budget
         self._positions = positions if positions is None else max(positions, self.policy.model.max_model_len)
@@ -458,9 +458,9 @@ class KVpopCache(Cache, AttentionCache):
             )
         if not passes:
             return
-        after = [seen + passes for seen in self._lengths]
-        self._check_room(after)
-        warn_of_positions(self._lengths, after, self._positions)
+        lengths = [seen + passes for seen in self._lengths]
+        self._check_room(lengths)
+        warn_of_positions(self._lengths, lengths, self._positions)
         self._count(passes, [passes] * len(self._lengths))
 
     # interface of transformers.Cache

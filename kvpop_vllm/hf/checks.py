@@ -36,7 +36,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     decoder = getattr(model, "get_decoder", lambda: None)()
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     kinds, window = set(getattr(text, "layer_types", None) or ["full_attention"]), sliding_window(model)
-    length, unchanged = longest(model.config) if max_length is None else max_length, long_rotation(model)
+    length, limit = longest(model.config) if max_length is None else max_length, long_rotation(model)
     inside = isinstance(length, int) and window is not None and length <= window
     inside = inside and kinds <= {"full_attention", "sliding_attention"}
     seen = {
@@ -53,10 +53,10 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
         found = ["no layers that have a self_attn of the decoder's config"]
     if found:
         refuse_model(model, found)
-    if unchanged is not None and isinstance(length, int) and length > unchanged:
+    if limit is not None and isinstance(length, int) and length > limit:
         raise ConfigError(
-            f"{text.model_type} rotates keys differently in texts of more than {unchanged} tokens (LongRoPE), and cached keys stay"
-            f" as they are: set max_length to at most {unchanged}"
+            f"{text.model_type} rotates keys differently in texts of more than {limit} tokens (LongRoPE), and cached keys stay"
+            f" as they are: set max_length to at most {limit}"
         )
 
 
@@ -94,11 +94,11 @@ def changes_attention_at(model: torch.nn.Module) -> int | None:
     return min(filter(None, (sliding_window(model), long_rotation(model))), default=None)
 
 
-def warn_of_positions(seen: list[int], after: list[int], positions: int | None) -> None:
-    """Warn if a pass takes rows of lengths ``seen`` beyond the positions of the model, to lengths ``after``."""
-    if positions is not None and max(seen) <= positions < max(after):
+def warn_of_positions(lengths: list[int], new_lengths: list[int], positions: int | None) -> None:
+    """Warn if a pass takes rows of given lengths to new lengths that are more than the positions of the model."""
+    if positions is not None and max(lengths) <= positions < max(new_lengths):
         warnings.warn(
-            f"a text of {max(after)} tokens goes beyond the model's {positions} positions, where it was not trained: shorten the"
+            f"a text of {max(new_lengths)} tokens goes beyond the model's {positions} positions, where it was not trained: shorten the"
             " prompt or lower max_new_tokens, or set max_length if this is meant",
             stacklevel=2,
         )

@@ -97,6 +97,6 @@ def test_other_versions(version):
 def test_importing_with_another_version():
     """The version is checked before the import of names that another version may lack."""
     code = "import transformers; transformers.__version__ = '5.25.0'; import kvpop_vllm.hf"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     message = f"ConfigError: transformers 5.25.0 is not supported: install transformers{TRANSFORMERS}"
-    assert found.returncode == 1 and found.stderr.splitlines()[-1].endswith(message)
+    assert process.returncode == 1 and process.stderr.splitlines()[-1].endswith(message)

@@ -159,23 +159,25 @@ def test_longrope(kind, more):
     cache = KVpopCache(model, "streaming-llm", budget=64, max_length=32)
     tokens = model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False)
     assert tokens.equal(model.generate(ids, max_new_tokens=3, do_sample=False)) and cache.lengths == [32]
-    longer, aside = torch.cat([ids, ids], 1), "generate.. went on without its KVpopCache, which has seen"
+    longer, message = torch.cat([ids, ids], 1), "generate.. went on without its KVpopCache, which has seen"
     for text, new, seen in ((ids, 4, [32]), (longer[:, :33], 1, []), (longer, 1, [])):
         cache.reset()
-        with pytest.raises(ConfigError, match=f"^{aside} {sum(seen)} of {max(33, text.shape[1])} tokens; .* LongRoPE"):
+        with pytest.raises(
+            ConfigError, match=f"^{message} {sum(seen)} of {max(33, text.shape[1])} tokens; .* LongRoPE"
+        ):
             model.generate(text, cache=cache, max_new_tokens=new, do_sample=False)
         assert cache.lengths == seen
-    message = "33 tokens are more than max_length 32, up to which the model attends alike"
-    with torch.no_grad(), pytest.raises(ValueError, match=message):
+    limit = "33 tokens are more than max_length 32, up to which the model attends alike"
+    with torch.no_grad(), pytest.raises(ValueError, match=limit):
         model(longer[:, :33], cache=KVpopCache(model, "streaming-llm", budget=64, max_length=32))
 
 
 def test_windows_and_rotation_that_no_text_outgrows():
     """Windows beyond all positions of the model hide nothing, and need no max_length."""
     assert KVpopCache(small("mistral", sliding_window=129, max_position_embeddings=128), **STREAMING).lengths == []
-    alike = longrope("phi3", max_position_embeddings=32)
-    alike.config.rope_parameters["factor"] = 1.0
-    assert KVpopCache(alike, **STREAMING).lengths == []
+    short = longrope("phi3", max_position_embeddings=32)
+    short.config.rope_parameters["factor"] = 1.0
+    assert KVpopCache(short, **STREAMING).lengths == []
 
 
 @pytest.mark.parametrize("from_step", [0, 2])
@@ -209,11 +211,11 @@ def test_texts_beyond_the_models_positions(recwarn):
             model.generate(ids, cache=cache, max_new_tokens=9, do_sample=False, eos_token_id=None)
         assert len([each for each in warned if "positions" in str(each.message)]) == 1
     recwarn.clear()
-    meant = KVpopCache(model, "streaming-llm", budget=24, max_length=64)
-    model.generate(ids, cache=meant, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    allowed = KVpopCache(model, "streaming-llm", budget=24, max_length=64)
+    model.generate(ids, cache=allowed, max_new_tokens=9, do_sample=False, eos_token_id=None)
     cache.reset()
     model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=None)
-    assert meant.lengths == [38] and cache.lengths == [32]
+    assert allowed.lengths == [38] and cache.lengths == [32]
     assert not [each for each in recwarn if "positions" in str(each.message)]
 
 
@@ -229,15 +231,15 @@ class Adapted(nn.Module):
 
 
 def test_what_is_no_model(model):
-    for other, remedy in (
+    for wrapper, remedy in (
         (nn.Linear(1, 1), "one of those"),
         (Adapted(model), r"the model in it, model\.get_base_model\(\)"),
         (nn.DataParallel(model), r"the model in it, model\.module"),
         (torch.compile(model), r"the model in it, model\._orig_mod"),
     ):
-        kind = type(other).__name__
+        kind = type(wrapper).__name__
         with pytest.raises(ConfigError, match=f"^{kind} is no causal language model of transformers: give {remedy}$"):
-            KVpopCache(other, **STREAMING)
+            KVpopCache(wrapper, **STREAMING)
 
 
 def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
