@@ -82,8 +82,9 @@ def test_versions_that_are_served(version):
     check_version("transformers", version, TRANSFORMERS)
 
 
-def test_pip_asks_for_the_same_versions():
-    assert f'"transformers{TRANSFORMERS}"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+def test_pip_and_the_page_ask_for_the_same_versions():
+    for name in ("pyproject.toml", "docs/operating.md"):
+        assert f'"transformers{TRANSFORMERS}"' in (Path(__file__).parents[2] / name).read_text()
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.15.1", "5.25.0", "5.25.0.dev0", "6.0.0", "main"])
