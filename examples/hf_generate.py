@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> str:
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     length = inputs["input_ids"].shape[1]
     print(f"> {length} tokens of notes, then: what is the special magic number for quokka?\n", flush=True)
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.tokens, do_sample=False)
+    output = model.generate(**inputs, cache=cache, max_new_tokens=args.tokens, do_sample=False)
     answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
     held = cache.held().float().sum(-1)
     print(f"{answer}\n\n{cache}: of {cache.lengths[0]} tokens, {held.mean():.0f} are held per head")

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
 from kvpop_vllm.flags import ENGINE, FLAGS, Setting, settings_of
 from kvpop_vllm.roles import Retention
 
@@ -24,6 +27,25 @@ CORRECTIONS, ALLOCATORS = (settings_of(ENGINE)[name].choices for name in ("corre
 
 class ConfigError(ValueError):
     """Error for a configuration that cannot work; the message is one line that names what to change."""
+
+
+def check_version(name: str, version: str, supported: str) -> None:
+    """Check that a version of a package is supported.
+
+    Args:
+        name: the package, as errors call it; pip knows it in lower case.
+        version: its version.
+        supported: the supported versions, as pip writes them.
+
+    Raises:
+        ConfigError: it is not, or it is no version, as in builds from sources without tags.
+    """
+    try:
+        fits = SpecifierSet(supported).contains(version, prereleases=True)
+    except InvalidVersion:
+        fits = False
+    if not fits:
+        raise ConfigError(f"{name} {version} is not supported: install {name.lower()}{supported}")
 
 
 def check_spelling(additional_config: object) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 VLLM = ">=0.32,<0.34"
 """Versions of vLLM that are served, as in ``pyproject.toml``."""
 
+TRANSFORMERS = ">=5.16,<5.25"
+"""Versions of transformers that are served, as in ``pyproject.toml``."""
+
 HEAD_SIZES = (32, 64, 80, 96, 128, 256)
 """Head sizes that are served, by C++ and by Triton."""
 

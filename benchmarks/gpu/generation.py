@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
 
 from gpu.clock import bandwidth, graph_of, milliseconds
 from gpu.sections import Bench, Case, ops_take
+from kvpop_vllm.distill.hook import CACHE_NAME
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
@@ -139,7 +140,7 @@ class Decoding:
     def step(self) -> None:
         """Run one pass."""
         self.before()
-        options = dict(past_key_values=self.cache, use_cache=True, **self.options)
+        options = {CACHE_NAME: self.cache, "use_cache": True} | self.options
         self.logits = self.model(input_ids=self.tokens, **options).logits[:, -1]
         self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
 
@@ -176,7 +177,7 @@ def kvpop(drawn: Drawn, requests: int, context: int, budget: int) -> Decoding:
     """Return passes of a KVpop cache of random tokens, which read its tokens, and read and write its states."""
     cache = KVpopCache(drawn.model, "kvpop", scorer=drawn.scorer, budget=budget, max_length=2 * context)
     first = torch.zeros(requests, 1, dtype=torch.int64, device=drawn.model.lm_head.weight.device)
-    drawn.model(input_ids=first, past_key_values=cache)
+    drawn.model(input_ids=first, cache=cache)
     (clock,), layers = cache._lengths_by_device.values(), list(cache._layers.values())
     with torch.device(first.device):
         for layer in layers:
@@ -240,7 +241,7 @@ def greedy(bench: Bench, model, cache, lengths: tuple[int, ...], new: int, first
     mask = [[0] * (longest - n) + [1] * n for n in lengths]
     rows, mask = (torch.tensor(x, device=bench.device) for x in (rows, mask))
     with torch.no_grad():
-        logits = model(input_ids=rows, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(input_ids=rows, attention_mask=mask, **{CACHE_NAME: cache}, logits_to_keep=1).logits
     decoding = Decoding(model, cache, logits[:, -1:].argmax(-1))
     tokens = [decoding.tokens.clone()]
     repeat = first_pass(decoding) or decoding.step

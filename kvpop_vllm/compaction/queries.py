@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from kvpop_vllm.compaction.place import Place
 from kvpop_vllm.compaction.reference import Reference
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import NAME
+from kvpop_vllm.distill.hook import CACHE_NAME, NAME
 
 REPEAT = "Repeat the text above word for word."
 PROMPTS = (
@@ -123,13 +123,13 @@ def self_study(
                 found = model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    past_key_values=cache,
+                    **{CACHE_NAME: cache},
                     use_cache=True,
                     do_sample=True,
                     max_new_tokens=min(length, room),
                     pad_token_id=place.tokenizer.pad_token_id or 0,
                 )
-                cache.crop(len(tokens))
+                cache.crop(len(tokens) - cache.get_seq_length())  # the number to remove, negative
                 sequences.append(found[0, len(tokens) :].tolist())
                 used.append(len(start) - 1)
                 done()

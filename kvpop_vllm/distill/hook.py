@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import transformers
+from packaging.version import Version
 from safetensors import SafetensorError
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import AttentionMaskInterface
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ConfigError, check_version
 from kvpop_vllm.scorers import Signals
-from kvpop_vllm.supported import RESCALED_LOGITS, SCALED_BY_POSITION
+from kvpop_vllm.supported import RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS
+
+check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
+
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 NAME = "kvpop"
+CACHE_NAME = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+"""Argument under which this version of transformers passes a cache to a model."""
 POSITIONS = 512
 """Positions whose logits over the whole vocabulary are in memory at once."""
 

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.generation import TopPLogitsWarper
 
-from kvpop_vllm.distill.hook import Dense, borrow_channel, load_model, show_hidden_states
+from kvpop_vllm.distill.hook import CACHE_NAME, Dense, borrow_channel, load_model, show_hidden_states
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.hf import KVpopCache
@@ -181,9 +181,9 @@ class TransformersRun(Run):
     def _request(self) -> dict:
         """Return the decoder's arguments for the passes of a new request."""
         if self.cache is None:
-            return {"past_key_values": DynamicCache(), "attend": Dense()}
+            return {CACHE_NAME: DynamicCache(), "attend": Dense()}
         self.cache.reset()
-        return {"past_key_values": self.cache}
+        return {CACHE_NAME: self.cache}
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, request: dict, start: int) -> torch.Tensor:

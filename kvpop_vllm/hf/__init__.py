@@ -1,3 +1,3 @@
-"""Fixed-size KV cache for transformers: ``model.generate(past_key_values=KVpopCache(model, ...))``."""
+"""Fixed-size KV cache for transformers: ``model.generate(cache=KVpopCache(model, ...))``."""
 
 from kvpop_vllm.hf.cache import KVpopCache

@@ -1,11 +1,14 @@
 """Hand a transformers model's attention to a cache for the duration of a forward pass.
 
-A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` in ``past_key_values`` and has
-it prepare the step. The hook replaces the attention function, by name, by that of
+A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` in ``cache`` or
+``past_key_values`` and has it prepare the step. The hook replaces the attention function, by name, by that of
 :mod:`kvpop_vllm.distill.hook`, which calls the step. A hook behind the decoder restores the model's own
 attention. Torch skips that hook after a KeyboardInterrupt in the pass. The attention is then restored by the
 model's next pass or by the cache's ``reset()``; that of a copy by the copy's. Passes without such a cache are
 unchanged.
+
+``generate()`` takes the cache under both names too, and checks after each token that the cache has taken part.
+A method of the class is wrapped for this, because one of the model would keep the model in memory.
 
 A pass is known by its step. Only the arguments of a running pass refer to it, so a weak reference says whether
 another thread is still in the pass.
@@ -13,17 +16,22 @@ another thread is still in the pass.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import weakref
+from collections.abc import Mapping
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import NAME, GateInputs, borrow_channel, borrowed_share, show_hidden_states
+from kvpop_vllm.distill.hook import CACHE_NAME, NAME, GateInputs, borrow_channel, borrowed_share, show_hidden_states
 from kvpop_vllm.hf.checks import refuse_model
 from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX
 
+CACHE_NAMES = "cache", "past_key_values"
+"""Arguments in which a cache is looked for; transformers 5.24 renamed the second to the first."""
 BUSY = "another thread has the model in a pass with a KVpopCache: one thread at a time, or a copy of the model for each"
 """Error message for a model that is used by another thread."""
 
@@ -33,9 +41,30 @@ class AttentionCache:
 
     Attributes:
         borrows: True if a query channel is removed from the queries in passes with this cache.
+        passes: number of passes so far.
+        columns: columns seen so far, pads included.
     """
 
     borrows: bool
+    passes: int
+    columns: int
+
+
+def cache_in(named: Mapping[str, object]) -> AttentionCache | None:
+    """Return the cache among the arguments of a model or of ``generate()``, or None.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    caches = [named[name] for name in CACHE_NAMES if isinstance(named.get(name), AttentionCache)]
+    if len(caches) > 1:
+        raise ConfigError("a KVpopCache is given as cache and as past_key_values: leave one out")
+    return caches[0] if caches else None
+
+
+def with_cache(named: Mapping[str, object], cache: AttentionCache) -> dict[str, object]:
+    """Return arguments with the cache under the name that this version of transformers uses."""
+    return {name: value for name, value in named.items() if name not in CACHE_NAMES} | {CACHE_NAME: cache}
 
 
 class Step(GateInputs):
@@ -108,6 +137,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
             on to their attention.
     """
     show_hidden_states(model)
+    _watch_generate()
     decoder = model.get_decoder()
     if borrows and decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX) not in ARCHITECTURES:
         raise ConfigError(
@@ -126,6 +156,48 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     return decoder
 
 
+class _TakesPart(StoppingCriteria):
+    """Check of ``generate()`` that its cache takes part in every pass; it never stops.
+
+    Some models set the cache aside, as those with LongRoPE do where the rotation changes.
+    """
+
+    def __init__(self, cache: AttentionCache):
+        self.cache, self.passes = cache, cache.passes
+
+    def __call__(self, input_ids, scores, **options):
+        """Return no row as ended.
+
+        Raises:
+            ConfigError: the last pass went without the cache, or the cache has seen fewer tokens than the text.
+        """
+        cache, text = self.cache, input_ids.shape[1] - 1  # the last token has not been read
+        if cache.passes == self.passes or cache.columns < text:
+            raise ConfigError(
+                f"generate() went on without its KVpopCache, which has seen {cache.columns} of {text} tokens; models with LongRoPE do so"
+                " at their original_max_position_embeddings: shorten the text, or choose another model"
+            )
+        self.passes = cache.passes
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+@functools.cache
+def _watch_generate() -> None:
+    """Have ``generate()`` of all models take a KVpopCache under both names, and check that none is set aside."""
+    original = GenerationMixin.generate
+    parameters = list(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    def generate(model, *positional, **named):
+        if (cache := cache_in(named)) is None:
+            return original(model, *positional, **named)
+        named = with_cache(dict(zip(parameters, positional, strict=False)) | named, cache)
+        criteria = [_TakesPart(cache), *(named.get("stopping_criteria") or ())]
+        return original(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
+
+    GenerationMixin.generate = generate
+
+
 class _Reached(Exception):
     """The first layer has attended."""
 
@@ -141,7 +213,7 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
     own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
     try:
         with torch.no_grad():
-            decoder(token, attend=attend, past_key_values=DynamicCache())  # without one, some look at positions
+            decoder(token, attend=attend, **{CACHE_NAME: DynamicCache()})  # without one, some look at positions
     except _Reached:
         return True
     except TypeError:  # no such argument, or the attention function misses it
@@ -174,23 +246,22 @@ def _turn(decoder):
 
 
 def _before(decoder, positional, named):
-    if isinstance(named.get("past_key_values"), AttentionCache):
-        return positional, named | _begin(decoder, positional, named)
+    if (cache := cache_in(named)) is not None:
+        return positional, with_cache(named, cache) | _begin(decoder, cache, positional, named)
     if hasattr(decoder, NOTE):
         restore_attention(decoder)
     return None
 
 
 def _after(decoder, positional, named, result):
-    cache, step = named.get("past_key_values"), named.get("attend")
-    if isinstance(cache, AttentionCache) and step is not None:  # otherwise the pass has not begun
-        _end(decoder, cache, step, failed=result is None)
+    if isinstance(step := named.get("attend"), Step):  # otherwise no pass with a cache has begun
+        _end(decoder, step.cache, step, failed=result is None)
 
 
 @torch.compiler.disable  # nothing to compile here
-def _begin(decoder, positional, named):
+def _begin(decoder, cache, positional, named):
     """Return the arguments that replace the caller's in a pass with a cache."""
-    cache, inputs = named["past_key_values"], _inputs(decoder, positional, named)
+    inputs = _inputs(decoder, positional, named)
     blocks = [layer.self_attn for layer in decoder.layers]
     with _turn(decoder):
         _restore(decoder)

@@ -11,14 +11,16 @@ import torch
 from transformers import Cache
 
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
+from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
 from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
+    changes_attention_at,
     check_inputs,
     check_model,
     check_positions,
     columns_of_tokens,
-    sliding_window,
+    warn_of_positions,
     warn_of_reference,
 )
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
@@ -40,7 +42,7 @@ def _refusal(what: str, instead: str):
 class KVpopCache(Cache, AttentionCache):
     """KV cache of fixed size for transformers, under any registered policy.
 
-    It is used as ``model.generate(**inputs, past_key_values=cache)``. Every row of the batch is an
+    It is used as ``model.generate(**inputs, cache=cache)``; ``past_key_values=`` does the same. Every row of the batch is an
     independent request, as if it were served alone. Pads on its left never enter the cache, and positions
     count from its first token. A later call continues: tokens beyond those already seen are appended, as in
     the next turn of a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning.
@@ -81,6 +83,7 @@ class KVpopCache(Cache, AttentionCache):
         device: device of the pages and the kernels; by default the model's.
 
     Attributes:
+        passes: passes so far.
         policy: policy, resolved as in an engine.
         protected: p of each row.
         head: ids of a chat's beginning that the cartridge holds; inputs begin behind them.
@@ -133,9 +136,11 @@ class KVpopCache(Cache, AttentionCache):
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
-        self._max_length = max_length if sliding_window(model) else None
+        limit, positions = changes_attention_at(model), longest(model.config)
+        self._max_length = None if limit is None else self.policy.model.max_model_len
         if self.policy.keeps_all:
             self._max_length = self.policy.retention.budget
+        self._positions = positions if positions is None else max(positions, self.policy.model.max_model_len)
         gated = any(gate is not None and gate.borrows for gate in self.gates)
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(register_hooks(model, self.borrows))
@@ -147,7 +152,7 @@ class KVpopCache(Cache, AttentionCache):
     def _forget(self) -> None:
         self.attended: set[int] | None = None
         self._broken = False
-        self._columns, self._lengths = 0, []
+        self._columns, self._lengths, self.passes = 0, [], 0
         self.protected: list[int] = []
 
     @property
@@ -156,6 +161,11 @@ class KVpopCache(Cache, AttentionCache):
         return self._made.count > 0 or self._rows.any_protects(self.policy)
 
     # contents
+
+    @property
+    def columns(self) -> int:
+        """Number of columns seen, pads included."""
+        return self._columns
 
     @property
     def lengths(self) -> list[int]:
@@ -237,6 +247,7 @@ class KVpopCache(Cache, AttentionCache):
         counts = columns_of_tokens(mask, [seen - made for seen in lengths], columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
+        warn_of_positions(lengths, after, self._positions)
         if not self._columns:
             self._made.check_inputs(inputs, counts)
         if self._lengths_by_device and len(next(iter(self._lengths_by_device.values())).positions) != rows:
@@ -324,15 +335,17 @@ class KVpopCache(Cache, AttentionCache):
             )
 
     def _check_room(self, lengths: list[int]) -> None:
-        """Check rows of the given lengths, if the policy never evicts or the model has sliding windows.
+        """Check rows of the given lengths, if the policy never evicts or the model attends differently further out.
 
         Raises:
             ValueError: a row is longer than the sequences that the cache was made for.
         """
         most = self._max_length
         if most is not None and max(lengths) > most:
-            why = f"which {self.policy.name} keeps" if self.policy.keeps_all else "up to which the model attends to all"
-            raise ValueError(f"{max(lengths)} tokens are more than max_length {most}, {why}: raise max_length")
+            why = f"which {self.policy.name} keeps" if self.policy.keeps_all else "up to which the model attends alike"
+            raise ValueError(
+                f"{max(lengths)} tokens are more than max_length {most}, {why}: raise max_length, or shorten the text"
+            )
 
     def _sequence_lengths(self, device: torch.device, rows: int) -> SequenceLengths:
         """Return the clock of a device, created with the progress of the rows if necessary."""
@@ -421,6 +434,7 @@ class KVpopCache(Cache, AttentionCache):
 
     def _count(self, columns: int, tokens: list[int]) -> None:
         self._columns += columns
+        self.passes += 1
         self._lengths = [seen + count for seen, count in zip(self._lengths, tokens, strict=True)]
 
     def replayed(self, passes: int = 1) -> None:
@@ -444,7 +458,9 @@ class KVpopCache(Cache, AttentionCache):
             )
         if not passes:
             return
-        self._check_room([seen + passes for seen in self._lengths])
+        lengths = [seen + passes for seen in self._lengths]
+        self._check_room(lengths)
+        warn_of_positions(self._lengths, lengths, self._positions)
         self._count(passes, [passes] * len(self._lengths))
 
     # interface of transformers.Cache
@@ -514,6 +530,13 @@ class KVpopCache(Cache, AttentionCache):
     __reduce__ = _refusal(
         "belongs to the model that it was made for", "do not pickle it, and copy it by copy.deepcopy()"
     )
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for every layer: none is recurrent."""
+        return [False] * len(self)
+
+    is_sliding = is_dummy = is_linear
 
     @property
     def is_croppable(self) -> bool:

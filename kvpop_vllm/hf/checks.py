@@ -10,8 +10,16 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import REFUSED, refused
+
+WRAPPERS = {
+    "get_base_model": "get_base_model()",  # peft
+    "_orig_mod": "_orig_mod",  # torch.compile
+    "module": "module",  # DataParallel and its kin
+}
+"""Attributes of wrappers around a model, and how one gets the model from them."""
 
 
 def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
@@ -21,12 +29,15 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
         ConfigError: it cannot; the message gives the reasons found first.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give one of those")
+        inner = [f"the model in it, model.{way}" for name, way in WRAPPERS.items() if hasattr(model, name)]
+        remedy = next(iter(inner), "one of those")
+        raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give {remedy}")
     text = model.config.get_text_config()
     decoder = getattr(model, "get_decoder", lambda: None)()
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     kinds, window = set(getattr(text, "layer_types", None) or ["full_attention"]), sliding_window(model)
-    inside = isinstance(max_length, int) and window is not None and max_length <= window
+    length, limit = longest(model.config) if max_length is None else max_length, long_rotation(model)
+    inside = isinstance(length, int) and window is not None and length <= window
     inside = inside and kinds <= {"full_attention", "sliding_attention"}
     seen = {
         "encoder-decoder": model.config.is_encoder_decoder,
@@ -42,6 +53,11 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
         found = ["no layers that have a self_attn of the decoder's config"]
     if found:
         refuse_model(model, found)
+    if limit is not None and isinstance(length, int) and length > limit:
+        raise ConfigError(
+            f"{text.model_type} rotates keys differently in texts of more than {limit} tokens (LongRoPE), and cached keys stay"
+            f" as they are: set max_length to at most {limit}"
+        )
 
 
 def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:
@@ -62,6 +78,32 @@ def sliding_window(model: torch.nn.Module) -> int | None:
     return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
 
 
+def long_rotation(model: torch.nn.Module) -> int | None:
+    """Return the tokens of a text beyond which a model with LongRoPE rotates by other factors, or None."""
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(own for own in rope.values() if isinstance(own, dict))]
+    if all(own.get("rope_type") != "longrope" for own in kinds):
+        return None
+    tokens = [own.get("original_max_position_embeddings") for own in (*kinds, vars(text))]
+    return min(filter(None, tokens), default=text.max_position_embeddings)
+
+
+def changes_attention_at(model: torch.nn.Module) -> int | None:
+    """Return the tokens of a text beyond which a model attends differently, or None."""
+    return min(filter(None, (sliding_window(model), long_rotation(model))), default=None)
+
+
+def warn_of_positions(lengths: list[int], new_lengths: list[int], positions: int | None) -> None:
+    """Warn if a pass takes rows of given lengths to new lengths that are more than the positions of the model."""
+    if positions is not None and max(lengths) <= positions < max(new_lengths):
+        warnings.warn(
+            f"a text of {max(new_lengths)} tokens goes beyond the model's {positions} positions, where it was not trained: shorten the"
+            " prompt or lower max_new_tokens, or set max_length if this is meant",
+            stacklevel=2,
+        )
+
+
 def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
     """Check the inputs ``[R, L, ..]`` of a pass.
 
@@ -77,7 +119,9 @@ def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
             f"there are no kernels of a fixed-size cache for {inputs.device.type}: move the model to a GPU or the CPU"
         )
     if not inputs.shape[1]:
-        raise ValueError("no new tokens: a KVpopCache goes on with the whole text so far, give generate() all of it")
+        raise ValueError(
+            "no new tokens: a KVpopCache goes on with the whole text so far, give generate() all of it, or reset() the cache first"
+        )
 
 
 def columns_of_tokens(mask: torch.Tensor | None, seen: list[int], columns: int, length: int, look: bool) -> list[int]:
@@ -98,7 +142,8 @@ def columns_of_tokens(mask: torch.Tensor | None, seen: list[int], columns: int, 
     found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
     if found != (expected := (len(seen), columns + length)):
         raise ValueError(
-            f"attention_mask is {found} and must be a tensor of shape {expected}: a column for each token so far, pads too"
+            f"attention_mask is {found} and must be a tensor of shape {expected}: a column for each token so far, pads too; for another"
+            " text, reset() the KVpopCache first"
         )
     if not look:
         return [1] * len(seen)
@@ -111,7 +156,7 @@ def columns_of_tokens(mask: torch.Tensor | None, seen: list[int], columns: int, 
     if (told := real[:, :columns].sum(1).tolist()) != seen:
         raise ValueError(
             f"attention_mask says that rows had {told} tokens, and the KVpopCache has seen {seen}: continue rows whose turns differ"
-            " in length in caches of their own"
+            " in length in caches of their own, or reset() this one for another text"
         )
     return real[:, columns:].sum(1).tolist()
 

@@ -16,9 +16,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion
-
+from kvpop_vllm import config
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import VLLM
 
@@ -29,17 +27,8 @@ GLUE = Path(__file__).parent
 
 
 def check_version(version: str) -> None:
-    """Check that a version of vLLM is supported.
-
-    Raises:
-        ConfigError: it is not, or it is no version, as in builds from sources without tags.
-    """
-    try:
-        fits = SpecifierSet(VLLM).contains(version, prereleases=True)
-    except InvalidVersion:
-        fits = False
-    if not fits:
-        raise ConfigError(f"vLLM {version} is not supported: install vllm{VLLM}")
+    """Check a version of vLLM; see :func:`kvpop_vllm.config.check_version`."""
+    config.check_version("vLLM", version, VLLM)
 
 
 def check_functions(vllm: Path, ledger: Iterable[Patch]) -> None:

@@ -19,7 +19,7 @@ def padded(prompts):
 
 
 def generate(model, cache, prompts, new=8, **options):
-    """Return the greedy tokens of each row."""
-    inputs = padded(prompts)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
+    """Return the greedy tokens of each row; without a cache, those of the model's own."""
+    inputs = padded(prompts) | ({} if cache is None else {"cache": cache})
+    out = model.generate(**inputs, max_new_tokens=new, do_sample=False, **options)
     return out[:, inputs["input_ids"].shape[1] :].tolist()

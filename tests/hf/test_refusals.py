@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -138,9 +139,107 @@ def test_attention_that_is_not_given_the_step(model, monkeypatch):
     assert cache.lengths == [] and model.config._attn_implementation == "sdpa"
 
 
-def test_what_is_no_model():
-    with pytest.raises(ConfigError, match="Linear is no causal language model of transformers"):
-        KVpopCache(nn.Linear(1, 1), **STREAMING)
+def longrope(kind, **more):
+    """Return a model whose rotation changes beyond 32 tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "short_mscale": 1.0, "long_mscale": 1.2}
+    sizes = {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": rope}
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return small(kind, **sizes | {"sliding_window": None} | ids | more).eval()
+
+
+@pytest.mark.parametrize("kind, more", [("phi3", {}), ("phimoe", {"num_local_experts": 2})])
+def test_longrope(kind, more):
+    """A rotation that changes within the text is refused; up to there the model is served, and never densely."""
+    model, refused = longrope(kind, **more), "rotates keys differently in texts of more than 32 tokens .LongRoPE."
+    for options in ({}, {"max_length": 33}):
+        with pytest.raises(ConfigError, match=f"^{kind} {refused}, .*: set max_length to at most 32$"):
+            KVpopCache(model, **STREAMING, **options)
+    ids = torch.tensor([PROMPT]) % 63 + 1
+    cache = KVpopCache(model, "streaming-llm", budget=64, max_length=32)
+    tokens = model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False)
+    assert tokens.equal(model.generate(ids, max_new_tokens=3, do_sample=False)) and cache.lengths == [32]
+    longer, message = torch.cat([ids, ids], 1), "generate.. went on without its KVpopCache, which has seen"
+    for text, new, seen in ((ids, 4, [32]), (longer[:, :33], 1, []), (longer, 1, [])):
+        cache.reset()
+        with pytest.raises(
+            ConfigError, match=f"^{message} {sum(seen)} of {max(33, text.shape[1])} tokens; .* LongRoPE"
+        ):
+            model.generate(text, cache=cache, max_new_tokens=new, do_sample=False)
+        assert cache.lengths == seen
+    limit = "33 tokens are more than max_length 32, up to which the model attends alike"
+    with torch.no_grad(), pytest.raises(ValueError, match=limit):
+        model(longer[:, :33], cache=KVpopCache(model, "streaming-llm", budget=64, max_length=32))
+
+
+def test_windows_and_rotation_that_no_text_outgrows():
+    """Windows beyond all positions of the model hide nothing, and need no max_length."""
+    assert KVpopCache(small("mistral", sliding_window=129, max_position_embeddings=128), **STREAMING).lengths == []
+    short = longrope("phi3", max_position_embeddings=32)
+    short.config.rope_parameters["factor"] = 1.0
+    assert KVpopCache(short, **STREAMING).lengths == []
+
+
+@pytest.mark.parametrize("from_step", [0, 2])
+def test_a_cache_that_is_set_aside(model, monkeypatch, from_step):
+    """Whatever makes generate() go on with another cache, it ends at the next token and not after an answer."""
+    prepare, steps = model.prepare_inputs_for_generation, []
+
+    @functools.wraps(prepare)
+    def set_aside(ids, **named):
+        steps.append(ids.shape[1])
+        name = "cache" if "cache" in named else "past_key_values"
+        return prepare(ids, **named | ({name: DynamicCache()} if len(steps) > from_step else {}))
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", set_aside)
+    cache = KVpopCache(model, **STREAMING)
+    with pytest.raises(ConfigError, match="^generate.. went on without its KVpopCache"):
+        generate(model, cache, [PROMPT], new=9)
+    assert len(steps) == from_step + 1 and cache.columns == (30 + from_step - 1 if from_step else 0)
+
+
+def test_texts_beyond_the_models_positions(recwarn):
+    """Each text that grows beyond them is warned of once, also where transformers has given its one reminder."""
+    model, ids = small("llama", max_position_embeddings=32, pad_token_id=0), torch.tensor([PROMPT]) % 63 + 1
+    message = (
+        "a text of 33 tokens goes beyond the model's 32 positions, .*: shorten .* or set max_length if this is meant$"
+    )
+    cache = KVpopCache(model, "streaming-llm", budget=24)
+    for _ in range(2):
+        cache.reset()
+        with pytest.warns(UserWarning, match=message) as warned:
+            model.generate(ids, cache=cache, max_new_tokens=9, do_sample=False, eos_token_id=None)
+        assert len([each for each in warned if "positions" in str(each.message)]) == 1
+    recwarn.clear()
+    allowed = KVpopCache(model, "streaming-llm", budget=24, max_length=64)
+    model.generate(ids, cache=allowed, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    cache.reset()
+    model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert allowed.lengths == [38] and cache.lengths == [32]
+    assert not [each for each in recwarn if "positions" in str(each.message)]
+
+
+class Adapted(nn.Module):
+    """Wrapper with the interface of a ``peft.PeftModel``."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self):
+        return self.base_model
+
+
+def test_what_is_no_model(model):
+    for wrapper, remedy in (
+        (nn.Linear(1, 1), "one of those"),
+        (Adapted(model), r"the model in it, model\.get_base_model\(\)"),
+        (nn.DataParallel(model), r"the model in it, model\.module"),
+        (torch.compile(model), r"the model in it, model\._orig_mod"),
+    ):
+        kind = type(wrapper).__name__
+        with pytest.raises(ConfigError, match=f"^{kind} is no causal language model of transformers: give {remedy}$"):
+            KVpopCache(wrapper, **STREAMING)
 
 
 def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
@@ -184,8 +283,8 @@ def test_texts_that_do_not_go_on(model, used):
     whole = [random_prompt(text), random_prompt(text)]
     for prompts, message in (
         ([whole[0]], "a batch of 1 rows for a KVpopCache of 2: call reset"),
-        ([PROMPT, PROMPT], "no new tokens|positions do not follow|attention_mask is .* and must be"),
-        ([whole[0], whole[1][:-2]], "attention_mask says that rows had .37, 35. tokens, .* has seen .37, 37."),
+        ([PROMPT, PROMPT], "(no new tokens|positions do not follow|attention_mask is .* and must be).* reset.. the"),
+        ([whole[0], whole[1][:-2]], "attention_mask says .*.37, 35. tokens, .* has seen .37, 37.*reset.. this one"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(model, used, prompts)

@@ -80,6 +80,28 @@ sys.exit(f"imported cold: all but {{failed}}" if failed else 0)
     assert outcome.returncode == 0, outcome.stderr
 
 
+def test_transformers_and_training_need_no_vllm(tmp_path):
+    """A scorer is trained and used in a KVpopCache by a process that cannot import vLLM."""
+    code = f"""
+Block.blocked = ("vllm",)
+sys.path.insert(0, {str(ROOT / "tests")!r})
+import torch
+from transformers import AutoModelForCausalLM
+from distill.train_tiny import main
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.testing import random_prompt, write_tiny_model
+model = write_tiny_model({str(tmp_path / "model")!r}, "qwen3")
+main(str(model), {str(tmp_path / "scorer")!r}, "frozen")
+model = AutoModelForCausalLM.from_pretrained(model).eval()
+cache = KVpopCache(model, "kvpop", scorer={str(tmp_path / "scorer")!r})
+model.generate(torch.tensor([random_prompt(70)]), cache=cache, max_new_tokens=8)
+assert cache.lengths == [77] and cache.held().sum(-1).eq(cache.policy.retention.budget).all()
+assert "vllm" not in sys.modules
+"""
+    outcome = run_python(BLOCK + code)
+    assert outcome.returncode == 0, outcome.stderr
+
+
 def test_triton_kernels_refuses_its_folder_name():
     outcome = run_python("import triton_kernels")
     assert outcome.returncode != 0
