@@ -86,10 +86,11 @@ async def check_engines(engine_client: EngineClient) -> None:
 def settings_of(vllm_config: VllmConfig) -> dict:
     """Return the resolved settings that all processes of a server share, by name.
 
-    Folders are left out, since they may differ between machines. Cartridges are named.
+    Folders and files are left out, since they may differ between machines; cartridges are named. ``compression`` is
+    resolved into the budget.
     """
     policy = engine_policy(vllm_config)
     settings = asdict(policy.settings) | asdict(policy.retention)
     settings |= {"max_budget": policy.max_budget, "protect_prompt": policy.protect, "max_protect": policy.max_protect}
     settings["cartridge"] = sorted(settings["cartridge"] or ())
-    return {name: value for name, value in settings.items() if name in FLAGS and name not in ("compression", "scorer", "allocator")}
+    return {name: settings[name] for name in FLAGS if name not in ("compression", "scorer", "allocator")}
