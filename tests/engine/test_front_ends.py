@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 from compaction.test_trained import write_model
+from engine.tiny_engine import configure
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -31,6 +34,12 @@ from vllm.entrypoints.launchers.api_server.entry import run_server
 args, sys.argv[0] = pickle.load(sys.stdin.buffer), "vllm"
 uvloop.run(run_server(args))
 """
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def parsed(*options: str):
@@ -73,11 +82,41 @@ def test_lost_flags_are_refused():
         )
 
 
+def test_engines_with_other_settings_are_refused(tiny_model):
+    """The line names the first flag that differs. Folders are not compared."""
+
+    def settings(**changes) -> dict:
+        return front_ends.settings_of(configure(tiny_model("qwen3"), SETTINGS | changes))
+
+    class Client:
+        vllm_config = configure(tiny_model("qwen3"), SETTINGS)
+        engine_core = SimpleNamespace()
+
+    def check(*engines: dict) -> None:
+        async def answers(method: str) -> list[dict]:
+            assert method == "kvpop_settings"
+            return list(engines)
+
+        Client.engine_core.call_utility_all_async = answers
+        asyncio.run(front_ends.check_engines(Client))
+
+    check(settings(), settings(max_budget=64))
+    for other, line in (
+        (settings(budget=96), "--kv-budget 96, not 64"),
+        (settings(policy="h2o"), "--kv-policy h2o, not streaming-llm"),
+        (settings(max_budget=128), "--kv-max-budget 128, not 64"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"an engine of this API server has {line}: start every node with the same"
+        ):
+            check(settings(), other)
+
+
 @pytest.mark.slow
 def test_a_server_without_its_flags_does_not_start(tmp_path):
     model = str(write_model(tmp_path / "model"))
     sizes = ["--max-model-len", "256", "--kv-cache-memory-bytes", str(16 << 20), "--enforce-eager"]
-    args = parsed(model, *FLAGS, *sizes, "--host", "127.0.0.1", "--port", "0")
+    args = parsed(model, *FLAGS, *sizes, "--host", "127.0.0.1", "--port", str(free_port()))
     args.model, args.additional_config = model, {}
     ended = run(SERVED, args)
     said = (ended.stdout + ended.stderr).decode()

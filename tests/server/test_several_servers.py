@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -23,8 +29,9 @@ from kvpop_vllm.testing import random_prompt
 pytestmark = pytest.mark.slow
 
 BUDGET, SLOTS, NEW = 128, 64, 9
-OPTIONS = f"--kv-policy streaming-llm --kv-budget {BUDGET} --kv-max-budget 512 --served-model-name base --max-model-len"
-OPTIONS = [*OPTIONS.split(), "2048", "--kv-cache-memory-bytes", str(32 << 20), "--enforce-eager", "--max-num-seqs", "4"]
+POLICY = f"--kv-policy streaming-llm --kv-budget {BUDGET} --kv-max-budget 512".split()
+SIZES = f"--max-model-len 2048 --max-num-seqs 4 --kv-cache-memory-bytes {32 << 20} --enforce-eager".split()
+SIZES += ["--served-model-name", "base"]
 API_SERVERS, ENGINES = ["--api-server-count", "2"], ["--data-parallel-size", "2"]
 KINDS = {  # options, number of API servers, number of engines
     "two API servers": ([*API_SERVERS, "--kv-inspect"], 2, 1),
@@ -96,7 +103,7 @@ def served(request, model, hand):
     """Yield a server, a connection to each of its API servers, and the number of its engines."""
     options, api_servers, engines = KINDS[request.param]
     with (
-        Server(model, *OPTIONS, "--kv-cartridge", f"hand={hand}", *options, env=environment()) as server,
+        Server(model, *SIZES, *POLICY, "--kv-cartridge", f"hand={hand}", *options, env=environment()) as server,
         connected(server, api_servers) as fronts,
     ):
         yield server, fronts, engines
@@ -197,3 +204,54 @@ def test_the_inspect_page_is_that_of_the_engine(served):
     assert len(last) >= 2 and all(each["kept_tokens_per_head"]["max"] == BUDGET for each in last)
     details = [front.get(f"/v1/kv_inspect/{last[0]['id']}").json() for front in fronts]
     assert details[0] == details[1] and len(details[0]["tokens"]) == 200 + NEW - 1
+
+
+def node(model: str, port: int, *options: str, log) -> subprocess.Popen:
+    """Start one of two nodes, each with an engine; ``port`` is that of their handshake."""
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", model, *SIZES, *ENGINES]
+    command += ["--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
+    command += ["--data-parallel-rpc-port", str(port), *options]
+    return subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | environment()
+    )
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same flags", "a node without flags"])
+def test_an_engine_of_another_node(model, tmp_path, same):
+    """Two API servers serve an engine of theirs and one of a node without API server, unless that has no policy."""
+    http, handshake = free_port(), free_port()
+    serving = ["--host", "127.0.0.1", "--port", str(http), *API_SERVERS, *POLICY]
+    other = ["--headless", "--data-parallel-start-rank", "1", *(POLICY if same else [])]
+    with (tmp_path / "head").open("w") as head_log, (tmp_path / "other").open("w") as other_log:
+        nodes = [node(model, handshake, *serving, log=head_log), node(model, handshake, *other, log=other_log)]
+        try:
+            deadline, url = time.monotonic() + 600, f"http://127.0.0.1:{http}"
+            while (healthy := is_healthy(url)) is False and nodes[0].poll() is None:
+                assert time.monotonic() < deadline, (tmp_path / "head").read_text()[-3000:]
+                time.sleep(0.5)
+            assert healthy is same, (tmp_path / "head").read_text()[-3000:]
+            if same:
+                with connected(SimpleNamespace(url=url, process=nodes[0]), 2) as fronts:
+                    for front, engine in ((front, engine) for front in fronts for engine in range(2)):
+                        found = report(front.ask(random_prompt(300, seed=1), engine=engine, kv_budget=160, kv_report=1))
+                        assert found["kept_tokens_per_head"]["max"] == found["budget"] == 160
+        finally:
+            for each in nodes:
+                with suppress(ProcessLookupError):
+                    os.killpg(each.pid, signal.SIGKILL)
+                each.wait()
+    if not same:
+        line = "kvpop: error: an engine of this API server does not serve --kv-policy streaming-llm"
+        assert line in (tmp_path / "head").read_text()
+
+
+def is_healthy(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
