@@ -53,10 +53,10 @@ def check_flags(args: argparse.Namespace, vllm_config: VllmConfig) -> None:
     Raises:
         ConfigError: they are not.
     """
-    lost = flags.merge(args, vllm_config.additional_config)
-    if lost != vllm_config.additional_config:
+    merged = flags.merge(args, vllm_config.additional_config)
+    if merged != vllm_config.additional_config:
         names = " and ".join(FLAGS[name] for name in flags.flags_in(args))
-        settings = json.dumps({ADDITIONAL_CONFIG_KEY: lost[ADDITIONAL_CONFIG_KEY]})
+        settings = json.dumps({ADDITIONAL_CONFIG_KEY: merged[ADDITIONAL_CONFIG_KEY]})
         raise ConfigError(f"{names} did not reach this API server: give --additional-config '{settings}' instead")
 
 

@@ -30,9 +30,11 @@ print(json.dumps(AsyncEngineArgs.from_cli_args(args).additional_config))
 """
 SERVED = """
 import pickle, sys, uvloop
-from vllm.entrypoints.launchers.api_server.entry import run_server
+from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+from vllm.entrypoints.launchers.launcher import create_server_socket
 args, sys.argv[0] = pickle.load(sys.stdin.buffer), "vllm"
-uvloop.run(run_server(args))
+socket = create_server_socket((args.host, args.port), reuse_port=True)
+uvloop.run(run_server_worker(f"http://{args.host}:{args.port}", socket, args))
 """
 
 
