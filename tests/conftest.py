@@ -11,6 +11,7 @@ LONGEST_FIRST = (
     "kernels/test_sanitizers.py",
     "engine/test_fidelity.py",
     "server/test_server.py",
+    "server/test_several_servers.py",
     "engine/test_variants.py",
     "distill/test_trainer.py",
     "engine/test_tensor_parallel.py",

@@ -9,6 +9,8 @@ import functools
 import logging
 import multiprocessing
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
@@ -43,10 +45,19 @@ def refuse() -> None:
     Raises:
         ConfigError: always, but under vLLM's own command, which ends with one line and exit code 1.
     """
-    message = f"--kv-policy cannot be served: {reason}"
-    if in_vllms_command():
-        sys.exit(f"kvpop: error: {message}")
-    raise ConfigError(message)
+    with one_line_errors():
+        raise ConfigError(f"--kv-policy cannot be served: {reason}")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn a ConfigError into one line and exit code 1 under vLLM's own command; elsewhere raise it."""
+    try:
+        yield
+    except ConfigError as error:
+        if not in_vllms_command():
+            raise
+        sys.exit(f"kvpop: error: {error}")
 
 
 def in_vllms_command() -> bool:

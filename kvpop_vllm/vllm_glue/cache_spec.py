@@ -19,7 +19,7 @@ from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
 from kvpop_vllm.kernels.regions import Shares, divided_blocks
 from kvpop_vllm.requests import RequestCache, of_params
-from kvpop_vllm.vllm_glue import manager_requests, reports
+from kvpop_vllm.vllm_glue import front_ends, manager_requests, reports
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -55,6 +55,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.inspector = None  # likewise, where what requests hold is recorded
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
+        front_ends.apply_to_engine()
         manager_requests.apply()
         reports.apply()
         if kv_cache_spec.may_have_cartridges:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.flags import ENGINE, FLAGS, settings_of
+from kvpop_vllm.vllm_glue import aside
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add the flag group to a parser, unless the parser has it already."""
+    """Add the flag group to a parser, unless the parser has it already, and have the parser merge the flags.
+
+    A server may hand parsed arguments to other processes. There vLLM reads ``additional_config`` from them before it
+    loads the plugin, so the flags must be in it by then.
+    """
     if any("--kv-policy" in action.option_strings for action in parser._actions):
         return
     group = parser.add_argument_group(title="KvPolicy", description="Fixed-budget KV cache (kvpop_vllm).")
@@ -20,6 +26,28 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         elif each.kind is dict:
             takes = dict(action="extend", nargs="+", metavar=each.metavar)
         group.add_argument(each.flag, **takes, default=None, help=each.help)
+    parse = parser.parse_known_args
+
+    @functools.wraps(parse)
+    def parse_and_merge(*args, **kwargs):
+        namespace, rest = parse(*args, **kwargs)
+        merge_into(namespace)
+        return namespace, rest
+
+    parser.parse_known_args = parse_and_merge
+
+
+def merge_into(args: argparse.Namespace) -> None:
+    """Merge the flags of parsed arguments into their ``additional_config``; without flags, change nothing."""
+    if flags_in(args):
+        with aside.one_line_errors():
+            args.additional_config = merge(args, getattr(args, "additional_config", {}))
+
+
+def flags_in(args: argparse.Namespace) -> dict[str, object]:
+    """Return the settings that flags of parsed arguments give, by name."""
+    values = {name: getattr(args, f"kv_{name}", None) for name in FLAGS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def merge(args: argparse.Namespace, additional_config: object) -> object:
@@ -29,8 +57,7 @@ def merge(args: argparse.Namespace, additional_config: object) -> object:
         ConfigError: ``additional_config``, or the policy settings in it, are not an object that flags can be
             merged into.
     """
-    given = {name: getattr(args, f"kv_{name}", None) for name in FLAGS}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = flags_in(args)
     if not given:
         return additional_config
     flag = FLAGS[next(iter(given))]

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +40,7 @@ class Patch:
         why: the reason for the wrapper, and what it does.
         goes: the condition under which the wrapper can be removed.
         on_gpus: True if it is wrapped on GPUs only.
+        in_front_ends: True if it is wrapped by any engine, where vLLM's HTTP server is loaded.
     """
 
     target: str
@@ -49,6 +49,7 @@ class Patch:
     why: str
     goes: str
     on_gpus: bool = False
+    in_front_ends: bool = False
 
 
 LEDGER = (
@@ -63,7 +64,7 @@ LEDGER = (
         "vllm.engine.arg_utils:EngineArgs.from_cli_args",
         "cls, args",
         True,
-        "Merges the flags into additional_config, so that they travel with the VllmConfig to every process.",
+        "The parser of the flags merges them into additional_config; arguments that no such parser made are merged here.",
         "with the one above",
     ),
     Patch(
@@ -194,6 +195,15 @@ LEDGER = (
         "when endpoint plugins can ask for another condition",
     ),
     Patch(
+        "vllm.entrypoints.generate.api_router:init_generate_state",
+        "engine_client, state, args",
+        False,
+        "(front_ends.py) A server has several processes, and vLLM does not compare their configs: a front end whose flags "
+        "are missing in its config, or whose engines have other settings, ends here.",
+        "when plugins can register engine arguments, and vLLM compares configs of front ends and engines",
+        in_front_ends=True,
+    ),
+    Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
         "self, num_tokens, num_reqs",
         False,
@@ -243,12 +253,15 @@ LEDGER = (
 )
 
 ADDED = (
+    "vllm.v1.engine.core:EngineCore.kvpop_settings",
     "vllm.v1.engine.core:EngineCore.kvpop_load_cartridge",
     "vllm.v1.engine.core:EngineCore.kvpop_unload_cartridge",
     "vllm.v1.engine.core:EngineCore.kvpop_inspect",
     "vllm.v1.engine.core:EngineCore.kvpop_inspect_request",
 )
-"""Methods that vLLM's classes get (cartridges.py, inspector.py), since a front end calls methods of its engine by name."""
+"""Methods that vLLM's classes get (front_ends.py, cartridges.py, inspector.py), since a front end calls methods of its engine by name."""
+HTTP_SERVER = "vllm.entrypoints.launchers.app"
+"""Module that every process with vLLM's HTTP server has loaded before it makes a config."""
 _MARK = "_kvpop_wrapped"
 
 
@@ -339,18 +352,22 @@ def _add_cli_args(original, parser, *args, **kwargs):
 
 
 def _from_cli_args(original, cls, args, *more, **kwargs):
-    engine_args = original(cls, args, *more, **kwargs)
-    with _one_line_errors():
-        engine_args.additional_config = flags.merge(args, engine_args.additional_config)
-    return engine_args
+    flags.merge_into(args)
+    return original(cls, args, *more, **kwargs)
 
 
 def _create_engine_config(original, self, *args, **kwargs):
-    with _one_line_errors():
+    with aside.one_line_errors():
         check_spelling(self.additional_config)
-        if requested(self):
-            return _config_with_policy(original, self, *args, **kwargs)
-    return _log_unused_scorers(original(self, *args, **kwargs), "without --kv-policy: serving with a dense cache")
+        vllm_config = _config_with_policy(original, self, *args, **kwargs) if requested(self) else None
+    if vllm_config is None:
+        vllm_config = original(self, *args, **kwargs)
+        _log_unused_scorers(vllm_config, "without --kv-policy: serving with a dense cache")
+    if HTTP_SERVER in sys.modules:
+        from kvpop_vllm.vllm_glue import front_ends
+
+        front_ends.apply()
+    return vllm_config
 
 
 def _config_with_policy(original, engine_args, *args, **kwargs):
@@ -415,11 +432,10 @@ def _serve_cartridges(vllm_config) -> None:
         logger.info("cartridge %s: %d slots per KV head", name, known.placed.slots)
 
 
-def _log_unused_scorers(vllm_config, why: str):
-    """Log one line if the model is a full checkpoint; return ``vllm_config``."""
+def _log_unused_scorers(vllm_config, why: str) -> None:
+    """Log one line if the model is a full checkpoint."""
     if vllm_config.model_config is not None and engine_policy.checkpoint_section(vllm_config) is not None:
         logger.info("the checkpoint carries KVpop scorers, which are not used %s", why)
-    return vllm_config
 
 
 def _process_inputs(original, self, *args, **kwargs):
@@ -486,14 +502,3 @@ def _cached_get_attn_backend(original, *args, **kwargs):
             " have EngineArgs make the config, by create_engine_config()"
         )
     return backend
-
-
-@contextmanager
-def _one_line_errors():
-    """Turn a ConfigError into one line and exit code 1 under vLLM's own command; elsewhere raise it."""
-    try:
-        yield
-    except ConfigError as error:
-        if not aside.in_vllms_command():
-            raise
-        sys.exit(f"kvpop: error: {error}")

@@ -196,6 +196,17 @@ def test_sleep_and_wake(served):
     served.check(answers)
 
 
+def test_reloaded_weights(served):
+    """Requests go on after weights were reloaded between two steps: neither scorer nor cache are lost."""
+
+    def reload(step):
+        if step in (3, 12):
+            served.llm.collective_rpc("reload_weights")
+
+    served.chunk(7)
+    served.check(served.serve(few(served), reload))
+
+
 def test_a_pool_too_small_for_all(served):
     """Six requests are admitted with few blocks each and outgrow a pool for two requests."""
     jobs = [Job(9 + i, new=60, scored=False) for i in range(6)]

@@ -1,0 +1,43 @@
+"""Weights that are reloaded while an engine serves (vLLM's ``reload_weights``): later answers are those of the new weights."""
+
+from __future__ import annotations
+
+import pytest
+from engine.tiny_engine import complete, running
+
+from kvpop_vllm.cli import main
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+
+NEW = 24
+
+
+def check(model, other, settings: dict) -> None:
+    """Check that an engine answers as one of the other weights once it has loaded them, and as before with its first."""
+    with running(model, settings) as llm:
+        first = complete(llm, NEW)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        reloaded = complete(llm, NEW)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+        assert complete(llm, NEW) == first
+    with running(other, settings) as llm:
+        assert complete(llm, NEW) == reloaded
+    assert [tokens for tokens, _ in first[3]] != [tokens for tokens, _ in reloaded[3]]
+
+
+@pytest.mark.parametrize("policy", ["streaming-llm", "kvpop", "trimkv", "dms-query"])
+def test_other_weights_under_the_same_scorer(case, tmp_path, policy):
+    """Scorers and gates of a folder stay, though the new weights have none."""
+    found = case("qwen3", policy)
+    check(found.model, write_tiny_model(tmp_path / "other", "qwen3", seed=7), found.settings)
+
+
+@pytest.mark.parametrize("policy, scorer", [("kvpop", "mlstm"), ("dms", "dms")])
+def test_other_weights_with_their_own_scorer(tmp_path, policy, scorer):
+    """A checkpoint's scorer is reloaded with its other weights."""
+    folders = []
+    for seed in (0, 7):
+        base = write_tiny_model(tmp_path / f"base{seed}", "qwen3", seed=seed)
+        adapter = write_random_scorer(tmp_path / f"scorer{seed}", base, scorer, seed=seed)
+        folders.append(tmp_path / f"full{seed}")
+        assert main(["export", str(base), str(adapter), str(folders[-1])]) == 0
+    check(*folders, {"policy": policy})
