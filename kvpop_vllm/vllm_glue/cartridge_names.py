@@ -86,10 +86,10 @@ class CartridgeNames:
                 "a sleeping engine throws its KV cache away: leave --enable-sleep-mode out to load cartridges"
             )
         cartridge = read_cartridge(folder)
-        base = model.model if Path(model.model).is_dir() else model.hf_text_config
-        if base is model.hf_text_config:
+        weights = model.model if Path(model.model).is_dir() else None
+        if weights is None:
             logger.warning("%s is no folder: that %s was made with its weights is not checked", model.model, folder)
-        check_base(cartridge.config, base, str(folder))
+        check_base(cartridge.config, model.hf_text_config, str(folder), weights=weights)
         slots, size = cartridge.config.slots, cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
         if slots % size:
             raise ConfigError(
