@@ -169,7 +169,9 @@ class Cartridge(NamedTuple):
     digest: str
 
 
-def layer_at(config: CartridgeConfig, index: int, layer: Layer, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def layer_at(
+    config: CartridgeConfig, index: int, layer: Layer, first: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a layer's slots for the positions from ``first`` on, float32; own tokens go on behind them.
 
     Args:

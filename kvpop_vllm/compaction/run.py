@@ -29,7 +29,7 @@ from kvpop_vllm.kernels.matching import Matching
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.supported import refused
+from kvpop_vllm.supported import SERVED_LAYERS, refused
 
 METHODS = ("attention-matching", "first", "last", "still")
 
@@ -224,8 +224,8 @@ def load(model: str, dtype: str) -> torch.nn.Module:
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
     text = loaded.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if found := refused(text, {"sliding-window": kinds != {"full_attention"}}):
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if found := refused(text, {"sliding-window": kinds - SERVED_LAYERS}, longest(loaded.config)):
         raise ConfigError(f"a cartridge cannot serve a model with {found[0].feature}: choose another model")
     check_rotation(loaded, base_of(model)["rope"])
     return loaded

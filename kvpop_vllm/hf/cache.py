@@ -10,7 +10,9 @@ from os import PathLike
 import torch
 from transformers import Cache
 
+from kvpop_vllm.compaction.place import ids_behind
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
+from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
 from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
@@ -18,13 +20,13 @@ from kvpop_vllm.hf.checks import (
     check_model,
     check_positions,
     columns_of_tokens,
-    sliding_window,
     warn_of_reference,
 )
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
 from kvpop_vllm.scorers.init import gives_up_channel
+from kvpop_vllm.supported import sliding_window
 
 
 def _refusal(what: str, instead: str):
@@ -133,7 +135,9 @@ class KVpopCache(Cache, AttentionCache):
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
-        self._max_length = max_length if sliding_window(model) else None
+        self._max_length = None
+        if sliding_window(model.config.get_text_config()) is not None:
+            self._max_length = longest(model.config) if max_length is None else max_length
         if self.policy.keeps_all:
             self._max_length = self.policy.retention.budget
         gated = any(gate is not None and gate.borrows for gate in self.gates)
@@ -154,6 +158,20 @@ class KVpopCache(Cache, AttentionCache):
     def _protects(self) -> bool:
         """True if a row has a prefix: a protected prompt, or a cartridge."""
         return self._made.count > 0 or self._rows.any_protects(self.policy)
+
+    def encode(self, tokenizer, prompt: str | list[dict]) -> torch.Tensor:
+        """Return the ids ``[1, L]`` of a prompt behind the cartridge: without its head, or without BOS where it has none.
+
+        Args:
+            tokenizer: the model's.
+            prompt: a text, or the messages of a chat, up to where the model's answer begins.
+
+        Raises:
+            ConfigError: the prompt does not begin as the cartridge does, or the tokenizer has no chat template.
+        """
+        if not self._made.count:
+            raise ConfigError("this KVpopCache has no cartridge: tokenise the prompt as usual")
+        return torch.tensor([ids_behind(tokenizer, self.head, prompt)])
 
     # contents
 
