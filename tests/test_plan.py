@@ -172,7 +172,11 @@ def test_sizes(text, size):
         (DEMO | {"num_hidden_layers": None}, [], "num_layers is None"),
         (DEMO | {"num_key_value_heads": "3"}, [], "num_kv_heads is '3'"),
         (DEMO | {"head_dim": 10}, [], "head size 10, which no policy serves"),
-        (DEMO | {"sliding_window": 4096}, [], "layers other than full attention, which no policy serves"),
+        (
+            DEMO | {"sliding_window": 4096, "max_position_embeddings": 4097},
+            [],
+            "layers other than full attention, which no policy serves",
+        ),
         (DEMO | {"kv_lora_rank": 512}, [], "latent attention (MLA), which no policy serves"),
         (DEMO | {"kvpop": {"format": "x"}}, [], "config.json, section kvpop says format 'x'"),
         (DEMO, ["--block-size", "60"], "slots per block must be a positive multiple of 16"),

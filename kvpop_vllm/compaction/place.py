@@ -51,8 +51,9 @@ class Place:
                 raise ConfigError("the chat template changes what is before a message: use --place front")
             return ids[len(self.head) :]
         if getattr(self.tokenizer, "chat_template", None):
-            chat, first = _chat(self.tokenizer, self.system, prompt), self.tokenizer.decode(special_ids(self.tokenizer))
-            return self._ids(SEPARATOR + chat[len(first) * _repeats(chat, first) :])
+            chat = _chat(self.tokenizer, self.system, prompt)
+            special = self.tokenizer.decode(special_ids(self.tokenizer))
+            return self._ids(SEPARATOR + chat[len(special) * _repeats(chat, special) :])
         return self._ids(f"{SEPARATOR}{prompt}{SEPARATOR}")
 
     def _ids(self, text: str) -> list[int]:

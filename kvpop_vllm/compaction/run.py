@@ -241,10 +241,10 @@ def check_rotation(model: torch.nn.Module, rope: dict, shift: int = 100) -> None
         ConfigError: one does not; the first is named.
     """
     near, far = (read_corpus(model, [1], first=position) for position in (0, shift))
-    most = 1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2
+    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2
     for i, ((k, _), (later, _)) in enumerate(zip(near, far, strict=True)):
         k, later = k.float(), later.float()
-        if (turned(k, shift, rope_at(rope, i)) - later).norm() > most * later.norm():
+        if (turned(k, shift, rope_at(rope, i)) - later).norm() > limit * later.norm():
             raise ConfigError(
                 f"layer {i} of the model does not rotate keys as its config says, with channels paired as in Llama: choose"
                 " another model"

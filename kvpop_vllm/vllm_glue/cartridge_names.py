@@ -6,7 +6,7 @@ what it is over with each request that names it. The request's prompt then begin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,8 +133,8 @@ async def _render_chat_async(original, self, *args, **kwargs):
 
 
 def _marked(conversations, inputs):
-    for one in inputs:
-        one[CHAT] = True
+    for engine_input in inputs:
+        engine_input[CHAT] = True
     return conversations, inputs
 
 
@@ -157,19 +157,19 @@ def begin_of_prompt(prompt, ids: Sequence[int], tokenizer) -> list[int]:
 
 
 def resolved(
-    vllm_config, params, prompt: Sequence, adapter: LoRARequest | None, begin: Sequence[int] = ()
+    vllm_config, params, prompt: Sequence, adapter: LoRARequest | None, begin: Callable[[], Sequence[int]] = tuple
 ) -> tuple[RequestCache | None, tuple[int, ...]]:
     """Return the resolved cache options of a request, None if it asks for none, and the head of its cartridges.
 
     The head are ids with which the prompt begins. Its cartridges begin with them too, and hold them. Behind cartridges in
-    front of everything they are ``begin``, which the fit of a cartridge has not.
+    front of everything they are those of ``begin``, which the fit of a cartridge has not.
 
     Args:
         vllm_config: config of the engine.
         params: sampling parameters of the request.
         prompt: its prompt tokens, or their embeddings; empty if they are not known yet.
         adapter: what the request names as its model, if that is no base model.
-        begin: see :func:`begin_of_prompt`.
+        begin: returns the result of :func:`begin_of_prompt`.
 
     Raises:
         VLLMNotFoundError: the request names a cartridge that does not exist.
@@ -184,7 +184,7 @@ def resolved(
         given[CARTRIDGES] = [adapter.lora_name]
     try:
         placed = named(given, names.placed)
-        head = _head_of([(name, names.known[name].head) for name in placed], prompt, tuple(begin))
+        head = _head_of([(name, names.known[name].head) for name in placed], prompt, begin)
         own = max(0, len(prompt) - len(head))
         found = resolve(names.policy, given, own, tuple(placed.values()))
     except UnknownCartridge as error:
@@ -196,7 +196,9 @@ def resolved(
     return found, head
 
 
-def _head_of(heads: Sequence[tuple[str, tuple[int, ...]]], prompt: Sequence, begin: tuple[int, ...]) -> tuple[int, ...]:
+def _head_of(
+    heads: Sequence[tuple[str, tuple[int, ...]]], prompt: Sequence, begin: Callable[[], Sequence[int]]
+) -> tuple[int, ...]:
     """Return the ids of a prompt's beginning that cartridges stand for.
 
     Args:
@@ -212,7 +214,7 @@ def _head_of(heads: Sequence[tuple[str, tuple[int, ...]]], prompt: Sequence, beg
         raise ConfigError(f"{names} were made with different system messages or places: name one of them")
     name, head = heads[0] if heads else ("", ())
     if heads and not head:
-        head = begin
+        head = tuple(begin())
     if head and len(prompt) and tuple(prompt[: len(head)]) != head:
         raise ConfigError(
             f"the cartridge {name!r} stands in the first message of a chat: begin with a message of the user, behind the system"

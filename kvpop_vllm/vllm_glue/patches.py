@@ -461,7 +461,7 @@ def _process_inputs(original, self, *args, **kwargs):
         raise VLLMValidationError(f"cache_salt must not begin with {cartridge_names.SALT!r}: choose another")
     prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
     known = range(len(prompt)) if request.prompt_token_ids is None else prompt
-    begin = cartridge_names.begin_of_prompt(given.arguments["prompt"], known, self.tokenizer)
+    begin = functools.partial(cartridge_names.begin_of_prompt, given.arguments["prompt"], known, self.tokenizer)
     found, head = cartridge_names.resolved(self.vllm_config, params, known, adapter, begin)
     if found is not None:  # a new dictionary, as the old one belongs to the caller
         params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: list(found)}
@@ -476,7 +476,7 @@ def _generate(original, self, prompt, sampling_params, *args, **kwargs):
     adapter = kwargs.get("lora_request")
     if requested(self.vllm_config) and (adapter or getattr(sampling_params, "extra_args", None)):
         tokens = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or ()
-        begin = cartridge_names.begin_of_prompt(prompt, tokens, self.renderer.tokenizer)
+        begin = functools.partial(cartridge_names.begin_of_prompt, prompt, tokens, self.renderer.tokenizer)
         cartridge_names.resolved(self.vllm_config, sampling_params, tokens, adapter, begin)
     return original(self, prompt, sampling_params, *args, **kwargs)
 

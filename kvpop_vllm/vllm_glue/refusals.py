@@ -118,10 +118,10 @@ def check_config(vllm_config: Any) -> None:
 def _or_shorten(feature: Refused, model: Any) -> str:
     """Return the other remedy for a model whose sliding windows are no hindrance to requests within them."""
     text = model.hf_text_config
-    windows, within = REFUSED["sliding-window"], sliding_window(text)
-    if feature is not windows or not within or windows in refused(text, {}, within):
+    kind, window = REFUSED["sliding-window"], sliding_window(text)
+    if feature is not kind or not window or kind in refused(text, {}, window):
         return ""
-    return f", or lower --max-model-len to the window of {within} tokens"
+    return f", or lower --max-model-len to the window of {window} tokens"
 
 
 def check_pipeline(vllm_config: Any, policy: Any) -> None:

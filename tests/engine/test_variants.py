@@ -5,6 +5,7 @@ They cover head sizes, other kernels and dtypes, and `full`.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from engine.driving import Job, serving, watched
 from engine.judge import Judge
 from engine.matrix import BUDGET, make_case
+from engine.tiny_engine import generate
 
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import HEAD_SIZES
@@ -66,6 +68,26 @@ def test_full_equals_stock(tiny_model):
             if policy is not None:
                 engine.check(answers)
     assert tokens[0] == tokens[1]
+
+
+WINDOWS = {
+    "mistral": ("llama", {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 1}),
+}
+"""Kind of the weights and changes of the config that give all layers, or the last, the window of --max-model-len."""
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_that_no_request_exceeds(tmp_path, name):
+    """They are full attention: the same weights without windows give the same bits."""
+    kind, changes = WINDOWS[name]
+    sizes, answers = {"hidden": 128} if kind == "qwen2" else {}, []
+    for window in (changes["sliding_window"], None):
+        folder = write_tiny_model(tmp_path / str(window), kind, **sizes)
+        config = json.loads((folder / "config.json").read_text()) | changes | {"sliding_window": window}
+        (folder / "config.json").write_text(json.dumps(config))
+        answers.append(generate(folder, {"policy": "h2o", "budget": 64}, max_model_len=1024))
+    assert answers[0] == answers[1]
 
 
 OWN_KEYS = [
