@@ -467,7 +467,7 @@ def inputs(request, tmp_path_factory):
         return processor.process_inputs("x", prompt, params, ("generate",)).prompt_token_ids
 
     yield tokenizer, renderer, served
-    renderer.shutdbehind()
+    renderer.shutdown()
 
 
 def test_prompts_behind_a_cartridge_in_front_are_the_fits(inputs):
