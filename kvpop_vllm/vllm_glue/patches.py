@@ -77,7 +77,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-        "self, prompt, *, lora_request, resumable",
+        "self, *, prompt, lora_request, resumable",
         False,
         "Requests that stream their input rewind the sequence: refuses them. Requests may ask for a budget of their own: checks "
         "what they ask, and resolves it into the numbers that travel with their sampling parameters.",

@@ -423,6 +423,7 @@ def test_without_a_policy_everything_behind_a_cartridge_is_kept(tiny_model, tmp_
     [
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta = 10000.0, .* has 500000.0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "with factor = None"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "with factor = None"),
         ({"no_rope_layers": [1, 0]}, "unrotated_layers = None, .* has .1."),
     ],
 )
@@ -433,11 +434,15 @@ def test_the_engines_own_rotation_is_compared(tiny_model, tmp_path, rope, text):
         configure(tiny_model("qwen3"), {"cartridge": [f"a={folder}"]}, hf_overrides=rope)
 
 
-def test_layers_without_rotation_are_not_turned(tmp_path):
+def test_layers_without_rotation_are_not_turned(tmp_path, monkeypatch):
     """Two cartridges in order give the log-probabilities of transformers in SmolLM3, whose last layer does not rotate."""
+    from vllm.model_executor.models.transformers import base
+
     folder, cartridges, plain, past = unrotated(tmp_path)
     settings = {"policy": "streaming-llm", "budget": 256, "cartridge": dict(zip("ab", cartridges, strict=True))}
     prompt = random_prompt(30, seed=5)
+    # vLLM compiles the class of transformers itself, which would not work outside engines any more.
+    monkeypatch.setattr(base, "support_torch_compile", lambda *args, **kwargs: lambda cls: cls)
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=0, detokenize=False, extra_args=named("a", "b"))
     with running(folder, settings) as llm:
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
@@ -493,8 +498,6 @@ def test_prompts_behind_a_cartridge_in_front_are_the_fits(inputs):
     for ids in ([BOS, *fit], fit, [BOS, BOS, *fit]):
         for params in (None, echoed):
             assert behind(completed({"prompt_token_ids": ids}, params)) == ids
-    with pytest.raises(VLLMValidationError, match="the prompt ends where the cartridge begins"):
-        behind(completed({"prompt": ""}))
     chat = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
     messages = [{"role": "user", "content": "What?"}]
     rendered = [renderer.render_chat([messages], chat), asyncio.run(renderer.render_chat_async([messages], chat))]

@@ -70,24 +70,16 @@ def test_full_equals_stock(tiny_model):
     assert tokens[0] == tokens[1]
 
 
-WINDOWS = {
-    "mistral": ("llama", {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}),
-    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 1}),
-}
-"""Kind of the weights and changes of the config that give all layers, or the last, the window of --max-model-len."""
-
-
-@pytest.mark.parametrize("name", WINDOWS)
-def test_windows_that_no_request_exceeds(tmp_path, name):
+def test_windows_that_no_request_exceeds(tmp_path):
     """They are full attention: the same weights without windows give the same bits."""
-    kind, changes = WINDOWS[name]
-    sizes, answers = {"hidden": 128} if kind == "qwen2" else {}, []
-    for window in (changes["sliding_window"], None):
-        folder = write_tiny_model(tmp_path / str(window), kind, **sizes)
-        config = json.loads((folder / "config.json").read_text()) | changes | {"sliding_window": window}
+    mistral, answers = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, []
+    for kinds in (None, ["full_attention", "sliding_attention"], "no windows"):
+        folder = write_tiny_model(tmp_path / str(kinds), "llama")
+        config = json.loads((folder / "config.json").read_text()) | mistral | {"sliding_window": 1024}
+        config |= {"sliding_window": None} if kinds == "no windows" else {"layer_types": kinds} if kinds else {}
         (folder / "config.json").write_text(json.dumps(config))
         answers.append(generate(folder, {"policy": "h2o", "budget": 64}, max_model_len=1024))
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
 
 
 OWN_KEYS = [

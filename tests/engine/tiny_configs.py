@@ -89,9 +89,9 @@ REFUSED = {
         "or lower --max-model-len to the window of 64 tokens",
         text("MistralForCausalLM", "mistral", sliding_window=64),
     ),
-    "qwen2-mixed-windows": (
+    "mistral-mixed-windows": (
         "sliding-window",
-        text("Qwen2ForCausalLM", "qwen2", use_sliding_window=True, sliding_window=255, max_window_layers=1),
+        text("MistralForCausalLM", "mistral", sliding_window=255, layer_types=[FULL[0], "sliding_attention"]),
     ),
     "gemma3": ("sliding-window", text("Gemma3ForCausalLM", "gemma3_text", sliding_window=64)),
     "rswa": ("sliding-window", LLAMA | {"rswa_window": 64}),
@@ -109,8 +109,8 @@ SERVED = {
     "qwen2-window-off": text("Qwen2ForCausalLM", "qwen2", use_sliding_window=False, sliding_window=64),
     "mistral-wide-window": text("MistralForCausalLM", "mistral", sliding_window=256),
     "phi3-wide-window": text("Phi3ForCausalLM", "phi3", sliding_window=512),
-    "qwen2-mixed-windows": text(
-        "Qwen2ForCausalLM", "qwen2", use_sliding_window=True, sliding_window=512, max_window_layers=1
+    "mistral-mixed-windows": text(
+        "MistralForCausalLM", "mistral", sliding_window=512, layer_types=[FULL[0], "sliding_attention"]
     ),
     "mistral-no-window": text("MistralForCausalLM", "mistral", sliding_window=None),
     "granite": text("GraniteForCausalLM", "granite"),
