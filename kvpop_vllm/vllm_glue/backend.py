@@ -96,11 +96,6 @@ class FixedBudgetBackend(AttentionBackend):
             raise ConfigError(
                 f"--kv-policy {cls.policy.settings.policy} cannot serve layers of kind {type(spec).__name__}: leave --kv-policy out"
             )
-        if spec.head_size_v != spec.head_size:
-            raise ConfigError(
-                f"--kv-policy {cls.policy.settings.policy} cannot serve keys of size {spec.head_size} with values of size"
-                f" {spec.head_size_v}: leave --kv-policy out"
-            )
         layout = cls.layout(spec.num_kv_heads, spec.head_size, spec.dtype)
         return FixedBudgetSpec(
             block_size=layout.block_slots,
@@ -313,12 +308,8 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.vllm_config = get_current_vllm_config()
         self.policy = engine_policy(self.vllm_config)
-        longest, shape = self.vllm_config.model_config.max_model_len, self.policy.model
-        heads = max(1, shape.num_kv_heads // get_tensor_model_parallel_world_size())
+        longest = self.vllm_config.model_config.max_model_len
         refused = {
-            f"a layer of {self.num_kv_heads} KV heads of size {head_size}, where its config says {heads} of {shape.head_dim}": (
-                (self.num_kv_heads, head_size) != (heads, shape.head_dim)
-            ),
             "ALiBi": alibi_slopes is not None,
             "sliding-window layers of its own": sliding_window is not None and sliding_window < longest,
             "logit soft-capping": bool(logits_soft_cap),
