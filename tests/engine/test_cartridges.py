@@ -13,7 +13,7 @@ from distill.byte_tokenizer import BOS, CHAT, byte_tokenizer
 from engine.driving import BLOCK, Job, preempt_all, watched
 from engine.judge import Judge, Reference
 from engine.matrix import BUDGET
-from engine.tiny_engine import configure, running, scores
+from engine.tiny_engine import configure
 from transformers import AutoModelForCausalLM, DynamicCache
 from vllm import SamplingParams
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
@@ -432,25 +432,6 @@ def test_the_engines_own_rotation_is_compared(tiny_model, tmp_path, rope, text):
     folder = write(tmp_path / "c", tiny_model("qwen3"), "plain")
     with pytest.raises(ConfigError, match=text):
         configure(tiny_model("qwen3"), {"cartridge": [f"a={folder}"]}, hf_overrides=rope)
-
-
-def test_layers_without_rotation_are_not_turned(tmp_path, monkeypatch):
-    """Two cartridges in order give the log-probabilities of transformers in SmolLM3, whose last layer does not rotate."""
-    from vllm.model_executor.models.transformers import base
-
-    folder, cartridges, plain, past = unrotated(tmp_path)
-    settings = {"policy": "streaming-llm", "budget": 256, "cartridge": dict(zip("ab", cartridges, strict=True))}
-    prompt = random_prompt(30, seed=5)
-    # vLLM compiles the class of transformers itself, which would not work outside engines any more.
-    monkeypatch.setattr(base, "support_torch_compile", lambda *args, **kwargs: lambda cls: cls)
-    params = SamplingParams(temperature=0, max_tokens=20, logprobs=0, detokenize=False, extra_args=named("a", "b"))
-    with running(folder, settings) as llm:
-        (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    tokens, logprobs = zip(*scores(answer), strict=True)
-    with torch.no_grad():
-        logits = plain(torch.tensor([[*prompt, *tokens]]), past_key_values=past).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-3)
 
 
 @pytest.fixture(scope="module", params=["no literal BOS", "BOS in the template"])
