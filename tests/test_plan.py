@@ -55,6 +55,11 @@ def test_the_demo_models_numbers(planned):
     assert rows["attention-matching", 1000][1] == f"{16 * 64 * 264 * 3 * 30 / 2**20:.1f} MiB"
 
 
+def test_a_window_that_no_request_exceeds(planned):
+    options = "--max-model-len", "4096", "--kv-memory", "512MiB", "--budget", "1024"
+    assert planned(DEMO | {"sliding_window": 4096}, *options) == planned(DEMO, *options)
+
+
 def test_the_extract_in_the_documents(planned):
     """Each line of the extract is a line of its command's output, up to blanks."""
     text = (ROOT / "docs" / "operating.md").read_text()

@@ -20,7 +20,7 @@ from kvpop_vllm.compaction.place import begin_of_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.requests import CARTRIDGES, Placed, RequestCache, UnknownCartridge, named, resolve
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 from kvpop_vllm.vllm_glue.patches import wrap
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -125,15 +125,16 @@ def apply() -> None:
 
 
 def _render_chat(original, self, *args, **kwargs):
-    return _marked(*original(self, *args, **kwargs))
+    return _marked(self.config, original(self, *args, **kwargs))
 
 
 async def _render_chat_async(original, self, *args, **kwargs):
-    return _marked(*await original(self, *args, **kwargs))
+    return _marked(self.config, await original(self, *args, **kwargs))
 
 
-def _marked(conversations, inputs):
-    for engine_input in inputs:
+def _marked(vllm_config, rendered):
+    conversations, inputs = rendered
+    for engine_input in inputs if requested(vllm_config) else ():
         engine_input[CHAT] = True
     return conversations, inputs
 
