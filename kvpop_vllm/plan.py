@@ -146,7 +146,8 @@ def _check_served(folder: str, shape: ModelShape, config: dict) -> None:
         ConfigError: it does.
     """
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
-    found = refused(SimpleNamespace(**config), {"MLA": config.get("kv_lora_rank") is not None})
+    seen = {"MLA": config.get("kv_lora_rank") is not None}
+    found = refused(SimpleNamespace(**config), seen, shape.max_model_len)
     reasons += [feature.feature for feature in found]
     if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")

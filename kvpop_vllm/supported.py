@@ -68,18 +68,29 @@ SCALED_BY_POSITION = "llama_4_scaling_beta", "attn_temperature_tuning"
 """Model settings that scale queries by their position, which training at drawn positions does not support."""
 
 
-def _has_sinks(text: Any) -> bool:
+def _has_sinks(text: Any, tokens: int | None) -> bool:
     kind = getattr(text, "model_type", None)
     if kind in ("granite", "granite_swa", "granitemoe", "granitemoe_swa"):  # as in vLLM
         return bool(getattr(text, "attention_sinks", getattr(text, "layer_types", None) is not None))
     return kind == "gpt_oss" or any(value and "attention_sink" in name for name, value in vars(text).items())
 
 
-def _has_windows(text: Any) -> bool:
-    kinds = getattr(text, "layer_types", None) or ()
-    window = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
-    chunks = getattr(text, "attention_chunk_size", None)
-    return bool(window or chunks or any("sliding" in kind or "chunked" in kind for kind in kinds))
+SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers in transformers' configs that are served, the second where no text exceeds its window."""
+
+
+def sliding_window(text: Any) -> int | None:
+    """Return the tokens that a query in a model's sliding-window layers attends to, None if the config says none."""
+    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+
+
+def _has_windows(text: Any, tokens: int | None) -> bool:
+    kinds, window = getattr(text, "layer_types", None) or (), sliding_window(text)
+    if getattr(text, "attention_chunk_size", None) or any("chunked" in kind for kind in kinds):
+        return True
+    if window is None:
+        return any("sliding" in kind for kind in kinds)
+    return tokens is None or window < tokens
 
 
 @dataclass(frozen=True)
@@ -89,13 +100,14 @@ class Refused:
     Attributes:
         models: its models, as vLLM's errors call them.
         feature: the feature itself, as errors of ``kvpop plan`` and of the cache for transformers call it.
-        declared: takes a model's text config and returns whether it declares the feature. Where a config
-            does not say so reliably, this is False and the caller's ``seen`` decides.
+        declared: takes a model's text config and the tokens of its longest text, or None, and returns whether it
+            declares the feature. Where a config does not say so reliably, this is False and the caller's ``seen``
+            decides.
     """
 
     models: str
     feature: str
-    declared: Callable[[Any], bool] = lambda text: False
+    declared: Callable[[Any, int | None], bool] = lambda text, tokens: False
 
 
 REFUSED = {
@@ -105,19 +117,19 @@ REFUSED = {
     "soft-capping": Refused(
         "models with attention logit soft-capping",
         "logit soft-capping in attention",
-        lambda text: bool(getattr(text, "attn_logit_softcapping", None)),
+        lambda text, tokens: bool(getattr(text, "attn_logit_softcapping", None)),
     ),
     "attention sinks": Refused("models with attention sinks of their own", "attention sinks of its own", _has_sinks),
     "shared KV layers": Refused(
         "models with cross-layer KV sharing",
         "cross-layer KV sharing",
-        lambda text: bool(getattr(text, "num_kv_shared_layers", 0)),
+        lambda text, tokens: bool(getattr(text, "num_kv_shared_layers", 0)),
     ),
     "bidirectional images": Refused("models with bidirectional image attention", "bidirectional image attention"),
     "bidirectional attention": Refused(
         "models with bidirectional text attention",
         "attention in both directions",
-        lambda text: not getattr(text, "is_causal", True),
+        lambda text, tokens: not getattr(text, "is_causal", True),
     ),
     "recurrent": Refused("models with Mamba or other recurrent layers", "layers other than full attention"),
     "sliding-window": Refused(
@@ -127,13 +139,14 @@ REFUSED = {
 """Refused features by a name that the documents have too."""
 
 
-def refused(text: Any, seen: Mapping[str, Any]) -> list[Refused]:
-    """Return the refused features of a model.
+def refused(text: Any, seen: Mapping[str, Any], tokens: int | None = None) -> list[Refused]:
+    """Return the refused features of a model. A sliding window that no text exceeds is full attention.
 
     Args:
         text: the model's text config, with its keys as attributes.
         seen: features by their names in REFUSED, with whether the caller sees them in what it knows beside
             the config.
+        tokens: tokens of the longest text that the model reads, None if nothing bounds it.
     """
     assert seen.keys() <= REFUSED.keys()
-    return [feature for name, feature in REFUSED.items() if seen.get(name) or feature.declared(text)]
+    return [feature for name, feature in REFUSED.items() if seen.get(name) or feature.declared(text, tokens)]

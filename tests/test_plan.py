@@ -55,6 +55,11 @@ def test_the_demo_models_numbers(planned):
     assert rows["attention-matching", 1000][1] == f"{16 * 64 * 264 * 3 * 30 / 2**20:.1f} MiB"
 
 
+def test_a_window_that_no_request_exceeds(planned):
+    options = "--max-model-len", "4096", "--kv-memory", "512MiB", "--budget", "1024"
+    assert planned(DEMO | {"sliding_window": 4096}, *options) == planned(DEMO, *options)
+
+
 def test_the_extract_in_the_documents(planned):
     """Each line of the extract is a line of its command's output, up to blanks."""
     text = (ROOT / "docs" / "operating.md").read_text()
@@ -172,7 +177,11 @@ def test_sizes(text, size):
         (DEMO | {"num_hidden_layers": None}, [], "num_layers is None"),
         (DEMO | {"num_key_value_heads": "3"}, [], "num_kv_heads is '3'"),
         (DEMO | {"head_dim": 10}, [], "head size 10, which no policy serves"),
-        (DEMO | {"sliding_window": 4096}, [], "layers other than full attention, which no policy serves"),
+        (
+            DEMO | {"sliding_window": 4096, "max_position_embeddings": 4097},
+            [],
+            "layers other than full attention, which no policy serves",
+        ),
         (DEMO | {"kv_lora_rank": 512}, [], "latent attention (MLA), which no policy serves"),
         (DEMO | {"kvpop": {"format": "x"}}, [], "config.json, section kvpop says format 'x'"),
         (DEMO, ["--block-size", "60"], "slots per block must be a positive multiple of 16"),

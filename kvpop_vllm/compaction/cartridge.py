@@ -11,7 +11,7 @@ tensor                 shape           content
 =====================  ==============  ===================================================================
 
 A request's own tokens go on at ``next_position`` of the cartridge's timeline. To let them go on at P, the keys
-are turned by ``P - next_position`` (:func:`turned`). A file that holds a pickle is never opened.
+are turned by ``P - next_position`` (:func:`turned`) in layers that rotate (:func:`rope_at`). A file that holds a pickle is never opened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvpop_vllm.compaction.rope import check_rope, rope_of, turned
+from kvpop_vllm.compaction.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
@@ -41,6 +41,7 @@ __all__ = [
     "looks_like_cartridge",
     "read_cartridge",
     "read_config",
+    "rope_at",
     "rope_of",
     "turned",
     "write_cartridge",
@@ -168,11 +169,14 @@ class Cartridge(NamedTuple):
     digest: str
 
 
-def layer_at(config: CartridgeConfig, layer: Layer, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def layer_at(
+    config: CartridgeConfig, index: int, layer: Layer, first: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a layer's slots for the positions from ``first`` on, float32; own tokens go on behind them.
 
     Args:
         config: the cartridge's.
+        index: index of the layer.
         layer: keys, values and biases of some of its heads.
         first: position of the first slot.
 
@@ -180,7 +184,7 @@ def layer_at(config: CartridgeConfig, layer: Layer, first: int) -> tuple[torch.T
         Keys and values ``[H, P, D]``, and biases ``[H, P]``, 0 where there are none.
     """
     k, v, bias = layer
-    k = turned(k.float(), first + config.slots - config.next_position, config.rope)
+    k = turned(k.float(), first + config.slots - config.next_position, rope_at(config.rope, index))
     return k, v.float(), torch.zeros(k.shape[:2]) if bias is None else bias
 
 
@@ -356,6 +360,10 @@ def base_digests(folder: str | Path) -> dict[str, str | None]:
         ConfigError: the folder is not a model's, or a file is damaged.
     """
     folder = Path(folder)
+    return {"config": _config_digest(_resolved(folder), str(folder)), "weights": _weights_digest(folder)}
+
+
+def _weights_digest(folder: Path) -> str | None:
     digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     for path in paths:
         with open(path, "rb") as file:
@@ -366,14 +374,25 @@ def base_digests(folder: str | Path) -> dict[str, str | None]:
             for place in range(8 + length, size, max(SAMPLE_BYTES, (size - length) // SAMPLES)):
                 file.seek(place)
                 digest.update(file.read(SAMPLE_BYTES))
-    return {
-        "config": _config_digest(_model_config(folder), str(folder)),
-        "weights": digest.hexdigest() if paths else None,
-    }
+    return digest.hexdigest() if paths else None
 
 
-def _model_config(folder: Path) -> dict:
-    return read_json(folder / "config.json", "give the folder of a Hugging Face model")
+def _resolved(model: str | Path | Mapping | object) -> dict:
+    """Return a model's text config as transformers resolves it, since defaults of its type are not in ``config.json``.
+
+    Args:
+        model: the model's folder, its transformers config, or the result.
+
+    Raises:
+        ConfigError: the folder is not a model's.
+    """
+    if isinstance(model, Mapping):
+        return dict(model)
+    if isinstance(model, str | Path):
+        from kvpop_vllm.distill.hook import load_config
+
+        model = load_config(model)
+    return model.get_text_config().to_dict()
 
 
 def _config_digest(config: Mapping, source: str) -> str:
@@ -388,31 +407,35 @@ def base_of(folder: str | Path) -> dict:
     Raises:
         ConfigError: as :func:`base_digests`.
     """
-    raw = _model_config(Path(folder))
-    shape = shape_of(raw, folder)
+    config = _resolved(folder)
+    shape = shape_of(config, folder)
     sizes = {name: shape[name] for name in ("model_type", "num_layers", "num_kv_heads", "head_dim")}
-    return sizes | {"rope": rope_of(raw), "base": base_digests(folder)}
+    return sizes | {"rope": rope_of(config), "base": base_digests(folder)}
 
 
 def check_base(
-    config, model: str | Path | Mapping | object, source: str = "this cartridge", kind: str = "cartridge"
+    config,
+    model: str | Path | Mapping | object,
+    source: str = "this cartridge",
+    kind: str = "cartridge",
+    weights: str | Path | None = None,
 ) -> None:
     """Check that a cartridge, or a compactor, was made for a model.
 
     Args:
         config: its config, a :class:`CartridgeConfig` or one with the same fields for the base model.
-        model: the model's folder, whose weights are compared too; or its decoded ``config.json`` or
-            transformers config.
+        model: the model's folder, whose weights are compared too; or its resolved config, of transformers or as a
+            dict. An engine's config may differ from that of its model's folder.
         source: its name in errors.
         kind: what it is called in errors.
+        weights: folder of the model's weights where ``model`` is a config; None to compare none.
 
     Raises:
         ConfigError: names the first property that differs.
     """
-    folder = Path(model) if isinstance(model, str | Path) else None
-    raw = _model_config(folder) if folder else model if isinstance(model, Mapping) else model.to_dict()
-    name = str(folder or "the model")
-    shape, rope = shape_of(raw, name), rope_of(raw)
+    folder = model if isinstance(model, str | Path) else weights
+    resolved, name = _resolved(model), str(folder or "the model")
+    shape, rope = shape_of(resolved, name), rope_of(resolved)
     for key in ("model_type", "num_layers", "num_kv_heads", "head_dim"):
         if shape[key] != getattr(config, key):
             raise ConfigError(
@@ -425,7 +448,7 @@ def check_base(
             f"{source} was made for rotary embeddings with {key} = {own.get(key)!r}, {name} has {rope.get(key)!r}: give"
             f" a {kind} of this model"
         )
-    digests = base_digests(folder) if folder else {"config": _config_digest(raw, name), "weights": None}
+    digests = {"config": _config_digest(resolved, name), "weights": _weights_digest(Path(folder)) if folder else None}
     for key, value in digests.items():
         if None not in (value, config.base[key]) and value != config.base[key]:
             what = "other weights" if key == "weights" else "a model of other sizes"

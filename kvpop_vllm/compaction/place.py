@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,9 @@ class Place:
                 raise ConfigError("the chat template changes what is before a message: use --place front")
             return ids[len(self.head) :]
         if getattr(self.tokenizer, "chat_template", None):
-            return self._ids(SEPARATOR + _chat(self.tokenizer, self.system, prompt))
+            chat = _chat(self.tokenizer, self.system, prompt)
+            special = self.tokenizer.decode(special_ids(self.tokenizer))
+            return self._ids(SEPARATOR + chat[len(special) * _repeats(chat, special) :])
         return self._ids(f"{SEPARATOR}{prompt}{SEPARATOR}")
 
     def _ids(self, text: str) -> list[int]:
@@ -83,6 +86,60 @@ def place_of(tokenizer, place: str | None = None, system: str | None = None) -> 
     if place == "message":
         raise ConfigError("the chat template writes nothing before a message: use --place front")
     return Place(tokenizer, [], [])
+
+
+@functools.lru_cache(maxsize=8)
+def special_ids(tokenizer) -> list[int]:
+    """Return the ids that a tokenizer writes before every text, such as BOS."""
+    plain, ids = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
+    first = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
+    return list(ids[:first])
+
+
+def begin_of_text(tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
+    """Return the special ids with which a text begins, which it does not behind a cartridge in front of everything.
+
+    Args:
+        tokenizer: the model's.
+        ids: ids of the text.
+        text: the text, whose special ids are the tokenizer's where it does not spell them out; or None for a chat, whose
+            template writes them too.
+    """
+    special = special_ids(tokenizer)
+    count = _repeats(list(ids), special)
+    if count and text is not None:
+        count = max(0, count - _repeats(text, tokenizer.decode(special)))
+    return special * count
+
+
+def ids_behind(tokenizer, head: Sequence[int], prompt: str | list[dict]) -> list[int]:
+    """Return the ids of a text or of a chat behind a cartridge, up to where the model's answer begins.
+
+    Args:
+        tokenizer: the model's.
+        head: the cartridge's.
+        prompt: the text, or the chat's messages.
+
+    Raises:
+        ConfigError: the prompt does not begin as the cartridge does, or the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        text, ids = prompt, tokenizer(prompt, verbose=False)["input_ids"]
+    else:
+        chat = render(tokenizer, prompt, "the prompt", add_generation_prompt=True)
+        text, ids = None, tokenizer(chat, add_special_tokens=False, verbose=False)["input_ids"]
+    head = list(head) or begin_of_text(tokenizer, ids, text)
+    if ids[: len(head)] != head:
+        raise ConfigError("the prompt begins in another way than the cartridge: give the chat that it was made for")
+    return ids[len(head) :]
+
+
+def _repeats(sequence: Sequence, part: Sequence) -> int:
+    """Return how many times a sequence begins with a part; 0 for an empty part."""
+    count, size = 0, len(part)
+    while size and sequence[count * size : (count + 1) * size] == part:
+        count += 1
+    return count
 
 
 def _chat(tokenizer, system: str | None, prompt: str) -> str:

@@ -8,18 +8,26 @@ from collections.abc import Mapping
 import torch
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.supported import SCALED_BY_POSITION
 
 STATIC = ("default", "linear", "llama3", "yarn")
 """Rotations by an angle in proportion to the position, so that a turned key is the key of another position."""
+UNROTATED = "unrotated_layers"
+"""Key of the indices of layers without rotary embeddings, beside the rope parameters of the others."""
 DEFAULT_THETA = 10000.0
 """Base of the wavelengths where a model's config gives none, as in transformers."""
 
 
 def rope_of(config: Mapping) -> dict:
-    """Return the rope parameters in a model's decoded ``config.json`` under transformers' names.
+    """Return the rope parameters in a model's config under transformers' names.
 
     ``rope_type`` and ``rope_theta`` are always there, other fields if the config has them. The older keys
-    ``rope_theta`` and ``rope_scaling`` are read too.
+    ``rope_theta`` and ``rope_scaling`` are read too. UNROTATED lists the layers that do not rotate, if there are any,
+    and a setting that scales queries by their position is there too.
+
+    Args:
+        config: the model's resolved config, since a ``config.json`` may leave to its model type which layers rotate; or
+            ``{"rope_parameters": ...}`` of an earlier result.
 
     Raises:
         ConfigError: layers rotate in different ways, or the parameters are of a wrong type.
@@ -35,6 +43,9 @@ def rope_of(config: Mapping) -> dict:
     factor = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     if factor not in (None, 1):
         rope["partial_rotary_factor"] = factor
+    if unrotated := [i for i, rotates in enumerate(config.get("no_rope_layers") or ()) if not rotates]:
+        rope[UNROTATED] = unrotated
+    rope |= {name: config[name] for name in SCALED_BY_POSITION if config.get(name)}
     if rope["rope_type"] in ("llama3", "yarn") and config.get("max_position_embeddings"):
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     return {name: float(value) if type(value) is int else value for name, value in sorted(rope.items())}
@@ -63,6 +74,26 @@ def check_rope(rope: object, source: str) -> None:
     part = rope.get("partial_rotary_factor", 1.0)
     if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
         raise ConfigError(f"{source}: partial_rotary_factor of rope is {part!r}, not above 0 and at most 1")
+    layers = rope.get(UNROTATED, [])
+    if not isinstance(layers, list) or any(type(layer) is not int or layer < 0 for layer in layers):
+        raise ConfigError(f"{source}: {UNROTATED} of rope is {layers!r}, not a list of layers: write the file again")
+    if scaled := [name for name in SCALED_BY_POSITION if rope.get(name)]:
+        raise ConfigError(
+            f"{source}: queries are scaled by their position ({scaled[0]}), so that slots cannot stand elsewhere: choose"
+            " another model"
+        )
+
+
+def rope_at(rope: Mapping, layer: int) -> dict | None:
+    """Return the rope parameters of one layer, None if it does not rotate.
+
+    Args:
+        rope: rope parameters of the model, see :func:`rope_of`.
+        layer: index of the layer.
+    """
+    if layer in rope.get(UNROTATED, ()):
+        return None
+    return {name: value for name, value in rope.items() if name != UNROTATED}
 
 
 def inverse_frequencies(rope: Mapping, head_dim: int) -> torch.Tensor:
@@ -84,8 +115,8 @@ def inverse_frequencies(rope: Mapping, head_dim: int) -> torch.Tensor:
     return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")[0].float()
 
 
-def turned(k: torch.Tensor, shift: int | torch.Tensor, rope: Mapping) -> torch.Tensor:
-    """Return rotated keys as they would be ``shift`` positions later (earlier if it is negative).
+def turned(k: torch.Tensor, shift: int | torch.Tensor, rope: Mapping | None) -> torch.Tensor:
+    """Return rotated keys of one layer as they would be ``shift`` positions later (earlier if it is negative).
 
     The halves of the rotated channels are paired, as in Llama and Qwen. Factors on the rotation, as those of
     YaRN, are in the keys already and stay. The rotation is computed in float64.
@@ -93,11 +124,14 @@ def turned(k: torch.Tensor, shift: int | torch.Tensor, rope: Mapping) -> torch.T
     Args:
         k: ``[.., D]``.
         shift: number of positions, or one for each of the keys ``[T]``, if they are ``[.., T, D]``.
-        rope: rope parameters, see :func:`rope_of`.
+        rope: rope parameters of the layer, see :func:`rope_at`; None returns the keys as they are.
 
     Raises:
         ConfigError: the rotation is not static.
     """
+    if rope is None:
+        return k
+    assert UNROTATED not in rope, "these are the rope parameters of a model: take those of a layer"
     frequencies = inverse_frequencies(rope, k.shape[-1]).to(k.device).double()
     if isinstance(shift, int) and not shift:
         return k

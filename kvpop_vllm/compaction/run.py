@@ -17,7 +17,7 @@ from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, che
 from kvpop_vllm.compaction.place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
-from kvpop_vllm.compaction.rope import check_rope, turned
+from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
@@ -29,7 +29,7 @@ from kvpop_vllm.kernels.matching import Matching
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.supported import refused
+from kvpop_vllm.supported import SERVED_LAYERS, refused
 
 METHODS = ("attention-matching", "first", "last", "still")
 
@@ -219,13 +219,13 @@ def load(model: str, dtype: str) -> torch.nn.Module:
     """Return the model for inference on the default device.
 
     Raises:
-        ConfigError: it cannot be loaded, has layers other than full attention, or rotates keys in another way
+        ConfigError: it cannot be loaded, has layers other than full attention, or one that rotates keys in another way
             than :func:`kvpop_vllm.compaction.rope.turned`.
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
     text = loaded.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if found := refused(text, {"sliding-window": kinds != {"full_attention"}}):
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if found := refused(text, {"sliding-window": kinds - SERVED_LAYERS}, longest(loaded.config)):
         raise ConfigError(f"a cartridge cannot serve a model with {found[0].feature}: choose another model")
     check_rotation(loaded, base_of(model)["rope"])
     return loaded
@@ -233,17 +233,22 @@ def load(model: str, dtype: str) -> torch.nn.Module:
 
 @torch.no_grad()
 def check_rotation(model: torch.nn.Module, rope: dict, shift: int = 100) -> None:
-    """Check that the model's first layer rotates a key as :func:`turned` does.
+    """Check that every layer of a model rotates a key as :func:`turned` does, or not at all if ``rope`` says so.
+
+    A token alone attends to itself, so that its keys at two positions differ by their rotation in every layer.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: one does not; the first is named.
     """
-    keys = []
-    for position in (0, shift):
-        keys.append(read_corpus(model, [1], first=position)[0][0].float())
-    error = (turned(keys[0], shift, rope) - keys[1]).norm() / keys[1].norm()
-    if error > (1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2):
-        raise ConfigError("the model pairs channels in its rotary embeddings in another way: choose another model")
+    near, far = (read_corpus(model, [1], first=position) for position in (0, shift))
+    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2
+    for i, ((k, _), (later, _)) in enumerate(zip(near, far, strict=True)):
+        k, later = k.float(), later.float()
+        if (turned(k, shift, rope_at(rope, i)) - later).norm() > limit * later.norm():
+            raise ConfigError(
+                f"layer {i} of the model does not rotate keys as its config says, with channels paired as in Llama: choose"
+                " another model"
+            )
 
 
 @torch.no_grad()

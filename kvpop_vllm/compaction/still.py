@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpop_vllm.compaction.cartridge import Layer
-from kvpop_vllm.compaction.rope import turned
+from kvpop_vllm.compaction.rope import rope_at, turned
 
 BLOCKS = 2
 """Pairs of cross- and self-attention."""
@@ -98,10 +98,10 @@ class LayerCompactor(nn.Module):
     Args:
         head_dim: D.
         width: channels of queries and keys of the compactor.
-        rope: rope parameters of the model.
+        rope: rope parameters of the layer, None if it does not rotate.
     """
 
-    def __init__(self, head_dim: int, width: int, rope: Mapping):
+    def __init__(self, head_dim: int, width: int, rope: Mapping | None):
         super().__init__()
         size, self.rope = 2 * head_dim, rope
         self.blocks = nn.ModuleList(Block(size, width, first=i == 0) for i in range(BLOCKS))
@@ -149,7 +149,7 @@ class Compactor(nn.Module):
     def __init__(self, layers: int, head_dim: int, slots: int, rope: Mapping, width: int = WIDTH):
         super().__init__()
         self.latents = nn.Parameter(torch.zeros(slots, 2 * head_dim))
-        self.layers = nn.ModuleList(LayerCompactor(head_dim, width, rope) for _ in range(layers))
+        self.layers = nn.ModuleList(LayerCompactor(head_dim, width, rope_at(rope, i)) for i in range(layers))
 
     def forward(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Layer]:
         """Return the slots of every layer; see :class:`LayerCompactor`.

@@ -38,7 +38,7 @@ from kvpop_vllm.compaction.conversations import (
 from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
 from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.rope import check_rope, turned
+from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
 from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.trained import TrainedCache, losses, packs
@@ -192,11 +192,11 @@ def start_of(cartridge: Cartridge, model: torch.nn.Module) -> list[Layer]:
     like, shift = next(model.parameters()), cartridge.config.slots - cartridge.config.next_position
     return [
         (
-            turned(k.float(), shift, cartridge.config.rope).to(like),
+            turned(k.float(), shift, rope_at(cartridge.config.rope, i)).to(like),
             v.to(like),
             None if bias is None else bias.to(like.device),
         )
-        for k, v, bias in cartridge.layers
+        for i, (k, v, bias) in enumerate(cartridge.layers)
     ]
 
 

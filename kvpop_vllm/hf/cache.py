@@ -10,6 +10,7 @@ from os import PathLike
 import torch
 from transformers import Cache
 
+from kvpop_vllm.compaction.place import ids_behind
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
@@ -159,6 +160,20 @@ class KVpopCache(Cache, AttentionCache):
     def _protects(self) -> bool:
         """True if a row has a prefix: a protected prompt, or a cartridge."""
         return self._made.count > 0 or self._rows.any_protects(self.policy)
+
+    def encode(self, tokenizer, prompt: str | list[dict]) -> torch.Tensor:
+        """Return the ids ``[1, L]`` of a prompt behind the cartridge: without its head, or without BOS where it has none.
+
+        Args:
+            tokenizer: the model's.
+            prompt: a text, or the messages of a chat, up to where the model's answer begins.
+
+        Raises:
+            ConfigError: the prompt does not begin as the cartridge does, or the tokenizer has no chat template.
+        """
+        if not self._made.count:
+            raise ConfigError("this KVpopCache has no cartridge: tokenise the prompt as usual")
+        return torch.tensor([ids_behind(tokenizer, self.head, prompt)])
 
     # contents
 

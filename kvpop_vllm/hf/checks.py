@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.supported import REFUSED, refused
+from kvpop_vllm.supported import SERVED_LAYERS, refused, sliding_window
 
 WRAPPERS = {
     "get_base_model": "get_base_model()",  # peft
@@ -25,6 +25,8 @@ WRAPPERS = {
 def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     """Check that a fixed-size cache can replace the model's own for sequences of at most ``max_length`` tokens.
 
+    By default that is the model's positions.
+
     Raises:
         ConfigError: it cannot; the message gives the reasons found first.
     """
@@ -35,18 +37,15 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     text = model.config.get_text_config()
     decoder = getattr(model, "get_decoder", lambda: None)()
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
-    kinds, window = set(getattr(text, "layer_types", None) or ["full_attention"]), sliding_window(model)
-    length, limit = longest(model.config) if max_length is None else max_length, long_rotation(model)
-    inside = isinstance(length, int) and window is not None and length <= window
-    inside = inside and kinds <= {"full_attention", "sliding_attention"}
     seen = {
         "encoder-decoder": model.config.is_encoder_decoder,
-        "sliding-window": kinds != {"full_attention"},
+        "sliding-window": bool(set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS),
         "attention sinks": any(hasattr(block, "sinks") for block in blocks),
         "MLA": any(hasattr(block, "kv_lora_rank") for block in blocks),
     }
-    features = [each for each in refused(text, seen) if not inside or each is not REFUSED["sliding-window"]]
-    found = [each.feature for each in features]
+    length, limit = longest(model.config) if max_length is None else max_length, long_rotation(model)
+    tokens = length if isinstance(length, int) else longest(model.config)
+    found = [each.feature for each in refused(text, seen, tokens)]
     if not model._can_set_attn_implementation():
         found.append("attention that transformers cannot exchange")
     if not found and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):
@@ -72,12 +71,6 @@ def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:
     )
 
 
-def sliding_window(model: torch.nn.Module) -> int | None:
-    """Return the tokens that a query of a model with sliding windows attends to, or None."""
-    text = model.config.get_text_config()
-    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-
-
 def long_rotation(model: torch.nn.Module) -> int | None:
     """Return the tokens of a text beyond which a model with LongRoPE rotates by other factors, or None."""
     text = model.config.get_text_config()
@@ -91,7 +84,7 @@ def long_rotation(model: torch.nn.Module) -> int | None:
 
 def changes_attention_at(model: torch.nn.Module) -> int | None:
     """Return the tokens of a text beyond which a model attends differently, or None."""
-    return min(filter(None, (sliding_window(model), long_rotation(model))), default=None)
+    return min(filter(None, (sliding_window(model.config.get_text_config()), long_rotation(model))), default=None)
 
 
 def warn_of_positions(lengths: list[int], new_lengths: list[int], positions: int | None) -> None:

@@ -75,6 +75,18 @@ def write_tiny_model(
     return folder
 
 
+def write_smollm3(folder: str | Path, **options) -> Path:
+    """Write a SmolLM3 of four layers, the last of which does not rotate, as :func:`write_tiny_model` does.
+
+    That is SmolLM3's default, and ``config.json`` does not say it.
+    """
+    folder = write_tiny_model(folder, **{"layers": 4} | options)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "pad_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
 def _model_weights(config: dict, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return random weights under their Hugging Face names, float32."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]

@@ -308,9 +308,10 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.vllm_config = get_current_vllm_config()
         self.policy = engine_policy(self.vllm_config)
+        longest = self.vllm_config.model_config.max_model_len
         refused = {
             "ALiBi": alibi_slopes is not None,
-            "sliding-window layers of its own": sliding_window is not None,
+            "sliding-window layers of its own": sliding_window is not None and sliding_window < longest,
             "logit soft-capping": bool(logits_soft_cap),
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "cross-layer KV sharing": kv_sharing_target_layer_name is not None,
@@ -336,6 +337,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         """
         context = self.vllm_config.compilation_config.static_forward_context
         name = next(n for n, layer in context.items() if getattr(layer, "impl", None) is self)
+        context[name].sliding_window = None  # no request exceeds it, and vLLM asks for a cache spec by it
         backend = for_config(self.vllm_config)
         heads = backend.heads(self.num_kv_heads)
         self.layer, self.shares = extract_layer_index(name), self.policy.checked_shares(heads)

@@ -6,7 +6,7 @@ what it is over with each request that names it. The request's prompt then begin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +16,19 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
+from kvpop_vllm.compaction.place import begin_of_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.requests import CARTRIDGES, Placed, RequestCache, UnknownCartridge, named, resolve
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
+from kvpop_vllm.vllm_glue.patches import wrap
 
 logger = init_logger("vllm.kvpop_vllm")
 
 SALT = "kvpop "
 """Beginning of the cache salt of requests behind cartridges, which no client may use."""
+CHAT = "kvpop_chat"
+"""Key that marks an input of the engine as a chat's."""
 _names = WeakIdKeyDictionary()
 """Names of each config."""
 
@@ -86,10 +90,10 @@ class CartridgeNames:
                 "a sleeping engine throws its KV cache away: leave --enable-sleep-mode out to load cartridges"
             )
         cartridge = read_cartridge(folder)
-        base = model.model if Path(model.model).is_dir() else model.hf_text_config
-        if base is model.hf_text_config:
+        weights = model.model if Path(model.model).is_dir() else None
+        if weights is None:
             logger.warning("%s is no folder: that %s was made with its weights is not checked", model.model, folder)
-        check_base(cartridge.config, base, str(folder))
+        check_base(cartridge.config, model.hf_text_config, str(folder), weights=weights)
         slots, size = cartridge.config.slots, cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
         if slots % size:
             raise ConfigError(
@@ -114,18 +118,59 @@ def names_of(vllm_config) -> CartridgeNames:
     return _names[vllm_config]
 
 
+def apply() -> None:
+    """Mark the engine's inputs that are chats; may be called more than once."""
+    wrap("vllm.renderers.base:BaseRenderer.render_chat", _render_chat)
+    wrap("vllm.renderers.base:BaseRenderer.render_chat_async", _render_chat_async)
+
+
+def _render_chat(original, self, *args, **kwargs):
+    return _marked(self.config, original(self, *args, **kwargs))
+
+
+async def _render_chat_async(original, self, *args, **kwargs):
+    return _marked(self.config, await original(self, *args, **kwargs))
+
+
+def _marked(vllm_config, rendered):
+    conversations, inputs = rendered
+    for engine_input in inputs if requested(vllm_config) else ():
+        engine_input[CHAT] = True
+    return conversations, inputs
+
+
+def begin_of_prompt(prompt, ids: Sequence[int], tokenizer) -> list[int]:
+    """Return the special ids before a prompt that a tokenizer or a chat template wrote; none before a client's own ids.
+
+    Args:
+        prompt: input of the engine, or a prompt that is none yet.
+        ids: its ids.
+        tokenizer: the engine's, None if it has none.
+    """
+    if tokenizer is None:
+        return []
+    if not isinstance(prompt, Mapping):
+        return begin_of_text(tokenizer, ids, prompt) if isinstance(prompt, str) else []
+    if prompt.get(CHAT):
+        return begin_of_text(tokenizer, ids, None)
+    text = prompt.get("prompt") if "type" in prompt or "prompt_token_ids" not in prompt else None
+    return begin_of_text(tokenizer, ids, text) if text else []
+
+
 def resolved(
-    vllm_config, params, prompt: Sequence, adapter: LoRARequest | None
+    vllm_config, params, prompt: Sequence, adapter: LoRARequest | None, begin: Callable[[], Sequence[int]] = tuple
 ) -> tuple[RequestCache | None, tuple[int, ...]]:
     """Return the resolved cache options of a request, None if it asks for none, and the head of its cartridges.
 
-    The head are ids with which the prompt begins. Its cartridges begin with them too, and hold them.
+    The head are ids with which the prompt begins. Its cartridges begin with them too, and hold them. Behind cartridges in
+    front of everything they are those of ``begin``, which the fit of a cartridge has not.
 
     Args:
         vllm_config: config of the engine.
         params: sampling parameters of the request.
         prompt: its prompt tokens, or their embeddings; empty if they are not known yet.
         adapter: what the request names as its model, if that is no base model.
+        begin: returns the result of :func:`begin_of_prompt`.
 
     Raises:
         VLLMNotFoundError: the request names a cartridge that does not exist.
@@ -140,7 +185,7 @@ def resolved(
         given[CARTRIDGES] = [adapter.lora_name]
     try:
         placed = named(given, names.placed)
-        head = _head_of([(name, names.known[name].head) for name in placed], prompt)
+        head = _head_of([(name, names.known[name].head) for name in placed], prompt, begin)
         own = max(0, len(prompt) - len(head))
         found = resolve(names.policy, given, own, tuple(placed.values()))
     except UnknownCartridge as error:
@@ -152,12 +197,15 @@ def resolved(
     return found, head
 
 
-def _head_of(heads: Sequence[tuple[str, tuple[int, ...]]], prompt: Sequence) -> tuple[int, ...]:
-    """Return the ids that cartridges hold of a prompt's beginning.
+def _head_of(
+    heads: Sequence[tuple[str, tuple[int, ...]]], prompt: Sequence, begin: Callable[[], Sequence[int]]
+) -> tuple[int, ...]:
+    """Return the ids of a prompt's beginning that cartridges stand for.
 
     Args:
         heads: name and ids of each cartridge, in order.
         prompt: see :func:`resolved`.
+        begin: see :func:`resolved`.
 
     Raises:
         ConfigError: cartridges do not begin with the same ids, or the prompt does not begin with them alone.
@@ -166,6 +214,8 @@ def _head_of(heads: Sequence[tuple[str, tuple[int, ...]]], prompt: Sequence) -> 
         names = " and ".join(name for name, _ in heads)
         raise ConfigError(f"{names} were made with different system messages or places: name one of them")
     name, head = heads[0] if heads else ("", ())
+    if heads and not head:
+        head = tuple(begin())
     if head and len(prompt) and tuple(prompt[: len(head)]) != head:
         raise ConfigError(
             f"the cartridge {name!r} stands in the first message of a chat: begin with a message of the user, behind the system"

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from kvpop_vllm.compaction.cartridge import layer_at, read_cartridge, read_config, turned
+from kvpop_vllm.compaction.cartridge import layer_at, read_cartridge, read_config, rope_at, turned
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.requests import Placed, of_params
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
@@ -258,17 +258,18 @@ def write_slots(worker, folder: str, digest: str, blocks: list[int]) -> None:
     for impl, _, _, pages in layers_of(worker):
         heads = heads_of(impl.num_kv_heads)
         own = tuple(None if part is None else part[heads] for part in cartridge.layers[impl.layer])
-        _write(pages, blocks, *layer_at(cartridge.config, own, 0), folder)
+        _write(pages, blocks, *layer_at(cartridge.config, impl.layer, own, 0), folder)
 
 
 @_reported
 def copy_slots(worker, source: list[int], target: list[int], shift: int, rope: dict) -> None:
     """Copy blocks of a worker's cache, and turn their keys by ``shift`` positions."""
-    for *_, pages in layers_of(worker):
+    for impl, _, _, pages in layers_of(worker):
+        layer_rope = rope_at(rope, impl.layer)
         for first in range(0, len(source), PIECE):
             part = slice(first, first + PIECE)
             k, v, bias = (x[source[part]].transpose(0, 1).flatten(1, 2) for x in (pages.k, pages.v, pages.score))
-            _write(pages, target[part], turned(k.float(), shift, rope), v, bias, "a copy")
+            _write(pages, target[part], turned(k.float(), shift, layer_rope), v, bias, "a copy")
 
 
 def _write(pages, blocks: list[int], k, v, bias, what: str) -> None:

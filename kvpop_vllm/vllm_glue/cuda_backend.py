@@ -61,6 +61,11 @@ class CudaBackend(FixedBudgetBackend):
         return list(HEAD_SIZES)
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Return True: a layer's constructor refuses windows that a request can exceed, and others hide nothing."""
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability) -> bool:
         """Return whether the kernels run on a GPU of this compute capability."""
         return capability.major >= 8

@@ -78,7 +78,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-        "self, *, lora_request, resumable",
+        "self, *, prompt, lora_request, resumable",
         False,
         "Requests that stream their input rewind the sequence: refuses them. Requests may ask for a budget of their own: checks "
         "what they ask, and resolves it into the numbers that travel with their sampling parameters.",
@@ -177,6 +177,21 @@ LEDGER = (
         "self, request",
         False,
         "(cartridges.py) A request that names a cartridge that the engine does not have fails alone; later it would stop the engine.",
+        "with the one above",
+    ),
+    Patch(
+        "vllm.renderers.base:BaseRenderer.render_chat",
+        "self",
+        False,
+        "(cartridge_names.py) An input of the engine does not say whether a client or a chat template wrote its first ids: chats are "
+        "marked, since behind a cartridge that holds a text's beginning they go without BOS.",
+        "when inputs say so",
+    ),
+    Patch(
+        "vllm.renderers.base:BaseRenderer.render_chat_async",
+        "self",
+        False,
+        "(cartridge_names.py) The same of servers.",
         "with the one above",
     ),
     Patch(
@@ -427,6 +442,7 @@ def _serve_cartridges(vllm_config) -> None:
     """Check an engine's cartridges, and wrap what serves them."""
     from kvpop_vllm.vllm_glue import cartridge_names, cartridge_routes
 
+    cartridge_names.apply()
     cartridge_routes.apply()
     for name, known in cartridge_names.names_of(vllm_config).known.items():
         logger.info("cartridge %s: %d slots per KV head", name, known.placed.slots)
@@ -461,7 +477,8 @@ def _process_inputs(original, self, *args, **kwargs):
         raise VLLMValidationError(f"cache_salt must not begin with {cartridge_names.SALT!r}: choose another")
     prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
     known = range(len(prompt)) if request.prompt_token_ids is None else prompt
-    found, head = cartridge_names.resolved(self.vllm_config, params, known, adapter)
+    begin = functools.partial(cartridge_names.begin_of_prompt, given.arguments["prompt"], known, self.tokenizer)
+    found, head = cartridge_names.resolved(self.vllm_config, params, known, adapter, begin)
     if found is not None:  # a new dictionary, as the old one belongs to the caller
         params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: list(found)}
         if found.cartridges:
@@ -474,8 +491,9 @@ def _generate(original, self, prompt, sampling_params, *args, **kwargs):
 
     adapter = kwargs.get("lora_request")
     if requested(self.vllm_config) and (adapter or getattr(sampling_params, "extra_args", None)):
-        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        cartridge_names.resolved(self.vllm_config, sampling_params, tokens or (), adapter)
+        tokens = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or ()
+        begin = functools.partial(cartridge_names.begin_of_prompt, prompt, tokens, self.renderer.tokenizer)
+        cartridge_names.resolved(self.vllm_config, sampling_params, tokens, adapter, begin)
     return original(self, prompt, sampling_params, *args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.supported import DTYPES, HEAD_SIZES, refused
+from kvpop_vllm.supported import DTYPES, HEAD_SIZES, REFUSED, Refused, refused, sliding_window
 
 
 def refuse(reasons: Mapping[str, Any], what: str = "--kv-policy") -> None:
@@ -81,11 +81,11 @@ def check_config(vllm_config: Any) -> None:
         "recurrent": model.is_hybrid or model.has_inner_state or model.is_attention_free,
         "sliding-window": model.rswa_window,
     }
-    features = refused(model.hf_text_config, seen)
+    features = refused(model.hf_text_config, seen, model.max_model_len)
     cache, own = _cache_dtype(vllm_config), str(model.dtype).removeprefix("torch.")
     platform, size = _platform(vllm_config), model.get_head_size()
     refuse(
-        {f"{feature.models}: leave --kv-policy out": True for feature in features}
+        {f"{feature.models}: leave --kv-policy out{_or_shorten(feature, model)}": True for feature in features}
         | {
             f"--runner {model.runner_type}: only text generation has a KV cache to bound": (
                 model.runner_type != "generate"
@@ -113,6 +113,15 @@ def check_config(vllm_config: Any) -> None:
             f"head size {size}: sizes {HEAD_SIZES} are supported": size not in HEAD_SIZES,
         }
     )
+
+
+def _or_shorten(feature: Refused, model: Any) -> str:
+    """Return the other remedy for a model whose sliding windows are no hindrance to requests within them."""
+    text = model.hf_text_config
+    kind, window = REFUSED["sliding-window"], sliding_window(text)
+    if feature is not kind or not window or kind in refused(text, {}, window):
+        return ""
+    return f", or lower --max-model-len to the window of {window} tokens"
 
 
 def check_pipeline(vllm_config: Any, policy: Any) -> None:

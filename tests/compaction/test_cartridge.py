@@ -227,6 +227,7 @@ def test_base_is_checked(tmp_path, config, model):
     from transformers import AutoConfig
 
     check_base(config, AutoConfig.from_pretrained(model))
+    check_base(config, AutoConfig.from_pretrained(model), weights=model)
     others = {
         "other weights": write_tiny_model(tmp_path / "a", seed=1),
         "num_layers = 2": write_tiny_model(tmp_path / "b", layers=3),
@@ -236,6 +237,11 @@ def test_base_is_checked(tmp_path, config, model):
     for message, folder in others.items():
         with pytest.raises(ConfigError, match=message):
             check_base(config, folder)
+    with pytest.raises(ConfigError, match="other weights"):
+        check_base(config, AutoConfig.from_pretrained(model), weights=others["other weights"])
+    changed = AutoConfig.from_pretrained(model, rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+    with pytest.raises(ConfigError, match="rope_theta = 10000.0, .* has 7.0"):  # though its folder has the right one
+        check_base(config, changed, weights=model)
     raw = json.loads((model / "config.json").read_text())
     for rope in ({"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "linear", "factor": 2, "rope_theta": 1e4}):
         with pytest.raises(ConfigError, match="rotary embeddings with (rope_theta|factor)"):

@@ -8,11 +8,12 @@ from distill.byte_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.compaction.cartridge import read_cartridge, turned
+from kvpop_vllm.compaction.cartridge import read_cartridge, rope_at, rope_of, turned
 from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill
+from kvpop_vllm.compaction.run import check_rotation, load
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.testing.models import write_tiny_model
+from kvpop_vllm.testing.models import write_smollm3, write_tiny_model
 
 TOKENS, SLOTS, OWN = 700, 128, 40
 
@@ -60,7 +61,7 @@ def answers(model, cartridge, own):
     slots, count = config.slots, own.shape[1]
     causal = torch.full((count, count), -torch.inf).triu(1)
     for i, (k, v, bias) in enumerate(cartridge.layers):
-        k = turned(k, slots - config.next_position, config.rope)
+        k = turned(k, slots - config.next_position, rope_at(config.rope, i))
         cache.update(k.unsqueeze(0), v.unsqueeze(0), i)
         block = plain.model.layers[i].self_attn
         bias = torch.zeros(k.shape[:2]) if bias is None else bias
@@ -192,6 +193,8 @@ def test_a_place_is_what_a_chat_is():
         ids = [*place.around(place.read("A text.")), *place.asking("What is it?")]
         assert ids == list(chat.encode())
     front = place_of(tokenizer, "front")
+    begun = byte_tokenizer("<bos>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", bos=True)
+    assert place_of(begun, "front").asking("What?") == list(b"\n\n<user>What?")
     assert front.around(front.read("A text.")) == [257, *b"A text."] and front.head == []
     assert bytes(front.asking("What?")) == b"\n\n<user>What?</user>\n"
     plain = place_of(byte_tokenizer(template=None))
@@ -206,6 +209,26 @@ def test_all_tokens_fit(model, corpus, texts, tmp_path):
     assert cartridge.config.slots == 1024
     found = answers(model, cartridge, texts[1])
     torch.testing.assert_close(found, full_answers(model, *texts), rtol=0, atol=5e-3)
+
+
+def test_layers_without_rotation(corpus, texts, tmp_path):
+    """Keys of SmolLM3's layers without rotation are not turned; which these are its config does not say."""
+    bare = write_smollm3(tmp_path / "model", vocab=258)
+    byte_tokenizer().save_pretrained(bare)
+    cartridge = compact(bare, corpus, tmp_path / "c", "--slots", "1000", "--answers", "2")
+    assert cartridge.config.rope["unrotated_layers"] == [3]
+    assert cartridge.config.slots - cartridge.config.next_position > 300
+    found = answers(bare, cartridge, texts[1])
+    torch.testing.assert_close(found, full_answers(bare, *texts), rtol=0, atol=5e-3)
+
+
+def test_the_rotation_of_every_layer_is_checked(tmp_path):
+    model = load(str(write_smollm3(tmp_path / "model")), "float32")
+    rope = rope_of(model.config.to_dict())
+    check_rotation(model, rope)
+    for wrong, layer in (({"unrotated_layers": []}, 3), ({"unrotated_layers": [2, 3]}, 2), ({"rope_theta": 500.0}, 0)):
+        with pytest.raises(ConfigError, match=f"layer {layer} of the model does not rotate keys as its config says"):
+            check_rotation(model, rope | wrong)
 
 
 def test_slots_are_rounded_up(model, corpus, tmp_path, capsys):

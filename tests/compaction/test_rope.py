@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvpop_vllm.compaction.rope import rope_of, turned
+from kvpop_vllm.compaction.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.config import ConfigError
 
 DIM = 64
@@ -81,3 +81,42 @@ def test_rotations_that_change_are_refused(kind):
 def test_layers_that_differ_are_refused():
     with pytest.raises(ConfigError, match="of their own each"):
         rope_of({"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {}}})
+
+
+@pytest.mark.parametrize(
+    "kind, options, unrotated",
+    [
+        ("smollm3", {"num_hidden_layers": 8}, [3, 7]),  # the config's own default
+        ("smollm3", {"num_hidden_layers": 3, "no_rope_layers": [0, 1, 0]}, [0, 2]),
+        ("llama4_text", {"num_hidden_layers": 4, "attn_temperature_tuning": False}, [3]),
+        ("llama", {"num_hidden_layers": 4}, []),
+    ],
+)
+def test_layers_without_rotation_stay(kind, options, unrotated):
+    """Which layers rotate is what transformers resolves; the others' keys are as they were."""
+    rope = rope_of(AutoConfig.for_model(kind, **options).to_dict())
+    assert rope.get("unrotated_layers", []) == unrotated
+    check_rope(rope, "this model")
+    k = torch.randn(2, 9, DIM, generator=torch.Generator().manual_seed(0))
+    stays = [i for i in range(options["num_hidden_layers"]) if torch.equal(turned(k, 7, rope_at(rope, i)), k)]
+    assert stays == unrotated
+    assert rope_of({"rope_parameters": rope}) == rope
+
+
+@pytest.mark.parametrize("layers", [3, [True], [-1], ["1"], {}])
+def test_lists_of_layers_are_checked(layers):
+    with pytest.raises(ConfigError, match="not a list of layers: write the file again"):
+        check_rope(ROPES["default"] | {"unrotated_layers": layers}, "this file")
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("llama4_text", {"attn_temperature_tuning": True}),
+        ("llama", {"rope_parameters": ROPES["yarn"] | {"llama_4_scaling_beta": 0.1}}),
+    ],
+)
+def test_queries_scaled_by_their_position_are_refused(kind, options):
+    """Logits depend on more than the distance of query and key there."""
+    with pytest.raises(ConfigError, match="queries are scaled by their position"):
+        check_rope(rope_of(AutoConfig.for_model(kind, **options).to_dict()), "this model")

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from distill.byte_tokenizer import BOS, CHAT, byte_tokenizer
 from engine.driving import BLOCK, Job, preempt_all, watched
 from engine.judge import Judge, Reference
 from engine.matrix import BUDGET
 from engine.tiny_engine import configure
+from transformers import AutoModelForCausalLM, DynamicCache
+from vllm import SamplingParams
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.renderers import ChatParams
 
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
+from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.reference import read_corpus
+from kvpop_vllm.compaction.run import load
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.requests import RESOLVED
-from kvpop_vllm.testing import DisturbedSums, random_prompt
+from kvpop_vllm.testing import DisturbedSums, random_prompt, write_tiny_model
+from kvpop_vllm.testing.models import write_smollm3
 from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend
 from kvpop_vllm.vllm_glue.cartridge_names import names_of
 from kvpop_vllm.vllm_glue.cuda_backend import CudaMetadataBuilder
@@ -42,6 +51,26 @@ def write(folder, model: str, name: str, *, slots: int | None = None, **changes)
     told = base | {"slots": count, "next_position": TIMELINE[name], "method": "random", "provenance": {}}
     write_cartridge(folder, CartridgeConfig(**(told | changes)), layers)
     return str(folder)
+
+
+def unrotated(root):
+    """Return a SmolLM3, two cartridges of it, and transformers' model with the cache that they stand for.
+
+    Both cartridges were read elsewhere in a text, so that their keys are turned in the layers that rotate. The cache has
+    their tokens where they stand.
+    """
+    folder, past = write_smollm3(root / "model"), DynamicCache()
+    model, parts, folders = load(str(folder), "float32"), [], []
+    for i, first in enumerate((100, 37)):
+        tokens, name = random_prompt(64, seed=i), root / f"c{i}"
+        layers = [(k, v, None) for k, v in read_corpus(model, tokens, first)]
+        sizes = {"slots": 64, "next_position": first + 64, "method": "text", "provenance": {}}
+        write_cartridge(name, CartridgeConfig(**base_of(folder), **sizes), layers)
+        folders.append(str(name))
+        parts.append(read_corpus(model, tokens, 64 * i))
+    for i, pair in enumerate(zip(*parts, strict=True)):
+        past.update(*(torch.cat(same, 1).unsqueeze(0) for same in zip(*pair, strict=True)), i)
+    return str(folder), folders, AutoModelForCausalLM.from_pretrained(folder).eval(), past
 
 
 def turned(k: torch.Tensor, by: int, theta: float) -> torch.Tensor:
@@ -387,3 +416,71 @@ def test_without_a_policy_everything_behind_a_cartridge_is_kept(tiny_model, tmp_
     config = configure(tiny_model("qwen3"), {"cartridge": [f"a={folder}"]})
     policy = engine_policy(config)
     assert policy.name == "full" and policy.retention.budget == 256 and config.cache_config.enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    "rope, text",
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta = 10000.0, .* has 500000.0"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "with factor = None"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "with factor = None"),
+        ({"no_rope_layers": [1, 0]}, "unrotated_layers = None, .* has .1."),
+    ],
+)
+def test_the_engines_own_rotation_is_compared(tiny_model, tmp_path, rope, text):
+    """--hf-overrides change what the engine computes, and the model's folder stays as it is."""
+    folder = write(tmp_path / "c", tiny_model("qwen3"), "plain")
+    with pytest.raises(ConfigError, match=text):
+        configure(tiny_model("qwen3"), {"cartridge": [f"a={folder}"]}, hf_overrides=rope)
+
+
+@pytest.fixture(scope="module", params=["no literal BOS", "BOS in the template"])
+def inputs(request, tmp_path_factory):
+    """Return a tokenizer that adds BOS, a renderer, and a function from an input of the engine to the ids that it serves."""
+    from vllm.renderers.registry import renderer_from_config
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    root = tmp_path_factory.mktemp("bos")
+    model = write_tiny_model(root / "model", vocab=258)
+    tokenizer = byte_tokenizer(CHAT if request.param == "no literal BOS" else f"<bos>{CHAT}", bos=True)
+    tokenizer.save_pretrained(model)
+    config = configure(model, {"cartridge": [f"a={write(root / 'c', model, 'plain')}"]}, skip_tokenizer_init=False)
+    renderer = renderer_from_config(config)
+    processor = InputProcessor(config, renderer)
+
+    def served(prompt, **asks):
+        params = SamplingParams(max_tokens=4, extra_args=asks)
+        return processor.process_inputs("x", prompt, params, ("generate",)).prompt_token_ids
+
+    yield tokenizer, renderer, served
+    renderer.shutdown()
+
+
+def test_prompts_behind_a_cartridge_in_front_are_the_fits(inputs):
+    """Texts and chats have no BOS there, in engines and in servers; ids that a client gave stay as they are."""
+    tokenizer, renderer, served = inputs
+    place, text = place_of(tokenizer, "front"), "\n\nWhat?\n\n"
+    fit = place_of(byte_tokenizer(template=None, bos=True)).asking("What?")
+    slots = SLOTS["plain"]
+    echoed = renderer.default_cmpl_tok_params.with_kwargs(needs_detokenization=True)
+
+    def behind(prompt):
+        ids = served(prompt, **named("a"))
+        assert len(set(ids[: slots + 1])) == 1
+        return ids[slots:]
+
+    def completed(prompt, params=None):
+        (engine_input,) = renderer.render_cmpl([prompt], params)
+        return engine_input
+
+    assert behind(completed({"prompt": text})) == behind(completed({"prompt": text}, echoed)) == fit
+    assert behind(completed({"prompt": f"<bos>{text}"})) == [BOS, *fit]  # the client's own
+    assert served(completed({"prompt": text})) == [BOS, *fit]  # without a cartridge
+    for ids in ([BOS, *fit], fit, [BOS, BOS, *fit]):
+        for params in (None, echoed):
+            assert behind(completed({"prompt_token_ids": ids}, params)) == ids
+    chat = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
+    messages = [{"role": "user", "content": "What?"}]
+    rendered = [renderer.render_chat([messages], chat), asyncio.run(renderer.render_chat_async([messages], chat))]
+    for _, (engine_input,) in rendered:
+        assert list(b"\n\n") + behind(engine_input) == place.asking("What?")

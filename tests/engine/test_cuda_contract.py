@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.cuda_engine import SLOTS, STREAMING, chosen, configure, group_of
+from engine.cuda_engine import GROUP, HEADS, SIZE, SLOTS, STREAMING, chosen, configure, group_of, only_rank
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -70,13 +70,23 @@ def test_vllm_chooses_it_by_its_own_path(model):
         ("leave --kv-policy out", {"has_sink": True}),
         ("leave --kv-policy out", {"use_mla": True}),
         ("leave --kv-policy out", {"attn_type": "encoder_only"}),
-        ("leave --kv-policy out", {"has_sliding_window": True}),
     ],
 )
 def test_what_a_layer_cannot_have(model, named, options):
     with pytest.raises(ValueError, match="CUSTOM is not valid") as caught:
         chosen(configure(model), **options)
     assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_sliding_windows_that_a_request_can_exceed(model):
+    config = configure(model)
+    longest = config.model_config.max_model_len
+    with only_rank(config):
+        impl = chosen(config, has_sliding_window=True).get_impl_cls()
+        sizes = HEADS * GROUP, SIZE, SIZE**-0.5, HEADS
+        impl(*sizes, sliding_window=longest)
+        with pytest.raises(ConfigError, match="sliding-window layers of its own: leave --kv-policy out"):
+            impl(*sizes, sliding_window=longest - 1)
 
 
 def test_older_gpus_than_kernels_are_for(model, monkeypatch):

@@ -5,6 +5,7 @@ They cover head sizes, other kernels and dtypes, and `full`.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 from engine.driving import Job, serving, watched
 from engine.judge import Judge
 from engine.matrix import BUDGET, make_case
+from engine.test_cartridges import unrotated
+from engine.tiny_engine import generate, running, scores
+from vllm import SamplingParams
 
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import HEAD_SIZES
@@ -21,6 +25,7 @@ from kvpop_vllm.testing import (
     assert_within_budget,
     eager_runs,
     margin_bound,
+    random_prompt,
     write_tiny_model,
 )
 
@@ -66,6 +71,39 @@ def test_full_equals_stock(tiny_model):
             if policy is not None:
                 engine.check(answers)
     assert tokens[0] == tokens[1]
+
+
+def test_cartridges_of_layers_without_rotation(tmp_path, monkeypatch):
+    """Two cartridges in order give the log-probabilities of transformers in SmolLM3, whose last layer does not rotate."""
+    from vllm.model_executor.models.transformers import base
+
+    folder, cartridges, plain, past = unrotated(tmp_path)
+    settings = {"policy": "streaming-llm", "budget": 256, "cartridge": dict(zip("ab", cartridges, strict=True))}
+    prompt = random_prompt(30, seed=5)
+    # vLLM compiles the class of transformers itself, which would not work outside engines any more.
+    monkeypatch.setattr(base, "support_torch_compile", lambda *args, **kwargs: lambda cls: cls)
+    params = SamplingParams(
+        temperature=0, max_tokens=20, logprobs=0, detokenize=False, extra_args={"kv_cartridges": ["a", "b"]}
+    )
+    with running(folder, settings) as llm:
+        (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    tokens, logprobs = zip(*scores(answer), strict=True)
+    with torch.no_grad():
+        logits = plain(torch.tensor([[*prompt, *tokens]]), past_key_values=past).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-3)
+
+
+def test_windows_that_no_request_exceeds(tmp_path):
+    """They are full attention: the same weights without windows give the same bits."""
+    mistral, answers = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, []
+    for kinds in (None, ["full_attention", "sliding_attention"], "no windows"):
+        folder = write_tiny_model(tmp_path / str(kinds), "llama")
+        config = json.loads((folder / "config.json").read_text()) | mistral | {"sliding_window": 1024}
+        config |= {"sliding_window": None} if kinds == "no windows" else {"layer_types": kinds} if kinds else {}
+        (folder / "config.json").write_text(json.dumps(config))
+        answers.append(generate(folder, {"policy": "h2o", "budget": 64}, max_model_len=1024))
+    assert answers[0] == answers[1] == answers[2]
 
 
 OWN_KEYS = [

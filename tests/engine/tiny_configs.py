@@ -1,4 +1,7 @@
-"""``config.json`` contents of tiny models, refused with a policy for the listed reason or served."""
+"""``config.json`` contents of tiny models, refused with a policy for the listed reason or served.
+
+Requests have at most 256 tokens.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,14 @@ REFUSED = {
     "mamba2": ("Mamba", text("Mamba2ForCausalLM", "mamba2", num_heads=4, state_size=16)),
     "jamba": ("Mamba", text("JambaForCausalLM", "jamba", **_JAMBA)),
     "qwen3-next": ("recurrent", text("Qwen3NextForCausalLM", "qwen3_next", layer_types=["linear_attention", FULL[0]])),
-    "mistral": ("sliding-window", text("MistralForCausalLM", "mistral", sliding_window=64)),
+    "mistral": (
+        "or lower --max-model-len to the window of 64 tokens",
+        text("MistralForCausalLM", "mistral", sliding_window=64),
+    ),
+    "mistral-mixed-windows": (
+        "sliding-window",
+        text("MistralForCausalLM", "mistral", sliding_window=255, layer_types=[FULL[0], "sliding_attention"]),
+    ),
     "gemma3": ("sliding-window", text("Gemma3ForCausalLM", "gemma3_text", sliding_window=64)),
     "rswa": ("sliding-window", LLAMA | {"rswa_window": 64}),
     "float16": ("--dtype bfloat16 or float32", LLAMA | {"dtype": "float16"}),
@@ -97,6 +107,11 @@ SERVED = {
     "llama": LLAMA,
     "qwen3": text("Qwen3ForCausalLM", "qwen3"),
     "qwen2-window-off": text("Qwen2ForCausalLM", "qwen2", use_sliding_window=False, sliding_window=64),
+    "mistral-wide-window": text("MistralForCausalLM", "mistral", sliding_window=256),
+    "phi3-wide-window": text("Phi3ForCausalLM", "phi3", sliding_window=512),
+    "mistral-mixed-windows": text(
+        "MistralForCausalLM", "mistral", sliding_window=512, layer_types=[FULL[0], "sliding_attention"]
+    ),
     "mistral-no-window": text("MistralForCausalLM", "mistral", sliding_window=None),
     "granite": text("GraniteForCausalLM", "granite"),
 }

@@ -6,9 +6,12 @@ import copy
 
 import pytest
 import torch
-from engine.test_cartridges import SLOTS, CartridgeJudge, write
+from distill.byte_tokenizer import BOS, CHAT, byte_tokenizer
+from engine.test_cartridges import SLOTS, CartridgeJudge, unrotated, write
 from hf.prompts import generate
+from transformers import AutoModelForCausalLM
 
+from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt
@@ -85,6 +88,40 @@ def test_what_the_slots_hold_of_a_chat_is_not_given_again(case, tiny, tmp_path):
         generate(model, caches[1], [random_prompt(40), head + own], 8)
     with pytest.raises(ConfigError, match="were made with different system messages or places: leave one out"):
         KVpopCache(model, **found.settings, cartridge=[plain, headed])
+
+
+def test_layers_without_rotation_are_not_turned(tmp_path):
+    """Two cartridges in order, one from elsewhere in its text, give the logits of transformers."""
+    folder, cartridges, plain, past = unrotated(tmp_path)
+    model, prompt = AutoModelForCausalLM.from_pretrained(folder).eval(), torch.tensor([random_prompt(30, seed=5)])
+    cache = KVpopCache(model, "streaming-llm", budget=256, cartridge=cartridges)
+    with torch.no_grad():
+        logits = model(prompt, past_key_values=cache).logits
+        torch.testing.assert_close(logits, plain(prompt, past_key_values=past).logits, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("template", [None, CHAT, f"<bos>{CHAT}"])
+def test_prompts_behind_a_cartridge_begin_as_the_fits(tiny, tmp_path, template):
+    """Behind a cartridge that holds BOS neither texts nor chats have another; behind a chat's head they have no head."""
+    folder, model = tiny("llama")
+    tokenizer = byte_tokenizer(template, bos=True)
+    place = place_of(tokenizer, "front")
+    assert place.read("A text.") == [BOS, *b"A text."]
+    caches = [
+        KVpopCache(model, "h2o", budget=64, cartridge=write(tmp_path / name, folder, "plain", head=head))
+        for name, head in (("front", place.head), ("message", list(b"<user>")))
+    ]
+    assert caches[0].encode(tokenizer, "What?").tolist() == [list(b"What?")]
+    assert caches[0].encode(tokenizer, "<bos>What?").tolist() == [[BOS, *b"What?"]]  # the user's own
+    if template is not None:
+        messages = [{"role": "user", "content": "What?"}]
+        assert list(b"\n\n") + caches[0].encode(tokenizer, messages)[0].tolist() == place.asking("What?")
+    if template == CHAT:
+        assert bytes(caches[1].encode(tokenizer, messages)[0].tolist()) == b"What?</user>\n"
+        with pytest.raises(ConfigError, match="begins in another way than the cartridge"):
+            caches[1].encode(tokenizer, "What?")
+    with pytest.raises(ConfigError, match="has no cartridge"):
+        KVpopCache(model, "h2o", budget=64).encode(tokenizer, "What?")
 
 
 def test_refusals(case, folders, tiny):

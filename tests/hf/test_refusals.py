@@ -126,6 +126,21 @@ def test_a_sliding_window_that_no_text_outgrows():
             model(inputs[:, :3], past_key_values=cache)
 
 
+@pytest.mark.parametrize("kind", ["phi3", "qwen2"])
+def test_a_sliding_window_as_long_as_the_models_positions(kind):
+    """It is full attention, up to the positions; one token less is refused."""
+    windows = {"use_sliding_window": True, "max_window_layers": 1, "max_position_embeddings": 32, "pad_token_id": 0}
+    model, inputs = small(kind, sliding_window=32, **windows).eval(), torch.tensor([PROMPT]) % 64
+    cache = KVpopCache(model, "streaming-llm", budget=64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs, past_key_values=cache).logits, model(inputs).logits)
+        with pytest.raises(ValueError, match="33 tokens are more than max_length 32, up to which the model attends"):
+            model(inputs[:, :3], past_key_values=cache)
+    with pytest.raises(ConfigError, match="layers other than full attention"):
+        KVpopCache(small(kind, sliding_window=31, **windows), **STREAMING)
+    assert KVpopCache(small(kind, sliding_window=31, **windows), **STREAMING, max_length=31)
+
+
 def test_attention_that_is_not_given_the_step(model, monkeypatch):
     """A layer that drops the keyword argument, though its signature takes any, is found during the pass."""
     kind = type(model.get_decoder().layers[0])
