@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.distill.hook import CACHE_NAME
+
 
 def distinct(length: int) -> list[int]:
     """Return tokens without repeats, since equal tokens of a first layer have equal norms and gate scores."""
@@ -20,6 +22,6 @@ def padded(prompts):
 
 def generate(model, cache, prompts, new=8, **options):
     """Return the greedy tokens of each row; without a cache, those of the model's own."""
-    inputs = padded(prompts) | ({} if cache is None else {"cache": cache})
+    inputs = padded(prompts) | ({} if cache is None else {CACHE_NAME: cache})
     out = model.generate(**inputs, max_new_tokens=new, do_sample=False, **options)
     return out[:, inputs["input_ids"].shape[1] :].tolist()
