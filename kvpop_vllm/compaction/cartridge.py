@@ -30,7 +30,7 @@ from kvpop_vllm.compaction.rope import check_rope, rope_of, turned
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
-from kvpop_vllm.scorers.init import shape_of
+from kvpop_vllm.scorers.model_config import shape_of
 
 __all__ = [
     "Cartridge",

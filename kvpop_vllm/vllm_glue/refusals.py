@@ -115,6 +115,27 @@ def check_config(vllm_config: Any) -> None:
     )
 
 
+def check_layers(vllm_config: Any, specs: Mapping[str, Any]) -> None:
+    """Check that every layer with a cache has one of the policy.
+
+    Args:
+        vllm_config: a ``vllm.config.VllmConfig`` with a policy.
+        specs: vLLM's cache spec of each layer that has a cache, by the layer's name.
+
+    Raises:
+        ConfigError: names the layers that bring an attention backend of their own.
+    """
+    from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
+
+    others = [name for name, spec in specs.items() if not isinstance(spec, FixedBudgetSpec)]
+    more = f" and {len(others) - 1} others" if len(others) > 1 else ""
+    refuse(
+        {f"layers that bring an attention backend of their own ({others[0]}{more}): leave --kv-policy out": True}
+        if others
+        else {}
+    )
+
+
 def check_pipeline(vllm_config: Any, policy: Any) -> None:
     """Check that the policy works with as many pipeline stages.
 
