@@ -134,7 +134,12 @@ def test_layers_with_a_backend_of_their_own_are_refused(other_layers, first, nam
 def test_a_layer_of_another_shape_than_the_config_says_is_refused(tmp_path):
     """The engine counts ChatGLM's groups also where its layers have a KV head for each query head."""
     config = text("ChatGLMModel", "chatglm", num_layers=1, ffn_hidden_size=128, padded_vocab_size=256, seq_length=512)
-    config |= {"multi_query_attention": False, "multi_query_group_num": 1, "original_rope": True}
+    config |= {
+        "multi_query_attention": False,
+        "multi_query_group_num": 1,
+        "original_rope": True,
+        "tie_word_embeddings": False,
+    }
     with pytest.raises(ConfigError, match="a layer with 2 KV heads of size 32 where the model's config says 1 of 32"):
         generate(
             write(tmp_path / "chatglm", config),
