@@ -128,12 +128,11 @@ def check_layers(vllm_config: Any, specs: Mapping[str, Any]) -> None:
     from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 
     others = [name for name, spec in specs.items() if not isinstance(spec, FixedBudgetSpec)]
-    more = f" and {len(others) - 1} others" if len(others) > 1 else ""
-    refuse(
-        {f"layers that bring an attention backend of their own ({others[0]}{more}): leave --kv-policy out": True}
-        if others
-        else {}
-    )
+    if others:
+        more = f" and {len(others) - 1} others" if len(others) > 1 else ""
+        refuse(
+            {f"layers that bring an attention backend of their own ({others[0]}{more}): leave --kv-policy out": True}
+        )
 
 
 def check_pipeline(vllm_config: Any, policy: Any) -> None:
