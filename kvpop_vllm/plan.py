@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -26,7 +24,8 @@ from kvpop_vllm.policies.base import ModelShape, Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
-from kvpop_vllm.supported import DTYPES, HEAD_SIZES, refused
+from kvpop_vllm.scorers.model_config import read_config, shape_of, size, text_config
+from kvpop_vllm.supported import DTYPES, HEAD_SIZES, SERVED_LAYERS, refused
 
 SHARES = (2, 4, 8)
 """Divisors of the longest request's tokens that give the default budgets."""
@@ -43,20 +42,21 @@ def plan(options) -> None:
     Raises:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
-    shape = ModelShape.of(options.model, options.max_model_len or 1)
-    model = json.loads((Path(options.model) / "config.json").read_text())
-    length = options.max_model_len or _positions(options.model, model)
-    shape = replace(shape, max_model_len=length)
-    _check_served(options.model, shape, model)
+    config = read_config(options.model)
+    text, sizes = text_config(config), shape_of(config, Path(options.model) / "config.json")
+    length = options.max_model_len or _positions(options.model, text)
+    shape = ModelShape(**sizes, max_model_len=length)
+    _check_served(options.model, shape, config)
     if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
         raise ConfigError(
             f"--tensor-parallel {options.tensor_parallel} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
         )
     heads = max(1, shape.num_kv_heads // options.tensor_parallel)
-    dtype = _dtype(options, model)
+    dtype = _dtype(options, config)
     budgets = options.budget or sorted({-(-length // share) for share in SHARES}, reverse=True)
     source = f"{options.model}: config.json, section kvpop"
-    own = parse_config(model["kvpop"], source) if model.get("kvpop") is not None else None
+    section = getattr(text, "kvpop", None)
+    own = parse_config(section, source) if section is not None else None
     given = None
     if options.scorer:
         config = read_scorer(options.scorer)[0]
@@ -127,28 +127,34 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
     return max((request_bytes(*lengths, retention, shares, own) for own in prompts), key=lambda held: held.blocks)
 
 
-def _positions(folder: str, config: dict) -> int:
-    """Return the number of positions of a model, in tokens.
+def _positions(folder: str, text: Any) -> int:
+    """Return the number of positions of a model with a text config, in tokens.
 
     Raises:
         ConfigError: its config does not say.
     """
-    found = config.get("max_position_embeddings")
-    if type(found) is not int or found < 1:
+    positions = size(text, "positions")
+    if type(positions) is not int or positions < 1:
         raise ConfigError(f"{folder}: config.json has no max_position_embeddings: give --max-model-len")
-    return found
+    return positions
 
 
-def _check_served(folder: str, shape: ModelShape, config: dict) -> None:
-    """Check that the model's ``config.json`` does not describe a model that no policy serves.
+def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
+    """Check that a resolved config does not describe a model that no policy serves.
 
     Raises:
         ConfigError: it does.
     """
+    text = text_config(config)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    seen = {
+        "MLA": getattr(text, "kv_lora_rank", None) is not None,
+        "encoder-decoder": getattr(config, "is_encoder_decoder", False),
+        "recurrent": not (SERVED_LAYERS | {"attention"}).issuperset(kinds),
+        "sliding-window": getattr(config, "rswa_window", None),
+    }
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
-    seen = {"MLA": config.get("kv_lora_rank") is not None}
-    found = refused(SimpleNamespace(**config), seen, shape.max_model_len)
-    reasons += [feature.feature for feature in found]
+    reasons += dict.fromkeys(feature.feature for feature in refused(text, seen, shape.max_model_len))
     if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
 
@@ -189,10 +195,12 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
     return policy
 
 
-def _dtype(options, config: dict) -> torch.dtype:
+def _dtype(options, config: Any) -> torch.dtype:
     if options.dtype:
         return getattr(torch, options.dtype)
-    named = config.get("dtype") or config.get("torch_dtype")
+    places = ((part, name) for part in (config, text_config(config)) for name in ("dtype", "torch_dtype"))
+    dtype = next((dtype for part, name in places if (dtype := getattr(part, name, None))), None)
+    named = dtype and str(dtype).removeprefix("torch.")
     if named in DTYPES["cpu"]:
         return getattr(torch, named)
     why = " is in float16, which no policy serves" if named == "float16" else f": config.json names the dtype {named!r}"

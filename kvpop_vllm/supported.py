@@ -93,6 +93,19 @@ def _has_windows(text: Any, tokens: int | None) -> bool:
     return tokens is None or window < tokens
 
 
+def _has_alibi(text: Any, tokens: int | None) -> bool:
+    options = getattr(text, "attn_config", None)
+    mpt = options.get("alibi") if isinstance(options, dict) else getattr(options, "alibi", False)
+    names = {"bloom"} & {getattr(text, "model_type", None)}
+    return bool(getattr(text, "alibi", False) or mpt or names or getattr(text, "position_encoding_type", "") == "alibi")
+
+
+def _has_sparse_layers(text: Any, tokens: int | None) -> bool:
+    options, kinds = getattr(text, "sparse_attention_config", None), getattr(text, "layer_types", None) or ()
+    sparse = isinstance(options, dict) and options.get("use_sparse_attention", True)
+    return bool(sparse or {"minimax_m3_sparse", "indexed_attention"} & set(kinds))
+
+
 @dataclass(frozen=True)
 class Refused:
     """Feature of a model that a fixed-size cache cannot serve.
@@ -113,7 +126,7 @@ class Refused:
 REFUSED = {
     "MLA": Refused("models with multi-head latent attention (MLA)", "latent attention (MLA)"),
     "encoder-decoder": Refused("encoder-decoder models", "an encoder"),
-    "ALiBi": Refused("models with ALiBi", "ALiBi"),
+    "ALiBi": Refused("models with ALiBi", "ALiBi", _has_alibi),
     "soft-capping": Refused(
         "models with attention logit soft-capping",
         "logit soft-capping in attention",
@@ -135,6 +148,7 @@ REFUSED = {
     "sliding-window": Refused(
         "models with sliding-window or chunked layers of their own", "layers other than full attention", _has_windows
     ),
+    "block-sparse": Refused("models with block-sparse layers", "layers other than full attention", _has_sparse_layers),
 }
 """Refused features by a name that the documents have too."""
 

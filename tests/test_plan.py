@@ -174,8 +174,16 @@ def test_sizes(text, size):
     [
         (DEMO, ["--budget", "1"], "a budget of 1 is too small"),
         (DEMO | {"num_hidden_layers": 0}, [], "num_layers is 0"),
-        (DEMO | {"num_hidden_layers": None}, [], "num_layers is None"),
-        (DEMO | {"num_key_value_heads": "3"}, [], "num_kv_heads is '3'"),
+        (
+            DEMO | {"num_hidden_layers": None},
+            [],
+            "transformers refuses it (Validation error for field 'num_hidden_layers'",
+        ),
+        (
+            DEMO | {"num_key_value_heads": "3"},
+            [],
+            "transformers refuses it (Validation error for field 'num_key_value_heads'",
+        ),
         (DEMO | {"head_dim": 10}, [], "head size 10, which no policy serves"),
         (
             DEMO | {"sliding_window": 4096, "max_position_embeddings": 4097},
@@ -188,9 +196,16 @@ def test_sizes(text, size):
         (DEMO, ["--tensor-parallel", "2"], "--tensor-parallel 2 does not divide 3 KV heads"),
         (DEMO | {"dtype": "float16"}, [], "give --dtype bfloat16 or float32"),
         (DEMO | {"dtype": None}, [], "config.json names the dtype None: give --dtype"),
-        ({"model_type": "llama"}, [], "config.json has no 'num_attention_heads'"),
+        ({"num_hidden_layers": 2}, [], "config.json has no 'model_type'"),
+        ({"model_type": "new", "num_hidden_layers": 2}, [], "config.json has no 'num_attention_heads'"),
+        (DEMO | {"model_type": "new", "num_key_value_heads": "3"}, [], "num_kv_heads is '3'"),
+        ([], [], "is not a model's config: give the folder of a decoder-only language model"),
         (DEMO, ["--scorer", "nowhere"], "nowhere"),
-        (DEMO, ["--max-model-len", None], "config.json has no max_position_embeddings: give --max-model-len"),
+        (
+            DEMO | {"model_type": "new"},
+            ["--max-model-len", None],
+            "config.json has no max_position_embeddings: give --max-model-len",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, config, options, message):

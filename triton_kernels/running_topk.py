@@ -12,7 +12,7 @@ import triton.language as tl
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["half"])
+@triton.jit(do_not_specialize=["length", "half"])
 def _count(ranks, counts, length, half, BLOCK: tl.constexpr):
     """Count the zeros of the digit of value ``half``. Grid: rows, BLOCK ranks. 0.3 MB for H rows: 0.1 us."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -21,7 +21,7 @@ def _count(ranks, counts, length, half, BLOCK: tl.constexpr):
     tl.store(counts + row * tl.num_programs(1) + tl.program_id(1), tl.sum(zero.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["digits", "highest", "number"])
+@triton.jit(do_not_specialize=["length", "digits", "highest", "number"])
 def _split(
     ranks,  # [rows, S]
     split,  # [rows, S], the ranks sorted; if no rank leaves its block, ``ranks`` itself
@@ -67,7 +67,7 @@ def _split(
         tl.debug_barrier()  # the stores are visible before the next digit
 
 
-@triton.jit(do_not_specialize=["queries", "digits"])
+@triton.jit(do_not_specialize=["length", "queries", "digits"])
 def _descend(zeros, left, count, low, length, queries, digits, BLOCK: tl.constexpr):
     """Find answers digit by digit: the ``lefts``-th smallest of ``counts`` tokens whose higher digits are ``lows``.
 

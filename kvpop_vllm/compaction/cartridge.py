@@ -30,7 +30,7 @@ from kvpop_vllm.compaction.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
-from kvpop_vllm.scorers.init import shape_of
+from kvpop_vllm.scorers.model_config import read_config, shape_of, text_config
 
 __all__ = [
     "Cartridge",
@@ -388,11 +388,8 @@ def _resolved(model: str | Path | Mapping | object) -> dict:
     """
     if isinstance(model, Mapping):
         return dict(model)
-    if isinstance(model, str | Path):
-        from kvpop_vllm.distill.hook import load_config
-
-        model = load_config(model)
-    return model.get_text_config().to_dict()
+    text = text_config(read_config(model) if isinstance(model, str | Path) else model)
+    return text.to_dict() if hasattr(text, "to_dict") else dict(vars(text))
 
 
 def _config_digest(config: Mapping, source: str) -> str:

@@ -18,7 +18,7 @@ from kvpop_vllm.evaluation.replay import Predictions, token_measures
 from kvpop_vllm.evaluation.served import Served
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.init import shape_of
+from kvpop_vllm.scorers.model_config import shape_of
 
 DENSE, OWN = "dense", "dense (own)"
 """Names of the dense model that policies are compared with, and of the evaluated one if that is another."""
@@ -179,7 +179,7 @@ def dense_bytes(shape: ModelShape, dtype: torch.dtype, length: int) -> int:
 
 
 def _dense_size(model: nn.Module, length: int) -> dict:
-    shape = ModelShape(**shape_of(model.config.get_text_config().to_dict(), "the model's config"), max_model_len=length)
+    shape = ModelShape(**shape_of(model.config, "the model's config"), max_model_len=length)
     return {"allocated": dense_bytes(shape, next(model.parameters()).dtype, length)}
 
 

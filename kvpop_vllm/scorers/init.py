@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import read_json
 from kvpop_vllm.scorers import ScorerConfig, build, make_config
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, write_scorer
-from kvpop_vllm.supported import FULL_CHECKPOINT_SUFFIX
+from kvpop_vllm.scorers.model_config import read_config, shape_of
 
 BORROWED = "kvpop_borrowed_channel"
 """Key in the ``config.json`` of a model that was trained by this package to give up a query channel."""
@@ -33,57 +32,21 @@ def gives_up_channel(config: dict) -> bool:
 
 
 def model_shape(model: str | Path) -> dict:
-    """Return the sizes in a model folder's ``config.json`` that scorers depend on.
-
-    These are ``model_type``, ``num_layers``, ``num_kv_heads``, ``head_dim`` and, if the file has it,
-    ``hidden_size``. The model type of a full checkpoint is that of its base model, because scorers are made
-    for the base model.
+    """Return the sizes of a model folder that scorers depend on: those of :func:`full_shape` without ``num_heads``.
 
     Raises:
-        ConfigError: the folder does not exist, or its config lacks one of these numbers.
+        ConfigError: as :func:`full_shape`.
     """
     return {name: number for name, number in full_shape(model).items() if name != "num_heads"}
 
 
 def full_shape(model: str | Path) -> dict:
-    """Return the sizes of :func:`model_shape` and ``num_heads``, the number of query heads.
+    """Return the sizes of a model folder (:func:`kvpop_vllm.scorers.model_config.shape_of`).
 
     Raises:
-        ConfigError: as :func:`model_shape`.
+        ConfigError: ``config.json`` cannot be read, or as :func:`shape_of`.
     """
-    path = Path(model) / "config.json"
-    return shape_of(read_json(path, "give the folder of a Hugging Face model"), path)
-
-
-def shape_of(config: dict, path: str | Path) -> dict:
-    """Return the sizes of :func:`full_shape` from a decoded ``config.json``; ``path`` names it in errors.
-
-    Raises:
-        ConfigError: a number is missing or not a positive integer.
-    """
-    try:
-        heads = config["num_attention_heads"]
-        kind = config["model_type"]
-        found = {
-            "model_type": kind.removesuffix(FULL_CHECKPOINT_SUFFIX) if isinstance(kind, str) else kind,
-            "num_layers": config["num_hidden_layers"],
-            "num_kv_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-            "num_heads": heads,
-            **({"hidden_size": config["hidden_size"]} if config.get("hidden_size") is not None else {}),
-        }
-        for name, number in found.items():
-            if name != "model_type" and (type(number) is not int or number < 1):
-                raise ConfigError(f"{path}: {name} is {number!r}: give the folder of a decoder-only language model")
-        return found
-    except ConfigError:
-        raise
-    except (TypeError, AttributeError, ZeroDivisionError):
-        raise ConfigError(f"{path} is not a model's config: give the folder of a decoder-only language model") from None
-    except KeyError as error:
-        raise ConfigError(
-            f"{path} has no {error.args[0]!r}: give the folder of a decoder-only language model"
-        ) from None
+    return shape_of(read_config(model), Path(model) / "config.json")
 
 
 def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options) -> ScorerConfig:

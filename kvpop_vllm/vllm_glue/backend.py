@@ -90,11 +90,18 @@ class FixedBudgetBackend(AttentionBackend):
         """Return the cache spec of a layer with full attention.
 
         Raises:
-            ConfigError: the layer is of another kind.
+            ConfigError: the layer is of another kind, or of another shape than the model's config says.
         """
         if type(spec).__name__ != "FullAttentionSpec":
             raise ConfigError(
                 f"--kv-policy {cls.policy.settings.policy} cannot serve layers of kind {type(spec).__name__}: leave --kv-policy out"
+            )
+        model, ranks = cls.policy.model, get_tensor_model_parallel_world_size()
+        expected, shape = (max(1, model.num_kv_heads // ranks), model.head_dim), (spec.num_kv_heads, spec.head_size)
+        if shape != expected:
+            raise ConfigError(
+                f"--kv-policy {cls.policy.settings.policy} cannot serve a layer with {shape[0]} KV heads of size {shape[1]} where"
+                f" the model's config says {expected[0]} of {expected[1]}: leave --kv-policy out"
             )
         layout = cls.layout(spec.num_kv_heads, spec.head_size, spec.dtype)
         return FixedBudgetSpec(

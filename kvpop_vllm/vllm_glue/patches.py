@@ -102,6 +102,14 @@ LEDGER = (
         "when the key holds additional_config, and platforms ask plugins about configs",
     ),
     Patch(
+        "vllm.v1.core.kv_cache_utils:get_kv_cache_groups",
+        "vllm_config, kv_cache_spec",
+        True,
+        "A layer may bring an attention backend of its own, which is not asked for a policy, and vLLM would serve it with a dense "
+        "cache: with a policy, refuses layers whose cache is not of the policy.",
+        "when a backend sees the specs of all layers",
+    ),
+    Patch(
         "vllm.compilation.decorators:_try_load_aot_compiled_fn",
         "model",
         False,
@@ -358,6 +366,7 @@ def apply() -> None:
     wrap("vllm.engine.arg_utils:EngineArgs.from_cli_args", _from_cli_args)
     wrap("vllm.engine.arg_utils:EngineArgs.create_engine_config", _create_engine_config)
     wrap("vllm.v1.attention.selector:_cached_get_attn_backend", _cached_get_attn_backend)
+    wrap("vllm.v1.core.kv_cache_utils:get_kv_cache_groups", _get_kv_cache_groups)
 
 
 def _add_cli_args(original, parser, *args, **kwargs):
@@ -420,6 +429,12 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     for line in engine_policy.describe(policy):
         logger.info("%s", line)
     return vllm_config
+
+
+def _get_kv_cache_groups(original, vllm_config, kv_cache_spec, *args, **kwargs):
+    if requested(vllm_config):
+        refusals.check_layers(vllm_config, kv_cache_spec)
+    return original(vllm_config, kv_cache_spec, *args, **kwargs)
 
 
 def _publish() -> None:

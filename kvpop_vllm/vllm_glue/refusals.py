@@ -124,6 +124,26 @@ def _or_shorten(feature: Refused, model: Any) -> str:
     return f", or lower --max-model-len to the window of {window} tokens"
 
 
+def check_layers(vllm_config: Any, specs: Mapping[str, Any]) -> None:
+    """Check that every layer with a cache has one of the policy.
+
+    Args:
+        vllm_config: a ``vllm.config.VllmConfig`` with a policy.
+        specs: vLLM's cache spec of each layer that has a cache, by the layer's name.
+
+    Raises:
+        ConfigError: names the layers that bring an attention backend of their own.
+    """
+    from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
+
+    others = [name for name, spec in specs.items() if not isinstance(spec, FixedBudgetSpec)]
+    if others:
+        more = f" and {len(others) - 1} others" if len(others) > 1 else ""
+        refuse(
+            {f"layers that bring an attention backend of their own ({others[0]}{more}): leave --kv-policy out": True}
+        )
+
+
 def check_pipeline(vllm_config: Any, policy: Any) -> None:
     """Check that the policy works with as many pipeline stages.
 

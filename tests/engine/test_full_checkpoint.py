@@ -197,9 +197,9 @@ def infinite(tensors):
 @pytest.mark.parametrize(
     "change, policy, error, message",
     [
-        (without, {"policy": "kvpop"}, ConfigError, ""),
-        (renamed, {"policy": "kvpop"}, ValueError, ""),
-        (stranger, {"policy": "kvpop"}, ConfigError, ""),
+        (without, {"policy": "kvpop"}, ConfigError, "layers.1.out.bias is missing"),
+        (renamed, {"policy": "kvpop"}, ValueError, "self_attn.retention"),
+        (stranger, {"policy": "kvpop"}, ConfigError, "kvpop_x"),
         (stranger, None, ConfigError, "kvpop_x"),
         (infinite, {"policy": "kvpop"}, ConfigError, "layers.1.out.bias holds values that are not finite"),
     ],

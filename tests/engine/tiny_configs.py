@@ -70,6 +70,13 @@ FP8_CACHE = {
 FP8_MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
 
 LLAMA = text("LlamaForCausalLM", "llama")
+_SPARSE = {"use_sparse_attention": True, "sparse_attention_freq": [0, 1]}
+_MINIMAX_M3 = {
+    "architectures": ["LlamaForCausalLM"],  # the class of its own needs torchvision
+    "model_type": "minimax_m3_vl",
+    "text_config": text("MiniMaxM3SparseForCausalLM", "minimax_m3_text", sparse_attention_config=_SPARSE),
+    "vision_config": {},
+}
 
 REFUSED = {
     "deepseek-v3": ("(MLA)", text("DeepseekV3ForCausalLM", "deepseek_v3", **_MLA)),
@@ -95,6 +102,7 @@ REFUSED = {
     ),
     "gemma3": ("sliding-window", text("Gemma3ForCausalLM", "gemma3_text", sliding_window=64)),
     "rswa": ("sliding-window", LLAMA | {"rswa_window": 64}),
+    "minimax-m3": ("block-sparse", _MINIMAX_M3),
     "float16": ("--dtype bfloat16 or float32", LLAMA | {"dtype": "float16"}),
     "llama4": ("chunked", text("Llama4ForCausalLM", "llama4_text", attention_chunk_size=64, num_local_experts=2)),
     "fp8-cache": ("--kv-cache-dtype", LLAMA | {"quantization_config": FP8_CACHE}),

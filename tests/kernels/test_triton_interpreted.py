@@ -18,6 +18,7 @@ TESTS = (
     "test_triton_serving.py",
     "test_triton_prefill.py",
     "test_triton_bytes.py",
+    "test_triton_variants.py",
     "test_running_topk.py",
     "test_sparse_attention.py",
     "test_future_attention_mass.py",
