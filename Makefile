@@ -12,7 +12,9 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
 
-VENV := .venv
+# vLLM to test with. Another than the first has an environment of its own: `make setup VLLM=0.33`, `make test VLLM=0.33`.
+VLLM ?= 0.32
+VENV := .venv$(patsubst %,-%,$(filter-out 0.32,$(VLLM)))
 BIN := $(VENV)/bin
 # A stamp per stage; each is redone only when its own inputs changed.
 ENGINE := $(VENV)/.engine
@@ -38,7 +40,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(ENGINE): kvpop_vllm/cpu_env.py | $(BIN)/python
-	@$(BIN)/python -m kvpop_vllm.cpu_env
+	@$(BIN)/python -m kvpop_vllm.cpu_env $(VLLM)
 	@touch $@
 
 $(PACKAGE): pyproject.toml setup.py $(ENGINE)
@@ -143,4 +145,4 @@ $(PROMETHEUS)/usr/bin/prometheus:
 	@cd $(PROMETHEUS) && dpkg -x prometheus_*.deb . && rm -rf prometheus_*.deb lists cache
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvpop_vllm/_C*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info kvpop_vllm/_C*.so .pytest_cache .ruff_cache .hypothesis
