@@ -26,10 +26,10 @@ PROMETHEUS := build/prometheus
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | browser | gpu | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | newest | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | browser | gpu | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -80,11 +80,15 @@ browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { echo "[browser] Chromium" && \
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
 
-nightly: lm-eval peers test-all oldest-triton mutations
+nightly: lm-eval peers test-all oldest-triton mutations newest
 
 # Plants faults, and fails where no test finds one. MUTATIONS: words that files or faults must contain.
 mutations: setup
 	@$(BIN)/python tests/mutations.py $(MUTATIONS)
+
+# Newest releases within the bounds of pyproject.toml, and beyond them. PACKAGES: names of dependencies, all if empty.
+newest: model
+	@$(BIN)/python tests/newest.py $(PACKAGES)
 
 $(SANITIZED): $(SOURCES) setup.py $(PACKAGE)
 	@mkdir -p $(@D)

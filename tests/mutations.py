@@ -274,8 +274,6 @@ def copied(target: Path) -> Path:
     for extension in (ROOT / "kvpop_vllm").glob("_C*.so"):
         shutil.copy2(extension, target / "kvpop_vllm")
     (target / "kvpop_vllm/kernels/triton").symlink_to(target / TRITON)  # else the installed kernels are imported
-    setup = target / "setup.py"  # quick to compile
-    setup.write_text(setup.read_text().replace('"-O3"', '"-Og"'))
     return target
 
 
@@ -342,6 +340,8 @@ def main() -> int:
     failed, stale = 0, None
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = copied(Path(folder))
+        setup = tree / "setup.py"  # quick to compile
+        setup.write_text(setup.read_text().replace('"-O3"', '"-Og"'))
         for tests in dict.fromkeys(row.tests for row in chosen):
             interpreted = any(row.tests == tests and row.file.startswith(TRITON) for row in chosen)
             if run(tree, tests, interpreted).returncode:
