@@ -1,4 +1,4 @@
-# Everything for a machine without a GPU: `make demo`, `make test`, `make test-all`. PYTHON may be any Python from 3.10 to 3.12.
+# Everything for a machine without a GPU: `make demo`, `make test`, `make test-all`. PYTHON may be Python 3.11 or 3.12.
 
 PYTHON ?= python3
 DEMO_MODEL := models/SmolLM2-135M-Instruct
@@ -35,8 +35,8 @@ setup: $(EXTENSION)
 
 $(BIN)/python:
 	@echo "[setup] virtual environment in $(VENV)"
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' \
-	    || { echo "Python 3.10 to 3.12 is needed: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+	    || { echo "Python 3.11 or 3.12 is needed: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
 $(ENGINE): kvpop_vllm/cpu_env.py | $(BIN)/python
@@ -88,7 +88,7 @@ mutations: setup
 
 # Newest releases within the bounds of pyproject.toml, and beyond them. PACKAGES: names of dependencies, all if empty.
 newest: model
-	@$(BIN)/python tests/newest.py $(PACKAGES)
+	@WORKERS=$(WORKERS) $(BIN)/python tests/newest.py $(PACKAGES)
 
 $(SANITIZED): $(SOURCES) setup.py $(PACKAGE)
 	@mkdir -p $(@D)

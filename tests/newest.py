@@ -35,6 +35,8 @@ from packaging.version import Version
 from kvpop_vllm import cpu_env
 
 BUILD = ROOT / "build/newest"
+WORKERS = os.environ.get("WORKERS", "2")
+"""Test modules that run side by side, as for ``make test``."""
 PROJECT = "pyproject.toml"
 STATED = (PROJECT, "kvpop_vllm/supported.py")
 """Files that state bounds."""
@@ -172,7 +174,7 @@ def run_tests(python: Path, tree: Path, tests: Sequence[str], log: Path) -> Outc
     report = log.with_suffix(".xml")
     report.unlink(missing_ok=True)
     options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    workers = ["-n", "2", "--dist", "loadscope"]
+    workers = ["-n", WORKERS, "--dist", "loadscope"]
     surroundings = os.environ | {"OMP_WAIT_POLICY": "passive"}
     with log.open("w") as file:
         command = [python, "-m", "pytest", *options, *workers, *tests]
