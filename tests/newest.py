@@ -3,9 +3,10 @@
 The dependencies and their bounds are those of ``pyproject.toml``. Each environment is made in ``build/newest``, has
 a copy of the working tree in place, with C++ kernels built for its torch, and runs the quick tests. There is one with
 the newest releases that the bounds allow, and one for each release that is newer than its bounds allow, in which the
-bound is lifted. The newest torch has one as well, because the first has torch for CPUs. These environments hold no
-vLLM, which would choose the versions of the others, so tests that need it are left out there. They run with the newest
-vLLM in the environment of ``make setup VLLM=...``. A vLLM that this cannot install is read (``vllm_glue/contract.py``).
+bound is lifted and the others are as installed here. The newest torch has one as well, because the first has torch
+for CPUs. These environments hold no vLLM, which would choose the versions of the others, so tests that need it are
+left out there. They run with the newest vLLM in the environment of ``make setup VLLM=...``. A vLLM that this cannot
+install is read (``vllm_glue/contract.py``).
 
 The last lines are a table with a line per release. The exit code is 1 if a release within the bounds breaks a test.
 """
@@ -22,6 +23,7 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -212,12 +214,12 @@ def try_together(tree: Path, chosen: Sequence[Release]) -> dict[Release, Outcome
 
 
 def try_alone(tree: Path, release: Release) -> Outcome:
-    """Try a release in an environment with the newest others that the bounds allow."""
+    """Try a release with the other dependencies as they are installed here, so that what breaks is its doing."""
     project = project_of(tree)
     if release.beyond:
         lift(tree, release)
     name = f"{release.name}-{release.version}"
-    pins = {"torch": cpu_env.TORCH, release.name: release.version}
+    pins = {package: metadata.version(package) for package in dependencies(project)} | {release.name: release.version}
     python = environment(BUILD / name, tree, lines(project, pins))
     if python is None:
         return Outcome("pip cannot install or build it (see above)", False)
