@@ -44,7 +44,9 @@ STATED = (PROJECT, "kvpop_vllm/supported.py")
 """Files that state bounds."""
 EXTRAS = ("test", "demo", "distill")
 SERVING = ("tests/engine", "tests/server")
-"""Tests that need vLLM. Elsewhere modules that import it do."""
+"""Tests that need vLLM, as do other modules that import it or helpers of these."""
+LEFT_OUT = (*SERVING, "tests/bench", "tests/imports", "tests/test_cpu_env.py")
+"""Tests that need vLLM, or are about servers' clients or about the repository, of which the tree is a copy."""
 
 
 class Release(NamedTuple):
@@ -64,7 +66,12 @@ class Release(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it: a line of text, and whether nothing broke."""
+    """Result of a run of tests.
+
+    Attributes:
+        text: one line.
+        right: whether nothing broke.
+    """
 
     text: str
     right: bool
@@ -143,10 +150,10 @@ def project_of(tree: Path) -> dict:
 
 
 def without_vllm(tree: Path) -> list[str]:
-    """Return the test modules of a tree that need no vLLM."""
-    imports = re.compile(r"^\s*(from|import) (vllm|kvpop_vllm\.vllm_glue)\b", re.MULTILINE)
+    """Return the test modules of a tree that need no vLLM, except `LEFT_OUT`."""
+    imports = re.compile(r"^\s*(from|import) (vllm|engine|kvpop_vllm\.vllm_glue)\b", re.MULTILINE)
     modules = (path.relative_to(tree).as_posix() for path in sorted(tree.glob("tests/**/test_*.py")))
-    return [name for name in modules if not name.startswith(SERVING) and not imports.search((tree / name).read_text())]
+    return [name for name in modules if not name.startswith(LEFT_OUT) and not imports.search((tree / name).read_text())]
 
 
 def environment(folder: Path, tree: Path, requirements: Iterable[str]) -> Path | None:

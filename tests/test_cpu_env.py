@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -109,4 +110,4 @@ def test_make_gives_each_vllm_its_own_environment(options, folder, series):
     surroundings = {name: value for name, value in os.environ.items() if name not in ("VLLM", "MAKEFLAGS")}
     printed = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, check=True).stdout
     assert f"{folder}/bin/python -m kvpop_vllm.cpu_env {series}\n" in printed
-    assert {word.split("/")[0] for word in printed.split() if word.startswith(".venv")} == {folder}
+    assert set(re.findall(r"\.venv[^/\s\"]*", printed)) == {folder}

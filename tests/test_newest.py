@@ -46,7 +46,7 @@ def test_environments_have_no_vllm_and_one_version_is_chosen():
     assert not [line for line in lines if line.startswith("vllm")]
     modules = newest.without_vllm(ROOT)
     assert {"tests/hf/test_cache.py", "tests/kernels/test_decode_step.py"} < set(modules)
-    assert not {"tests/test_refusals.py", "tests/engine/test_doctor.py"} & set(modules)
+    assert not {"tests/test_refusals.py", "tests/engine/test_doctor.py", "tests/hf/test_engine.py"} & set(modules)
 
 
 def test_a_bound_is_lifted_wherever_it_is_stated(tmp_path):
