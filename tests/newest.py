@@ -14,6 +14,7 @@ The last lines are a table with a line per release. The exit code is 1 if a rele
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -151,9 +152,19 @@ def project_of(tree: Path) -> dict:
 
 def without_vllm(tree: Path) -> list[str]:
     """Return the test modules of a tree that need no vLLM, except `LEFT_OUT`."""
-    imports = re.compile(r"^\s*(from|import) (vllm|engine|kvpop_vllm\.vllm_glue)\b", re.MULTILINE)
-    modules = (path.relative_to(tree).as_posix() for path in sorted(tree.glob("tests/**/test_*.py")))
-    return [name for name in modules if not name.startswith(LEFT_OUT) and not imports.search((tree / name).read_text())]
+    modules = {path.relative_to(tree).as_posix(): path for path in sorted(tree.glob("tests/**/test_*.py"))}
+    return [name for name, path in modules.items() if not name.startswith(LEFT_OUT) and not needs_vllm(tree, path)]
+
+
+@functools.cache
+def needs_vllm(tree: Path, module: Path) -> bool:
+    """Return whether a test module imports vLLM, or a helper in ``tests`` that does."""
+    text = module.read_text(encoding="utf-8")
+    imported = re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE)
+    if any(re.match(r"(vllm|kvpop_vllm\.vllm_glue)\b", name) for name in imported):
+        return True
+    helpers = [tree.joinpath("tests", *name.split(".")).with_suffix(".py") for name in imported]
+    return any(needs_vllm(tree, helper) for helper in helpers if helper.is_file() and helper != module)
 
 
 def environment(folder: Path, tree: Path, requirements: Iterable[str]) -> Path | None:
