@@ -29,6 +29,20 @@ SERVING, TRITON_PREFILL = "tests/kernels/test_triton_serving.py", "tests/kernels
 
 
 FAULTS = {
+    # Environments
+    "kvpop_vllm/cpu_env.py": [
+        # machine code for CUDA
+        ('package == "vllm" and «not is_compiled(name) and →»not', "tests/test_cpu_env.py -k new_python"),
+        # what a GPU needs
+        (
+            'engine_requirements(ours.get_all("Requires-Dist")«, GPU_DISTRIBUTIONS→»)',
+            "tests/test_cpu_env.py -k installs",
+        ),
+    ],
+    "tests/newest.py": [
+        ("    if failed«→ and not code»:\n", "tests/test_newest.py -k outcomes"),
+        ("if Version(latest) «>→<» Version(allowed)", "tests/test_newest.py -k within"),
+    ],
     # Reference kernels
     f"{REFERENCE}/decode_step.py": [
         # of equal scores the newer leaves
