@@ -44,6 +44,8 @@ PROJECT = "pyproject.toml"
 STATED = (PROJECT, "kvpop_vllm/supported.py")
 """Files that state bounds."""
 EXTRAS = ("test", "demo", "distill")
+UNSAID = ("ninja", "triton")
+"""Packages that the dependencies bring, but not without vLLM and with torch for CPUs."""
 SERVING = ("tests/engine", "tests/server")
 """Tests that need vLLM, as do other modules that import it or helpers of these."""
 LEFT_OUT = (*SERVING, "tests/bench", "tests/imports", "tests/test_cpu_env.py")
@@ -133,7 +135,7 @@ def lines(project: Mapping, pins: Mapping[str, str]) -> list[str]:
     wanted = {name: name + bounds for name, bounds in dependencies(project).items()}
     wanted |= {name: f"{name}=={version}" for name, version in pins.items()}
     del wanted["vllm"]
-    return [*wanted.values(), *extras, *project["build-system"]["requires"], "ninja"]
+    return [*wanted.values(), *extras, *project["build-system"]["requires"], *UNSAID]
 
 
 def lift(tree: Path, release: Release) -> None:
