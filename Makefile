@@ -1,4 +1,4 @@
-# Everything for a machine without a GPU: `make demo`, `make test`, `make test-all`. PYTHON may be any Python from 3.10 to 3.12.
+# Everything for a machine without a GPU: `make demo`, `make test`, `make test-all`. PYTHON may be Python 3.11 or 3.12.
 
 PYTHON ?= python3
 DEMO_MODEL := models/SmolLM2-135M-Instruct
@@ -12,7 +12,9 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
 
-VENV := .venv
+# vLLM to test with. Another than the first has an environment of its own: `make setup VLLM=0.33`, `make test VLLM=0.33`.
+VLLM ?= 0.32
+VENV := .venv$(patsubst %,-%,$(filter-out 0.32,$(VLLM)))
 BIN := $(VENV)/bin
 # A stamp per stage; each is redone only when its own inputs changed.
 ENGINE := $(VENV)/.engine
@@ -24,21 +26,21 @@ PROMETHEUS := build/prometheus
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | browser | gpu | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | newest | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | browser | gpu | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
 $(BIN)/python:
 	@echo "[setup] virtual environment in $(VENV)"
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' \
-	    || { echo "Python 3.10 to 3.12 is needed: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+	    || { echo "Python 3.11 or 3.12 is needed: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
 $(ENGINE): kvpop_vllm/cpu_env.py | $(BIN)/python
-	@$(BIN)/python -m kvpop_vllm.cpu_env
+	@$(BIN)/python -m kvpop_vllm.cpu_env $(VLLM)
 	@touch $@
 
 $(PACKAGE): pyproject.toml setup.py $(ENGINE)
@@ -78,11 +80,15 @@ browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { echo "[browser] Chromium" && \
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
 
-nightly: lm-eval peers test-all oldest-triton mutations
+nightly: lm-eval peers test-all oldest-triton mutations newest
 
 # Plants faults, and fails where no test finds one. MUTATIONS: words that files or faults must contain.
 mutations: setup
 	@$(BIN)/python tests/mutations.py $(MUTATIONS)
+
+# Newest releases within the bounds of pyproject.toml, and beyond them. PACKAGES: names of dependencies, all if empty.
+newest: model
+	@WORKERS=$(WORKERS) $(BIN)/python tests/newest.py $(PACKAGES)
 
 $(SANITIZED): $(SOURCES) setup.py $(PACKAGE)
 	@mkdir -p $(@D)
@@ -143,4 +149,4 @@ $(PROMETHEUS)/usr/bin/prometheus:
 	@cd $(PROMETHEUS) && dpkg -x prometheus_*.deb . && rm -rf prometheus_*.deb lists cache
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvpop_vllm/_C*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info kvpop_vllm/_C*.so .pytest_cache .ruff_cache .hypothesis

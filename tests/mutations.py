@@ -29,6 +29,20 @@ SERVING, TRITON_PREFILL = "tests/kernels/test_triton_serving.py", "tests/kernels
 
 
 FAULTS = {
+    # Environments
+    "kvpop_vllm/cpu_env.py": [
+        # machine code for CUDA
+        ('package == "vllm" and «not is_compiled(name) and →»not', "tests/test_cpu_env.py -k new_python"),
+        # what a GPU needs
+        (
+            'engine_requirements(ours.get_all("Requires-Dist")«, GPU_DISTRIBUTIONS→»)',
+            "tests/test_cpu_env.py -k installs",
+        ),
+    ],
+    "tests/newest.py": [
+        ("    if failed«→ and not code»:\n", "tests/test_newest.py -k outcomes"),
+        ("if Version(latest) «>→<» Version(allowed)", "tests/test_newest.py -k within"),
+    ],
     # Reference kernels
     f"{REFERENCE}/decode_step.py": [
         # of equal scores the newer leaves
@@ -274,8 +288,6 @@ def copied(target: Path) -> Path:
     for extension in (ROOT / "kvpop_vllm").glob("_C*.so"):
         shutil.copy2(extension, target / "kvpop_vllm")
     (target / "kvpop_vllm/kernels/triton").symlink_to(target / TRITON)  # else the installed kernels are imported
-    setup = target / "setup.py"  # quick to compile
-    setup.write_text(setup.read_text().replace('"-O3"', '"-Og"'))
     return target
 
 
@@ -342,6 +354,8 @@ def main() -> int:
     failed, stale = 0, None
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = copied(Path(folder))
+        setup = tree / "setup.py"  # quick to compile
+        setup.write_text(setup.read_text().replace('"-O3"', '"-Og"'))
         for tests in dict.fromkeys(row.tests for row in chosen):
             interpreted = any(row.tests == tests and row.file.startswith(TRITON) for row in chosen)
             if run(tree, tests, interpreted).returncode:

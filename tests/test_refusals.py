@@ -555,7 +555,6 @@ ARGUMENTS = [
     ("--dtype bfloat16 or float32", {"dtype": "float16"}),
     ("--block-size 8", {"block_size": 8}),
     ("(fp8", {"kv_cache_dtype": "fp8"}),
-    ("leave --kv-cache-dtype out", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}),
     ("--enable-prefix-caching has nothing to share while prompts are evicted from", {"enable_prefix_caching": True}),
 ]
 POLICIES = [
@@ -613,6 +612,12 @@ def test_asynchronous_scheduling_on_a_cpu(configure, llama):
     """Asynchronous scheduling is switched off by vLLM, with a policy or without."""
     for policy in (STREAMING, None):
         assert not configure(llama, policy, async_scheduling=True).scheduler_config.async_scheduling
+
+
+def test_a_cache_dtype_beside_another_of_the_model(configure, llama):
+    """Since 0.33 vLLM itself refuses it, with a policy or without."""
+    with pytest.raises(ValueError, match="leave --kv-cache-dtype out|set `--kv-cache-dtype` to `auto`"):
+        configure(llama, STREAMING, dtype="float32", kv_cache_dtype="bfloat16")
 
 
 def test_a_cache_dtype_of_the_checkpoint(configure, folder):

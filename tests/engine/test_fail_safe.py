@@ -6,6 +6,7 @@ Each vLLM here really is another: a copy of the installed one with a change.
 from __future__ import annotations
 
 import json
+from importlib import metadata
 
 import pytest
 from engine.broken_vllm import copy, run, serve
@@ -14,6 +15,7 @@ from engine.tiny_engine import generate
 from kvpop_vllm.testing import write_tiny_model
 
 CORE, SELECTOR, ENGINE_POLICY = "v1/engine/core.py", "v1/attention/selector.py", "kvpop_vllm.vllm_glue.engine_policy"
+RELEASED = metadata.version("vllm").removesuffix("+cpu")
 PREPROCESS = "def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:"
 BROKEN = {
     "a missing function": (
@@ -27,7 +29,7 @@ BROKEN = {
         "install a stock vllm>=0.32,<0.34",
     ),
     "an unsupported version": (
-        {"_version.py": ("'0.32.0'", "'0.34.0'")},
+        {"_version.py": (f"'{RELEASED}'", "'0.34.0'")},
         "vLLM 0.34.0 is not supported: install vllm>=0.32,<0.34",
     ),
     "a module that cannot be imported": (
