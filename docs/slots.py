@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 OUT = Path(__file__).with_suffix(".svg")
-WIDTH, HEIGHT = 830, 232
+WIDTH, HEIGHT = 760, 232
 CELL, GAP, LEFT, TOP = 36, 4, 96, 58
 SINKS, WINDOW, LAST = 2, 8, 99
 """Sinks and window in slots, and the position of the newest token."""
