@@ -57,13 +57,13 @@ def bench_plot(options) -> None:
         chosen = selected if options.commit or options.machine else "newest measurement"
         raise ConfigError(f"{path}: the {chosen} has no compiled run of stock vLLM: run `make bench`")
     answers = read_answers(results / ANSWERS)
-    where = "{machine}, {threads} thread(s), vLLM {vllm}, {date}, commit {commit}".format(**measurement)
+    source = "{machine}, {threads} thread(s), vLLM {vllm}, {date}, commit {commit}".format(**measurement)
     out.mkdir(parents=True, exist_ok=True)
     drawing = Figure(figsize=(8, 3.9), layout="constrained", facecolor="white")
     draw(drawing, rows, answers)
     write_figure(out / FIGURE, drawing)
-    write_whole(out / TABLE, f"{table(rows)}\n{where}\n")
-    print(f"{out / TABLE} and {out / FIGURE} show {len(rows)} settings of {where}")
+    write_whole(out / TABLE, f"{table(rows)}\n{source}\n")
+    print(f"{out / TABLE} and {out / FIGURE} show {len(rows)} settings of {source}")
 
 
 def table(rows: list[dict]) -> str:
@@ -148,10 +148,10 @@ def read_answers(path: Path) -> dict[str, dict[float, tuple[float, ...]]]:
     curves: dict[str, dict[float, tuple[float, ...]]] = {}
     for line, row in _rows(path, {"policy", "equal", "compression", *SHARES}, advice):
         if row["equal"] == "k" or row["policy"] == "dense":
-            where = f"{path}, line {line}"
-            shares = tuple(_number(row[name], f"{where}, {name}", least=0) for name in SHARES)
+            place = f"{path}, line {line}"
+            shares = tuple(_number(row[name], f"{place}, {name}", minimum=0) for name in SHARES)
             name = NAMES.get(row["policy"], row["policy"])
-            curves.setdefault(name, {})[_number(row["compression"], f"{where}, compression")] = shares
+            curves.setdefault(name, {})[_number(row["compression"], f"{place}, compression")] = shares
     if 1 not in curves.get("dense", ()):
         raise ConfigError(f"{path} holds no answers of the dense model: {advice}")
     return curves
@@ -219,13 +219,13 @@ def _rows(path: Path, columns: set[str], advice: str) -> list[tuple[int, dict]]:
     return list(enumerate(rows, start=2))
 
 
-def _number(text: str | None, where: str, least: float | None = None) -> float:
-    """Return a number above 0, or at least ``least`` where that is given."""
+def _number(text: str | None, place: str, minimum: float | None = None) -> float:
+    """Return a number above 0, or at least ``minimum`` where that is given."""
     try:
         value = float(text or "nothing")
     except ValueError:
         value = math.nan
-    if not (0 < value < math.inf if least is None else least <= value < math.inf):
-        bound = "above 0" if least is None else f"of at least {least}"
-        raise ConfigError(f"{where}: {text!r} is not a number {bound}")
+    if not (0 < value < math.inf if minimum is None else minimum <= value < math.inf):
+        bound = "above 0" if minimum is None else f"of at least {minimum}"
+        raise ConfigError(f"{place}: {text!r} is not a number {bound}")
     return value

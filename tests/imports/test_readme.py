@@ -55,9 +55,9 @@ def test_every_figure_and_table_names_its_command():
     }
     pictures = re.findall(r"!\[|<img", readme.README)
     assert len(pictures) == 3
-    for what, command in named.items():
-        (section,) = (part for part in readme.README.split("\n## ") if what in part)
-        assert command in section, what
+    for shown, command in named.items():
+        (section,) = (part for part in readme.README.split("\n## ") if shown in part)
+        assert command in section, shown
 
 
 def test_the_picture_of_slots_is_what_its_script_draws():
@@ -113,9 +113,9 @@ def test_names_exist():
     ]
     for folders, _ in readme.table("folder"):
         assert all((ROOT / name.strip("`")).is_dir() for name in folders.split(", "))
-    others = {"dense", "kv_report", ".venv", ".venv/bin", f"torch=={cpu_env.TORCH}", "KVpopCache", "LLM(...)", "make"}
+    words = {"dense", "kv_report", ".venv", ".venv/bin", f"torch=={cpu_env.TORCH}", "KVpopCache", "LLM(...)", "make"}
     for span in readme.spans():
-        exists = span in {*policies.POLICIES, *FLAGS.values(), *others} or (ROOT / span).exists()
+        exists = span in {*policies.POLICIES, *FLAGS.values(), *words} or (ROOT / span).exists()
         assert exists or span.split()[0] in readme.PROGRAMS, span
     assert f"`torch=={cpu_env.TORCH}`" in readme.README
     versions = re.search(r"\(3, (\d+)\) <= sys.version_info\[:2\] <= \(3, (\d+)\)", (ROOT / "Makefile").read_text())
@@ -133,10 +133,10 @@ def median(rows: list[dict], name: str) -> float:
     return statistics.median(float(row[name]) for row in rows)
 
 
-def csv_rows(file: str, **wanted) -> list[dict]:
+def csv_rows(file: str, **values) -> list[dict]:
     """Return the rows of a recorded CSV file with these values."""
     with (RESULTS / file).open(newline="") as lines:
-        return [row for row in csv.DictReader(lines) if all(row[name] == value for name, value in wanted.items())]
+        return [row for row in csv.DictReader(lines) if all(row[name] == value for name, value in values.items())]
 
 
 def divergence(file: str, length: int, policy: str) -> float:
@@ -150,7 +150,7 @@ def divergence(file: str, length: int, policy: str) -> float:
 
 
 def test_results_are_the_recorded_ones():
-    """Each row of the table is made anew from the files of benchmarks/results."""
+    """Each row of the table follows from the files of benchmarks/results."""
     _, steps = newest(RESULTS / "decode.csv", MEASURED)
     names = "dense", "streaming-llm", "kvpop"
     decode = {(r["requests"], r["context"], r["configuration"].partition(",")[0]): r for r in steps}
