@@ -14,7 +14,7 @@ PROGRAMS = "kvpop", "vllm", "make", "python", "pip", "curl"
 
 def blocks(language: str) -> list[str]:
     """Return the code blocks of a language, ``""`` for those without one."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+    return [code for name, code in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S) if name == language]
 
 
 def prose() -> str:

@@ -45,7 +45,7 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("models", "examples", "LICENSE"):
         (folder / name).symlink_to(readme.ROOT / name)
-    passage = (readme.ROOT / "tests/data/hamlet.txt").read_text(encoding="utf-8")[:2500]
+    passage = (readme.ROOT / "tests/data/hamlet.txt").read_text(encoding="utf-8")[:1400]
     (folder / "handbook.txt").write_text(passage, encoding="utf-8")
     (compact,) = (text for text in COMMANDS if text.startswith("kvpop compact "))
     run(folder, compact)
