@@ -182,7 +182,7 @@ def add_bench(commands: Commands) -> None:
     """Add ``kvpop bench``."""
     command = add_command(commands, "bench", "what the scripts in benchmarks/ measured")
     group = command.add_subparsers(metavar="ACTION", required=True)
-    plot = add_command(group, "plot", "draw their CSV files as one figure, and write one table", bench_plot)
+    plot = add_command(group, "plot", "draw one figure of decode times and of answers, and write one table", bench_plot)
     plot.add_argument("--results", default="benchmarks/results", metavar="DIR", help="folder of the CSV files")
     plot.add_argument("--out", metavar="DIR", help="folder to write figure.png and table.md (default: the same)")
     plot.add_argument("--commit", help="the measurement of this commit, rather than the newest")

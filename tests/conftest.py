@@ -23,6 +23,7 @@ LONGEST_FIRST = (
     "bench/test_soak.py",
     "server/test_faults.py",
     "server/test_observability.py",
+    "server/test_readme.py",
     "engine/test_cartridges.py",
 )
 """Modules that run first because they would leave other workers idle at the end.

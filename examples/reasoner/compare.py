@@ -4,13 +4,14 @@
 
 trains each policy that is trained, all on as many problems; chooses the window of each training-free policy on
 validation problems; solves test problems under all of them; and writes runs/summary.md (all kinds together),
-runs/table.md (each kind) and runs/figure.png. Records that are there already are not made again, and a stopped
-training goes on. Records of other problems or settings are refused.
+runs/table.md (each kind) and runs/answers.csv, which `kvpop bench plot` draws. Records that are there already are not
+made again, and a stopped training goes on. Records of other problems or settings are refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import subprocess
 import sys
@@ -19,8 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-
-from matplotlib.figure import Figure
 
 from kvpop_vllm.argument_types import positive
 from kvpop_vllm.evaluation.output import markdown_table, read_records
@@ -38,7 +37,7 @@ WINDOWS = 16, 32, 64
 COMPRESSIONS = {4: (2, 4), 8: (6, 8)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
 MEASURES = {"exact": "exact answers", "before_error": "share of a solution before its first error"}
-"""Measures of the summary and the figure."""
+"""Measures of the summary."""
 
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing"
 BUDGETS = "--window 24 --topk 244 108 154 108 192"
@@ -130,7 +129,7 @@ class Comparison:
         self._solve(calls, self.rows)
 
     def report(self, against: str) -> None:
-        """Write the tables and the figure of all records; differences are from the policy ``against``."""
+        """Write the tables of all records; differences are from the policy ``against``."""
         records = self._records()
         (self.folder / "table.md").write_text(markdown_table(summarise_reasoning(records, against), REASONING_COLUMNS))
         pooled = [one | {"kind": "all", "unit": f"{one['kind']} {one['unit']}"} for one in records]
@@ -138,10 +137,8 @@ class Comparison:
         measures = MEASURES | {"difference": f"exact answers less those of {against}, of the same problems"}
         tables = (f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items())
         (self.folder / "summary.md").write_text("\n".join(tables))
-        drawing = Figure(layout="constrained", figsize=(11, 4.8))
-        draw(drawing, curves)
-        drawing.savefig(self.folder / "figure.png", dpi=120)
-        print(f"{self.folder} holds summary.md, table.md, figure.png")
+        write_answers(self.folder / "answers.csv", curves)
+        print(f"{self.folder} holds summary.md, table.md, answers.csv")
 
     def _records(self) -> list[dict]:
         """Return the records of the test problems; a trained policy has its name here."""
@@ -255,30 +252,16 @@ def summary(curves: dict[tuple[str, str], dict[int, dict]], value: str) -> str:
     return markdown_table(lines, ("policy", "equal", *times.values()))
 
 
-def draw(drawing: Figure, curves: dict[tuple[str, str], dict[int, dict]]) -> None:
-    """Draw exact answers, and what goes right before the first error, against compression at equal k."""
-    axes = drawing.subplots(1, 2, sharey=True)
-    for axis, (value, title) in zip(axes, MEASURES.items(), strict=True):
-        for (name, equal), curve in sorted(curves.items(), key=lambda one: one[0][0] not in TRAINED):
-            if 1 in curve:
-                if name == DENSE:
-                    axis.axhline(curve[1][value], color="black", linestyle=":", label=name)
-            elif equal == "k":
-                middles = [curve[c][value] for c in sorted(curve)]
-                ends = [curve[c].get(value + INTERVAL, (curve[c][value],) * 2) for c in sorted(curve)]
-                reach = [[max(0, y - e[0]), max(0, e[1] - y)] for y, e in zip(middles, ends, strict=True)]
-                trained = name in TRAINED
-                style = (
-                    {"linewidth": 1.8, "marker": "o"} if trained else {"linewidth": 1, "linestyle": "--", "marker": "."}
-                )
-                axis.errorbar(sorted(curve), middles, list(zip(*reach, strict=True)), capsize=2, label=name, **style)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(compressions_of(curves), map(str, compressions_of(curves)))
-        axis.minorticks_off()
-        axis.set(xlabel="times less cache than a worked solution takes, prompt aside", ylim=(-0.03, 1.03))
-        axis.set_title(title.capitalize(), fontsize=10)
-    handles, labels = axes[0].get_legend_handles_labels()
-    drawing.legend(handles, labels, loc="outside right center", fontsize=8)
+def write_answers(path: Path, curves: dict[tuple[str, str], dict[int, dict]]) -> None:
+    """Write the share of exact answers, with its interval, of each policy and compression as CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("policy", "equal", "compression", "problems", "exact", "low", "high"))
+        for (policy, equal), curve in sorted(curves.items()):
+            for compression, line in sorted(curve.items()):
+                interval = line.get(f"exact{INTERVAL}", (line["exact"],) * 2)
+                shares = (f"{share:.4f}" for share in (line["exact"], *interval))
+                writer.writerow((policy, equal, compression, line["problems"], *shares))
 
 
 def main(given: list[str] | None = None) -> None:

@@ -1,0 +1,144 @@
+"""Bare function words as names, and three words of prose: what is counted, and how often they occur today.
+
+`python tests/words.py` prints :data:`COUNTS` as it should be now, `python tests/words.py WORD` where a word occurs.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FUNCTION_WORDS = frozenset(
+    "asked at behind beside both each found given held here kept known least made meant most of others own said seen some "
+    "such taken them there these those told wanted what where which whole".split()
+)
+"""Words that say nothing of what a variable, a parameter or a field holds."""
+PROSE_WORDS = "behind", "beside", "anew"
+"""Words of which plain English has better ones: after, next to, again."""
+LOG = "LOG.md", "docs/log/"
+"""Documents whose words are not counted."""
+COUNTS: dict[str, int] = {
+    "name asked": 106,
+    "name at": 100,
+    "name behind": 13,
+    "name beside": 7,
+    "name both": 11,
+    "name each": 143,
+    "name found": 380,
+    "name given": 70,
+    "name held": 133,
+    "name here": 12,
+    "name kept": 106,
+    "name known": 43,
+    "name least": 30,
+    "name made": 67,
+    "name most": 68,
+    "name of": 15,
+    "name others": 27,
+    "name own": 365,
+    "name said": 40,
+    "name seen": 136,
+    "name some": 9,
+    "name taken": 9,
+    "name them": 2,
+    "name there": 32,
+    "name those": 6,
+    "name told": 79,
+    "name wanted": 19,
+    "name what": 23,
+    "name where": 38,
+    "name which": 7,
+    "name whole": 60,
+    "prose anew": 19,
+    "prose behind": 258,
+    "prose beside": 87,
+}
+"""Uses of each word today: names of tracked Python files, words of docstrings, comments and documents.
+
+They may only be lowered. :mod:`tests.imports.test_words` fails where one has risen, and where one has fallen and is not
+lowered here.
+"""
+
+
+def tracked(*patterns: str) -> list[str]:
+    """Return the tracked files that match patterns of git, relative to the repository."""
+    run = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line for line in run.stdout.splitlines() if (ROOT / line).exists()]
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the bare function words that a module binds as variables, parameters or fields, each with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            name = node.name or ""
+        else:
+            continue
+        if name.strip("_") in FUNCTION_WORDS:
+            yield name.strip("_"), node.lineno
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the strings that document modules, classes, functions and attributes, each with its line."""
+    for node in ast.walk(tree):
+        for statement in body if isinstance(body := getattr(node, "body", None), list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                if isinstance(statement.value.value, str):
+                    yield statement.lineno, statement.value.value
+
+
+def comments(file: str, text: str) -> Iterator[tuple[int, str]]:
+    """Yield the comments of a source file, each with its line."""
+    if file.endswith(".py"):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+    else:
+        pattern = r"//[^\n]*|/\*.*?\*/" if file.endswith((".cpp", ".h")) else r"(?:^|\s)#[^\n]*"
+        for match in re.finditer(pattern, text, re.S | re.M):
+            yield text.count("\n", 0, match.start()) + 1, match[0]
+
+
+def prose_uses(text: str, line: int = 1) -> Iterator[tuple[str, int]]:
+    """Yield the words of :data:`PROSE_WORDS` in a text that begins at a line, each with its line."""
+    for match in re.finditer(rf"\b(?:{'|'.join(PROSE_WORDS)})\b", text, re.I):
+        yield match[0].lower(), line + text.count("\n", 0, match.start())
+
+
+def uses() -> Iterator[tuple[str, str, int]]:
+    """Yield each use: a key of :data:`COUNTS`, the file and the line."""
+    for file in tracked("*.py"):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        yield from ((f"name {name}", file, line) for name, line in bound_names(tree))
+        for start, passage in (*docstrings(tree), *comments(file, text)):
+            yield from ((f"prose {word}", file, line) for word, line in prose_uses(passage, start))
+    for file in tracked("*.cpp", "*.h", "*.sh", "*.yml", "Makefile", "*.toml"):
+        for start, passage in comments(file, (ROOT / file).read_text(encoding="utf-8")):
+            yield from ((f"prose {word}", file, line) for word, line in prose_uses(passage, start))
+    for file in tracked("*.md"):
+        if not file.startswith(LOG):
+            text = (ROOT / file).read_text(encoding="utf-8")
+            text = re.sub(r"\]\([^)\s]*\)", "]", text)  # targets of links
+            yield from ((f"prose {word}", file, line) for word, line in prose_uses(text))
+
+
+if __name__ == "__main__":
+    if words := sys.argv[1:]:
+        for key, path, line in uses():
+            if key.split()[1] in words:
+                print(f"{path}:{line}: {key}")
+    else:
+        for key, number in sorted(Counter(key for key, *_ in uses()).items()):
+            print(f'    "{key}": {number},')
