@@ -54,6 +54,21 @@ def test_other_measures_of_engines(engines):
             assert float(engines[engine + key]["median"]) == pytest.approx(value, rel=0.006)
 
 
+def test_readme_says_the_same(engines):
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    rates = [
+        engines[(*engine, "64", "16384", "decoded tokens a second")] for engine in (("kvpop", "4096"), ("stock", ""))
+    ]
+    fast, slow = (f"{float(rate['median']):,.0f}" for rate in rates)
+    sentence = f"64 requests of 16,384 tokens decode {fast} tokens a second, and {slow} with a dense cache, of which 24 requests"
+    assert sentence in readme and rates[1]["note"] == "24 of 64 requests fit"
+    first = [
+        float(engines[(*engine, "1", "16384", "first token")]["median"])
+        for engine in (("kvpop", "4096"), ("stock", ""))
+    ]
+    assert f"First tokens take {first[0] / first[1]:.1f} times as long" in readme
+
+
 def test_attention():
     times = {(record["attention"], record["requests"], record["tokens"]): record for record in records("attention")}
     columns = ("FlashAttention 3", "16384"), ("FlashAttention 3", "65536")
