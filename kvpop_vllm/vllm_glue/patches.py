@@ -102,8 +102,8 @@ LEDGER = (
         "when the key holds additional_config, and platforms ask plugins about configs",
     ),
     Patch(
-        "vllm.v1.core.kv_cache_utils:get_kv_cache_groups",
-        "vllm_config, kv_cache_spec",
+        "vllm.v1.executor.abstract:Executor.get_kv_cache_specs",
+        "self",
         True,
         "A layer may bring an attention backend of its own, which is not asked for a policy, and vLLM would serve it with a dense "
         "cache: with a policy, refuses layers whose cache is not of the policy.",
@@ -366,7 +366,7 @@ def apply() -> None:
     wrap("vllm.engine.arg_utils:EngineArgs.from_cli_args", _from_cli_args)
     wrap("vllm.engine.arg_utils:EngineArgs.create_engine_config", _create_engine_config)
     wrap("vllm.v1.attention.selector:_cached_get_attn_backend", _cached_get_attn_backend)
-    wrap("vllm.v1.core.kv_cache_utils:get_kv_cache_groups", _get_kv_cache_groups)
+    wrap("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", _get_kv_cache_specs)
 
 
 def _add_cli_args(original, parser, *args, **kwargs):
@@ -431,10 +431,12 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     return vllm_config
 
 
-def _get_kv_cache_groups(original, vllm_config, kv_cache_spec, *args, **kwargs):
-    if requested(vllm_config):
-        refusals.check_layers(vllm_config, kv_cache_spec)
-    return original(vllm_config, kv_cache_spec, *args, **kwargs)
+def _get_kv_cache_specs(original, self, *args, **kwargs):
+    specs_of_workers = original(self, *args, **kwargs)
+    if requested(self.vllm_config):
+        for specs in specs_of_workers:
+            refusals.check_layers(specs)
+    return specs_of_workers
 
 
 def _publish() -> None:

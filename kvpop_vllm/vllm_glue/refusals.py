@@ -124,11 +124,10 @@ def _or_shorten(feature: Refused, model: Any) -> str:
     return f", or lower --max-model-len to the window of {window} tokens"
 
 
-def check_layers(vllm_config: Any, specs: Mapping[str, Any]) -> None:
+def check_layers(specs: Mapping[str, Any]) -> None:
     """Check that every layer with a cache has one of the policy.
 
     Args:
-        vllm_config: a ``vllm.config.VllmConfig`` with a policy.
         specs: vLLM's cache spec of each layer that has a cache, by the layer's name.
 
     Raises:
@@ -136,11 +135,11 @@ def check_layers(vllm_config: Any, specs: Mapping[str, Any]) -> None:
     """
     from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 
-    others = [name for name, spec in specs.items() if not isinstance(spec, FixedBudgetSpec)]
-    if others:
-        more = f" and {len(others) - 1} others" if len(others) > 1 else ""
+    uncovered = [name for name, spec in specs.items() if not isinstance(spec, FixedBudgetSpec)]
+    if uncovered:
+        more = f" and {len(uncovered) - 1} others" if len(uncovered) > 1 else ""
         refuse(
-            {f"layers that bring an attention backend of their own ({others[0]}{more}): leave --kv-policy out": True}
+            {f"layers that bring an attention backend of their own ({uncovered[0]}{more}): leave --kv-policy out": True}
         )
 
 
