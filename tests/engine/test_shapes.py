@@ -46,9 +46,9 @@ from kvpop_vllm.policies.base import ModelShape
 folders = {dict(zip(folders, map(str, folders.values()), strict=True))!r}
 print(json.dumps({{name: dataclasses.asdict(ModelShape.of(folder, {LENGTH})) for name, folder in folders.items()}}))
 """
-    found = subprocess.run([sys.executable, "-c", BLOCK + code], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    return {name: ModelShape(**shape) for name, shape in json.loads(found.stdout).items()}
+    process = subprocess.run([sys.executable, "-c", BLOCK + code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return {name: ModelShape(**shape) for name, shape in json.loads(process.stdout).items()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
