@@ -147,14 +147,14 @@ def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
     """
     text = text_config(config)
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    seen = {
+    features = {
         "MLA": getattr(text, "kv_lora_rank", None) is not None,
         "encoder-decoder": getattr(config, "is_encoder_decoder", False),
         "recurrent": not (SERVED_LAYERS | {"attention"}).issuperset(kinds),
         "sliding-window": getattr(config, "rswa_window", None),
     }
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
-    reasons += dict.fromkeys(feature.feature for feature in refused(text, seen, shape.max_model_len))
+    reasons += dict.fromkeys(feature.feature for feature in refused(text, features, shape.max_model_len))
     if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
 

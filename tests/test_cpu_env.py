@@ -66,19 +66,19 @@ def test_overlay_installs_as_a_cpu_build(overlay, tmp_path):
     options = ["-qq", "--no-index", "--no-deps", "--no-compile", "--target", str(tmp_path)]
     anywhere = overlay.rename(overlay.parent / "vllm-9.0.0+cpu-py3-none-any.whl")
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(anywhere)], check=True)
-    (found,) = metadata.distributions(path=[str(tmp_path)])
-    assert (found.name, found.version) == ("vllm", "9.0.0+cpu")
-    assert found.requires == [
+    (installed,) = metadata.distributions(path=[str(tmp_path)])
+    assert (installed.name, installed.version) == ("vllm", "9.0.0+cpu")
+    assert installed.requires == [
         "orjson>=3",
         "numpy",
         "torch==8.1+cpu; platform_machine == 'x86_64'",
         "intel-openmp==2",
     ]
-    assert [(each.name, each.value) for each in found.entry_points] == [("vllm", "vllm:main")]
-    packaged = [each for each in found.files if each.parts[0] == "vllm"]
+    assert [(entry_point.name, entry_point.value) for entry_point in installed.entry_points] == [("vllm", "vllm:main")]
+    packaged = [path for path in installed.files if path.parts[0] == "vllm"]
     assert len(packaged) == 4
-    for each in packaged:
-        assert f"sha256={each.hash.value}" == cpu_env.record_hash(each.locate().read_bytes())
+    for path in packaged:
+        assert f"sha256={path.hash.value}" == cpu_env.record_hash(path.locate().read_bytes())
 
 
 def test_versions_are_supported_and_pinned():

@@ -64,9 +64,9 @@ def test_outcomes_are_those_of_pytest(tmp_path):
     (tmp_path / "test_other.py").write_text("import absent\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     log, tests = tmp_path / "it.log", ["test_it.py", "test_other.py"]
-    found = newest.run_tests(Path(sys.executable), tmp_path, tests, log)
-    assert not found.right and set(found.text.split(": ")[1].split(", ")) == {"test_it (1)", "test_other (1)"}
-    assert found.text.startswith("2 failed, 1 passed, 1 skipped: ") and "No module named 'absent'" in log.read_text()
+    result = newest.run_tests(Path(sys.executable), tmp_path, tests, log)
+    assert not result.right and set(result.text.split(": ")[1].split(", ")) == {"test_it (1)", "test_other (1)"}
+    assert result.text.startswith("2 failed, 1 passed, 1 skipped: ") and "No module named 'absent'" in log.read_text()
 
 
 def test_a_report_without_failures(tmp_path):
@@ -79,11 +79,11 @@ def test_a_report_without_failures(tmp_path):
 
 
 def test_table():
-    found = {
+    outcomes = {
         Release("toy", "1.5", "<2", False): Outcome("3 passed, 0 skipped", True),
         Release("other", "2.0", "", True): Outcome("1 failed", False),
     }
-    assert list(newest.table(found)) == [
+    assert list(newest.table(outcomes)) == [
         "package  version  bounds          tests",
         "toy      1.5      <2      within  3 passed, 0 skipped",
         "other    2.0      none    beyond  ! 1 failed",

@@ -382,7 +382,9 @@ def test_a_scorer_of_another_model(model, scorer, written):
         assert key in message and repr(other) in message and "--kv-scorer" in message
     raw = json.loads((model / "config.json").read_text())
     (scorer / "config.json").write_text(json.dumps(raw | {"model_type": None}))
-    assert "model_type must be a string" in refusal(init_scorer, scorer, scorer / "new")
+    assert "has no 'model_type': give the folder of a decoder-only language model" in refusal(
+        init_scorer, scorer, scorer / "new"
+    )
 
 
 def test_a_gate_of_another_model(written):
@@ -471,7 +473,7 @@ def test_exports(exported, tmp_path, capsys):
     (model / INDEX).unlink()
     for kind in (None, 3, ["llama"], {"a": 1}):
         edit(model / "config.json", model_type=kind)
-        assert "cannot carry scorers" in exporting(capsys, model, adapter, out)
+        assert "has no 'model_type': give the folder" in exporting(capsys, model, adapter, out)
     assert not out.exists()
     out.mkdir()
     (out / "note.txt").write_text("mine")

@@ -40,7 +40,7 @@ class Place:
         return [*self.head, *corpus, *self.end]
 
     def asking(self, prompt: str) -> list[int]:
-        """Return the ids of a user's words behind the corpus, up to where the model's answer begins.
+        """Return the ids of a user's words after the corpus, up to where the model's answer begins.
 
         Raises:
             ConfigError: the chat template or the tokenizer joins the words with what is before them.
@@ -97,7 +97,7 @@ def special_ids(tokenizer) -> list[int]:
 
 
 def begin_of_text(tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
-    """Return the special ids with which a text begins, which it does not behind a cartridge in front of everything.
+    """Return the special ids with which a text begins; after a cartridge in front of everything it has none.
 
     Args:
         tokenizer: the model's.
@@ -113,7 +113,7 @@ def begin_of_text(tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
 
 
 def ids_behind(tokenizer, head: Sequence[int], prompt: str | list[dict]) -> list[int]:
-    """Return the ids of a text or of a chat behind a cartridge, up to where the model's answer begins.
+    """Return the ids of a text or of a chat after a cartridge, up to where the model's answer begins.
 
     Args:
         tokenizer: the model's.

@@ -13,7 +13,7 @@ from kvpop_vllm.supported import SCALED_BY_POSITION
 STATIC = ("default", "linear", "llama3", "yarn")
 """Rotations by an angle in proportion to the position, so that a turned key is the key of another position."""
 UNROTATED = "unrotated_layers"
-"""Key of the indices of layers without rotary embeddings, beside the rope parameters of the others."""
+"""Key of the indices of layers without rotary embeddings, next to the rope parameters of the others."""
 DEFAULT_THETA = 10000.0
 """Base of the wavelengths where a model's config gives none, as in transformers."""
 
@@ -32,10 +32,10 @@ def rope_of(config: Mapping) -> dict:
     Raises:
         ConfigError: layers rotate in different ways, or the parameters are of a wrong type.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
         raise ConfigError("layers of this model have rotary embeddings of their own each: choose another model")
-    rope = {name: value for name, value in given.items() if value is not None}
+    rope = {name: value for name, value in parameters.items() if value is not None}
     older = rope.pop("type", "default")
     rope.setdefault("rope_type", older)
     theta = rope.get("rope_theta", config.get("rope_theta"))

@@ -52,11 +52,11 @@ class KVpopCache(Cache, AttentionCache):
     continued together.
 
     With ``protect_prompt``, the text of a call of ``generate()``, or its first N tokens, is never evicted. A
-    later call must bring the whole text so far, including earlier answers. Everything behind the protected
+    later call must bring the whole text so far, including earlier answers. Everything after the protected
     tokens is then computed again; the protected tokens are not. The cache grows with the protected tokens.
 
     A policy that compresses prompts holds the text of a call of ``generate()`` until its end. What it does not
-    retain is freed after the first step behind it. A later call must bring the whole text so far, all of which is
+    retain is freed after the first step that follows it. A later call must bring the whole text so far, all of which is
     computed again. Where the text comes in pieces (``prefill_chunk_size``), give ``prompt``: without it each piece is
     compressed until another one follows, and a last piece of one token is taken for an answer's.
 
@@ -75,7 +75,7 @@ class KVpopCache(Cache, AttentionCache):
         protect_prompt: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row.
         cartridge: folder of a cartridge (``kvpop compact``) with which every row begins, or several in order.
             Neither inputs nor positions that are given count its slots. One that stands in a chat's message holds
-            the chat's first tokens, :attr:`head`: give the ids behind them.
+            the chat's first tokens, :attr:`head`: give the ids after them.
         max_length: longest sequence in tokens, slots of cartridges included, for ``compression`` and for the policy ``full``; by default
             the model's.
         seed: seed of the draws for every row, or a list with one entry per row.
@@ -87,7 +87,7 @@ class KVpopCache(Cache, AttentionCache):
         passes: passes so far.
         policy: policy, resolved as in an engine.
         protected: p of each row.
-        head: ids of a chat's beginning that the cartridge holds; inputs begin behind them.
+        head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
         gates: gate of each layer, None where the kernels score tokens.
         borrows: True if a query channel is removed from the queries in passes with this cache.
         attended: layers that have attended in the current pass, None between passes.
@@ -162,7 +162,7 @@ class KVpopCache(Cache, AttentionCache):
         return self._made.count > 0 or self._rows.any_protects(self.policy)
 
     def encode(self, tokenizer, prompt: str | list[dict]) -> torch.Tensor:
-        """Return the ids ``[1, L]`` of a prompt behind the cartridge: without its head, or without BOS where it has none.
+        """Return the ids ``[1, L]`` of a prompt after the cartridge: without its head, or without BOS where it has none.
 
         Args:
             tokenizer: the model's.
@@ -303,11 +303,11 @@ class KVpopCache(Cache, AttentionCache):
     def _begins_at(
         self, mask: torch.Tensor | None, positions: torch.Tensor | None, length: int
     ) -> tuple[int, list[int]]:
-        """Return the number of columns behind which a pass continues, and each row's tokens in them.
+        """Return the number of columns after which a pass continues, and each row's tokens in them.
 
-        The pass continues behind all columns seen, or behind the protected ones if the text behind them is
+        The pass continues after all columns seen, or after the protected ones if the text after them is
         given again. The width of ``mask [R, columns + length]`` decides between the two. Without a mask there
-        are no pads, and ``positions [R, length]`` decide. A pass of one token without either continues behind
+        are no pads, and ``positions [R, length]`` decide. A pass of one token without either continues after
         all columns.
 
         Raises:

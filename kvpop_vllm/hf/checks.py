@@ -37,7 +37,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     text = model.config.get_text_config()
     decoder = getattr(model, "get_decoder", lambda: None)()
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
-    seen = {
+    features = {
         "encoder-decoder": model.config.is_encoder_decoder,
         "sliding-window": bool(set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS),
         "attention sinks": any(hasattr(block, "sinks") for block in blocks),
@@ -45,13 +45,13 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     }
     length, limit = longest(model.config) if max_length is None else max_length, long_rotation(model)
     tokens = length if isinstance(length, int) else longest(model.config)
-    found = [each.feature for each in refused(text, seen, tokens)]
+    reasons = [refusal.feature for refusal in refused(text, features, tokens)]
     if not model._can_set_attn_implementation():
-        found.append("attention that transformers cannot exchange")
-    if not found and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):
-        found = ["no layers that have a self_attn of the decoder's config"]
-    if found:
-        refuse_model(model, found)
+        reasons.append("attention that transformers cannot exchange")
+    if not reasons and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):
+        reasons = ["no layers that have a self_attn of the decoder's config"]
+    if reasons:
+        refuse_model(model, reasons)
     if limit is not None and isinstance(length, int) and length > limit:
         raise ConfigError(
             f"{text.model_type} rotates keys differently in texts of more than {limit} tokens (LongRoPE), and cached keys stay"
@@ -75,10 +75,10 @@ def long_rotation(model: torch.nn.Module) -> int | None:
     """Return the tokens of a text beyond which a model with LongRoPE rotates by other factors, or None."""
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(own for own in rope.values() if isinstance(own, dict))]
-    if all(own.get("rope_type") != "longrope" for own in kinds):
+    kinds = [rope, *(parameters for parameters in rope.values() if isinstance(parameters, dict))]
+    if all(parameters.get("rope_type") != "longrope" for parameters in kinds):
         return None
-    tokens = [own.get("original_max_position_embeddings") for own in (*kinds, vars(text))]
+    tokens = [fields.get("original_max_position_embeddings") for fields in (*kinds, vars(text))]
     return min(filter(None, tokens), default=text.max_position_embeddings)
 
 
@@ -117,56 +117,58 @@ def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
         )
 
 
-def columns_of_tokens(mask: torch.Tensor | None, seen: list[int], columns: int, length: int, look: bool) -> list[int]:
+def columns_of_tokens(
+    mask: torch.Tensor | None, lengths: list[int], columns: int, length: int, look: bool
+) -> list[int]:
     """Return the number of tokens of each row in a pass; the row's other columns are pads on the left.
 
     Args:
         mask: ``[R, columns + length]``, or None if all columns are tokens.
-        seen: tokens of each row in the earlier columns.
+        lengths: tokens of each row in the earlier columns.
         columns: number of earlier columns.
         length: number of columns of the pass.
         look: True to read the mask; otherwise each row has one token.
 
     Raises:
-        ValueError: the mask has the wrong type or shape, contradicts ``seen``, or has pads behind tokens.
+        ValueError: the mask has the wrong type or shape, contradicts ``lengths``, or has pads after tokens.
     """
     if mask is None:
-        return [length] * len(seen)
-    found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-    if found != (expected := (len(seen), columns + length)):
+        return [length] * len(lengths)
+    shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+    if shape != (expected := (len(lengths), columns + length)):
         raise ValueError(
-            f"attention_mask is {found} and must be a tensor of shape {expected}: a column for each token so far, pads too; for another"
+            f"attention_mask is {shape} and must be a tensor of shape {expected}: a column for each token so far, pads too; for another"
             " text, reset() the KVpopCache first"
         )
     if not look:
-        return [1] * len(seen)
+        return [1] * len(lengths)
     real = mask.bool().cpu()
     if bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError(
             "attention_mask has zeros behind a row's first token: pad on the left (padding_side='left'), and continue rows "
             "that ended early in caches of their own"
         )
-    if (told := real[:, :columns].sum(1).tolist()) != seen:
+    if (in_mask := real[:, :columns].sum(1).tolist()) != lengths:
         raise ValueError(
-            f"attention_mask says that rows had {told} tokens, and the KVpopCache has seen {seen}: continue rows whose turns differ"
+            f"attention_mask says that rows had {in_mask} tokens, and the KVpopCache has seen {lengths}: continue rows whose turns differ"
             " in length in caches of their own, or reset() this one for another text"
         )
     return real[:, columns:].sum(1).tolist()
 
 
-def check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) -> None:
-    """Check that the caller's positions of tokens equal the cache's own, ``own [R, L]``.
+def check_positions(positions: torch.Tensor, expected: torch.Tensor, counts: list[int]) -> None:
+    """Check that the caller's positions of tokens equal the cache's own, ``expected [R, L]``.
 
     Raises:
         ValueError: the shape differs, or the position of a token.
     """
-    if given.dim() != 2 or given.shape[1] != own.shape[1] or given.shape[0] not in (1, len(own)):
+    if positions.dim() != 2 or positions.shape[1] != expected.shape[1] or positions.shape[0] not in (1, len(expected)):
         raise ValueError(
-            f"position_ids of shape {tuple(given.shape)} for {tuple(own.shape)} tokens: leave position_ids out"
+            f"position_ids of shape {tuple(positions.shape)} for {tuple(expected.shape)} tokens: leave position_ids out"
         )
-    length = own.shape[1]
+    length = expected.shape[1]
     real = torch.arange(length) >= length - torch.tensor(counts).unsqueeze(1)
-    if bool(((given != own).cpu() & real).any()):
+    if bool(((positions != expected).cpu() & real).any()):
         raise ValueError(
             "the new tokens' positions do not follow those that the KVpopCache has seen: give generate() the whole text so far"
             " with its attention_mask (and use_cache on), rows whose turns differ in length in caches of their own, or reset() the cache first"

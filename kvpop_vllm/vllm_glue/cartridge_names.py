@@ -1,6 +1,6 @@
 """Names of cartridges at the front end of an engine.
 
-A cartridge is served under its name, as a LoRA adapter is: vLLM's front end lists it beside its base model, and hands
+A cartridge is served under its name, as a LoRA adapter is: vLLM's front end lists it next to its base model, and hands
 what it is over with each request that names it. The request's prompt then begins with the cartridge's slots.
 """
 
@@ -26,7 +26,7 @@ from kvpop_vllm.vllm_glue.patches import wrap
 logger = init_logger("vllm.kvpop_vllm")
 
 SALT = "kvpop "
-"""Beginning of the cache salt of requests behind cartridges, which no client may use."""
+"""Beginning of the cache salt of requests with cartridges, which no client may use."""
 CHAT = "kvpop_chat"
 """Key that marks an input of the engine as a chat's."""
 _names = WeakIdKeyDictionary()
@@ -162,7 +162,7 @@ def resolved(
 ) -> tuple[RequestCache | None, tuple[int, ...]]:
     """Return the resolved cache options of a request, None if it asks for none, and the head of its cartridges.
 
-    The head are ids with which the prompt begins. Its cartridges begin with them too, and hold them. Behind cartridges in
+    The head are ids with which the prompt begins. Its cartridges begin with them too, and hold them. After cartridges in
     front of everything they are those of ``begin``, which the fit of a cartridge has not.
 
     Args:
@@ -246,7 +246,7 @@ def _check(found: RequestCache, params, prompt: int, adapter: LoRARequest | None
 def prepend(request, found: RequestCache, head: int, longest: int) -> None:
     """Begin a request's prompt with a placeholder for each slot of its cartridges, in place of what they hold of it.
 
-    Placeholders repeat the first token behind them, so that penalties of prompt tokens see no other. Blocks behind the
+    Placeholders repeat the first token after them, so that penalties of prompt tokens see no other. Blocks after the
     cartridges are hashed with the cartridges' digests, and with the request's own salt.
 
     Args:

@@ -26,8 +26,8 @@ def refuse(reasons: Mapping[str, Any], what: str = "--kv-policy") -> None:
     Raises:
         ConfigError: one line with every reason that holds.
     """
-    if found := [text for text, there in reasons.items() if there]:
-        raise ConfigError(f"{what} cannot be combined with {'; nor with '.join(found)}")
+    if present := [text for text, holds in reasons.items() if holds]:
+        raise ConfigError(f"{what} cannot be combined with {'; nor with '.join(present)}")
 
 
 def check_arguments(args: Any) -> None:
@@ -72,7 +72,7 @@ def check_config(vllm_config: Any) -> None:
         ConfigError: one line with every reason.
     """
     model = vllm_config.model_config
-    seen = {
+    model_features = {
         "MLA": model.use_mla,
         "encoder-decoder": model.is_encoder_decoder,
         "ALiBi": model.uses_alibi or "Step1ForCausalLM" in model.architectures,
@@ -81,8 +81,8 @@ def check_config(vllm_config: Any) -> None:
         "recurrent": model.is_hybrid or model.has_inner_state or model.is_attention_free,
         "sliding-window": model.rswa_window,
     }
-    features = refused(model.hf_text_config, seen, model.max_model_len)
-    cache, own = _cache_dtype(vllm_config), str(model.dtype).removeprefix("torch.")
+    features = refused(model.hf_text_config, model_features, model.max_model_len)
+    cache, model_dtype = _cache_dtype(vllm_config), str(model.dtype).removeprefix("torch.")
     platform, size = _platform(vllm_config), model.get_head_size()
     refuse(
         {f"{feature.models}: leave --kv-policy out{_or_shorten(feature, model)}": True for feature in features}
@@ -93,13 +93,15 @@ def check_config(vllm_config: Any) -> None:
             f"a quantised KV cache ({cache}): set --kv-cache-dtype to the model's own dtype": (
                 cache not in ("auto", *DTYPES["cuda"])
             ),
-            f"a {cache} KV cache beside a {own} model: leave --kv-cache-dtype out": (
-                cache in DTYPES["cuda"] and cache != own
+            f"a {cache} KV cache beside a {model_dtype} model: leave --kv-cache-dtype out": (
+                cache in DTYPES["cuda"] and cache != model_dtype
             ),
             f"the {platform} platform yet: serve on a CPU or an NVIDIA GPU, or leave --kv-policy out": (
                 platform not in DTYPES
             ),
-            f"{own} on a CPU: use --dtype {' or '.join(DTYPES['cpu'])}": platform == "cpu" and own not in DTYPES["cpu"],
+            f"{model_dtype} on a CPU: use --dtype {' or '.join(DTYPES['cpu'])}": (
+                platform == "cpu" and model_dtype not in DTYPES["cpu"]
+            ),
             "a KV connector: leave --kv-transfer-config out": vllm_config.kv_transfer_config is not None,
             "speculative decoding, which this checkpoint asks for: serve its base model with --model": (
                 vllm_config.speculative_config is not None

@@ -54,11 +54,11 @@ def compact(model, corpus, out, *options):
     return read_cartridge(out)
 
 
-def answers(model, cartridge, own):
-    """Return log-probabilities behind a cartridge, by transformers with a mask per layer that carries the bias."""
+def answers(model, cartridge, continuation):
+    """Return log-probabilities after a cartridge, by transformers with a mask per layer that carries the bias."""
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     config, cache = cartridge.config, DynamicCache()
-    slots, count = config.slots, own.shape[1]
+    slots, count = config.slots, continuation.shape[1]
     causal = torch.full((count, count), -torch.inf).triu(1)
     for i, (k, v, bias) in enumerate(cartridge.layers):
         k = turned(k, slots - config.next_position, rope_at(config.rope, i))
@@ -73,17 +73,17 @@ def answers(model, cartridge, own):
 
         block.register_forward_pre_hook(exchange, with_kwargs=True)
     with torch.no_grad():
-        return plain(own, past_key_values=cache, use_cache=True).logits[0].log_softmax(-1)
+        return plain(continuation, past_key_values=cache, use_cache=True).logits[0].log_softmax(-1)
 
 
-def full_answers(model, tokens, own):
+def full_answers(model, tokens, continuation):
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     with torch.no_grad():
-        return plain(torch.cat([tokens, own], 1)).logits[0, -own.shape[1] :].log_softmax(-1)
+        return plain(torch.cat([tokens, continuation], 1)).logits[0, -continuation.shape[1] :].log_softmax(-1)
 
 
-def divergence(full, own):
-    return float((full.exp() * (full - own)).sum(-1).mean())
+def divergence(full, compacted):
+    return float((full.exp() * (full - compacted)).sum(-1).mean())
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,8 @@ def test_nearer_to_the_full_context_than_the_last_tokens(model, corpus, texts, l
     size = len(corpus.read_bytes())
     assert config.head == list(b"<user>") and config.provenance["corpus"]["tokens"] == size
     assert capsys.readouterr().out.startswith(f"{SLOTS} slots for {size} tokens, ")
-    found = divergence(full_answers(model, *texts), answers(model, cartridge, texts[1]))
-    assert found < 0.6 * last
+    fitted = divergence(full_answers(model, *texts), answers(model, cartridge, texts[1]))
+    assert fitted < 0.6 * last
 
 
 def test_all_of_the_corpus_is_repeated():
@@ -134,11 +134,14 @@ def test_all_of_the_corpus_is_repeated():
     place, tokens = place_of(byte_tokenizer()), [i % 250 for i in range(TOKENS)]
     start, around = place.asking(REPEAT), len(place.head) + len(place.end)
     chunks = [(0, 300), (300, TOKENS + around)]
-    found = repeat_prefill(place, tokens, chunks, TOKENS + around + len(start) + 70)
-    pieces = [own[used:] for own, used in zip(found.sequences, found.used, strict=True)]
-    assert sum(pieces, []) == tokens and max(map(len, found.sequences)) <= len(start) + 70
-    assert [own[:used] == start for own, used in zip(found.sequences, found.used, strict=True)][:4] == [False, True] * 2
-    assert sum(len(own) for own, number in zip(pieces, found.chunks, strict=True) if number == 0) == 300 - len(
+    reference = repeat_prefill(place, tokens, chunks, TOKENS + around + len(start) + 70)
+    pieces = [ids[used:] for ids, used in zip(reference.sequences, reference.used, strict=True)]
+    assert sum(pieces, []) == tokens and max(map(len, reference.sequences)) <= len(start) + 70
+    assert [ids[:used] == start for ids, used in zip(reference.sequences, reference.used, strict=True)][:4] == [
+        False,
+        True,
+    ] * 2
+    assert sum(len(ids) for ids, number in zip(pieces, reference.chunks, strict=True) if number == 0) == 300 - len(
         place.head
     )
 
@@ -207,8 +210,8 @@ def test_a_place_is_what_a_chat_is():
 def test_all_tokens_fit(model, corpus, texts, tmp_path):
     cartridge = compact(model, corpus, tmp_path / "c", "--slots", "1000")
     assert cartridge.config.slots == 1024
-    found = answers(model, cartridge, texts[1])
-    torch.testing.assert_close(found, full_answers(model, *texts), rtol=0, atol=5e-3)
+    logprobs = answers(model, cartridge, texts[1])
+    torch.testing.assert_close(logprobs, full_answers(model, *texts), rtol=0, atol=5e-3)
 
 
 def test_layers_without_rotation(corpus, texts, tmp_path):
@@ -218,8 +221,8 @@ def test_layers_without_rotation(corpus, texts, tmp_path):
     cartridge = compact(bare, corpus, tmp_path / "c", "--slots", "1000", "--answers", "2")
     assert cartridge.config.rope["unrotated_layers"] == [3]
     assert cartridge.config.slots - cartridge.config.next_position > 300
-    found = answers(bare, cartridge, texts[1])
-    torch.testing.assert_close(found, full_answers(bare, *texts), rtol=0, atol=5e-3)
+    logprobs = answers(bare, cartridge, texts[1])
+    torch.testing.assert_close(logprobs, full_answers(bare, *texts), rtol=0, atol=5e-3)
 
 
 def test_the_rotation_of_every_layer_is_checked(tmp_path):

@@ -123,7 +123,7 @@ def test_a_server_without_its_flags_does_not_start(tmp_path):
     args = parsed(model, *FLAGS, *sizes, "--host", "127.0.0.1", "--port", str(free_port()))
     args.model, args.additional_config = model, {}
     ended = run(SERVED, args, tmp_path)
-    said = (ended.stdout + ended.stderr).decode()
-    assert ended.returncode == 1, said[-2000:]
-    assert said.count("kvpop: error: --kv-policy and --kv-budget did not reach this API server") == 1
-    assert "ConfigError" not in said and "Application startup complete" not in said
+    output = (ended.stdout + ended.stderr).decode()
+    assert ended.returncode == 1, output[-2000:]
+    assert output.count("kvpop: error: --kv-policy and --kv-budget did not reach this API server") == 1
+    assert "ConfigError" not in output and "Application startup complete" not in output

@@ -27,8 +27,8 @@ def check(model, other, settings: dict) -> None:
 @pytest.mark.parametrize("policy", ["streaming-llm", "kvpop", "trimkv", "dms-query"])
 def test_other_weights_under_the_same_scorer(case, tmp_path, policy):
     """Scorers and gates of a folder stay, though the new weights have none."""
-    found = case("qwen3", policy)
-    check(found.model, write_tiny_model(tmp_path / "other", "qwen3", seed=7), found.settings)
+    matrix_case = case("qwen3", policy)
+    check(matrix_case.model, write_tiny_model(tmp_path / "other", "qwen3", seed=7), matrix_case.settings)
 
 
 @pytest.mark.parametrize("policy, scorer", [("kvpop", "mlstm"), ("dms", "dms")])

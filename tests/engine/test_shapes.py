@@ -46,9 +46,9 @@ from kvpop_vllm.policies.base import ModelShape
 folders = {dict(zip(folders, map(str, folders.values()), strict=True))!r}
 print(json.dumps({{name: dataclasses.asdict(ModelShape.of(folder, {LENGTH})) for name, folder in folders.items()}}))
 """
-    found = subprocess.run([sys.executable, "-c", BLOCK + code], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    return {name: ModelShape(**shape) for name, shape in json.loads(found.stdout).items()}
+    process = subprocess.run([sys.executable, "-c", BLOCK + code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return {name: ModelShape(**shape) for name, shape in json.loads(process.stdout).items()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -103,7 +103,9 @@ def test_plan_refuses_what_an_engine_refuses(tmp_path, capsys, name):
 @pytest.mark.parametrize("name", SERVED)
 def test_plan_counts_what_an_engine_serves(tmp_path, name):
     folder = write(tmp_path / name, SERVED[name])
-    assert main(["plan", "--model", str(folder), "--kv-memory", "1GiB", "--budget", "64"]) == 0
+    assert (
+        main(["plan", "--model", str(folder), "--kv-memory", "1GiB", "--budget", "64", "--max-model-len", "256"]) == 0
+    )
 
 
 @pytest.fixture

@@ -35,22 +35,22 @@ def folders(tiny, tmp_path_factory):
 def test_rows_behind_cartridges_are_the_oracles(case, folders, name, names):
     """Padded rows of several lengths share the slots; a copy goes on, and so does a second batch."""
     kind, policy, options = CASES[name]
-    model, found = case(kind, policy, **options)
-    those = folders(kind, *names)
-    judge = CartridgeJudge(found, those, found.judge.protect)
-    prompts, made = [random_prompt(n, seed=n) for n in LENGTHS], sum(SLOTS[each] for each in names)
-    cache = KVpopCache(model, **found.settings, cartridge=those)
+    model, matrix_case = case(kind, policy, **options)
+    cartridges = folders(kind, *names)
+    judge = CartridgeJudge(matrix_case, cartridges, matrix_case.judge.protect)
+    prompts, slots = [random_prompt(n, seed=n) for n in LENGTHS], sum(SLOTS[cartridge] for cartridge in names)
+    cache = KVpopCache(model, **matrix_case.settings, cartridge=cartridges)
     answers = generate(model, cache, prompts, 30)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        tokens = [*prompt[:1] * made, *prompt, *answer]
-        run = judge.reference(tokens[:-1], prompt=made + len(prompt)).exact
-        best = run.logprobs.argmax(-1)[made + len(prompt) - 1 :].tolist()
+        tokens = [*prompt[:1] * slots, *prompt, *answer]
+        run = judge.reference(tokens[:-1], prompt=slots + len(prompt)).exact
+        best = run.logprobs.argmax(-1)[slots + len(prompt) - 1 :].tolist()
         assert answer == best
-        held = cache.held(row)
-        assert all(torch.equal(held[i], run.visible[i][:, -1]) for i in range(len(held)))
+        masks = cache.held(row)
+        assert all(torch.equal(masks[i], run.visible[i][:, -1]) for i in range(len(masks)))
     cache.reset()
     assert generate(model, cache, prompts, 30) == answers
-    alone = KVpopCache(model, **found.settings, cartridge=those)
+    alone = KVpopCache(model, **matrix_case.settings, cartridge=cartridges)
     assert generate(model, alone, prompts[:1], 30) == answers[:1]
     branch = copy.deepcopy(alone)
     text = [*prompts[0], *answers[0], *random_prompt(9, seed=2)]
@@ -59,35 +59,35 @@ def test_rows_behind_cartridges_are_the_oracles(case, folders, name, names):
 
 def test_the_slots_are_there_once(case, folders):
     """Rows share the slots, and their bytes do not depend on the number of rows."""
-    model, found = case("qwen3", "h2o")
+    model, matrix_case = case("qwen3", "h2o")
     (folder,) = folders("qwen3", "biased")
 
     def allocated(rows, **more):
-        cache = KVpopCache(model, **found.settings, **more)
+        cache = KVpopCache(model, **matrix_case.settings, **more)
         generate(model, cache, [random_prompt(70)] * rows, 3)
         return cache.allocated_bytes()
 
     extra = [allocated(rows, cartridge=folder) - allocated(rows) for rows in (1, 6)]
-    page = KVpopCache(model, **found.settings).policy.model
+    page = KVpopCache(model, **matrix_case.settings).policy.model
     slot = page.num_layers * page.num_kv_heads * (2 * page.head_dim * 4 + 8)
-    assert all(0 <= each - SLOTS["biased"] * slot < 6 * page.num_layers * 64 for each in extra)
+    assert all(0 <= added - SLOTS["biased"] * slot < 6 * page.num_layers * 64 for added in extra)
 
 
 def test_what_the_slots_hold_of_a_chat_is_not_given_again(case, tiny, tmp_path):
-    """Ids behind the head are the prompt; ids that begin with it are refused, in a padded row too."""
-    model, found = case("qwen3", "h2o")
-    head, own = [5, 9, 7], random_prompt(20)
+    """Ids after the head are the prompt; ids that begin with it are refused, in a padded row too."""
+    model, matrix_case = case("qwen3", "h2o")
+    head, prompt = [5, 9, 7], random_prompt(20)
     plain, headed = (
         write(tmp_path / name, tiny("qwen3")[0], "biased", head=ids) for name, ids in (("a", []), ("b", head))
     )
-    caches = [KVpopCache(model, **found.settings, cartridge=folder) for folder in (plain, headed)]
+    caches = [KVpopCache(model, **matrix_case.settings, cartridge=folder) for folder in (plain, headed)]
     assert [cache.head for cache in caches] == [[], head]
-    assert generate(model, caches[0], [own], 8) == generate(model, caches[1], [own], 8)
+    assert generate(model, caches[0], [prompt], 8) == generate(model, caches[1], [prompt], 8)
     caches[1].reset()
     with pytest.raises(ValueError, match=r"holds the first 3 tokens of the chat: give the others, ids\[:, 3:\]"):
-        generate(model, caches[1], [random_prompt(40), head + own], 8)
+        generate(model, caches[1], [random_prompt(40), head + prompt], 8)
     with pytest.raises(ConfigError, match="were made with different system messages or places: leave one out"):
-        KVpopCache(model, **found.settings, cartridge=[plain, headed])
+        KVpopCache(model, **matrix_case.settings, cartridge=[plain, headed])
 
 
 def test_layers_without_rotation_are_not_turned(tmp_path):
@@ -102,7 +102,7 @@ def test_layers_without_rotation_are_not_turned(tmp_path):
 
 @pytest.mark.parametrize("template", [None, CHAT, f"<bos>{CHAT}"])
 def test_prompts_behind_a_cartridge_begin_as_the_fits(tiny, tmp_path, template):
-    """Behind a cartridge that holds BOS neither texts nor chats have another; behind a chat's head they have no head."""
+    """After a cartridge that holds BOS neither texts nor chats have another; after a chat's head they have no head."""
     folder, model = tiny("llama")
     tokenizer = byte_tokenizer(template, bos=True)
     place = place_of(tokenizer, "front")
@@ -125,10 +125,10 @@ def test_prompts_behind_a_cartridge_begin_as_the_fits(tiny, tmp_path, template):
 
 
 def test_refusals(case, folders, tiny):
-    model, found = case("qwen3", "h2o")
+    model, matrix_case = case("qwen3", "h2o")
     with pytest.raises(ConfigError, match="made for a model with model_type = 'llama'"):
-        KVpopCache(model, **found.settings, cartridge=folders("llama", "plain"))
+        KVpopCache(model, **matrix_case.settings, cartridge=folders("llama", "plain"))
     with pytest.raises(ConfigError, match="no cartridge at"):
-        KVpopCache(model, **found.settings, cartridge="/nowhere")
+        KVpopCache(model, **matrix_case.settings, cartridge="/nowhere")
     with pytest.raises(ConfigError, match="snapkv gives up what stands before a prompt's end: leave cartridge out"):
         KVpopCache(model, "snapkv", budget=64, cartridge=folders("qwen3", "plain"))

@@ -72,13 +72,13 @@ def test_settings(model, settings, message):
 
 
 def test_a_scorer_of_another_model(tiny, tmp_path, model):
-    own = write_random_scorer(tmp_path / "own", tiny("llama")[0])
+    fitting = write_random_scorer(tmp_path / "own", tiny("llama")[0])
     other = write_random_scorer(tmp_path / "other", write_tiny_model(tmp_path / "model", layers=3))
     with pytest.raises(ConfigError, match="made for a model with num_layers = 3, this one has 2: .* with scorer$"):
         KVpopCache(model, "kvpop", scorer=other)
-    assert KVpopCache(model, "kvpop", scorer=own).policy.retention.budget == 64  # a Path is accepted too
+    assert KVpopCache(model, "kvpop", scorer=fitting).policy.retention.budget == 64  # a Path is accepted too
     with pytest.raises(ConfigError, match="needs a scorer of kind 'dms', .* holds 'mlstm': use policy kvpop"):
-        KVpopCache(model, "dms", scorer=own)
+        KVpopCache(model, "dms", scorer=fitting)
 
 
 def small(kind, **more):
@@ -175,13 +175,13 @@ def test_longrope(kind, more):
     tokens = model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False)
     assert tokens.equal(model.generate(ids, max_new_tokens=3, do_sample=False)) and cache.lengths == [32]
     longer, message = torch.cat([ids, ids], 1), "generate.. went on without its KVpopCache, which has seen"
-    for text, new, seen in ((ids, 4, [32]), (longer[:, :33], 1, []), (longer, 1, [])):
+    for text, new, lengths in ((ids, 4, [32]), (longer[:, :33], 1, []), (longer, 1, [])):
         cache.reset()
         with pytest.raises(
-            ConfigError, match=f"^{message} {sum(seen)} of {max(33, text.shape[1])} tokens; .* LongRoPE"
+            ConfigError, match=f"^{message} {sum(lengths)} of {max(33, text.shape[1])} tokens; .* LongRoPE"
         ):
             model.generate(text, cache=cache, max_new_tokens=new, do_sample=False)
-        assert cache.lengths == seen
+        assert cache.lengths == lengths
     limit = "33 tokens are more than max_length 32, up to which the model attends alike"
     with torch.no_grad(), pytest.raises(ValueError, match=limit):
         model(longer[:, :33], cache=KVpopCache(model, "streaming-llm", budget=64, max_length=32))
@@ -224,14 +224,14 @@ def test_texts_beyond_the_models_positions(recwarn):
         cache.reset()
         with pytest.warns(UserWarning, match=message) as warned:
             model.generate(ids, cache=cache, max_new_tokens=9, do_sample=False, eos_token_id=None)
-        assert len([each for each in warned if "positions" in str(each.message)]) == 1
+        assert len([warning for warning in warned if "positions" in str(warning.message)]) == 1
     recwarn.clear()
     allowed = KVpopCache(model, "streaming-llm", budget=24, max_length=64)
     model.generate(ids, cache=allowed, max_new_tokens=9, do_sample=False, eos_token_id=None)
     cache.reset()
     model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert allowed.lengths == [38] and cache.lengths == [32]
-    assert not [each for each in recwarn if "positions" in str(each.message)]
+    assert not [warning for warning in recwarn if "positions" in str(warning.message)]
 
 
 class Adapted(nn.Module):
@@ -266,18 +266,18 @@ def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, message, seen",
+    "options, message, lengths",
     [
         ({"num_beams": 2}, "does not exchange rows: set num_beams to 1", [30] * 2),
         ({"prompt_lookup_num_tokens": 3}, "takes no token back: leave assistant_model and prompt_lookup", []),
     ],
 )
-def test_ways_of_generating(model, options, message, seen):
+def test_ways_of_generating(model, options, message, lengths):
     """Unsupported ways of generating are refused; beams are first exchanged after the prompt."""
     cache = KVpopCache(model, **STREAMING)
     with pytest.raises(ConfigError, match=message):
         generate(model, cache, [PROMPT], **options)
-    assert cache.lengths == seen
+    assert cache.lengths == lengths
 
 
 def test_what_is_done_to_caches(used):
@@ -294,16 +294,16 @@ def test_what_is_done_to_caches(used):
 
 
 def test_texts_that_do_not_go_on(model, used):
-    text = used.get_seq_length() + 5
-    whole = [random_prompt(text), random_prompt(text)]
+    length = used.get_seq_length() + 5
+    longer = [random_prompt(length), random_prompt(length)]
     for prompts, message in (
-        ([whole[0]], "a batch of 1 rows for a KVpopCache of 2: call reset"),
+        ([longer[0]], "a batch of 1 rows for a KVpopCache of 2: call reset"),
         ([PROMPT, PROMPT], "(no new tokens|positions do not follow|attention_mask is .* and must be).* reset.. the"),
-        ([whole[0], whole[1][:-2]], "attention_mask says .*.37, 35. tokens, .* has seen .37, 37.*reset.. this one"),
+        ([longer[0], longer[1][:-2]], "attention_mask says .*.37, 35. tokens, .* has seen .37, 37.*reset.. this one"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(model, used, prompts)
-    assert used.lengths == [37, 37] and len(generate(model, used, whole, new=1)) == 2
+    assert used.lengths == [37, 37] and len(generate(model, used, longer, new=1)) == 2
     with pytest.raises(ValueError, match="a batch of 3 rows for a KVpopCache with lists of 2: give one entry for each"):
         generate(model, KVpopCache(model, **LISTS), [PROMPT] * 3)
 
@@ -404,13 +404,19 @@ def test_gradients_and_attention_weights(model):
     ],
 )
 def test_devices_without_kernels(model, monkeypatch, place, changes, message):
-    asked = {"dtype": torch.bfloat16, "size": 64, "capability": (8, 0), "rounds": None, "compression": None} | changes
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked["capability"])
+    settings = {
+        "dtype": torch.bfloat16,
+        "size": 64,
+        "capability": (8, 0),
+        "rounds": None,
+        "compression": None,
+    } | changes
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: settings["capability"])
     rule = RetentionRule(
-        4, 8, torch.zeros(2, dtype=torch.float64), rounds=asked["rounds"], compression=asked["compression"]
+        4, 8, torch.zeros(2, dtype=torch.float64), rounds=settings["rounds"], compression=settings["compression"]
     )
-    shape = (1, 2, 5, asked["size"])
-    keys = SimpleNamespace(device=torch.device(place), dtype=asked["dtype"], shape=shape, requires_grad=False)
+    shape = (1, 2, 5, settings["size"])
+    keys = SimpleNamespace(device=torch.device(place), dtype=settings["dtype"], shape=shape, requires_grad=False)
     with torch.no_grad(), pytest.raises(ConfigError, match=message) if message else nullcontext():
         if place == "xpu":
             KVpopCache(model, **STREAMING).begin(model.get_decoder(), keys, None, None)

@@ -33,7 +33,7 @@ def variants(monkeypatch):
     from triton.backends.compiler import BaseBackend
     from triton.runtime.interpreter import InterpretedFunction
 
-    asked, run = set(), InterpretedFunction.run
+    launched, run = set(), InterpretedFunction.run
 
     def record(self, *args, grid, warmup, **options):
         parameters, fixed = inspect.signature(self.fn).parameters, self.kwargs.get("do_not_specialize") or ()
@@ -43,19 +43,19 @@ def variants(monkeypatch):
             if name in parameters and "constexpr" not in str(parameters[name].annotation):
                 value = native_specialize_impl(BaseBackend, value, False, name not in fixed, True)
             variant.append(f"{name}: {value}")
-        asked.add(tuple(variant))
+        launched.add(tuple(variant))
         return run(self, *args, grid=grid, warmup=warmup, **options)
 
     monkeypatch.setattr(InterpretedFunction, "run", record)
-    return asked
+    return launched
 
 
 def serve(case: str, protect: int, chunks: tuple[int, ...]) -> None:
     """Serve a prompt in chunks, the second one together with those of other requests, and then four steps of all."""
     length = sum(chunks) + 5
     pool = Pool(problem(case, protect, protect, protect, length=length, roles=(3, 5, 12), heads=1, seed=7, size=32))
-    for at, count in enumerate(chunks):
-        pool.chunks({0: count} | ({1: chunks[0], 2: chunks[-1]} if at == 1 else {}), "triton")
+    for index, count in enumerate(chunks):
+        pool.chunks({0: count} | ({1: chunks[0], 2: chunks[-1]} if index == 1 else {}), "triton")
     for _ in range(4):
         pool.decode([0, 1, 2], "triton")
 

@@ -47,10 +47,12 @@ class Front:
         self.client = httpx.Client(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=1))
         self.port = self.port_of(self.client.get("/v1/models"))
         main = psutil.Process(server.process.pid)
-        (self.pid,) = [each.pid for each in (main, *main.children(recursive=True)) if self.is_open_in(each)]
+        (self.pid,) = [process.pid for process in (main, *main.children(recursive=True)) if self.is_open_in(process)]
 
     def is_open_in(self, process: psutil.Process) -> bool:
-        return any(each.raddr and each.raddr.port == self.port for each in process.net_connections("tcp"))
+        return any(
+            connection.raddr and connection.raddr.port == self.port for connection in process.net_connections("tcp")
+        )
 
     @staticmethod
     def port_of(reply: httpx.Response) -> int:
@@ -124,10 +126,10 @@ def test_requests_have_settings_everywhere(served):
     for front, engine in everywhere(served):
         prompt = random_prompt(300, seed=engine)
         for budget, settings in ((BUDGET, {}), (160, {"kv_budget": 160}), (512, {"kv_budget": 512})):
-            found = report(front.ask(prompt, engine=engine, kv_report=1, **settings))
-            kept = min(budget, 300 + NEW - 1)
-            assert (found["budget"], found["seen_tokens"]) == (budget, 300 + NEW - 1)
-            assert found["kept_tokens_per_head"] == {"min": kept, "mean": kept, "max": kept}
+            kv_report = report(front.ask(prompt, engine=engine, kv_report=1, **settings))
+            retained = min(budget, 300 + NEW - 1)
+            assert (kv_report["budget"], kv_report["seen_tokens"]) == (budget, 300 + NEW - 1)
+            assert kv_report["kept_tokens_per_head"] == {"min": retained, "mean": retained, "max": retained}
         for settings, line in (
             ({"kv_budget": 9999}, "kv_budget 9999 is more than this server allows: lower it to at most 512"),
             ({"kv_budgt": 160}, "kv_budgt"),
@@ -139,14 +141,14 @@ def test_requests_have_settings_everywhere(served):
 def test_cartridges_are_known_everywhere(served):
     _, fronts, _ = served
     for front in fronts:
-        listed = {each["id"]: each["parent"] for each in front.get("/v1/models").json()["data"]}
+        listed = {card["id"]: card["parent"] for card in front.get("/v1/models").json()["data"]}
         assert listed == {"base": None, "hand": "base"}
     answers = set()
     for front, engine in everywhere(served):
-        named = front.ask([65], "hand", engine).json()
-        asked = front.ask([65], engine=engine, kv_cartridges=["hand"]).json()
-        assert named["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"] == SLOTS + 1
-        answers |= {named["choices"][0]["text"], asked["choices"][0]["text"]}
+        by_model = front.ask([65], "hand", engine).json()
+        by_option = front.ask([65], engine=engine, kv_cartridges=["hand"]).json()
+        assert by_model["usage"]["prompt_tokens"] == by_option["usage"]["prompt_tokens"] == SLOTS + 1
+        answers |= {by_model["choices"][0]["text"], by_option["choices"][0]["text"]}
         unknown = front.ask([65], engine=engine, kv_cartridges=["nobody"])
         assert unknown.status_code == 404
         assert "the cartridge 'nobody' does not exist: name one of hand" in unknown.json()["error"]["message"]
@@ -176,18 +178,20 @@ def test_metrics_count_each_request_once(served):
         after = policy_metrics(front)[name]
         return {engine: after[engine] - before[name][engine] for engine in reports}
 
-    requests = {engine: len(found) for engine, found in reports.items()}
+    requests = {engine: len(engine_reports) for engine, engine_reports in reports.items()}
     deadline = time.monotonic() + 60
     while grown(fronts[-1], "retained_share_count") != requests:  # statistics travel after answers
         assert time.monotonic() < deadline, (grown(fronts[-1], "retained_share_count"), requests)
         time.sleep(0.2)
     for front in fronts:
         for metric, count in (
-            ("tokens_seen_total", lambda found: found["seen_tokens"]),
-            ("tokens_kept_total", lambda found: found["kept_tokens_per_head"]["mean"]),
-            ("tokens_evicted_total", lambda found: found["evicted_tokens_per_head"]["mean"]),
+            ("tokens_seen_total", lambda kv_report: kv_report["seen_tokens"]),
+            ("tokens_kept_total", lambda kv_report: kv_report["kept_tokens_per_head"]["mean"]),
+            ("tokens_evicted_total", lambda kv_report: kv_report["evicted_tokens_per_head"]["mean"]),
         ):
-            assert grown(front, metric) == {engine: sum(map(count, found)) for engine, found in reports.items()}
+            assert grown(front, metric) == {
+                engine: sum(map(count, engine_reports)) for engine, engine_reports in reports.items()
+            }
         for gauge in ("blocks_held", "bytes_held", "dense_bytes"):
             assert policy_metrics(front)[gauge] == dict.fromkeys(reports, 0)
 
@@ -201,8 +205,8 @@ def test_the_inspect_page_is_that_of_the_engine(served):
         front.ask(random_prompt(200, seed=1))
     pages = [front.get("/v1/kv_inspect").json() for front in fronts]
     assert pages[0] == pages[1] and pages[0]["budget"] == BUDGET
-    last = [each for each in pages[0]["requests"] if each["seen_tokens"] == 200 + NEW - 1]
-    assert len(last) >= 2 and all(each["kept_tokens_per_head"]["max"] == BUDGET for each in last)
+    last = [entry for entry in pages[0]["requests"] if entry["seen_tokens"] == 200 + NEW - 1]
+    assert len(last) >= 2 and all(entry["kept_tokens_per_head"]["max"] == BUDGET for entry in last)
     details = [front.get(f"/v1/kv_inspect/{last[0]['id']}").json() for front in fronts]
     assert details[0] == details[1] and len(details[0]["tokens"]) == 200 + NEW - 1
 
@@ -234,13 +238,15 @@ def test_an_engine_of_another_node(model, tmp_path, same):
             if same:
                 with connected(SimpleNamespace(url=url, process=nodes[0]), 2) as fronts:
                     for front, engine in ((front, engine) for front in fronts for engine in range(2)):
-                        found = report(front.ask(random_prompt(300, seed=1), engine=engine, kv_budget=160, kv_report=1))
-                        assert found["kept_tokens_per_head"]["max"] == found["budget"] == 160
+                        kv_report = report(
+                            front.ask(random_prompt(300, seed=1), engine=engine, kv_budget=160, kv_report=1)
+                        )
+                        assert kv_report["kept_tokens_per_head"]["max"] == kv_report["budget"] == 160
         finally:
-            for each in nodes:
+            for process in nodes:
                 with suppress(ProcessLookupError):
-                    os.killpg(each.pid, signal.SIGKILL)
-                each.wait()
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     if not same:
         line = "kvpop: error: an engine of this API server does not serve --kv-policy streaming-llm"
         assert line in (tmp_path / "head").read_text()
