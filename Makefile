@@ -119,7 +119,7 @@ policies: model
 
 # On a machine with a GPU, torch, Triton and transformers, as it is: no environment is made, nothing is installed.
 gpu:
-	@PYTHONPATH=benchmarks $(PYTHON) -m gpu.run $(PARTS)
+	@PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m gpu.run $(PARTS)
 
 # For the tasks of examples/lm_eval.
 lm-eval: setup
