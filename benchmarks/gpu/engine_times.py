@@ -16,8 +16,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 import torch
 from vllm import LLM, SamplingParams
 
@@ -183,6 +181,7 @@ def case_of(text: str) -> tuple[int, int]:
 
 def main() -> None:
     """Start the engine and run the cases of the command line."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", help="name of the engine in the results")
     parser.add_argument("arguments", help="arguments of vllm.LLM, as JSON")

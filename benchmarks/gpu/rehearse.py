@@ -21,8 +21,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "pretend"))
-from build import build
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu.pretend.build import build
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "gpu"
