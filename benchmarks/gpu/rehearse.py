@@ -90,6 +90,8 @@ def install(*arguments: str) -> None:
 
 def make_libraries() -> None:
     """Build the pretended device's libraries from the symbols of torch and of the bundle's vLLM."""
+    if not (BUILD / "site" / "vllm").exists():
+        sys.exit("[gpu-rehearse] build/gpu/site has no vLLM: remove build/gpu/bundle and run `make gpu-bundle`")
     packages = MACHINE / "lib" / "python3.12" / "site-packages"
     objects = [*(packages / "torch" / "lib").glob("*.so*"), *(BUILD / "site" / "vllm").rglob("*.so")]
     sources = sorted((Path(__file__).parent / "pretend").glob("*.[chp]*"))
@@ -157,7 +159,9 @@ def write_steps(processes: list[dict], path: Path) -> None:
     with path.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS + COUNTED, *rows])
     for row in [COLUMNS + COUNTED, *rows] if rows else []:
-        print("".join(f"{value!s:>14}" for value in row))
+        print(
+            "".join(f"{value!s:>{max(len(name), 7) + 1}}" for name, value in zip(COLUMNS + COUNTED, row, strict=True))
+        )
 
 
 if __name__ == "__main__":

@@ -173,9 +173,7 @@ class Run:
             self.say(f"[{part.name}] done before")
             return True
         if part.needs_vllm and not self.machine["vllm"]:
-            self.say(
-                f"[{part.name}] not measured: install vLLM, or bring {BUNDLE.relative_to(ROOT)} (`make gpu-bundle`)"
-            )
+            self.say(f"[{part.name}] not measured: install vLLM, or bring build/gpu/bundle (`make gpu-bundle`)")
             return False
         begin, start = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
         outcomes = self._outcomes(part, min(begin + part.seconds * self.slack, self.until))
