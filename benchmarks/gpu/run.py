@@ -37,6 +37,8 @@ EMPTY = WORK / "empty"
 """Folder that processes run in, as Python imports from it too."""
 CACHES = WORK / "caches"
 """Triton's cache of kernels and vLLM's cache of what models can do; both come with the bundle."""
+BUNDLE_IS_FOR = "3.12", "9.0"
+"""Python and compute capability of the bundle's compiled code."""
 SECONDS = 480
 """Limit of all parts together."""
 SOURCES = "benchmarks/gpu", "kvpop_vllm", "triton_kernels"
@@ -88,13 +90,16 @@ OUTCOMES = "same", "near-tie", "different"
 LAST_LINES = 15
 """Lines of the log that are shown of a part that failed."""
 PROBE = """
-import importlib.metadata, importlib.util, json, shutil, subprocess, torch, triton
+import importlib.metadata, importlib.util, json, platform, shutil, subprocess, torch, triton
 if importlib.util.find_spec("transformers") is None:
     raise ImportError("No module named 'transformers'")
 machine = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "card": None, "vllm": None}
 if shutil.which("nvidia-smi"):
     query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,memory.total", "--format=csv,noheader", "--id=0"]
     machine["card"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+if machine["gpu"]:
+    machine["capability"] = "{}.{}".format(*torch.cuda.get_device_capability())
+machine["python"] = ".".join(platform.python_version_tuple()[:2])
 if importlib.util.find_spec("vllm"):
     machine["vllm"] = importlib.metadata.version("vllm")
 versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers")}
@@ -159,6 +164,10 @@ class Run:
         inherited = os.environ.get("PYTHONPATH")
         self.environment["PYTHONPATH"] = ":".join([*map(str, paths), *([inherited] if inherited else [])])
         self.machine = self._machine()
+        here = self.machine["python"], self.machine["capability"]
+        if BUNDLE.exists() and here != BUNDLE_IS_FOR:
+            needs = "{} is for Python {} and compute capability {}, not {} and {}: remove it, and install vLLM"
+            sys.exit(needs.format(BUNDLE, *BUNDLE_IS_FOR, *here))
         self.done = self._parts_done()
 
     def say(self, line: str) -> None:

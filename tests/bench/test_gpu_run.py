@@ -8,7 +8,7 @@ import pytest
 from gpu import run
 from gpu.answers import CLOSE, compare
 
-MACHINE = {"gpu": "a GPU", "vllm": None, "sources": "a"}
+MACHINE = {"gpu": "a GPU", "vllm": None, "sources": "a", "python": "3.12", "capability": "9.0"}
 
 
 @pytest.fixture
@@ -102,7 +102,17 @@ def test_without_a_gpu_one_line_says_so(tmp_path, monkeypatch):
         run.Run(tmp_path / "out", 1.0)
 
 
-def test_packages_of_a_user_come_after_ours_and_before_theirs_nothing(start, monkeypatch):
+@pytest.mark.parametrize("other", [{"capability": "8.0"}, {"python": "3.11"}])
+def test_a_bundle_for_another_gpu_or_python_is_refused(start, tmp_path, other):
+    (tmp_path / "no bundle").mkdir()
+    start()
+    with pytest.raises(
+        SystemExit, match="is for Python 3.12 and compute capability 9.0, not .*: remove it, and install"
+    ):
+        start(MACHINE | other)
+
+
+def test_a_users_packages_are_found_after_ours(start, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     paths = start().environment["PYTHONPATH"].split(":")
     assert paths == [str(run.MODULES), str(run.ROOT / "benchmarks"), "/theirs"]
