@@ -106,8 +106,8 @@ def decode_cases(engine: Engine, budget: int | None, cases: list[tuple[int, int]
             engine.abort(names)
             names, last = [], context
         torch.cuda.reset_peak_memory_stats()
-        more = [engine.add(context, budget) for _ in range(requests - len(names))]
-        names += more
+        added = [engine.add(context, budget) for _ in range(requests - len(names))]
+        names += added
         first = engine.admitted()
         times, rates, running = [], [], 0
         for _ in range(ROUNDS):
@@ -123,9 +123,9 @@ def decode_cases(engine: Engine, budget: int | None, cases: list[tuple[int, int]
         note = "" if running == requests else f"{running} of {requests} requests fit"
         write("decode step", times, "ms", note)
         write("decoded tokens a second", rates, "1/s", note)
-        last_first = max((first[name] for name in more if name in first), default=None)
+        last_first = max((first[name] for name in added if name in first), default=None)
         if last_first is not None:
-            write(f"first tokens of {len(more)} requests", [last_first], "s", note)
+            write(f"first tokens of {len(added)} requests", [last_first], "s", note)
         write("peak memory", [torch.cuda.max_memory_allocated() / 2**30], "GiB", note)
     engine.abort(names)
 

@@ -69,8 +69,8 @@ def main() -> int:
 def make_machine(python312: str) -> None:
     """Make the environment of the GPU machine, unless it is there with the packages listed."""
     mark = MACHINE / ".packages"
-    wanted = hashlib.sha256(PACKAGES.read_bytes()).hexdigest()
-    if mark.exists() and mark.read_text() == wanted:
+    digest = hashlib.sha256(PACKAGES.read_bytes()).hexdigest()
+    if mark.exists() and mark.read_text() == digest:
         return
     version = "import sys; sys.exit(sys.version_info[:2] != (3, 12))"
     if not shutil.which(python312) or subprocess.run([python312, "-c", version], capture_output=True).returncode:
@@ -79,7 +79,7 @@ def make_machine(python312: str) -> None:
     shutil.rmtree(MACHINE, ignore_errors=True)
     subprocess.run([python312, "-m", "venv", MACHINE], check=True)
     install("-r", str(PACKAGES))
-    mark.write_text(wanted)
+    mark.write_text(digest)
 
 
 def install(*arguments: str) -> None:
@@ -135,9 +135,9 @@ def graph_faults(processes: list[dict]) -> list[str]:
         if process["empty_captures"]:
             faults.append(f"{name}: {process['empty_captures']} graphs were captured without a kernel")
         for step in process["steps"]:
-            without = sum(not counts["graph_kernels"] for counts in step["each"])
-            if step["kind"] == "decode" and without:
-                faults.append(f"{name}: {without} decode steps of {step['requests']} requests replayed no graph")
+            ungraphed = sum(not counts["graph_kernels"] for counts in step["counts"])
+            if step["kind"] == "decode" and ungraphed:
+                faults.append(f"{name}: {ungraphed} decode steps of {step['requests']} requests replayed no graph")
     return faults
 
 
@@ -146,12 +146,16 @@ def write_steps(processes: list[dict], path: Path) -> None:
     rows = []
     for process in processes:
         for step in process["steps"]:
-            if len(step["each"]) < FEWEST:
+            if len(step["counts"]) < FEWEST:
                 continue
-            columns = {name: [counts[name] for counts in step["each"]] for name in ("seconds", *COUNTED)}
+            columns = {name: [counts[name] for counts in step["counts"]] for name in ("seconds", *COUNTED)}
             times = (1e3 * of(columns["seconds"]) for of in (statistics.median, min, max))
             rows.append(
-                (process["name"], *(step[name] for name in ("budget", "kind", "requests", "tokens")), len(step["each"]))
+                (
+                    process["name"],
+                    *(step[name] for name in ("budget", "kind", "requests", "tokens")),
+                    len(step["counts"]),
+                )
                 + tuple(f"{value:.2f}" for value in times)
                 + tuple(f"{statistics.median(columns[name]):g}" for name in COUNTED)
             )

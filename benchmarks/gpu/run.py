@@ -164,10 +164,10 @@ class Run:
         inherited = os.environ.get("PYTHONPATH")
         self.environment["PYTHONPATH"] = ":".join([*map(str, paths), *([inherited] if inherited else [])])
         self.machine = self._machine()
-        here = self.machine["python"], self.machine["capability"]
-        if BUNDLE.exists() and here != BUNDLE_IS_FOR:
-            needs = "{} is for Python {} and compute capability {}, not {} and {}: remove it, and install vLLM"
-            sys.exit(needs.format(BUNDLE, *BUNDLE_IS_FOR, *here))
+        compiled = self.machine["python"], self.machine["capability"]
+        if BUNDLE.exists() and compiled != BUNDLE_IS_FOR:
+            message = "{} is for Python {} and compute capability {}, not {} and {}: remove it, and install vLLM"
+            sys.exit(message.format(BUNDLE, *BUNDLE_IS_FOR, *compiled))
         self.done = self._parts_done()
 
     def say(self, line: str) -> None:
@@ -374,6 +374,7 @@ def main() -> int:
     )
     parser.add_argument("--slack", type=float, default=1.0, help="multiplies all time limits")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that parts are ended, too
     run = Run(Path(os.environ.get("OUT") or ROOT / "build" / "gpu" / "results").resolve(), options.slack)
     run.say(f"[gpu] {run.machine}")
     outcomes = [run.do(part) for part in PARTS if not options.parts or part.name in options.parts]

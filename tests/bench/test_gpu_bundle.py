@@ -1,4 +1,4 @@
-"""What travels to a GPU machine: device code is erased from shared objects, and a damaged bundle is refused."""
+"""Bundle of a GPU machine: device code is erased from shared objects, and a damaged bundle is refused."""
 
 from __future__ import annotations
 

@@ -33,21 +33,21 @@ pytestmark = [
 
 @pytest.fixture
 def rehearse(tmp_path):
-    """Replace texts in a copy of the checkout and rehearse parts; return the exit code and all that was said."""
+    """Replace texts in a copy of the checkout and rehearse parts; return the exit code and what was printed."""
     copy = tmp_path / "copy"
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     for name in NEEDED:
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     for path in (ROOT / "Makefile", *(ROOT / "benchmarks").glob("*.py")):
         shutil.copy(path, copy / path.relative_to(ROOT))
-    work, there = copy / "build" / "gpu" / "rehearsal" / "work", BUILD / "rehearsal" / "work"
+    work, original = copy / "build" / "gpu" / "rehearsal" / "work", BUILD / "rehearsal" / "work"
     work.mkdir(parents=True)
     for name in ("machine", "pretend", "headers", "site", "bundle"):
         (copy / "build" / "gpu" / name).symlink_to(BUILD / name)
-    (work / "site").symlink_to(there / "site")
-    for mark in there.glob("*.tar"):
+    (work / "site").symlink_to(original / "site")
+    for mark in original.glob("*.tar"):
         shutil.copy(mark, work)
-    shutil.copytree(there / "caches", work / "caches")
+    shutil.copytree(original / "caches", work / "caches")
 
     def run(*arguments, file=None, old="", new=""):
         if file:
@@ -63,15 +63,15 @@ def rehearse(tmp_path):
 
 
 def test_the_checkout_as_it_is_passes(rehearse):
-    code, said = rehearse("correct")
-    assert code == 0 and "[gpu-rehearse] passed" in said, said[-4000:]
+    code, printed = rehearse("correct")
+    assert code == 0 and "[gpu-rehearse] passed" in printed, printed[-4000:]
 
 
 def test_a_name_that_the_machines_torch_lacks(rehearse):
     old = "from kvpop_vllm.kernels.dispatch import TRITON_DTYPES\n"
     new = old + "from torch import later_than_2_11\n"
-    code, said = rehearse("correct", file="triton_kernels/decode_step.py", old=old, new=new)
-    assert code == 1 and "cannot import name 'later_than_2_11' from 'torch'" in said, said[-4000:]
+    code, printed = rehearse("correct", file="triton_kernels/decode_step.py", old=old, new=new)
+    assert code == 1 and "cannot import name 'later_than_2_11' from 'torch'" in printed, printed[-4000:]
 
 
 def test_a_kernel_that_does_not_compile_for_sm_90(rehearse):
@@ -79,26 +79,26 @@ def test_a_kernel_that_does_not_compile_for_sm_90(rehearse):
     old = "        victim = tl.load(flags + 5)\n"
     assembly = '"tcgen05.fence::before_thread_sync; mov.u32 $0, $1;", "=r,r"'
     new = f"{old}        tl.inline_asm_elementwise({assembly}, [victim], tl.int32, False, 1)\n"
-    code, said = rehearse("correct", file="triton_kernels/_serving_retain.py", old=old, new=new)
-    assert code == 1 and "PTXASError" in said and "tcgen05" in said, said[-4000:]
+    code, printed = rehearse("correct", file="triton_kernels/_serving_retain.py", old=old, new=new)
+    assert code == 1 and "PTXASError" in printed and "tcgen05" in printed, printed[-4000:]
 
 
 def test_a_cpu_tensor_that_a_kernel_is_given(rehearse):
     old = "views = map(view, (q, k, v, gate_scores, positions, budgets, windows, keys, *of_prefix))"
     new = old.replace("positions", "positions.cpu()")
-    code, said = rehearse("correct", file="triton_kernels/decode_step.py", old=old, new=new)
-    assert code == 1 and "cannot be accessed from Triton (cpu tensor?)" in said, said[-4000:]
+    code, printed = rehearse("correct", file="triton_kernels/decode_step.py", old=old, new=new)
+    assert code == 1 and "cannot be accessed from Triton (cpu tensor?)" in printed, printed[-4000:]
 
 
 def test_a_step_that_captures_no_graph(rehearse):
     old = 'cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=list(BATCHES)'
     new = old.replace("FULL_DECODE_ONLY", "NONE")
-    code, said = rehearse("stock-engine", file="benchmarks/gpu/run.py", old=old, new=new)
-    assert "[stock-engine] done" in said, said[-4000:]
-    assert code == 1 and "gpu.engine_times stock: no graph was captured" in said
-    assert "decode steps of 16 requests replayed no graph" in said
+    code, printed = rehearse("stock-engine", file="benchmarks/gpu/run.py", old=old, new=new)
+    assert "[stock-engine] done" in printed, printed[-4000:]
+    assert code == 1 and "gpu.engine_times stock: no graph was captured" in printed
+    assert "decode steps of 16 requests replayed no graph" in printed
 
 
 def test_a_part_that_overruns(rehearse):
-    code, said = rehearse("correct", "--slack", "0.02")
-    assert code == 1 and "[correct] FAILED overran" in said
+    code, printed = rehearse("correct", "--slack", "0.02")
+    assert code == 1 and "[correct] FAILED overran" in printed

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from gpu import run
@@ -47,13 +51,12 @@ def test_a_part_that_overruns_is_ended_and_later_parts_run(start, tmp_path, caps
     child += (
         f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(p.pid)); print('a row', flush=True); time.sleep(600)"
     )
-    here = start(sleeps=child, works="print('works')", breaks="raise SystemExit(3)")
+    current = start(sleeps=child, works="print('works')", breaks="raise SystemExit(3)")
     begin = time.monotonic()
-    assert not here.do(part("first", ["sleeps"], ["works"], seconds=5)) and time.monotonic() - begin < 60
-    ended = tmp_path / "proc" / (tmp_path / "child").read_text()
-    ended = type(ended)("/proc", ended.name, "stat")
+    assert not current.do(part("first", ["sleeps"], ["works"], seconds=5)) and time.monotonic() - begin < 60
+    ended = Path("/proc", (tmp_path / "child").read_text(), "stat")
     assert not ended.exists() or ended.read_text().split()[2] == "Z", "what the process started is ended, too"
-    assert not here.do(part("second", ["breaks"])) and here.do(part("third", ["works"]))
+    assert not current.do(part("second", ["breaks"])) and current.do(part("third", ["works"]))
     said = capsys.readouterr().out.splitlines()
     assert [line.rsplit(",", 1)[0] for line in said if line.startswith("[")] == [
         "[first] FAILED overran", "[second] FAILED exit code 3", "[third] done",
@@ -61,20 +64,42 @@ def test_a_part_that_overruns_is_ended_and_later_parts_run(start, tmp_path, caps
     assert "a row" in (tmp_path / "out" / "run.log").read_text()
 
 
+def test_a_run_that_is_ended_ends_its_part(start, tmp_path, monkeypatch):
+    write = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(os.getpid())); "
+    current = start(sleeps=write + "time.sleep(600)")
+    monkeypatch.setattr(run, "Run", lambda out, slack: current)
+    monkeypatch.setattr(run, "PARTS", (part("first", ["sleeps"]),))
+    monkeypatch.setattr("sys.argv", ["run.py"])
+
+    def end():
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    usual = signal.getsignal(signal.SIGTERM)
+    try:
+        threading.Thread(target=end).start()
+        with pytest.raises(SystemExit) as ended:
+            run.main()
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert ended.value.code == 143 and not Path("/proc", (tmp_path / "child").read_text()).exists()
+
+
 def test_a_part_that_cannot_start_costs_no_other(start, capsys):
     def breaks(of_run):
         raise OSError("no space")
         yield
 
-    here = start(works="")
-    assert not here.do(run.Part(60, breaks, needs_vllm=False)) and here.do(part("next", ["works"]))
+    current = start(works="")
+    assert not current.do(run.Part(60, breaks, needs_vllm=False)) and current.do(part("next", ["works"]))
     assert "[breaks] FAILED no space, 0 s" in capsys.readouterr().out
 
 
 def test_the_limit_of_all_parts_ends_a_part(start):
-    here = start(sleeps="import time; time.sleep(600)")
-    here.until = time.monotonic() + 1
-    assert not here.do(part("last", ["sleeps"])) and time.monotonic() - here.until < 30
+    current = start(sleeps="import time; time.sleep(600)")
+    current.until = time.monotonic() + 1
+    assert not current.do(part("last", ["sleeps"])) and time.monotonic() - current.until < 30
     assert sum(part.seconds for part in run.PARTS) <= run.SECONDS == 480
 
 

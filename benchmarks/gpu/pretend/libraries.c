@@ -6,8 +6,8 @@
 static int handle;
 
 #ifdef CUBLAS
-int cublasCreate_v2(void **made) {
-    *made = &handle;
+int cublasCreate_v2(void **created) {
+    *created = &handle;
     return 0;
 }
 int cublasGetVersion_v2(void *of, int *version) {
@@ -25,8 +25,8 @@ int cublasGetPointerMode_v2(void *of, int *mode) {
 #endif
 
 #ifdef CUBLASLT
-int cublasLtCreate(void **made) {
-    *made = &handle;
+int cublasLtCreate(void **created) {
+    *created = &handle;
     return 0;
 }
 int cublasLtMatmulAlgoGetHeuristic(void *of, void *operation, void *a, void *b, void *c, void *d, void *preference,
@@ -37,8 +37,8 @@ int cublasLtMatmulAlgoGetHeuristic(void *of, void *operation, void *a, void *b, 
 #endif
 
 #ifdef CUDNN
-int cudnnCreate(void **made) {
-    *made = &handle;
+int cudnnCreate(void **created) {
+    *created = &handle;
     return 0;
 }
 size_t cudnnGetVersion(void) { return 91900; }
@@ -46,15 +46,15 @@ const char *cudnnGetErrorString(int error) { return "pretended library: an error
 #endif
 
 #ifdef CUSOLVER
-int cusolverDnCreate(void **made) {
-    *made = &handle;
+int cusolverDnCreate(void **created) {
+    *created = &handle;
     return 0;
 }
 #endif
 
 #ifdef CUSPARSE
-int cusparseCreate(void **made) {
-    *made = &handle;
+int cusparseCreate(void **created) {
+    *created = &handle;
     return 0;
 }
 #endif
@@ -64,11 +64,11 @@ int ncclGetVersion(int *version) {
     *version = 22900;
     return 0;
 }
-int ncclCommInitRank(void **made) {
-    *made = &handle;
+int ncclCommInitRank(void **created) {
+    *created = &handle;
     return 0;
 }
-int ncclCommInitRankConfig(void **made) { return ncclCommInitRank(made); }
+int ncclCommInitRankConfig(void **created) { return ncclCommInitRank(created); }
 int ncclCommGetAsyncError(void *of, int *error) {
     *error = 0;
     return 0;

@@ -1,4 +1,4 @@
-"""What every Python process of a rehearsal does at its start: counts, and changes where values of kernels are read.
+"""Start of every Python process of a rehearsal: it counts launches, and changes code that reads values of kernels.
 
 Kernels of the pretended device do nothing, so values mean nothing:
 
@@ -111,7 +111,8 @@ def record_steps(llm_engine) -> None:
 def write_records(module: str, arguments: list[str]) -> None:
     """Write what the process has launched and captured, and its engine's steps."""
     steps = [
-        dict(zip(("budget", "kind", "requests", "tokens"), key, strict=True), each=rows) for key, rows in STEPS.items()
+        dict(zip(("budget", "kind", "requests", "tokens"), key, strict=True), counts=rows)
+        for key, rows in STEPS.items()
     ]
     record = {"module": module, "name": arguments[0] if arguments else "", "steps": steps}
     record |= dict(zip(COUNTS, counts(), strict=True))
