@@ -56,7 +56,7 @@ SINKS, WINDOW = 4, 256
 BATCHES = 1, 8, 16, 64
 ENGINE = dict(
     skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=20480, max_num_seqs=64,
-    enable_prefix_caching=False, disable_log_stats=False,
+    max_num_batched_tokens=16384, enable_prefix_caching=False, disable_log_stats=False,
     compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=list(BATCHES)),
 )  # fmt: skip
 """Arguments of both 8B engines; the model's shape is real, its weights are dummies."""
