@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 # Test modules run side by side; an engine or server that a module starts is its own.
 WORKERS ?= 2
 BENCH_ARGS ?=
+PYTHON312 ?= python3.12
 
 # vLLM to test with. Another than the first has an environment of its own: `make setup VLLM=0.33`, `make test VLLM=0.33`.
 VLLM ?= 0.32
@@ -23,13 +24,14 @@ EXTENSION := $(VENV)/.extension
 SANITIZED := build/sanitized/.extension
 OLDEST_TRITON := build/triton-3.6
 PROMETHEUS := build/prometheus
+GPU_SITE := build/gpu/bundle/site.tar.xz
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu gpu-bundle gpu-rehearse oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | newest | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | browser | gpu | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | newest | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | browser | gpu | gpu-bundle | gpu-rehearse | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -80,7 +82,7 @@ browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { echo "[browser] Chromium" && \
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
 
-nightly: lm-eval peers test-all oldest-triton mutations newest
+nightly: lm-eval peers gpu-rehearse test-all oldest-triton mutations newest
 
 # Plants faults, and fails where no test finds one. MUTATIONS: words that files or faults must contain.
 mutations: setup
@@ -123,9 +125,23 @@ bench: model
 policies: model
 	@$(BIN)/python benchmarks/policy_table.py $(BENCH_ARGS)
 
-# On a machine with a GPU, torch, Triton and transformers, as it is: no environment is made, nothing is installed.
+# On a machine with a GPU and vLLM, or with torch, Triton, transformers and a bundle: no environment is made, nothing is
+# installed. PARTS: names of parts. OUT: folder of results.
 gpu:
-	@PYTHONPATH=benchmarks $(PYTHON) -m gpu.run $(PARTS)
+	@PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m gpu.run $(PARTS)
+
+# What a GPU machine without vLLM lacks: packages, and the kernels that a rehearsal compiles. PYTHON312: a Python 3.12.
+gpu-bundle: $(GPU_SITE)
+	@rm -rf build/gpu/bundle/caches.* build/gpu/rehearsal
+	@$(PYTHON) benchmarks/gpu/rehearse.py --python312 $(PYTHON312)
+	@$(PYTHON) benchmarks/gpu/bundle.py caches
+
+# `make gpu` on a pretended H100.
+gpu-rehearse: $(GPU_SITE)
+	@$(PYTHON) benchmarks/gpu/rehearse.py --python312 $(PYTHON312)
+
+$(GPU_SITE): benchmarks/gpu/bundle.py benchmarks/gpu/fatbin.py benchmarks/gpu/packages.txt
+	@$(PYTHON) benchmarks/gpu/bundle.py site
 
 # For the tasks of examples/lm_eval.
 lm-eval: setup

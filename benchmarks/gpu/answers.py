@@ -11,7 +11,6 @@ import json
 import os
 from pathlib import Path
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 KINDS = "programs", "ledgers"
 NEW = 1400
 """Maximum tokens of an answer; a worked solution has about 1,080."""
@@ -62,6 +61,7 @@ def compare(expected: list[dict], actual: list[dict]) -> dict:
 
 def main() -> None:
     """Solve the problems with the engine of the command line."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("arguments", help="arguments of vllm.LLM, as JSON")
     parser.add_argument("--rows", type=int, default=32, help="problems of each kind")

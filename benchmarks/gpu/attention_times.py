@@ -1,6 +1,6 @@
-"""Times of a layer's decode attention: vLLM's FlashAttention 3 over its paged cache, and a whole `decode_step` of ours.
+"""Times of a layer's decode attention: vLLM's FlashAttention over its paged cache, and a whole `decode_step` of ours.
 
-Shapes are Qwen3-8B's. Every time is a CUDA graph's replay with a cold cache. Rows go to a CSV file as they come.
+The version of FlashAttention is the one that vLLM chooses on this GPU: 3 on Hopper. Shapes are Qwen3-8B's. Every time is a CUDA graph's replay with a cold cache. Rows go to a CSV file as they come.
 """
 
 from __future__ import annotations
@@ -24,27 +24,38 @@ PAGE = 16
 COLUMNS = ("attention", "requests", "tokens", "measure", "value", "unit", "of_copy")
 
 
-def flash_attention(requests: int, context: int) -> tuple[float, int]:
-    """Return the milliseconds of FlashAttention 3 for one query per request, and the bytes of keys and values."""
+def flash_attention_version() -> int | None:
+    """Return the version of FlashAttention that vLLM chooses on this GPU, or None without it."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    except ImportError:
+        return None
+    return get_flash_attn_version(head_size=SIZE)
+
+
+def flash_attention(version: int, requests: int, context: int) -> tuple[float, int]:
+    """Return the milliseconds of FlashAttention for one query per request, and the bytes of keys and values."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     blocks = requests * context // PAGE
-    make = partial(torch.randn, dtype=torch.bfloat16)
+    make = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    integers = partial(torch.arange, dtype=torch.int32, device="cuda")
     k, v, q = make(blocks, PAGE, KV_HEADS, SIZE), make(blocks, PAGE, KV_HEADS, SIZE), make(requests, HEADS, SIZE)
-    table = torch.arange(blocks, dtype=torch.int32).view(requests, -1)
-    lengths = torch.full((requests,), context, dtype=torch.int32)
-    starts = torch.arange(requests + 1, dtype=torch.int32)
-    schedule = get_scheduler_metadata(
-        batch_size=requests, max_seqlen_q=1, max_seqlen_k=context, num_heads_q=HEADS, num_heads_kv=KV_HEADS,
-        headdim=SIZE, cache_seqlens=lengths, qkv_dtype=q.dtype, cu_seqlens_q=starts, page_size=PAGE, causal=True,
-        num_splits=0,
-    )  # fmt: skip
+    table, starts = integers(blocks).view(requests, -1), integers(requests + 1)
+    lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+    schedule = None
+    if version == 3:
+        schedule = get_scheduler_metadata(
+            batch_size=requests, max_seqlen_q=1, max_seqlen_k=context, num_heads_q=HEADS, num_heads_kv=KV_HEADS,
+            headdim=SIZE, cache_seqlens=lengths, qkv_dtype=q.dtype, cu_seqlens_q=starts, page_size=PAGE, causal=True,
+            num_splits=0,
+        )  # fmt: skip
     out = torch.empty_like(q)
 
     def run() -> None:
         flash_attn_varlen_func(
             q=q, k=k, v=v, out=out, cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths, max_seqlen_k=context,
-            softmax_scale=SIZE**-0.5, causal=True, block_table=table, scheduler_metadata=schedule, fa_version=3,
+            softmax_scale=SIZE**-0.5, causal=True, block_table=table, scheduler_metadata=schedule, fa_version=version,
             num_splits=0,
         )  # fmt: skip
 
@@ -80,25 +91,28 @@ def main() -> None:
     take_packages_from(ROOT)
     copy = bandwidth()
 
-    def write(name: str, requests: int, tokens: int, time: float, size: int) -> None:
-        row = (name, requests, tokens, "a layer", f"{1e3 * time:.2f}", "us", f"{size / time / copy:.3f}")
+    def write(name: str, requests: int, tokens: int, *measured: str) -> None:
+        row = (name, requests, tokens, *measured)
         new = not options.out.exists()
         with options.out.open("a", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, row] if new else [row])
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, row] if new else [row])
         print(*row, flush=True)
 
-    write("copy", 1, 1, 1.0, int(copy))
-    print(f"copies move {copy / 1e9:.2f} TB/s", flush=True)
-    cases = [(f"{kind} B={budget}", partial(fixed_budget, kind, requests, budget), requests, budget)
-             for budget in BUDGETS for requests in BATCHES for kind in ("recency", "kvpop")]  # fmt: skip
-    with torch.device("cuda"):
-        dense = [("FlashAttention 3", partial(flash_attention, requests, context), requests, context)
-                 for context in CONTEXTS for requests in BATCHES]  # fmt: skip
-        for name, run, requests, tokens in dense:
-            write(name, requests, tokens, *run())
-            torch.cuda.empty_cache()
-    for name, run, requests, tokens in cases:
-        write(name, requests, tokens, *run())
+    version = flash_attention_version()
+    if version is None:
+        print("FlashAttention: not measured, as vLLM has none for this GPU")
+    dense = [(f"FlashAttention {version}", partial(flash_attention, version), requests, context)
+             for context in CONTEXTS for requests in BATCHES if version]  # fmt: skip
+    ours = [(f"{kind} B={budget}", partial(fixed_budget, kind), requests, budget)
+            for budget in BUDGETS for requests in BATCHES for kind in ("recency", "kvpop")]  # fmt: skip
+    write("copy", 1, 1, "bandwidth", f"{copy / 1e9:.3f}", "TB/s", "1.000")
+    for name, run, requests, tokens in dense + ours:
+        try:
+            time, size = run(requests, tokens)
+        except torch.cuda.OutOfMemoryError:
+            print(f"{name}, {requests} x {tokens}: not measured, it does not fit")
+        else:
+            write(name, requests, tokens, "a layer", f"{1e3 * time:.2f}", "us", f"{size / time / copy:.3f}")
         torch.cuda.empty_cache()
 
 

@@ -2,7 +2,8 @@
 
 The machine needs no network and no vLLM. Wheels come from pip, for Python 3.12 on Linux x86-64. Device code that one
 Hopper GPU does not need is erased, and modules that serving text never imports are left out. The result is
-``site.tar.xz`` with its checksum. ``kernels.tar.xz``, Triton's cache of our kernels, is added by the rehearsal.
+``site.tar.xz``, and ``caches.tar.xz`` with the kernels that a rehearsal has compiled and with what vLLM has found out about
+the models, each with its checksum.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from fatbin import erase_other_code
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu.fatbin import erase_other_code
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "gpu"
+BUNDLE = BUILD / "bundle"
+CACHES = BUILD / "rehearsal" / "work" / "caches"
+"""Caches of the last rehearsal."""
 PACKAGES = Path(__file__).with_name("packages.txt")
 LIMIT = 62 << 20
 """Bytes that bundle and tracked files may have together."""
@@ -54,12 +59,24 @@ LEFT_OUT = (
 
 
 def main() -> None:
-    """Build the bundle, print the size of its parts, and fail if it is too large."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--build", type=Path, default=BUILD, help="folder of wheels, unpacked files and the bundle")
+    """Pack one archive, print the size of all, and fail if they are too large."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archive", choices=["site", "caches"], help="packages, or what the last rehearsal has left")
     options = parser.parse_args()
-    site, bundle = options.build / "site", options.build / "bundle"
-    wheels = download(options.build / "wheels")
+    BUNDLE.mkdir(parents=True, exist_ok=True)
+    if options.archive == "site":
+        make_site(BUILD / "site")
+        pack(BUILD / "site", BUNDLE / "site.tar.xz")
+    elif not CACHES.exists():
+        sys.exit("[gpu-bundle] no rehearsal has compiled kernels: run `make gpu-rehearse`")
+    else:
+        pack(CACHES, BUNDLE / "caches.tar.xz")
+    check_size(BUNDLE)
+
+
+def make_site(site: Path) -> None:
+    """Unpack the packages into a folder and erase the device code that is not needed."""
+    wheels = download(BUILD / "wheels")
     shutil.rmtree(site, ignore_errors=True)
     for wheel in wheels:
         unpack(wheel, site)
@@ -67,9 +84,6 @@ def main() -> None:
         of_attention = ("bfloat16_t", (64, 128)) if name == ATTENTION else ()
         kept, erased = erase_other_code(site / name, ARCHITECTURE, *of_attention)
         print(f"[gpu-bundle] {name}: {kept / 1e6:.1f} MB of device code kept, {erased / 1e6:.1f} MB erased")
-    bundle.mkdir(parents=True, exist_ok=True)
-    pack(site, bundle / "site.tar.xz")
-    check_size(bundle)
 
 
 def download(folder: Path) -> list[Path]:

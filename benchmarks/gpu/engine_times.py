@@ -13,10 +13,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
 from vllm import LLM, SamplingParams
@@ -42,7 +40,16 @@ class Engine:
         self.name, self.out, self.count = name, out, 0
         begin = time.perf_counter()
         self.core = LLM(**arguments).llm_engine
-        self.write(None, 0, 0, "start", [time.perf_counter() - begin], "s")
+        self.write(None, 0, 0, "start", [time.perf_counter() - begin], "s", self.backends())
+
+    def backends(self) -> str:
+        """Return the names of the attention backends that vLLM has chosen, with the version of FlashAttention."""
+        layers = self.core.vllm_config.compilation_config.static_forward_context.values()
+        names = set()
+        for layer in layers:
+            version = getattr(getattr(layer, "impl", None), "vllm_flash_attn_version", None)
+            names.add(layer.get_attn_backend().get_name() + (f" {version}" if version else ""))
+        return ", ".join(sorted(names))
 
     def write(self, budget: int | None, requests: int, context: int, measure: str, values, unit: str, note="") -> None:
         """Append one row with the median and the range of values."""
@@ -88,25 +95,38 @@ class Engine:
         return first
 
 
-def decode_case(engine: Engine, budget: int | None, requests: int, context: int) -> None:
-    """Time decode steps of ``requests`` requests of ``context`` tokens, as many at a time as fit."""
-    names = [engine.add(context, budget) for _ in range(requests)]
-    first = engine.admitted()
-    running = len(first)
-    times, rates = [], []
-    for _ in range(ROUNDS):
-        begin, tokens = time.perf_counter(), 0
-        for _ in range(STEPS):
-            tokens += len(engine.step()[1])
-        seconds = time.perf_counter() - begin
-        times.append(1e3 * seconds / STEPS)
-        rates.append(tokens / seconds)
-    note = "" if running == requests else f"{running} of {requests} requests fit"
-    engine.write(budget, requests, context, "decode step", times, "ms", note)
-    engine.write(budget, requests, context, "decoded tokens a second", rates, "1/s", note)
-    engine.write(budget, requests, context, "last first token", [max(first.values())], "s", note)
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    engine.write(budget, requests, context, "peak memory", [peak], "GiB", note)
+def decode_cases(engine: Engine, budget: int | None, cases: list[tuple[int, int]]) -> None:
+    """Time decode steps of ``(requests, context)``, as many at a time as fit.
+
+    A case of more requests at the context of the case before adds to its requests, which have decoded since.
+    """
+    names, last = [], None
+    for requests, context in cases:
+        if context != last or requests < len(names):
+            engine.abort(names)
+            names, last = [], context
+        torch.cuda.reset_peak_memory_stats()
+        added = [engine.add(context, budget) for _ in range(requests - len(names))]
+        names += added
+        first = engine.admitted()
+        times, rates, running = [], [], 0
+        for _ in range(ROUNDS):
+            begin, tokens = time.perf_counter(), 0
+            for _ in range(STEPS):
+                counts = engine.step()[1]
+                tokens += len(counts)
+                running = max(running, len(counts))
+            seconds = time.perf_counter() - begin
+            times.append(1e3 * seconds / STEPS)
+            rates.append(tokens / seconds)
+        write = partial(engine.write, budget, requests, context)
+        note = "" if running == requests else f"{running} of {requests} requests fit"
+        write("decode step", times, "ms", note)
+        write("decoded tokens a second", rates, "1/s", note)
+        last_first = max((first[name] for name in added if name in first), default=None)
+        if last_first is not None:
+            write(f"first tokens of {len(added)} requests", [last_first], "s", note)
+        write("peak memory", [torch.cuda.max_memory_allocated() / 2**30], "GiB", note)
     engine.abort(names)
 
 
@@ -153,19 +173,19 @@ def arrival_case(engine: Engine, budget: int | None, requests: int, context: int
     engine.abort(names)
 
 
-def cases_of(text: str) -> Iterator[tuple[int, int]]:
-    """Yield requests and context of each case of ``1x4096 8x4096``."""
-    for case in text.split():
-        requests, context = case.split("x")
-        yield int(requests), int(context)
+def case_of(text: str) -> tuple[int, int]:
+    """Return requests and context of a case such as ``8x4096``."""
+    requests, context = text.split("x")
+    return int(requests), int(context)
 
 
 def main() -> None:
     """Start the engine and run the cases of the command line."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", help="name of the engine in the results")
     parser.add_argument("arguments", help="arguments of vllm.LLM, as JSON")
-    parser.add_argument("--cases", required=True, help="e.g. '1x4096 64x16384'")
+    parser.add_argument("--cases", type=case_of, nargs="+", required=True, help="e.g. 1x4096 64x16384")
     parser.add_argument("--budgets", type=int, nargs="+", default=[0], help="budget of requests; 0 leaves it out")
     parser.add_argument("--first", type=int, nargs="*", default=[], help="contexts of lone first tokens")
     parser.add_argument("--arriving", type=int, nargs="*", default=[], help="lengths of prompts that arrive")
@@ -174,8 +194,7 @@ def main() -> None:
     engine = Engine(options.name, json.loads(options.arguments), options.out)
     for budget in options.budgets:
         warm_up(engine, budget)
-        for requests, context in cases_of(options.cases):
-            decode_case(engine, budget, requests, context)
+        decode_cases(engine, budget, options.cases)
         for context in options.first:
             first_token_case(engine, budget, context)
         for arriving in options.arriving:

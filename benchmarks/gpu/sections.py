@@ -1,4 +1,4 @@
-"""`make gpu`: the Triton kernels on a GPU.
+"""`python -m gpu.sections`: the Triton kernels on a GPU.
 
 The machine needs torch, Triton and transformers, neither vLLM nor a network.
 

@@ -99,8 +99,8 @@ class Pool:
         told = (
             [cut.start for cut in cuts],
             list(counts.values()),
-            self.budgets[requests].cpu(),
-            p.windows[requests].tolist(),
+            self.budgets.cpu()[requests],
+            p.windows.cpu()[requests].tolist(),
         )
         where = self.pages, self.table[requests], Chunks(*told)
         return ops.prefill_chunk(q, k, v, *where, **own, **self.told(requests[0], impl))
