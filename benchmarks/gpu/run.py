@@ -66,7 +66,7 @@ QUARTER = 272
 """A quarter of a worked solution: 4 sinks, a window of 24 and 244 long-range slots."""
 SMALL = dict(
     model=str(REASONER), dtype="bfloat16", max_model_len=2048, max_num_seqs=64, kv_cache_memory_bytes=1 << 30,
-    enable_prefix_caching=False,
+    gpu_memory_utilization=0.2, enable_prefix_caching=False,
     compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[8, 16, 32, 64]),
 )  # fmt: skip
 PROTECTED = {"protect_prompt": "all"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +51,7 @@ class Place:
             return ids[len(self.head) :]
         if getattr(self.tokenizer, "chat_template", None):
             chat = _chat(self.tokenizer, self.system, prompt)
-            special = self.tokenizer.decode(special_ids(self.tokenizer))
+            special = self.tokenizer.decode(special_ids(self.tokenizer), skip_special_tokens=False)
             return self._ids(SEPARATOR + chat[len(special) * _repeats(chat, special) :])
         return self._ids(f"{SEPARATOR}{prompt}{SEPARATOR}")
 
@@ -88,7 +87,6 @@ def place_of(tokenizer, place: str | None = None, system: str | None = None) -> 
     return Place(tokenizer, [], [])
 
 
-@functools.lru_cache(maxsize=8)
 def special_ids(tokenizer) -> list[int]:
     """Return the ids that a tokenizer writes before every text, such as BOS."""
     plain, ids = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
@@ -108,7 +106,7 @@ def begin_of_text(tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
     special = special_ids(tokenizer)
     count = _repeats(list(ids), special)
     if count and text is not None:
-        count = max(0, count - _repeats(text, tokenizer.decode(special)))
+        count = max(0, count - _repeats(text, tokenizer.decode(special, skip_special_tokens=False)))
     return special * count
 
 

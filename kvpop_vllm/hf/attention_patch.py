@@ -54,12 +54,13 @@ def cache_in(named: Mapping[str, object]) -> AttentionCache | None:
     """Return the cache among the arguments of a model or of ``generate()``, or None.
 
     Raises:
-        ConfigError: there are two.
+        ConfigError: there is another cache, too.
     """
-    caches = [named[name] for name in CACHE_NAMES if isinstance(named.get(name), AttentionCache)]
-    if len(caches) > 1:
-        raise ConfigError("a KVpopCache is given as cache and as past_key_values: leave one out")
-    return caches[0] if caches else None
+    caches = [named[name] for name in CACHE_NAMES if named.get(name) is not None]
+    ours = [cache for cache in caches if isinstance(cache, AttentionCache)]
+    if ours and len(caches) > 1:
+        raise ConfigError("a KVpopCache and another cache are given, as cache and as past_key_values: leave one out")
+    return ours[0] if ours else None
 
 
 def with_cache(named: Mapping[str, object], cache: AttentionCache) -> dict[str, object]:
@@ -185,13 +186,14 @@ class _TakesPart(StoppingCriteria):
 def _watch_generate() -> None:
     """Have ``generate()`` of all models take a KVpopCache under both names, and check that none is set aside."""
     original = GenerationMixin.generate
-    parameters = list(inspect.signature(original).parameters)[1:]
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def generate(model, *positional, **named):
         if (cache := cache_in(named)) is None:
             return original(model, *positional, **named)
-        named = with_cache(dict(zip(parameters, positional, strict=False)) | named, cache)
+        by_name = list(signature.bind_partial(model, *positional).arguments.items())[1:]
+        named = with_cache(dict(by_name) | named, cache)
         criteria = [_TakesPart(cache), *(named.get("stopping_criteria") or ())]
         return original(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
 

@@ -1,7 +1,7 @@
 """A model's config as transformers resolves it, and the shape that vLLM reads from it.
 
 Config files spell sizes in different ways, nest them, and leave out what equals a default.
-``tests/test_shapes.py`` holds :func:`shape_of` equal to the engine's shape.
+``tests/engine/test_shapes.py`` holds :func:`shape_of` equal to the engine's shape.
 """
 
 from __future__ import annotations

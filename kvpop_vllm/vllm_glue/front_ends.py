@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ALLOCATORS, ConfigError
 from kvpop_vllm.flags import FLAGS
 from kvpop_vllm.vllm_glue import aside, flags
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
@@ -86,11 +86,12 @@ async def check_engines(engine_client: EngineClient) -> None:
 def settings_of(vllm_config: VllmConfig) -> dict:
     """Return the resolved settings that all processes of a server share, by name.
 
-    Folders and files are left out, since they may differ between machines; cartridges are named. ``compression`` is
-    resolved into the budget.
+    Folders and files are left out, since they may differ between machines; cartridges are named, and so is an allocator
+    that is no file. ``compression`` is resolved into the budget.
     """
     policy = engine_policy(vllm_config)
     settings = asdict(policy.settings) | asdict(policy.retention)
     settings |= {"max_budget": policy.max_budget, "protect_prompt": policy.protect, "max_protect": policy.max_protect}
     settings["cartridge"] = sorted(settings["cartridge"] or ())
-    return {name: settings[name] for name in FLAGS if name not in ("compression", "scorer", "allocator")}
+    settings["allocator"] = policy.allocator if policy.allocator in ALLOCATORS else "a file"
+    return {name: settings[name] for name in FLAGS if name not in ("compression", "scorer")}

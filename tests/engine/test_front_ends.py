@@ -109,6 +109,7 @@ def test_engines_with_other_settings_are_refused(tiny_model):
         (settings(budget=96), "--kv-budget 96, not 64"),
         (settings(policy="h2o"), "--kv-policy h2o, not streaming-llm"),
         (settings(max_budget=128), "--kv-max-budget 128, not 64"),
+        (settings(allocator="pyramid"), "--kv-allocator pyramid, not uniform"),
     ):
         with pytest.raises(
             ConfigError, match=f"an engine of this API server has {line}: start every node with the same"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine.matrix import BUDGET
 from hf.prompts import padded
+from transformers import DynamicCache
 
 from kvpop_vllm.config import ConfigError, check_version
 from kvpop_vllm.hf import KVpopCache
@@ -58,9 +59,14 @@ def test_a_model_takes_both_names(model):
             assert cache.lengths == [70]
 
 
-def test_two_caches_are_refused(model):
-    caches = {name: KVpopCache(model, "streaming-llm", budget=BUDGET) for name in NAMES}
-    with pytest.raises(ConfigError, match="^a KVpopCache is given as cache and as past_key_values: leave one out$"):
+@pytest.mark.parametrize(
+    "second", [lambda model: KVpopCache(model, "streaming-llm", budget=BUDGET), lambda _: DynamicCache()]
+)
+def test_two_caches_are_refused(model, second):
+    caches = {NAMES[0]: second(model), NAMES[1]: KVpopCache(model, "streaming-llm", budget=BUDGET)}
+    with pytest.raises(
+        ConfigError, match="^a KVpopCache and another cache are given, as cache and as past_key_values: leave one out$"
+    ):
         model.generate(torch.tensor(PROMPTS[:1]), **caches)
 
 
