@@ -169,6 +169,7 @@ class Run:
             message = "{} is for Python {} and compute capability {}, not {} and {}: remove it, and install vLLM"
             sys.exit(message.format(BUNDLE, *BUNDLE_IS_FOR, *compiled))
         self.done = self._parts_done()
+        self._write_state()
 
     def say(self, line: str) -> None:
         """Print a line and write it to the log."""
@@ -197,8 +198,12 @@ class Run:
             return False
         self.say(f"[{part.name}] done, {seconds}")
         self.done.append(part.name)
-        self.state.write_text(json.dumps(self.machine | {"done": self.done}, indent=1) + "\n")
+        self._write_state()
         return True
+
+    def _write_state(self) -> None:
+        """Write what the results belong to, and the parts that are done."""
+        self.state.write_text(json.dumps(self.machine | {"done": self.done}, indent=1) + "\n")
 
     def _outcomes(self, part: Part, until: float) -> list[str]:
         """Run a part's processes until a time; return what is wrong with each, or an empty string."""

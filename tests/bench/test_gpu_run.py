@@ -110,6 +110,10 @@ def test_a_part_that_is_done_is_not_run_again(start, tmp_path, capsys):
     assert again.do(part("first", ["counts"])) and (tmp_path / "count").read_text() == "x"
     assert "[first] done before" in capsys.readouterr().out
     assert again.do(part("second", ["counts"])) and (tmp_path / "count").read_text() == "xx"
+
+
+def test_results_of_other_code_are_not_mixed(start, tmp_path):
+    assert not start(breaks="raise SystemExit(1)").do(part("first", ["breaks"]))
     with pytest.raises(SystemExit, match="out has results of other sources: move it away, or set OUT"):
         start(MACHINE | {"sources": "b"})
 
