@@ -175,8 +175,8 @@ def distribution(requirement: str) -> str:
 
 def engine_requirements(requires: Iterable[str], left_out: Iterable[str] = CUDA_ONLY_DISTRIBUTIONS) -> list[str]:
     """Return the requirement lines ``requires`` without optional extras and the distributions ``left_out``."""
-    wanted = [line for line in requires if not re.search(r"\bextra\s*==", line)]
-    return [line for line in wanted if distribution(line) not in left_out]
+    required = [line for line in requires if not re.search(r"\bextra\s*==", line)]
+    return [line for line in required if distribution(line) not in left_out]
 
 
 def install_engine_requirements() -> None:
@@ -302,12 +302,12 @@ def install_overlay(version: str) -> None:
         pip("install", "--no-warn-conflicts", str(wheel))
 
 
-def main(wanted: str = "0.32") -> int:
+def main(release: str = "0.32") -> int:
     """Install one of `VERSIONS`. Return 0, or 1 after one line on stderr if a step fails."""
     try:
-        if wanted not in VERSIONS:
-            raise SetupError(f"vLLM {wanted} cannot be installed: name one of {', '.join(VERSIONS)}")
-        version = VERSIONS[wanted]
+        if release not in VERSIONS:
+            raise SetupError(f"vLLM {release} cannot be installed: name one of {', '.join(VERSIONS)}")
+        version = VERSIONS[release]
         check_environment(version)
         install_torch()
         check_torch()

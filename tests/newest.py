@@ -132,10 +132,10 @@ def lines(project: Mapping, pins: Mapping[str, str]) -> list[str]:
         pins: versions in place of the bounds, by package.
     """
     extras = [line for name in EXTRAS for line in project["project"]["optional-dependencies"][name]]
-    wanted = {name: name + bounds for name, bounds in dependencies(project).items()}
-    wanted |= {name: f"{name}=={version}" for name, version in pins.items()}
-    del wanted["vllm"]
-    return [*wanted.values(), *extras, *project["build-system"]["requires"], *UNSAID]
+    requirements = {name: name + bounds for name, bounds in dependencies(project).items()}
+    requirements |= {name: f"{name}=={version}" for name, version in pins.items()}
+    del requirements["vllm"]
+    return [*requirements.values(), *extras, *project["build-system"]["requires"], *UNSAID]
 
 
 def lift(tree: Path, release: Release) -> None:
@@ -174,12 +174,12 @@ def environment(folder: Path, tree: Path, requirements: Iterable[str]) -> Path |
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin/python"
-    wanted = folder / "requirements.txt"
-    wanted.write_text("\n".join(requirements) + "\n")
+    listing = folder / "requirements.txt"
+    listing.write_text("\n".join(requirements) + "\n")
     for old in tree.glob("kvpop_vllm/_C*.so"):
         old.unlink()
     pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    steps = [*pip, "-r", wanted], [*pip, "--no-deps", "--no-build-isolation", "-e", tree]
+    steps = [*pip, "-r", listing], [*pip, "--no-deps", "--no-build-isolation", "-e", tree]
     built = os.environ | {"KVPOP_REQUIRE_EXT": "1"}
     return python if not any(subprocess.run(step, env=built).returncode for step in steps) else None
 

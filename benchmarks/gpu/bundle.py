@@ -82,8 +82,8 @@ def make_site(site: Path) -> None:
         unpack(wheel, site)
     for name in STRIPPED:
         of_attention = ("bfloat16_t", (64, 128)) if name == ATTENTION else ()
-        kept, erased = erase_other_code(site / name, ARCHITECTURE, *of_attention)
-        print(f"[gpu-bundle] {name}: {kept / 1e6:.1f} MB of device code kept, {erased / 1e6:.1f} MB erased")
+        kept_bytes, erased_bytes = erase_other_code(site / name, ARCHITECTURE, *of_attention)
+        print(f"[gpu-bundle] {name}: {kept_bytes / 1e6:.1f} MB of device code kept, {erased_bytes / 1e6:.1f} MB erased")
 
 
 def download(folder: Path) -> list[Path]:

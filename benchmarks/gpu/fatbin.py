@@ -51,7 +51,7 @@ def erase_other_code(
     content = bytearray(path.read_bytes())
     start, length = device_code(path)
     section = memoryview(content)[start : start + length]
-    kept = erased = 0
+    kept_bytes = erased_bytes = 0
     for images in containers(section):
         has_elf = any((image.kind, image.architecture) == (ELF, architecture) for image in images)
         for image in images:
@@ -60,12 +60,12 @@ def erase_other_code(
             if needed and dtype:
                 needed = is_attention_of(bytes(code), dtype, head_sizes)
             if needed:
-                kept += image.length
+                kept_bytes += image.length
             else:
                 code[:] = bytes(image.length)
-                erased += image.length
+                erased_bytes += image.length
     path.write_bytes(content)
-    return kept, erased
+    return kept_bytes, erased_bytes
 
 
 def device_code(path: Path) -> tuple[int, int]:
@@ -79,20 +79,20 @@ def device_code(path: Path) -> tuple[int, int]:
 
 def containers(section: memoryview) -> Iterator[list[Image]]:
     """Yield the images of each container of a section."""
-    at = 0
-    while at + CONTAINER.size <= len(section):
-        magic, _, header, size = CONTAINER.unpack_from(section, at)
+    offset = 0
+    while offset + CONTAINER.size <= len(section):
+        magic, _, header, size = CONTAINER.unpack_from(section, offset)
         if magic != MAGIC:  # padding between containers
-            at += 8
+            offset += 8
             continue
-        images, entry, end = [], at + header, at + header + size
+        images, entry, end = [], offset + header, offset + header + size
         while entry < end:
             kind, _, entry_header, length = ENTRY.unpack_from(section, entry)
             (architecture,) = struct.unpack_from("<I", section, entry + ARCHITECTURE)
             images.append(Image(kind, architecture, entry + entry_header, length))
             entry += entry_header + length
         yield images
-        at = end
+        offset = end
 
 
 def is_attention_of(image: bytes, dtype: str, head_sizes: tuple[int, ...]) -> bool:

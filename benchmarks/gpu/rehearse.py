@@ -149,7 +149,7 @@ def write_steps(processes: list[dict], path: Path) -> None:
             if len(step["counts"]) < FEWEST:
                 continue
             columns = {name: [counts[name] for counts in step["counts"]] for name in ("seconds", *COUNTED)}
-            times = (1e3 * of(columns["seconds"]) for of in (statistics.median, min, max))
+            times = (1e3 * statistic(columns["seconds"]) for statistic in (statistics.median, min, max))
             rows.append(
                 (
                     process["name"],

@@ -80,7 +80,7 @@ ANSWERS = {
 
 
 CHECKS = (
-    *(f"{what} is right, {rule}" for what in ("decode_step", "prefill_chunk") for rule in ("recency", "mlstm")),
+    *(f"{op} is right, {rule}" for op in ("decode_step", "prefill_chunk") for rule in ("recency", "mlstm")),
     *(f"decode_step is right at full size, mlstm, batch {requests}" for requests in (1, 64)),
     "a prefix and its tail are right, mlstm",
 )

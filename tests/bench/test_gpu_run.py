@@ -57,8 +57,8 @@ def test_a_part_that_overruns_is_ended_and_later_parts_run(start, tmp_path, caps
     ended = Path("/proc", (tmp_path / "child").read_text(), "stat")
     assert not ended.exists() or ended.read_text().split()[2] == "Z", "what the process started is ended, too"
     assert not current.do(part("second", ["breaks"])) and current.do(part("third", ["works"]))
-    said = capsys.readouterr().out.splitlines()
-    assert [line.rsplit(",", 1)[0] for line in said if line.startswith("[")] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rsplit(",", 1)[0] for line in lines if line.startswith("[")] == [
         "[first] FAILED overran", "[second] FAILED exit code 3", "[third] done",
     ]  # fmt: skip
     assert "a row" in (tmp_path / "out" / "run.log").read_text()
