@@ -30,6 +30,7 @@ from kvpop_vllm.testing import write_random_scorer
 pytestmark = pytest.mark.slow
 
 TRAIN = [*RECIPE, "--batch", "1", "--steps", "2", "--save-every", "1"]
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 COMMANDS = {
     "fetch-demo-model": "fetch-demo-model {out}",
     "init-scorer": "init-scorer {model} {out} --window 8 --topk 20",
@@ -93,8 +94,9 @@ def files(tmp_path_factory):
         prefix = f"model.layers.{layer}.self_attn.dms_proj_alpha"
         weights |= {f"{prefix}.weight": torch.ones(2, 64), f"{prefix}_norm.weight": torch.ones(64)}
     save_file(weights, root / "gates" / "model.safetensors", metadata={"format": "pt"})
-    (root / "results").mkdir()
+    (root / "results" / "reasoning").mkdir(parents=True)
     write_rows(root / "results" / "decode.csv", ROWS)
+    shutil.copy(RESULTS / "reasoning" / "answers.csv", root / "results" / "reasoning")
     (root / "corpus.txt").write_text("There and back again. The grass is green. " * 15)
     write_text(root / "text.jsonl")
     names = {"model": model, "scorer": scorer, "gates": root / "gates", "pickle": root / "cartridge.pt"}

@@ -97,10 +97,14 @@ def test_cartridges_of_layers_without_rotation(tmp_path, monkeypatch):
 def test_windows_that_no_request_exceeds(tmp_path):
     """They are full attention: the same weights without windows give the same bits."""
     mistral, answers = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, []
-    for kinds in (None, ["full_attention", "sliding_attention"], "no windows"):
-        folder = write_tiny_model(tmp_path / str(kinds), "llama")
-        config = json.loads((folder / "config.json").read_text()) | mistral | {"sliding_window": 1024}
-        config |= {"sliding_window": None} if kinds == "no windows" else {"layer_types": kinds} if kinds else {}
+    windows = {
+        "all": {"sliding_window": 1024},
+        "mixed": {"sliding_window": 1024, "layer_types": ["full_attention", "sliding_attention"]},
+        "none": {"sliding_window": None},
+    }
+    for name, changes in windows.items():
+        folder = write_tiny_model(tmp_path / name, "llama")
+        config = json.loads((folder / "config.json").read_text()) | mistral | changes
         (folder / "config.json").write_text(json.dumps(config))
         answers.append(generate(folder, {"policy": "h2o", "budget": 64}, max_model_len=1024))
     assert answers[0] == answers[1] == answers[2]
