@@ -32,7 +32,7 @@ COUNTS: dict[str, int] = {
     "name beside": 7,
     "name both": 11,
     "name each": 139,
-    "name found": 372,
+    "name found": 371,
     "name given": 67,
     "name held": 132,
     "name here": 12,

@@ -49,13 +49,13 @@ def solve(arguments: dict, rows: int) -> list[dict]:
 def compare(expected: list[dict], actual: list[dict]) -> dict:
     """Return how many answers are the same, differ from a near-tie on, or differ otherwise."""
     counts = {"same": 0, "near-tie": 0, "different": 0}
-    for one, other in zip(expected, actual, strict=True):
-        pairs = list(zip(one["tokens"], other["tokens"], strict=False))
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    for reference, answer in zip(expected, actual, strict=True):
+        pairs = zip(reference["tokens"], answer["tokens"], strict=False)
+        first = next((i for i, (token, written) in enumerate(pairs) if token != written), None)
         if first is None:
-            counts["same" if len(one["tokens"]) == len(other["tokens"]) else "different"] += 1
+            counts["same" if len(reference["tokens"]) == len(answer["tokens"]) else "different"] += 1
         else:
-            counts["near-tie" if one["leads"][first] < CLOSE else "different"] += 1
+            counts["near-tie" if reference["leads"][first] < CLOSE else "different"] += 1
     return counts
 
 

@@ -39,14 +39,14 @@ def device_times(run: Callable[[], object]) -> dict[str, float]:
 
 def wall_milliseconds(run: Callable[[], object], times: int = 5) -> float:
     """Return the median milliseconds of a call until the GPU is done, by the host's clock."""
-    found = []
+    durations = []
     for _ in range(times + 1):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         run()
         torch.cuda.synchronize()
-        found.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(found[1:])
+        durations.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(durations[1:])
 
 
 def graph_of(run: Callable[[], object]) -> Callable[[], object]:
