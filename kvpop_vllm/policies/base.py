@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import torch
 
+from kvpop_vllm.cache.shares import Shares
 from kvpop_vllm.config import (
     CORRECTIONS,
     DEFAULT_SINKS,
@@ -29,7 +30,6 @@ from kvpop_vllm.config import (
     resolve_retention,
 )
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes, RetentionRule, TokenScorer
-from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.policies.allocators import ALLOCATORS, Allocator, allocator_of
 from kvpop_vllm.scorers import Gate
 
