@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
 from kvpop_vllm.kernels.pages import moment_floats
-from kvpop_vllm.roles import SlotRoles
+from kvpop_vllm.roles import Retention
 
 if TYPE_CHECKING:
     from typing import Self
@@ -319,12 +319,13 @@ class Redundancy:
 
 
 @dataclass(frozen=True)
-class RetentionRule(SlotRoles):
+class RetentionRule(Retention):
     """Rule that decides which tokens a layer retains (DESIGN "The rule"; KVpop eq. 5).
 
     Retained are sinks, window, and the k best tokens by effective score, k = ``B - s - w``. The effective
     score is ``effective_t(q) = r_t + floor((q - t) / decay_step) * log_gamma[h]``, formed and compared in
-    float64. Of equal scores the older token is evicted. For the roles of slots see :class:`SlotRoles`.
+    float64. Of equal scores the older token is evicted. For the roles of slots see :class:`Retention`. A rule
+    has no budget, which each request and head has of its own.
 
     Behind a protected prefix of p tokens the rule is that of the tail (:meth:`behind`).
 
@@ -348,13 +349,15 @@ class RetentionRule(SlotRoles):
         ValueError: a threshold with a window of less than 2, or a scorer without a kernel that is not stateless.
     """
 
+    budget: int = field(default=0, init=False, repr=False)
     sinks: int
     window: int
+    first: int = field(default=0, kw_only=True)
+    step: int = field(default=1, init=False, repr=False)
     log_gamma: torch.Tensor
     decay_step: int = 1
     scorer: TokenScorer = NoScore()
     moment_correction: bool = False
-    first: int = 0
     replay: int = REPLAY
     compression: PromptVotes | PromptMatching | None = None
     rounds: SampledMass | Redundancy | None = None
@@ -369,6 +372,10 @@ class RetentionRule(SlotRoles):
             )
         if self.threshold is not None and self.window < 2:
             raise ValueError("a threshold needs a window of at least 2: set --kv-window to 2 or more")
+
+    def behind(self, prefix: int) -> RetentionRule:
+        """Return the rule of the tail after ``prefix`` protected tokens."""
+        return replace(self, sinks=0, first=prefix) if prefix else self
 
     def to(self, device: torch.device | str) -> RetentionRule:
         """Return this rule with its tensors, including those of the scorer and the rounds, on ``device``."""
