@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix
 from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.cache.step import StepBatch
-from kvpop_vllm.kernels import compress, ops, rounds
-from kvpop_vllm.kernels.chunks import Chunks
+from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
-from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules import compress, rounds
 
 
 class FixedBudgetAttention:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.chunks import send
+from kvpop_vllm.cache.pages import Pages
 from kvpop_vllm.cache.step import StepBatch
-from kvpop_vllm.kernels.chunks import send
-from kvpop_vllm.kernels.pages import Pages
 
 
 def shift(gate_scores: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int) -> torch.Tensor:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvpop_vllm.cache.pages import PageLayout, cdiv
 from kvpop_vllm.cache.shares import Shares
 from kvpop_vllm.cache.step import NUMBERS, DecodeRows
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.requests import RequestSlots
 
 PADDING = -1

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
+from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
 from kvpop_vllm.requests import Compression
 
 

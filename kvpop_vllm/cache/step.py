@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from kvpop_vllm.cache.chunks import Chunks, send
+from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.cache.shares import EqualHeads
-from kvpop_vllm.kernels.chunks import Chunks, send
-from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.requests import Compression, RequestSlots
 
 NUMBERS = {

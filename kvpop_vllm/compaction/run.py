@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from kvpop_vllm import __version__
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, check_new, write_cartridge
 from kvpop_vllm.compaction.place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
@@ -25,10 +26,9 @@ from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.hook import load_config, load_model, longest
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
-from kvpop_vllm.kernels.matching import Matching
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules.matching import Matching
 from kvpop_vllm.supported import SERVED_LAYERS, refused
 
 METHODS = ("attention-matching", "first", "last", "still")

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cartridge import DTYPES, check_base, digest_of, incomplete
 from kvpop_vllm.compaction.rope import check_rope
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.files import read_json, replacing
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 
 FORMAT = {"format": "kvpop-compactor", "version": 1}
 CONFIG_NAME = "kvpop_compactor.json"

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import __version__
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.attend import CompactAttend, Recorder
 from kvpop_vllm.compaction.cartridge import Layer, base_of
 from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
@@ -24,7 +25,6 @@ from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import load_config, longest, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.files import remove
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 
 OWN = 4
 """Tokens of a window for each token behind it."""

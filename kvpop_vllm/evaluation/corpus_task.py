@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.conversations import ROOM
 from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.still_files import read_compactor
@@ -18,7 +19,6 @@ from kvpop_vllm.evaluation.haystack import single_documents
 from kvpop_vllm.evaluation.options import budgets
 from kvpop_vllm.evaluation.output import format_table, progress, records_file
 from kvpop_vllm.evaluation.tasks import about_run, note_few, rows_of, writer
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 
 
 def evaluate_corpus(options) -> list[dict]:

@@ -12,12 +12,12 @@ from torch import nn
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, compressed_bytes, request_bytes
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, protected_tokens
 from kvpop_vllm.distill.hook import borrowed_share
 from kvpop_vllm.evaluation.recall import Judge, Recall
 from kvpop_vllm.evaluation.served import attend_and_keep
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention

@@ -7,18 +7,18 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import pad
 
-from kvpop_vllm.attention.allocate import allocate_pages
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.cache.allocate import allocate_pages
+from kvpop_vllm.cache.pages import PageLayout, cdiv
 from kvpop_vllm.cache.shares import EqualHeads, SharesByVotes, divided_blocks
 from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan, numbers_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 
 
 class SequenceLengths:

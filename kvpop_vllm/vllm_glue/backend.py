@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.cache.shares import EqualHeads, SharesByVotes, fixed_shares
 from kvpop_vllm.cache.step import StepBatch, StepPlan, plan_batch
 from kvpop_vllm.compaction.cartridge import read_config
@@ -31,7 +32,6 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.draws import request_seed, signed
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.requests import RequestSlots, of_request
 from kvpop_vllm.supported import DTYPES
 from kvpop_vllm.vllm_glue import cpu_seeds, step_requests

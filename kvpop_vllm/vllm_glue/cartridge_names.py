@@ -15,10 +15,10 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
 from kvpop_vllm.compaction.place import begin_of_text
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.requests import CARTRIDGES, Placed, RequestSlots, UnknownCartridge, named, resolve
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 from kvpop_vllm.vllm_glue.patches import wrap

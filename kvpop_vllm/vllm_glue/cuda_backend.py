@@ -11,9 +11,9 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
+from kvpop_vllm.cache.pages import Prefix
 from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, rows_of
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import Prefix
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
 from kvpop_vllm.vllm_glue import cuda, step_requests

@@ -19,8 +19,8 @@ from kvpop_vllm.distill.hook import load_config
 from kvpop_vllm.distill.hook import longest as most_positions
 from kvpop_vllm.evaluation.backends import GREEDY, Backend, Run
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.requests import SEED, RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.scorers.init import borrows_channel
 
 SPARE_BYTES = 32 << 20

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kvpop_vllm.cache.pages import Pages, cdiv
 from kvpop_vllm.cache.step import StepPlan, plan_batch
-from kvpop_vllm.kernels.pages import Pages, cdiv
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
 from kvpop_vllm.vllm_glue.cartridges import layers_of
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy

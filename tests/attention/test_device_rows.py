@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.shares import EqualHeads
 from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, plan_batch
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.roles import Retention
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.shares import EqualHeads, FixedShares, Shares
 from kvpop_vllm.cache.step import StepPlan, plan_batch
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.vllm_glue.backend import FixedBudgetMetadata
 

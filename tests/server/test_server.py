@@ -22,8 +22,8 @@ from serving import Server
 from transformers import AutoTokenizer
 
 from kvpop_vllm import _C, policies
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import init_scorer, model_shape
 

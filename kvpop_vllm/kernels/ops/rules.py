@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from kvpop_vllm.kernels.pages import moment_floats
+from kvpop_vllm.cache.pages import moment_floats
 from kvpop_vllm.roles import Retention
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class PromptVotes:
     """Votes of a prompt's last queries for its tokens, counted once at its end (SnapKV, arXiv:2404.14469).
 
     The whole prompt is still in memory when the votes are counted. In the tail every token that leaves the
-    window scores 0. Tokens of the prompt score less, by their votes (:mod:`kvpop_vllm.kernels.compress`).
+    window scores 0. Tokens of the prompt score less, by their votes (:mod:`kvpop_vllm.rules.compress`).
 
     Attributes:
         group: largest number G of query heads per KV head.
@@ -231,7 +231,7 @@ class PromptMatching:
     """Slots that are made of a prompt at its end by attention matching (arXiv:2602.16284).
 
     The last w tokens stay as they are. Those before them become ``B - w`` slots with biases, fitted to the prompt's last
-    queries (:mod:`kvpop_vllm.kernels.compress`). These slots are never evicted. The tail is a ring: each later token
+    queries (:mod:`kvpop_vllm.rules.compress`). These slots are never evicted. The tail is a ring: each later token
     takes the place of the oldest one in it. A prompt of at most B tokens is kept whole.
 
     Attributes:
@@ -265,7 +265,7 @@ class SampledMass:
     """Rounds of VaSE (arXiv:2606.03928): keep large values and a sample of the other tokens.
 
     The sample is weighted with the attention of the newest queries
-    (:func:`kvpop_vllm.kernels.rounds.sampled_mass`).
+    (:func:`kvpop_vllm.rules.rounds.sampled_mass`).
 
     Attributes:
         group: largest number G of query heads per KV head.
@@ -295,7 +295,7 @@ class SampledMass:
 class Redundancy:
     """Rounds of R-KV (arXiv:2505.24133): keep attended tokens whose keys resemble few others.
 
-    See :func:`kvpop_vllm.kernels.rounds.without_redundancy`.
+    See :func:`kvpop_vllm.rules.rounds.without_redundancy`.
 
     Attributes:
         group, every, queries: as in :class:`SampledMass`.
@@ -343,7 +343,7 @@ class RetentionRule(Retention):
         replay: R, number of prefix tokens from which a scorer's state is built
             (:func:`kvpop_vllm.kernels.ops.begin_tail`).
         compression: if set, a prompt is retained until its end and then compressed once in this way.
-        rounds: if set, scores are recomputed at regular intervals (:mod:`kvpop_vllm.kernels.rounds`).
+        rounds: if set, scores are recomputed at regular intervals (:mod:`kvpop_vllm.rules.rounds`).
 
     Raises:
         ValueError: a threshold with a window of less than 2, or a scorer without a kernel that is not stateless.
@@ -427,7 +427,7 @@ class RetentionRule(Retention):
     def keeps_moments(self) -> bool:
         """True if the state holds moments of evicted tokens behind the scorer's state.
 
-        See :func:`kvpop_vllm.kernels.pages.moment_floats`.
+        See :func:`kvpop_vllm.cache.pages.moment_floats`.
         """
         return self.moment_correction or self.scorer.keeps_moments
 

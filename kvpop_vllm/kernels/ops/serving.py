@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.chunks import Chunks
+from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.pages import Pages, Prefix
 from kvpop_vllm.kernels.dispatch import resolve
 from kvpop_vllm.kernels.draws import head_keys
 from kvpop_vllm.kernels.ops.rules import RetentionRule
-from kvpop_vllm.kernels.pages import Pages, Prefix
 
 
 def decode_step(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvpop_vllm.kernels.pages import Pages, Prefix
+from kvpop_vllm.cache.pages import Pages, Prefix
 from kvpop_vllm.requests import RequestSlots
 
 
