@@ -184,8 +184,9 @@ LEDGER = (
         "vllm.v1.engine.core:EngineCore.preprocess_add_request",
         "self, request",
         False,
-        "(cartridges.py) A request that names a cartridge that the engine does not have fails alone; later it would stop the engine.",
-        "with the one above",
+        "(front_ends.py, cartridges.py) A front end without the policy, as on another node, checks nothing: its requests fail. So "
+        "does a request that names a cartridge that the engine does not have; later it would stop the engine.",
+        "when vLLM compares configs of front ends and engines, and blocks can be held that a reset leaves alone",
     ),
     Patch(
         "vllm.renderers.base:BaseRenderer.render_chat",
@@ -496,10 +497,10 @@ def _process_inputs(original, self, *args, **kwargs):
     known = range(len(prompt)) if request.prompt_token_ids is None else prompt
     begin = functools.partial(cartridge_names.begin_of_prompt, given.arguments["prompt"], known, self.tokenizer)
     found, head = cartridge_names.resolved(self.vllm_config, params, known, adapter, begin)
-    if found is not None:  # a new dictionary, as the old one belongs to the caller
-        params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: list(found)}
-        if found.cartridges:
-            cartridge_names.prepend(request, found, len(head), self.vllm_config.model_config.max_model_len)
+    resolved = None if found is None else list(found)
+    params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: resolved}  # the old one belongs to the caller
+    if found is not None and found.cartridges:
+        cartridge_names.prepend(request, found, len(head), self.vllm_config.model_config.max_model_len)
     return request
 
 
