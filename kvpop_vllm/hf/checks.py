@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.model_shape import positions_of
 from kvpop_vllm.supported import SERVED_LAYERS, refused, sliding_window
 
 WRAPPERS = {
@@ -43,8 +43,8 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
         "attention sinks": any(hasattr(block, "sinks") for block in blocks),
         "MLA": any(hasattr(block, "kv_lora_rank") for block in blocks),
     }
-    length, limit = longest(model.config) if max_length is None else max_length, long_rotation(model)
-    tokens = length if isinstance(length, int) else longest(model.config)
+    length, limit = positions_of(model.config) if max_length is None else max_length, long_rotation(model)
+    tokens = length if isinstance(length, int) else positions_of(model.config)
     reasons = [refusal.feature for refusal in refused(text, features, tokens)]
     if not model._can_set_attn_implementation():
         reasons.append("attention that transformers cannot exchange")

@@ -14,7 +14,6 @@ import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from os import PathLike
 from typing import ClassVar
 
 import torch
@@ -30,6 +29,7 @@ from kvpop_vllm.config import (
 )
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes, RetentionRule, TokenScorer
 from kvpop_vllm.kernels.regions import Shares
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.policies.allocators import ALLOCATORS, Allocator, allocator_of
 from kvpop_vllm.scorers import Gate
 
@@ -68,44 +68,6 @@ class Order(Enum):
     AGED = "aged"
     COUPLED = "attention-coupled"
     ROUNDS = "attention-coupled, in rounds"
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Shape of the model that a policy runs on.
-
-    Attributes:
-        model_type: model type of the base model, as in ``config.json``.
-        num_layers: number of decoder layers.
-        num_kv_heads: H, KV heads of the whole model.
-        head_dim: D, head size.
-        max_model_len: longest sequence, in tokens.
-        hidden_size: E, width of the hidden states, or None if unknown.
-        num_heads: query heads of the whole model, or None if unknown.
-    """
-
-    model_type: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    max_model_len: int
-    hidden_size: int | None = None
-    num_heads: int | None = None
-
-    @classmethod
-    def of(cls, model: str | PathLike, max_model_len: int) -> ModelShape:
-        """Return the shape given by the ``config.json`` of a model folder.
-
-        Args:
-            model: Hugging Face folder.
-            max_model_len: longest sequence, in tokens.
-
-        Raises:
-            ConfigError: the file cannot be read, or does not describe a language model.
-        """
-        from kvpop_vllm.scorers.init import full_shape
-
-        return cls(**full_shape(model), max_model_len=max_model_len)
 
 
 @dataclass
