@@ -24,7 +24,7 @@ from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, 
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
-from kvpop_vllm.supported import DTYPES, HEAD_SIZES, SERVED_LAYERS, refused
+from kvpop_vllm.supported import DTYPES, HEAD_SIZES, unserved
 
 SHARES = (2, 4, 8)
 """Divisors of the longest request's tokens that give the default budgets."""
@@ -145,15 +145,13 @@ def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
         ConfigError: it does.
     """
     text = text_config(config)
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     features = {
         "MLA": getattr(text, "kv_lora_rank", None) is not None,
         "encoder-decoder": getattr(config, "is_encoder_decoder", False),
-        "recurrent": not (SERVED_LAYERS | {"attention"}).issuperset(kinds),
         "sliding-window": getattr(config, "rswa_window", None),
     }
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
-    reasons += dict.fromkeys(feature.feature for feature in refused(text, features, shape.max_model_len))
+    reasons += unserved(text, features, shape.max_model_len)
     if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
 

@@ -30,7 +30,7 @@ from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.model_shape import positions_of, read_model_config
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.supported import SERVED_LAYERS, refused
+from kvpop_vllm.supported import unserved
 
 METHODS = ("attention-matching", "first", "last", "still")
 
@@ -224,10 +224,8 @@ def load(model: str, dtype: str) -> torch.nn.Module:
             than :func:`kvpop_vllm.compaction.rope.turned`.
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
-    text = loaded.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if found := refused(text, {"sliding-window": kinds - SERVED_LAYERS}, positions_of(loaded.config)):
-        raise ConfigError(f"a cartridge cannot serve a model with {found[0].feature}: choose another model")
+    if features := unserved(loaded.config.get_text_config(), {}, positions_of(loaded.config)):
+        raise ConfigError(f"a cartridge cannot serve a model with {features[0]}: choose another model")
     check_rotation(loaded, base_of(model)["rope"])
     return loaded
 
