@@ -36,7 +36,7 @@ def fetch_demo_model(options: argparse.Namespace) -> None:
 
 def init_scorer(options: argparse.Namespace) -> None:
     """Run ``kvpop init-scorer``."""
-    from kvpop_vllm.scorers.init import init_scorer
+    from kvpop_vllm.scorers.untrained import init_scorer
 
     chosen = {name: getattr(options, name) for name in ("scorer", "sinks", "window", "topk", "seed")}
     init_scorer(options.model, options.directory, **{name: v for name, v in chosen.items() if v is not None})

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
-from kvpop_vllm.compaction.place import begin_of_text
+from kvpop_vllm.compaction.prompt_place import begin_of_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.requests import CARTRIDGES, Placed, RequestCache, UnknownCartridge, named, resolve

@@ -14,15 +14,13 @@ import torch
 
 from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
-from kvpop_vllm.distill.hook import load_config
-from kvpop_vllm.distill.hook import longest as most_positions
 from kvpop_vllm.evaluation.backends import GREEDY, Backend, Run
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import divided
 from kvpop_vllm.kernels.ops import AfterPrompt
 from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.model_shape import borrows_channel, positions_of, read_model_config
 from kvpop_vllm.requests import SEED
-from kvpop_vllm.scorers.init import borrows_channel
 
 SPARE_BYTES = 32 << 20
 """KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
@@ -50,7 +48,7 @@ class EngineBackend(Backend):
             )
         super().__init__(model, dtype, longest, requests)
         self.model = model
-        self.room = min(longest + 1, most_positions(load_config(model)) or longest + 1)
+        self.room = min(longest + 1, positions_of(read_model_config(model)) or longest + 1)
 
     @contextmanager
     def start(self, resolved: ResolvedPolicy | None) -> Iterator[EngineRun]:

@@ -20,7 +20,7 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.renderers import ChatParams
 
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.config import ConfigError

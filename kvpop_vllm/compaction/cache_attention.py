@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.distill.hook import Dense
+from kvpop_vllm.model_hook import Dense
 
 ROWS = 256
 """Queries whose mask is in memory at once."""
@@ -17,7 +17,7 @@ class Recorder(Dense):
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         self.layers.append((k[0], v[0]))
         return super().__call__(layer, q, k, v, scale)
 
@@ -34,7 +34,7 @@ class CompactAttend:
         self.layers, self.segments = layers, segments
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         return attend(q, k, v, scale, *self.layers[layer], self.segments)
 
 

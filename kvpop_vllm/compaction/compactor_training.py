@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import __version__
-from kvpop_vllm.compaction.attend import CompactAttend, Recorder
+from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder
 from kvpop_vllm.compaction.cartridge import Layer, base_of
 from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
 from kvpop_vllm.compaction.reference import read_corpus
@@ -21,10 +21,10 @@ from kvpop_vllm.compaction.still import WIDTH, Compactor
 from kvpop_vllm.compaction.still_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
-from kvpop_vllm.distill.hook import load_config, longest, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.files import remove
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.model_shape import positions_of, read_model_config, vocabulary_of
 
 OWN = 4
 """Tokens of a window for each token behind it."""
@@ -104,7 +104,7 @@ def still_losses(
     tokens behind the window, from position T on. The first of them is predicted by the window and does not count.
 
     Args:
-        model: the frozen model, from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: the frozen model, from :func:`kvpop_vllm.model_hook.load_model`.
         compactor: a :class:`~kvpop_vllm.compaction.still.Compactor`, or another function of the same arguments.
         tokens: ids ``[T + R]``.
         size: T.
@@ -191,7 +191,7 @@ def train_compactor(
         torch.set_num_threads(threads)
     base = base_of(model)
     check_rope(base["rope"], str(model))
-    most = longest(load_config(model))
+    most = positions_of(read_model_config(model))
     if most is not None and options.window + options.own > most:
         raise ConfigError(f"the model has {most} positions: lower --window to {most * OWN // (OWN + 1)}")
     run = Path(out) / "run"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpop_vllm.compaction.attend import attend
+from kvpop_vllm.compaction.cache_attention import attend
 from kvpop_vllm.compaction.cartridge import Layer
 from kvpop_vllm.compaction.conversations import Conversation, sparse_teacher
 
@@ -53,7 +53,7 @@ class Packed:
         self.layers, self.lengths = layers, list(lengths)
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         parts = zip(*(tensor.split(self.lengths, 2) for tensor in (q, k, v)), strict=True)
         return torch.cat([attend(*own, scale, *self.layers[layer]) for own in parts], 2)
 
@@ -79,7 +79,7 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     a cache that answers as the chunk does has the least loss. Candidates alone would draw their missing mass to them.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
         layers: keys, values and biases of the cache.
         pack: conversations.
         position: position of the first token behind the cache.

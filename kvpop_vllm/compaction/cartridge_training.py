@@ -36,15 +36,15 @@ from kvpop_vllm.compaction.conversations import (
     read_conversations,
 )
 from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
 from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
-from kvpop_vllm.compaction.trained import TrainedCache, losses, packs
+from kvpop_vllm.compaction.trained_cache import TrainedCache, losses, packs
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import load_config, longest
 from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.model_shape import positions_of, read_model_config
 
 Engine = Callable[[str, str, int, set[int]], AbstractContextManager[Sampler]]
 """Function of model folder, dtype, most tokens of a request and stop tokens, that starts an engine."""
@@ -116,7 +116,7 @@ def train_cartridge(
     base = base_of(model)
     check_rope(base["rope"], str(model))
     slots, _ = slots_of(options, base["num_layers"], base["num_kv_heads"])
-    tokenizer, positions = load_tokenizer(model), longest(load_config(model))
+    tokenizer, positions = load_tokenizer(model), positions_of(read_model_config(model))
     place = place_of(tokenizer, options.place, options.system)
     text, tokens = corpus_of(place, data)
     start = (
@@ -202,7 +202,7 @@ def start_of(cartridge: Cartridge, model: torch.nn.Module) -> list[Layer]:
 
 def stop_tokens(model: str, tokenizer) -> set[int]:
     """Return the ids that end an answer."""
-    ends = load_config(model).eos_token_id
+    ends = read_model_config(model).eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
 
