@@ -18,7 +18,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.vllm_glue import front_ends
+from kvpop_vllm.vllm_glue.start import front_ends
 
 FLAGS = ["--kv-policy", "streaming-llm", "--kv-budget", "64"]
 SETTINGS = {"policy": "streaming-llm", "budget": 64}

@@ -20,7 +20,7 @@ from vllm import ModelRegistry
 from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.vllm_glue.engine_policy import engine_shape
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_shape
 
 LENGTH = 256
 

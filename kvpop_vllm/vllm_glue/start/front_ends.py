@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ALLOCATORS, ConfigError
 from kvpop_vllm.flags import FLAGS
-from kvpop_vllm.vllm_glue import aside, flags
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.start import fallback, flags
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +40,7 @@ def _settings(self) -> dict:
 
 
 async def _init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
-    with aside.one_line_errors():
+    with fallback.one_line_errors():
         check_flags(args, engine_client.vllm_config)
         if requested(engine_client.vllm_config):
             await check_engines(engine_client)
