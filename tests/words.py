@@ -43,7 +43,7 @@ COUNTS: dict[str, int] = {
     "name most": 67,
     "name of": 15,
     "name others": 27,
-    "name own": 351,
+    "name own": 350,
     "name said": 40,
     "name seen": 132,
     "name some": 9,

@@ -21,8 +21,8 @@ from vllm.logger import init_logger
 
 from kvpop_vllm import requests
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings, check_spelling
-from kvpop_vllm.vllm_glue import aside, contract, cuda, engine_policy, flags, refusals
-from kvpop_vllm.vllm_glue.engine_policy import requested
+from kvpop_vllm.vllm_glue.start import contract, cuda, engine_policy, fallback, flags, refusals
+from kvpop_vllm.vllm_glue.start.engine_policy import requested
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -382,14 +382,14 @@ def _from_cli_args(original, cls, args, *more, **kwargs):
 
 
 def _create_engine_config(original, self, *args, **kwargs):
-    with aside.one_line_errors():
+    with fallback.one_line_errors():
         check_spelling(self.additional_config)
         vllm_config = _config_with_policy(original, self, *args, **kwargs) if requested(self) else None
     if vllm_config is None:
         vllm_config = original(self, *args, **kwargs)
         _log_unused_scorers(vllm_config, "without --kv-policy: serving with a dense cache")
     if HTTP_SERVER in sys.modules:
-        from kvpop_vllm.vllm_glue import front_ends
+        from kvpop_vllm.vllm_glue.start import front_ends
 
         front_ends.apply()
     return vllm_config
@@ -442,14 +442,14 @@ def _get_kv_cache_specs(original, self, *args, **kwargs):
 
 def _publish() -> None:
     """Publish metrics; their modules are imported once nothing is refused."""
-    from kvpop_vllm.vllm_glue import metrics
+    from kvpop_vllm.vllm_glue.extras import metrics
 
     metrics.apply()
 
 
 def _serve_inspect_page(vllm_config) -> None:
     """Add the routes of the inspect page; their module imports vLLM's server."""
-    from kvpop_vllm.vllm_glue import inspect_routes
+    from kvpop_vllm.vllm_glue.extras import inspect_routes
 
     engines = vllm_config.parallel_config.data_parallel_size
     refusals.refuse({f"--data-parallel-size {engines}: set it to 1": engines > 1}, "--kv-inspect")
@@ -458,7 +458,7 @@ def _serve_inspect_page(vllm_config) -> None:
 
 def _serve_cartridges(vllm_config) -> None:
     """Check an engine's cartridges, and wrap what serves them."""
-    from kvpop_vllm.vllm_glue import cartridge_names, cartridge_routes
+    from kvpop_vllm.vllm_glue.extras import cartridge_names, cartridge_routes
 
     cartridge_names.apply()
     cartridge_routes.apply()
@@ -473,7 +473,7 @@ def _log_unused_scorers(vllm_config, why: str) -> None:
 
 
 def _process_inputs(original, self, *args, **kwargs):
-    from kvpop_vllm.vllm_glue import cartridge_names
+    from kvpop_vllm.vllm_glue.extras import cartridge_names
 
     ours = requested(self.vllm_config)
     if ours and kwargs.get("resumable"):
@@ -496,16 +496,16 @@ def _process_inputs(original, self, *args, **kwargs):
     prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
     known = range(len(prompt)) if request.prompt_token_ids is None else prompt
     begin = functools.partial(cartridge_names.begin_of_prompt, given.arguments["prompt"], known, self.tokenizer)
-    found, head = cartridge_names.resolved(self.vllm_config, params, known, adapter, begin)
-    resolved = None if found is None else list(found)
+    numbers, head = cartridge_names.resolved(self.vllm_config, params, known, adapter, begin)
+    resolved = None if numbers is None else list(numbers)
     params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: resolved}  # the old one belongs to the caller
-    if found is not None and found.cartridges:
-        cartridge_names.prepend(request, found, len(head), self.vllm_config.model_config.max_model_len)
+    if numbers is not None and numbers.cartridges:
+        cartridge_names.prepend(request, numbers, len(head), self.vllm_config.model_config.max_model_len)
     return request
 
 
 def _generate(original, self, prompt, sampling_params, *args, **kwargs):
-    from kvpop_vllm.vllm_glue import cartridge_names
+    from kvpop_vllm.vllm_glue.extras import cartridge_names
 
     adapter = kwargs.get("lora_request")
     if requested(self.vllm_config) and (adapter or getattr(sampling_params, "extra_args", None)):

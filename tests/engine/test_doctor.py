@@ -17,7 +17,7 @@ from kvpop_vllm import _C, __version__, cli
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.testing import write_tiny_model
-from kvpop_vllm.vllm_glue import aside, contract, doctor
+from kvpop_vllm.vllm_glue.start import contract, doctor, fallback
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,7 +126,7 @@ def test_doctor_finds_what_is_wrong(capsys, monkeypatch):
         raise ImportError("kvpop_vllm._C is not usable here")
 
     monkeypatch.setattr(dispatch, "load_extension", not_built)
-    monkeypatch.setattr(aside, "reason", "why")
+    monkeypatch.setattr(fallback, "reason", "why")
     assert cli.main(["doctor"]) == 1
     said = lines(capsys)
     assert said["plugin"] == "!does nothing: why"

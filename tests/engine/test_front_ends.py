@@ -23,7 +23,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvpop_vllm import flags
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer
-from kvpop_vllm.vllm_glue import front_ends
+from kvpop_vllm.vllm_glue.start import front_ends
 
 FLAGS = ["--kv-policy", "streaming-llm", "--kv-budget", "64"]
 SETTINGS = {"policy": "streaming-llm", "budget": 64}
@@ -130,16 +130,16 @@ def test_engines_with_other_settings_are_refused(tiny_model, tmp_path):
             ConfigError, match=f"an engine of this API server has {line}: start every node with the same"
         ):
             check(settings(), other)
-    for same, others in (
+    for same, changed in (
         ({"policy": "kvpop", "scorer": scorers[0]}, {"scorer": scorers[1]}),
         ({"allocator": shares[0]}, {"allocator": shares[1]}),
         ({"cartridge": {"name": cartridges[0]}}, {"cartridge": {"name": cartridges[1]}}),
         ({"cartridge": {"name": cartridges[0]}}, {"cartridge": {"other": cartridges[0]}}),
     ):
         check(settings(**same), **same)
-        (name,) = others
+        (name,) = changed
         with pytest.raises(ConfigError, match=rf"has {flags.FLAGS[name]} .*, not .*: start every node with the same"):
-            check(settings(**same), settings(**(same | others)), **same)
+            check(settings(**same), settings(**(same | changed)), **same)
     check(settings(policy="kvpop", scorer=str(tmp_path / "elsewhere")), policy="kvpop", scorer=scorers[0])
 
 

@@ -19,9 +19,9 @@ from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.flags import FLAGS
 from kvpop_vllm.requests import is_checked
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
-from kvpop_vllm.vllm_glue import aside, flags
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.start import fallback, flags
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +56,7 @@ def _preprocess_add_request(original, self, request, *args, **kwargs):
 
 
 async def _init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
-    with aside.one_line_errors():
+    with fallback.one_line_errors():
         check_flags(args, engine_client.vllm_config)
         if requested(engine_client.vllm_config):
             await check_engines(engine_client)
@@ -105,7 +105,7 @@ def settings_of(vllm_config: VllmConfig) -> dict:
     Scorers, cartridges and files of shares are compared by their content, since their folders may differ between
     machines. ``compression`` is resolved into the budget.
     """
-    from kvpop_vllm.vllm_glue.cartridge_names import names_of
+    from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
 
     policy = engine_policy(vllm_config)
     settings = asdict(policy.settings) | asdict(policy.retention)

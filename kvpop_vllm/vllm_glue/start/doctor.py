@@ -15,7 +15,7 @@ from typing import NoReturn
 from kvpop_vllm import __version__
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import VLLM
-from kvpop_vllm.vllm_glue import aside, contract
+from kvpop_vllm.vllm_glue.start import contract, fallback
 
 GROUP, NAME, REGISTER = "vllm.general_plugins", "kvpop", "kvpop_vllm.vllm_glue.plugin:register"
 """Entry point of the plugin, as in ``pyproject.toml``."""
@@ -94,7 +94,7 @@ def doctor(options: Sequence[str]) -> int:
 
 def report(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     """Yield the lines of ``kvpop doctor``: topic, text, and whether it is as it should be."""
-    yield "kvpop", f"{__version__} in {Path(__file__).parents[2]}", True
+    yield "kvpop", f"{__version__} in {Path(__file__).parents[3]}", True
     yield "Python", f"{platform.python_version()}, {sys.executable}", True
     for name, package in (("vLLM", "vllm"), ("torch", "torch"), ("triton", "triton"), ("transformers", "transformers")):
         found = version(package)
@@ -146,8 +146,8 @@ def _loaded() -> str:
         load_general_plugins()
     except Exception as error:  # of another plugin, or of vLLM itself
         raise ConfigError(f"vLLM cannot load its plugins: {type(error).__name__}: {error}") from None
-    if aside.reason is not None:
-        raise ConfigError(f"does nothing: {aside.reason}")
+    if fallback.reason is not None:
+        raise ConfigError(f"does nothing: {fallback.reason}")
     contract.check_imports(Path(vllm.__file__).parent)
     others = sorted({each.name for each in metadata.entry_points(group=GROUP)} - {NAME})
     return f"loaded by vLLM {vllm.__version__}" + (f", beside {', '.join(others)}" if others else "")
@@ -159,7 +159,7 @@ def _policy(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from kvpop_vllm.vllm_glue.engine_policy import describe, engine_policy, requested
+    from kvpop_vllm.vllm_glue.start.engine_policy import describe, engine_policy, requested
 
     parser = FlexibleArgumentParser(prog="vllm")
     ServeSubcommand().subparser_init(parser.add_subparsers())
