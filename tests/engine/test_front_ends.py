@@ -95,7 +95,7 @@ def test_engines_with_other_settings_are_refused(tiny_model, tmp_path):
     """The line names the first flag that differs. Of files the contents are compared."""
     model = tiny_model("qwen3")
     scorers = [str(write_random_scorer(tmp_path / f"scorer {i}", model, seed=i)) for i in range(2)]
-    cartridges = [write(tmp_path / name, model, name, slots=16) for name in ("plain", "biased")]
+    cartridges = [write(tmp_path / name, model, name, slots=64) for name in ("plain", "biased")]
     shares = []
     for i, heads in enumerate(([1, 3], [3, 1])):
         shares.append(str(tmp_path / f"shares {i}.json"))
@@ -130,16 +130,16 @@ def test_engines_with_other_settings_are_refused(tiny_model, tmp_path):
             ConfigError, match=f"an engine of this API server has {line}: start every node with the same"
         ):
             check(settings(), other)
-    for same, changed in (
+    for same, changes in (
         ({"policy": "kvpop", "scorer": scorers[0]}, {"scorer": scorers[1]}),
         ({"allocator": shares[0]}, {"allocator": shares[1]}),
         ({"cartridge": {"name": cartridges[0]}}, {"cartridge": {"name": cartridges[1]}}),
         ({"cartridge": {"name": cartridges[0]}}, {"cartridge": {"other": cartridges[0]}}),
     ):
         check(settings(**same), **same)
-        (name,) = changed
+        (name,) = changes
         with pytest.raises(ConfigError, match=rf"has {flags.FLAGS[name]} .*, not .*: start every node with the same"):
-            check(settings(**same), settings(**(same | changed)), **same)
+            check(settings(**same), settings(**(same | changes)), **same)
     check(settings(policy="kvpop", scorer=str(tmp_path / "elsewhere")), policy="kvpop", scorer=scorers[0])
 
 
