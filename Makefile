@@ -83,6 +83,7 @@ browser:
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
 
 nightly: lm-eval peers gpu-rehearse test-all oldest-triton mutations newest
+	@$(MAKE) --no-print-directory gpu-rehearse VLLM=0.33
 
 # Plants faults, and fails where no test finds one. MUTATIONS: words that files or faults must contain.
 mutations: setup
