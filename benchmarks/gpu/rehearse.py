@@ -46,7 +46,8 @@ def main() -> int:
     (machine.rehearsal / "home").mkdir(exist_ok=True)
     environment = machine.environment(out, records)
     contract = [machine.python, "-m", "kvpop_vllm.vllm_glue.contract", machine.vllm]
-    lacks = subprocess.run(contract, cwd=ROOT, env=environment).returncode
+    paths = f"{environment['PYTHONPATH']}:{machine.vllm.parent}"
+    lacks = subprocess.run(contract, cwd=ROOT, env=environment | {"PYTHONPATH": paths}).returncode
     variables = [f"PYTHON={machine.python}", f"PARTS={' '.join(options.parts)} --slack {options.slack}"]
     code = subprocess.run(["make", "--no-print-directory", "gpu", *variables], cwd=ROOT, env=environment).returncode
     processes = [json.loads(path.read_text()) for path in sorted(records.glob("*.json"))]
