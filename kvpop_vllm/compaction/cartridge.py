@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvpop_vllm.compaction.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
-from kvpop_vllm.files import read_json, replacing
+from kvpop_vllm.files import check_new, read_json, replacing
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.model_shape import read_model_config, shape_of, text_config
 
@@ -332,17 +332,6 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
         draft.mkdir()
         (draft / CONFIG_NAME).write_text(text, encoding="utf-8")
         save_tensors(named, draft / TENSORS_NAME, mode_of=draft / CONFIG_NAME)
-
-
-def check_new(folder: str | Path) -> None:
-    """Check that a folder to write does not exist or is empty.
-
-    Raises:
-        ConfigError: it holds files, or is a file.
-    """
-    folder = Path(folder)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ConfigError(f"{folder} holds something already: choose another folder")
 
 
 SAMPLES, SAMPLE_BYTES = 64, 4096

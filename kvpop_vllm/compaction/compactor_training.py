@@ -13,7 +13,6 @@ import torch
 from kvpop_vllm import __version__
 from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder
 from kvpop_vllm.compaction.cartridge import Layer, base_of
-from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.rope import check_rope
 from kvpop_vllm.compaction.run import load
@@ -22,6 +21,7 @@ from kvpop_vllm.compaction.still_files import CONFIG_NAME, TENSORS_NAME, Compact
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.training_loop import CosineLoop, check_same_run, write_next_to_run
 from kvpop_vllm.files import remove
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.model_shape import positions_of, read_model_config, vocabulary_of
@@ -128,8 +128,8 @@ def _logp(model, tokens, positions, attend, first: int) -> torch.Tensor:
     return model.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
-class StillTrainer(Loop):
-    """Training of a compactor; see :class:`kvpop_vllm.compaction.loop.Loop`.
+class StillTrainer(CosineLoop):
+    """Training of a compactor.
 
     Args:
         model: the frozen model.
@@ -137,14 +137,11 @@ class StillTrainer(Loop):
         rows: rows of ids ``[window + own]``, for any number from 0 on.
         folder: folder of checkpoints and metrics.
         options: see :class:`StillOptions`.
-        save_every: optimiser steps between checkpoints.
-        quiet: True to hide the progress bar.
+        how_often: ``save_every`` and ``quiet``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
     """
 
-    def __init__(
-        self, model, compactor: Compactor, rows, folder: Path, options: StillOptions, save_every=50, quiet=False
-    ):
-        super().__init__(compactor, folder, options.steps, options.lr, save_every, quiet)
+    def __init__(self, model, compactor: Compactor, rows, folder: Path, options: StillOptions, **how_often):
+        super().__init__(compactor, folder, options.steps, options.lr, **how_often)
         self.model, self.rows, self.options = model, rows, options
 
     def backward(self, step: int) -> dict[str, float]:
@@ -212,8 +209,8 @@ def train_compactor(
     loaded = load(model, options.dtype)
     compactor = config.build().to(next(loaded.parameters()).device)
     compactor.measure(read_corpus(loaded, first))
-    last = StillTrainer(loaded, compactor, rows, run, options, save_every, quiet).run()
-    write_beside(Path(out), lambda draft: write_compactor(draft, config, compactor), TENSORS_NAME, CONFIG_NAME)
+    last = StillTrainer(loaded, compactor, rows, run, options, save_every=save_every, quiet=quiet).run()
+    write_next_to_run(Path(out), lambda draft: write_compactor(draft, config, compactor), TENSORS_NAME, CONFIG_NAME)
     loss = f"loss {last['loss']:.4f}, " if last else ""
     size = (Path(out) / TENSORS_NAME).stat().st_size
     print(f"a compactor to {slots} slots, {loss}{size} bytes, {time.monotonic() - began:.0f} s: wrote {out}")

@@ -28,10 +28,10 @@ from kvpop_vllm.compaction.cartridge import (
     CartridgeConfig,
     Layer,
     base_of,
-    check_new,
     write_cartridge,
 )
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import check_new
 from kvpop_vllm.kernels.matching import padded
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from kvpop_vllm import __version__
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, check_new, write_cartridge
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, write_cartridge
 from kvpop_vllm.compaction.prompt_place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
@@ -24,6 +24,7 @@ from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
+from kvpop_vllm.files import check_new
 from kvpop_vllm.kernels.matching import Matching
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.model_hook import load_model
