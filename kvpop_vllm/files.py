@@ -94,6 +94,13 @@ def check_new(folder: str | Path) -> None:
         raise ConfigError(f"{folder} holds something already: choose another folder")
 
 
+def add_file(digest, path: Path) -> None:
+    """Add the contents of a file to a digest of hashlib."""
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+
+
 def remove(path: Path) -> None:
     """Remove a file or folder, if it exists."""
     if path.is_dir():

@@ -20,7 +20,7 @@ from kvpop_vllm.cache.accounting import (
 )
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, scorer_sizes, shape_of, text_config
+from kvpop_vllm.model_shape import ModelShape, folder_sizes, positions_of, read_model_config, shape_of, text_config
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
@@ -59,7 +59,7 @@ def plan(options) -> None:
     given = None
     if options.scorer:
         config = read_scorer(options.scorer)[0]
-        check_model(config, **scorer_sizes(options.model), source=options.scorer)
+        check_model(config, **folder_sizes(options.model), source=options.scorer)
         given = config.scorer
     if options.prompt_length is not None and options.prompt_length > length:
         raise ConfigError(

@@ -89,7 +89,6 @@ def train_cartridge(
     *,
     engine: Engine | None = None,
     save_every: int = 50,
-    threads: int | None = None,
     quiet: bool = False,
 ) -> CartridgeConfig:
     """Start or continue the training of a cartridge, write it, print one line, and return its config.
@@ -102,7 +101,6 @@ def train_cartridge(
         training: further options.
         engine: makes conversations; None for transformers.
         save_every: optimiser steps between checkpoints.
-        threads: CPU threads; None for all.
         quiet: True to hide the progress bar.
 
     Raises:
@@ -111,8 +109,6 @@ def train_cartridge(
     """
     began = time.monotonic()
     training.check()
-    if threads:
-        torch.set_num_threads(threads)
     base = base_of(model)
     check_rope(base["rope"], str(model))
     slots, _ = slots_of(options, base["num_layers"], base["num_kv_heads"])

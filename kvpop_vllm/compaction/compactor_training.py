@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import __version__
-from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder
+from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder, log_probabilities
 from kvpop_vllm.compaction.cartridge import Layer, base_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.rope import check_rope
@@ -113,19 +113,11 @@ def still_losses(
     tokens, positions = tokens.to(device), torch.arange(len(tokens), device=device)
     recorder = Recorder()
     with torch.no_grad():
-        teacher = _logp(model, tokens[:-1], positions[:-1], recorder, size)
+        teacher = log_probabilities(model, tokens[:-1], positions[:-1], recorder, slice(size, None))
     layers = compactor([(k[:, :size], v[:, :size]) for k, v in recorder.layers])
-    student = _logp(model, tokens[size:-1], positions[size:-1], CompactAttend(layers), 0)
+    student = log_probabilities(model, tokens[size:-1], positions[size:-1], CompactAttend(layers), slice(None))
     kl = (teacher.exp() * (teacher - student)).sum(-1).mean()
     return kl, -student.gather(1, tokens[size + 1 :, None]).mean()
-
-
-def _logp(model, tokens, positions, attend, first: int) -> torch.Tensor:
-    """Return log-probabilities ``[R, V]`` at the positions from number ``first`` on."""
-    hidden = model.get_decoder()(
-        input_ids=tokens[None], position_ids=positions[None], use_cache=False, attend=attend
-    ).last_hidden_state[0, first:]
-    return model.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
 class StillTrainer(CosineLoop):
@@ -162,7 +154,6 @@ def train_compactor(
     options: StillOptions,
     *,
     save_every: int = 50,
-    threads: int | None = None,
     quiet: bool = False,
 ) -> CompactorConfig:
     """Start or continue the training of a compactor, write it, print one line, and return its config.
@@ -173,7 +164,6 @@ def train_compactor(
         out: folder to write; ``out/run`` holds tokens, checkpoints and metrics.
         options: what to do.
         save_every: optimiser steps between checkpoints.
-        threads: CPU threads; None for all.
         quiet: True to hide the progress bar.
 
     Raises:
@@ -184,8 +174,6 @@ def train_compactor(
     slots = -(-options.slots // BLOCK_SLOTS) * BLOCK_SLOTS
     options = replace(options, slots=slots)
     options.check()
-    if threads:
-        torch.set_num_threads(threads)
     base = base_of(model)
     check_rope(base["rope"], str(model))
     most = positions_of(read_model_config(model))

@@ -112,7 +112,7 @@ def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
     return text, place.read(text)
 
 
-def compact(model: str, data: str, out: str, options: CompactOptions, threads: int | None = None) -> CartridgeConfig:
+def compact(model: str, data: str, out: str, options: CompactOptions) -> CartridgeConfig:
     """Write a cartridge of a corpus, print one line, and return its config.
 
     Args:
@@ -120,15 +120,12 @@ def compact(model: str, data: str, out: str, options: CompactOptions, threads: i
         data: text or JSONL file, or a folder of them.
         out: folder to write.
         options: what to do.
-        threads: CPU threads; None for all.
 
     Raises:
         ConfigError: an option is impossible, or model or data cannot be read or are too large or small.
     """
     began = time.monotonic()
     check_new(out)
-    if threads:
-        torch.set_num_threads(threads)
     base = base_of(model)
     check_rope(base["rope"], str(model))
     still = None

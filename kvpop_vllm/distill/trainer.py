@@ -23,7 +23,7 @@ from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.training_loop import Loop, check_settings, read_settings
 from kvpop_vllm.files import replacing, write_whole
 from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
-from kvpop_vllm.model_shape import BORROWED, borrows_channel, scorer_sizes
+from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import write_scorer
@@ -115,7 +115,8 @@ class Trainer(Loop):
             )
         self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
-        self.config = self._scorer_config(model) if recipe.has_scorers else None
+        options = {"source": "the recipe"} | recipe.scorer_options()
+        self.config = make_config(folder_sizes(model), **options) if recipe.has_scorers else None
         self.student = self._student(model)
         run = {"clip": recipe.clip, "save_every": save_every, "quiet": quiet}
         super().__init__(self.student, self._optimiser(), self.out / "run", recipe.steps, **run)
@@ -155,9 +156,6 @@ class Trainer(Loop):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(settings, indent=1))
         barrier()
-
-    def _scorer_config(self, model) -> ScorerConfig:
-        return make_config(scorer_sizes(model), source="the recipe", **self.recipe.scorer_options())
 
     def _student(self, model) -> Student:
         """Return the model with frozen parameters in the recipe's dtype and trained ones in float32.
