@@ -32,7 +32,7 @@ COUNTS: dict[str, int] = {
     "name beside": 6,
     "name both": 11,
     "name each": 139,
-    "name found": 368,
+    "name found": 366,
     "name given": 62,
     "name held": 132,
     "name here": 12,

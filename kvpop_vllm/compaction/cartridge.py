@@ -366,12 +366,13 @@ def base_of(folder: str | Path) -> dict:
     """Return the fields of a :class:`CartridgeConfig` that follow from a base model's folder.
 
     Raises:
-        ConfigError: as :func:`base_digests`.
+        ConfigError: as :func:`base_digests`, or keys of the model cannot be turned (:func:`check_rope`).
     """
     config = _resolved(folder)
-    shape = shape_of(config, folder)
+    shape, rope = shape_of(config, folder), rope_of(config)
+    check_rope(rope, str(folder))
     sizes = {name: shape[name] for name in ("model_type", "num_layers", "num_kv_heads", "head_dim")}
-    return sizes | {"rope": rope_of(config), "base": base_digests(folder)}
+    return sizes | {"rope": rope, "base": base_digests(folder)}
 
 
 def check_base(

@@ -37,7 +37,7 @@ from kvpop_vllm.compaction.conversations import (
 )
 from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
+from kvpop_vllm.compaction.rope import rope_at, turned
 from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.trained_cache import TrainedCache, losses, packs
@@ -110,7 +110,6 @@ def train_cartridge(
     began = time.monotonic()
     training.check()
     base = base_of(model)
-    check_rope(base["rope"], str(model))
     slots, _ = slots_of(options, base["num_layers"], base["num_kv_heads"])
     tokenizer, positions = load_tokenizer(model), positions_of(read_model_config(model))
     place = place_of(tokenizer, options.place, options.system)

@@ -14,7 +14,6 @@ from kvpop_vllm import __version__
 from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder, log_probabilities
 from kvpop_vllm.compaction.cartridge import Layer, base_of
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.rope import check_rope
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.compaction.still import WIDTH, Compactor
 from kvpop_vllm.compaction.still_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
@@ -175,7 +174,6 @@ def train_compactor(
     options = replace(options, slots=slots)
     options.check()
     base = base_of(model)
-    check_rope(base["rope"], str(model))
     most = positions_of(read_model_config(model))
     if most is not None and options.window + options.own > most:
         raise ConfigError(f"the model has {most} positions: lower --window to {most * OWN // (OWN + 1)}")

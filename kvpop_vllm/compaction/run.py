@@ -17,7 +17,7 @@ from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, wri
 from kvpop_vllm.compaction.prompt_place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
-from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
+from kvpop_vllm.compaction.rope import rope_at, turned
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
@@ -127,7 +127,6 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
     began = time.monotonic()
     check_new(out)
     base = base_of(model)
-    check_rope(base["rope"], str(model))
     still = None
     if options.method == "still":
         if options.compactor is None:
