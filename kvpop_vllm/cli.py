@@ -99,28 +99,28 @@ def plan(options: argparse.Namespace) -> None:
 
 def serve(arguments: Sequence[str]) -> None:
     """Run ``kvpop serve``: end this program, and begin ``vllm serve`` in its place."""
-    from kvpop_vllm.vllm_glue.doctor import serve
+    from kvpop_vllm.vllm_glue.start.doctor import serve
 
     serve(arguments)
 
 
 def doctor(arguments: Sequence[str]) -> int:
     """Run ``kvpop doctor``; return its exit code."""
-    from kvpop_vllm.vllm_glue.doctor import doctor
+    from kvpop_vllm.vllm_glue.start.doctor import doctor
 
     return doctor(arguments)
 
 
 def vllm_backend() -> type:
     """Return the evaluation backend that runs vLLM's engine."""
-    from kvpop_vllm.vllm_glue.evaluation import EngineBackend
+    from kvpop_vllm.vllm_glue.extras.evaluation import EngineBackend
 
     return EngineBackend
 
 
 def vllm_sampler() -> Callable:
     """Return the function that starts vLLM to make the conversations of `kvpop compact`."""
-    from kvpop_vllm.vllm_glue.self_study import engine_sampler
+    from kvpop_vllm.vllm_glue.extras.self_study import engine_sampler
 
     return engine_sampler
 

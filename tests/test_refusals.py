@@ -639,7 +639,7 @@ def test_other_platforms(configure, llama):
 
     tests/engine/test_cuda_contract.py tests platforms that do.
     """
-    from kvpop_vllm.vllm_glue import refusals
+    from kvpop_vllm.vllm_glue.start import refusals
 
     vllm_config = configure(llama)
     for platform, named in (

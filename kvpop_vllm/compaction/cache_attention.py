@@ -1,4 +1,4 @@
-"""Attention over a compact cache and a request's own tokens, for transformers models loaded by ``distill.hook``."""
+"""Attention over a compact cache and a request's own tokens, for transformers models loaded by :mod:`kvpop_vllm.model_hook`."""
 
 from __future__ import annotations
 

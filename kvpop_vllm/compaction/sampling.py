@@ -1,4 +1,4 @@
-"""Sampling of answers behind a shared prefix in transformers, for models loaded by ``distill.hook``."""
+"""Sampling of answers behind a shared prefix in transformers, for models loaded by :mod:`kvpop_vllm.model_hook`."""
 
 from __future__ import annotations
 

@@ -114,11 +114,11 @@ class Policy(Declaration):
             raise ConfigError(
                 f"--kv-max-budget {budget} is below the server's own budget: raise it to at least {self.retention.budget}"
             )
-        own = self.protect
-        if protect is not None and protect is not True and (own is True or protect < own):
+        default = self.protect
+        if protect is not None and protect is not True and (default is True or protect < default):
             raise ConfigError(
                 f"--kv-max-protect {int(protect)} is below what --kv-protect-prompt says:"
-                f" raise it to {'all' if own is True else f'at least {own}'}"
+                f" raise it to {'all' if default is True else f'at least {default}'}"
             )
 
     @property
@@ -177,8 +177,8 @@ class Policy(Declaration):
     @property
     def max_window(self) -> int:
         """Window of a request with the largest budget, in tokens."""
-        own = self.max_budget == self.retention.budget
-        return (self.retention if own else self.retention_of(self.max_budget)).window
+        is_default = self.max_budget == self.retention.budget
+        return (self.retention if is_default else self.retention_of(self.max_budget)).window
 
     @property
     def max_protect(self) -> bool | int:
@@ -221,12 +221,12 @@ class Policy(Declaration):
             raise ConfigError(
                 f"--kv-policy {self.name} ranks all heads of a layer in one round, and their shares differ: choose another --kv-allocator"
             )
-        own = budgets[:, heads]
-        if own.shape[1] < budgets.shape[1] and (budgets != budgets[:, :1]).any():
+        of_rank = budgets[:, heads]
+        if of_rank.shape[1] < budgets.shape[1] and (budgets != budgets[:, :1]).any():
             raise ConfigError(
                 f"--kv-policy {self.name} gives heads of a layer shares of their own: set --kv-allocator uniform or --tensor-parallel-size 1"
             )
-        return Shares.of(own, self.retention.budget)
+        return Shares.of(of_rank, self.retention.budget)
 
     def check_ranks(self, ranks: int) -> None:
         """Check that the policy works with the given number of tensor-parallel ranks.

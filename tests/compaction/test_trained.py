@@ -257,7 +257,7 @@ def test_model_without_a_chat_template(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_engine_samples_with_the_teacher_of_transformers(model, corpus):
-    from kvpop_vllm.vllm_glue.self_study import engine_sampler
+    from kvpop_vllm.vllm_glue.extras.self_study import engine_sampler
 
     prefix, prompts = list(corpus.read_bytes()), [[10, 65, 66], [10, 67, 68, 69, 70]]
     with engine_sampler(str(model), "float32", 1024, {256}) as sample:

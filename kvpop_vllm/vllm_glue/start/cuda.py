@@ -9,14 +9,14 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvpop_vllm.vllm_glue.refusals import refuse
+from kvpop_vllm.vllm_glue.start.refusals import refuse
 
 logger = init_logger("vllm.kvpop_vllm")
 
-BACKEND = "kvpop_vllm.vllm_glue.select.CudaBackend"
+BACKEND = "kvpop_vllm.vllm_glue.start.backend_choice.CudaBackend"
 """Path that vLLM's backend CUSTOM is registered with."""
 ATTENTION_OP = "kvpop_vllm::attention_with_gate_scores"
-"""Name of the op of :mod:`kvpop_vllm.vllm_glue.gated_attention`."""
+"""Name of the op of :mod:`kvpop_vllm.vllm_glue.run.gated_attention`."""
 PHASE_SECONDS = 15e-6
 """Time that a token takes in one layer where prompts are prefilled token by token, beside reading keys and values.
 

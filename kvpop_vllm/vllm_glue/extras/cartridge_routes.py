@@ -14,9 +14,9 @@ from vllm import envs
 from vllm.entrypoints.serve import create_error_response
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.vllm_glue.cartridge_names import CartridgeNames, Known, NamedCartridge, names_of
-from kvpop_vllm.vllm_glue.engine_policy import requested
+from kvpop_vllm.vllm_glue.extras.cartridge_names import CartridgeNames, Known, NamedCartridge, names_of
 from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.start.engine_policy import requested
 
 router = APIRouter()
 _lock = Lock()

@@ -1,4 +1,4 @@
-"""Attention backend on NVIDIA GPUs: :mod:`kvpop_vllm.vllm_glue.backend` with CUDA-graph-safe metadata."""
+"""Attention backend on NVIDIA GPUs: :mod:`kvpop_vllm.vllm_glue.run.backend` with CUDA-graph-safe metadata."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from kvpop_vllm.attention.step_batch import RequestSettings
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import Prefix
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
-from kvpop_vllm.vllm_glue import cuda, step_requests
-from kvpop_vllm.vllm_glue.backend import (
+from kvpop_vllm.vllm_glue.run import step_requests
+from kvpop_vllm.vllm_glue.run.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
     FixedBudgetMetadata,
     FixedBudgetMetadataBuilder,
 )
-from kvpop_vllm.vllm_glue.cache_spec import longest_prefix
+from kvpop_vllm.vllm_glue.run.cache_spec import longest_prefix
+from kvpop_vllm.vllm_glue.start import cuda
 
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, HEAD_SIZES))}",
@@ -140,7 +141,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
 
     A tail that begins in a decode row is begun here, for all layers and before any of them runs, because the
     step may be a CUDA graph's. All protected tokens of that request have been written by earlier steps: it
-    has computed the last one itself (:mod:`kvpop_vllm.vllm_glue.manager_requests`).
+    has computed the last one itself (:mod:`kvpop_vllm.vllm_glue.run.manager_requests`).
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

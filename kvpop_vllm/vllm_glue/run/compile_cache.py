@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from vllm.logger import init_logger
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 logger = init_logger("vllm.kvpop_vllm")
 

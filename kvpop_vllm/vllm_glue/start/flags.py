@@ -7,7 +7,7 @@ import functools
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.flags import ENGINE, FLAGS, settings_of
-from kvpop_vllm.vllm_glue import aside
+from kvpop_vllm.vllm_glue.start import fallback
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def merge_into(args: argparse.Namespace) -> None:
     """Merge the flags of parsed arguments into their ``additional_config``; without flags, change nothing."""
     if flags_in(args):
-        with aside.one_line_errors():
+        with fallback.one_line_errors():
             args.additional_config = merge(args, getattr(args, "additional_config", {}))
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvpop_vllm import __version__
-from kvpop_vllm.config import ConfigError
-from kvpop_vllm.supported import VLLM
-from kvpop_vllm.vllm_glue import aside, contract
+from kvpop_vllm.config import ConfigError, check_version
+from kvpop_vllm.supported import TRANSFORMERS, VLLM
+from kvpop_vllm.vllm_glue.start import contract, fallback
 
 GROUP, NAME, REGISTER = "vllm.general_plugins", "kvpop", "kvpop_vllm.vllm_glue.plugin:register"
 """Entry point of the plugin, as in ``pyproject.toml``."""
@@ -94,11 +94,12 @@ def doctor(options: Sequence[str]) -> int:
 
 def report(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     """Yield the lines of ``kvpop doctor``: topic, text, and whether it is as it should be."""
-    yield "kvpop", f"{__version__} in {Path(__file__).parents[2]}", True
+    yield "kvpop", f"{__version__} in {Path(__file__).parents[3]}", True
     yield "Python", f"{platform.python_version()}, {sys.executable}", True
-    for name, package in (("vLLM", "vllm"), ("torch", "torch"), ("triton", "triton"), ("transformers", "transformers")):
-        found = version(package)
-        yield name, found or "not installed", found is not None or package == "triton"
+    for name in ("vLLM", "torch", "triton"):
+        found = version(name.lower())
+        yield name, found or "not installed", found is not None or name == "triton"
+    yield "transformers", *_transformers()
     yield from _kernels()
     try:
         check_installed()
@@ -108,6 +109,18 @@ def report(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
         return
     if options:
         yield from _policy(options)
+
+
+def _transformers() -> tuple[str, bool]:
+    """Return the version of transformers, or what to install instead, and whether it is supported."""
+    installed = version("transformers")
+    if installed is None:
+        return f"not installed: install transformers{TRANSFORMERS}", False
+    try:
+        check_version("transformers", installed, TRANSFORMERS)
+    except ConfigError as error:
+        return str(error), False
+    return installed, True
 
 
 def _kernels() -> Iterator[tuple[str, str, bool]]:
@@ -146,8 +159,8 @@ def _loaded() -> str:
         load_general_plugins()
     except Exception as error:  # of another plugin, or of vLLM itself
         raise ConfigError(f"vLLM cannot load its plugins: {type(error).__name__}: {error}") from None
-    if aside.reason is not None:
-        raise ConfigError(f"does nothing: {aside.reason}")
+    if fallback.reason is not None:
+        raise ConfigError(f"does nothing: {fallback.reason}")
     contract.check_imports(Path(vllm.__file__).parent)
     others = sorted({each.name for each in metadata.entry_points(group=GROUP)} - {NAME})
     return f"loaded by vLLM {vllm.__version__}" + (f", beside {', '.join(others)}" if others else "")
@@ -159,7 +172,7 @@ def _policy(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from kvpop_vllm.vllm_glue.engine_policy import describe, engine_policy, requested
+    from kvpop_vllm.vllm_glue.start.engine_policy import describe, engine_policy, requested
 
     parser = FlexibleArgumentParser(prog="vllm")
     ServeSubcommand().subparser_init(parser.add_subparsers())

@@ -14,8 +14,8 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kvpop_vllm.scorers import checkpoint
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy, policy_from_checkpoint, requested
-from kvpop_vllm.vllm_glue.gated_attention import prepare
+from kvpop_vllm.vllm_glue.run.gated_attention import prepare
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, policy_from_checkpoint, requested
 
 _DMS_PROJECTION = ".self_attn.dms_proj_alpha"
 """Substring of the names of a DMS model's eviction projections and of their norms."""

@@ -17,11 +17,11 @@ import torch
 from kvpop_vllm.attention.step_batch import RequestSettings, StepPlan
 from kvpop_vllm.kernels.pages import Pages, cdiv
 from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
-from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
-from kvpop_vllm.vllm_glue.cartridges import layers_of
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue.extras.cartridges import layers_of
+from kvpop_vllm.vllm_glue.extras.reports import manager_of, report, use_of
 from kvpop_vllm.vllm_glue.patches import wrap
-from kvpop_vllm.vllm_glue.reports import manager_of, report, use_of
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 ENDED = 8
 """Number of ended requests that are remembered."""
@@ -44,7 +44,7 @@ class Record:
     """Record of a request.
 
     Attributes:
-        report: its numbers, as in :func:`kvpop_vllm.vllm_glue.reports.report`.
+        report: its numbers, as in :func:`kvpop_vllm.vllm_glue.extras.reports.report`.
         tokens: ids of the prompt and of the answer so far.
         seen: tokens that its cache has processed.
         left: ``[layers, H, room]`` int32, for each token the number of tokens that had been seen when it was first
@@ -224,7 +224,7 @@ def held_in_worker(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndar
 
 
 def _held(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndarray]]]:
-    from kvpop_vllm.vllm_glue.backend import for_config
+    from kvpop_vllm.vllm_glue.run.backend import for_config
 
     heads_of, found, plan, batch = for_config(worker.vllm_config).heads, [], None, None
     for impl, pages, regions, blocks in layers_of(worker):

@@ -19,7 +19,9 @@ from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
 from kvpop_vllm.kernels.regions import Shares, divided_blocks
 from kvpop_vllm.requests import RequestCache, of_params
-from kvpop_vllm.vllm_glue import front_ends, manager_requests, reports
+from kvpop_vllm.vllm_glue.extras import reports
+from kvpop_vllm.vllm_glue.run import manager_requests
+from kvpop_vllm.vllm_glue.start import front_ends
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -59,11 +61,11 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         manager_requests.apply()
         reports.apply()
         if kv_cache_spec.may_have_cartridges:
-            from kvpop_vllm.vllm_glue import cartridges
+            from kvpop_vllm.vllm_glue.extras import cartridges
 
             cartridges.apply()
         if kv_cache_spec.inspect:
-            from kvpop_vllm.vllm_glue import inspector
+            from kvpop_vllm.vllm_glue.extras import inspector
 
             inspector.apply()
         if kv_cache_spec.protect and kv_cache_spec.compression is None:

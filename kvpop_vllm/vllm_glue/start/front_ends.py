@@ -1,7 +1,9 @@
 """Checks that all processes of a server have the settings with which it was started.
 
 A server has one or several front ends, which answer HTTP, and one or several engines, which may run on other machines
-with command lines of their own. vLLM does not compare their configs.
+with command lines of their own. vLLM does not compare their configs. A front end with a policy compares its settings with
+those of its engines before it serves. An engine with a policy refuses requests of front ends without one: nobody has
+checked what such requests ask for.
 """
 
 from __future__ import annotations
@@ -9,13 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ALLOCATORS, ConfigError
+from kvpop_vllm.compaction.cartridge import digest_of
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.flags import FLAGS
-from kvpop_vllm.vllm_glue import aside, flags
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
+from kvpop_vllm.requests import is_checked
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
 from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.start import fallback, flags
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,10 +34,11 @@ def apply() -> None:
 
 
 def apply_to_engine() -> None:
-    """Have the engine of this process say its settings; may be called more than once."""
+    """Have the engine of this process say its settings and refuse unchecked requests; may be called more than once."""
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.kvpop_settings = _settings
+    wrap("vllm.v1.engine.core:EngineCore.preprocess_add_request", _preprocess_add_request)
 
 
 def _settings(self) -> dict:
@@ -39,8 +46,17 @@ def _settings(self) -> dict:
     return settings_of(self.vllm_config)
 
 
+def _preprocess_add_request(original, self, request, *args, **kwargs):
+    if requested(self.vllm_config) and not is_checked(request.sampling_params):
+        raise ConfigError(
+            f"the front end that sent this request does not serve --kv-policy {engine_policy(self.vllm_config).name}, as this"
+            " engine does: start every node with the same --kv- flags, and with this plugin"
+        )
+    return original(self, request, *args, **kwargs)
+
+
 async def _init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
-    with aside.one_line_errors():
+    with fallback.one_line_errors():
         check_flags(args, engine_client.vllm_config)
         if requested(engine_client.vllm_config):
             await check_engines(engine_client)
@@ -86,12 +102,18 @@ async def check_engines(engine_client: EngineClient) -> None:
 def settings_of(vllm_config: VllmConfig) -> dict:
     """Return the resolved settings that all processes of a server share, by name.
 
-    Folders and files are left out, since they may differ between machines; cartridges are named, and so is an allocator
-    that is no file. ``compression`` is resolved into the budget.
+    Scorers, cartridges and files of shares are compared by their content, since their folders may differ between
+    machines. ``compression`` is resolved into the budget.
     """
+    from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
+
     policy = engine_policy(vllm_config)
     settings = asdict(policy.settings) | asdict(policy.retention)
     settings |= {"max_budget": policy.max_budget, "protect_prompt": policy.protect, "max_protect": policy.max_protect}
-    settings["cartridge"] = sorted(settings["cartridge"] or ())
-    settings["allocator"] = policy.allocator if policy.allocator in ALLOCATORS else "a file"
-    return {name: settings[name] for name in FLAGS if name not in ("compression", "scorer")}
+    settings["cartridge"] = {name: f"{placed.digest:.12}" for name, placed in names_of(vllm_config).placed.items()}
+    if (scorer := policy.settings.scorer) is not None:
+        settings["scorer"] = f"sha256 {digest_of(Path(scorer), CONFIG_NAME, TENSORS_NAME):.12}"
+    settings["allocator"] = policy.allocator
+    if (shares := Path(policy.allocator)).is_file():
+        settings["allocator"] = f"sha256 {digest_of(shares.parent, shares.name):.12}"
+    return {name: settings[name] for name in FLAGS if name != "compression"}

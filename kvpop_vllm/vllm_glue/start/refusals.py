@@ -135,7 +135,7 @@ def check_layers(specs: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names the layers that bring an attention backend of their own.
     """
-    from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
+    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
     uncovered = [name for name, spec in specs.items() if not isinstance(spec, FixedBudgetSpec)]
     if uncovered:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvpop_vllm.vllm_glue.engine_policy import current_config
+from kvpop_vllm.vllm_glue.start.engine_policy import current_config
 
 custom_before: str | None = None
 """Path of the class that another plugin had registered as the backend CUSTOM, if any."""
@@ -17,10 +17,10 @@ def __getattr__(name: str):
     vllm_config = current_config()
     if vllm_config is None:
         return _stock_backend(name)
-    from kvpop_vllm.vllm_glue import backend, compile_cache
+    from kvpop_vllm.vllm_glue.run import backend, compile_cache
 
     if name == "CudaBackend":
-        from kvpop_vllm.vllm_glue.cuda_backend import CudaBackend
+        from kvpop_vllm.vllm_glue.run.cuda_backend import CudaBackend
 
         return backend.for_config(vllm_config, CudaBackend)
     compile_cache.apply()

@@ -17,7 +17,7 @@ def apply() -> None:
 
 
 def _get_computed_blocks(original, self, request, *args, **kwargs):
-    from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
+    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 
     ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
     placed = [block for manager in ours for block in manager.admit(request)]

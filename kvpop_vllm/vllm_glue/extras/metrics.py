@@ -5,9 +5,9 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
+from kvpop_vllm.vllm_glue.extras.reports import STATS
 from kvpop_vllm.vllm_glue.patches import wrap
-from kvpop_vllm.vllm_glue.reports import STATS
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.999, 1.0)
 """Upper ends of the histogram's buckets; requests of which nothing was evicted are alone in the last one."""

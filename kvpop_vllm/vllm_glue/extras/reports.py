@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from kvpop_vllm.cache.accounting import kept_tokens
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.requests import REPORT, of_params, wants_report
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 if TYPE_CHECKING:
-    from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager, FixedBudgetSpec
+    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager, FixedBudgetSpec
 
 STATS = "kvpop"
 """Key of ``SchedulerStats.kv_connector_stats`` under which the numbers travel to the front end."""
@@ -132,7 +132,7 @@ def apply() -> None:
 
 def manager_of(scheduler) -> FixedBudgetManager | None:
     """Return the block manager of a scheduler with a policy; its layers have one cache group."""
-    from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
+    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return next((manager for manager in managers if isinstance(manager, FixedBudgetManager)), None)

@@ -1,7 +1,7 @@
 """Contract with vLLM: its version, the functions that are wrapped, and the names that are imported from it.
 
 vLLM's modules are read, not imported. The same checks work on an installation and on a folder of sources:
-``python -m kvpop_vllm.vllm_glue.contract FOLDER``, where FOLDER is the ``vllm`` of another version.
+``python -m kvpop_vllm.vllm_glue.start.contract FOLDER``, where FOLDER is the ``vllm`` of another version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpop_vllm.supported import VLLM
 if TYPE_CHECKING:
     from kvpop_vllm.vllm_glue.patches import Patch
 
-GLUE = Path(__file__).parent
+GLUE = Path(__file__).parents[1]
 
 
 def check_version(version: str) -> None:
@@ -113,7 +113,7 @@ def parameters(vllm: Path, target: str) -> tuple[str, ...] | None:
 
 def imported_names() -> Iterator[tuple[str, str]]:
     """Yield module and name of everything that the glue imports from vLLM, also inside functions."""
-    for file in sorted(GLUE.glob("*.py")):
+    for file in sorted(GLUE.rglob("*.py")):
         for module, names in _imports(file):
             if module.split(".")[0] == "vllm":
                 yield from ((module, name) for name in names)
@@ -167,7 +167,8 @@ def missing_overrides(vllm: Path) -> list[str]:
 
     The installed vLLM is imported for this, because it says which classes are the bases.
     """
-    from kvpop_vllm.vllm_glue import backend, cache_spec, cuda_backend, gated_attention, metrics, models
+    from kvpop_vllm.vllm_glue.extras import metrics
+    from kvpop_vllm.vllm_glue.run import backend, cache_spec, cuda_backend, gated_attention, models
 
     rooms = backend, cache_spec, cuda_backend, gated_attention, metrics, models
     classes = {cls for room in rooms for cls in vars(room).values() if inspect.isclass(cls)}
@@ -175,7 +176,7 @@ def missing_overrides(vllm: Path) -> list[str]:
     for cls in classes:
         for name, ours in vars(cls).items():
             ours = getattr(ours, "__func__", ours)
-            if not inspect.isfunction(ours) or Path(ours.__code__.co_filename).parent != GLUE:
+            if not inspect.isfunction(ours) or GLUE not in Path(ours.__code__.co_filename).parents:
                 continue
             takes = inspect.signature(ours).parameters
             anything = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in takes.values())

@@ -35,9 +35,9 @@ from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.kernels.regions import RegionMap, region_map
 from kvpop_vllm.requests import RequestCache
 from kvpop_vllm.supported import DTYPES
-from kvpop_vllm.vllm_glue import cpu_seeds, step_requests
-from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue.run import cpu_seeds, step_requests
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -45,7 +45,7 @@ logger = init_logger("vllm.kvpop_vllm")
 class FixedBudgetBackend(AttentionBackend):
     """Replacement of vLLM's CPU attention while a policy is on; :func:`for_config` binds it to one engine.
 
-    For GPUs see :mod:`kvpop_vllm.vllm_glue.cuda_backend`.
+    For GPUs see :mod:`kvpop_vllm.vllm_glue.run.cuda_backend`.
     """
 
     policy: ClassVar = None

@@ -20,9 +20,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from kvpop_vllm.compaction.cartridge import layer_at, read_cartridge, read_config, rope_at, turned
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.requests import Placed, of_params
-from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
+from kvpop_vllm.vllm_glue.extras.reports import manager_of
 from kvpop_vllm.vllm_glue.patches import wrap
-from kvpop_vllm.vllm_glue.reports import manager_of
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
 
 @dataclass
@@ -165,7 +165,7 @@ def apply() -> None:
 
 
 def _start(original, self, *args, **kwargs) -> None:
-    from kvpop_vllm.vllm_glue.cartridge_names import names_of
+    from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
 
     original(self, *args, **kwargs)
     if (manager := manager_of(self.scheduler)) is None:
@@ -216,7 +216,7 @@ PIECE = 64
 
 def layers_of(worker):
     """Yield the attention of each layer of a worker, and its pages as :meth:`FixedBudgetImpl._bind` returns them."""
-    from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl
+    from kvpop_vllm.vllm_glue.run.backend import FixedBudgetImpl
 
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         if isinstance(impl := getattr(layer, "impl", None), FixedBudgetImpl):
@@ -250,7 +250,7 @@ def write_slots(worker, folder: str, digest: str, blocks: list[int]) -> None:
     Raises:
         ConfigError: the files have changed, or do not fit the cache's dtype.
     """
-    from kvpop_vllm.vllm_glue.backend import for_config
+    from kvpop_vllm.vllm_glue.run.backend import for_config
 
     cartridge, heads_of = read_cartridge(folder), for_config(worker.vllm_config).heads
     if cartridge.digest != digest:
