@@ -60,17 +60,18 @@ class ModelShape:
     num_heads: int | None = None
 
     @classmethod
-    def of(cls, model: str | PathLike, max_model_len: int) -> ModelShape:
-        """Return the shape given by the ``config.json`` of a model folder.
+    def of(cls, model: Any, max_model_len: int) -> ModelShape:
+        """Return the shape given by the ``config.json`` of a model folder, or by a config.
 
         Args:
-            model: Hugging Face folder.
+            model: Hugging Face folder, or a config; see :func:`resolve`.
             max_model_len: longest sequence, in tokens.
 
         Raises:
             ConfigError: the file cannot be read, or does not describe a language model.
         """
-        return cls(**folder_sizes(model), max_model_len=max_model_len)
+        sizes = folder_sizes(model) if isinstance(model, str | PathLike) else shape_of(model, "the model's config")
+        return cls(**sizes, max_model_len=max_model_len)
 
     @classmethod
     def of_engine(cls, model: Any) -> ModelShape:
@@ -203,15 +204,6 @@ def folder_sizes(model: str | PathLike) -> dict:
         ConfigError: ``config.json`` cannot be read, or as :func:`shape_of`.
     """
     return shape_of(read_model_config(model), Path(model) / "config.json")
-
-
-def scorer_sizes(model: str | PathLike) -> dict:
-    """Return the sizes of a model folder that scorers depend on: those of :func:`folder_sizes` without ``num_heads``.
-
-    Raises:
-        ConfigError: as :func:`folder_sizes`.
-    """
-    return {name: number for name, number in folder_sizes(model).items() if name != "num_heads"}
 
 
 def vocabulary_of(folder: str | PathLike) -> int:
