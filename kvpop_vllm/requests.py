@@ -21,7 +21,7 @@ BUDGET, PROTECT, CARTRIDGES, SEED, REPORT = KEYS = (
 )
 """Keys of a request."""
 RESOLVED = "kvpop"
-"""Key of ``extra_args`` that holds the resolved :class:`RequestSlots`."""
+"""Key of ``extra_args`` of every request that a front end has checked; holds the resolved :class:`RequestSlots`."""
 OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")
 """Keys of vLLM with the same prefix as the keys of this package."""
 

@@ -8,7 +8,7 @@ from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.shares import EqualHeads, FixedShares, Shares
 from kvpop_vllm.cache.step import StepPlan, plan_batch
 from kvpop_vllm.requests import RequestSlots
-from kvpop_vllm.vllm_glue.backend import FixedBudgetMetadata
+from kvpop_vllm.vllm_glue.run.backend import FixedBudgetMetadata
 
 LAYERS, HEADS, SIZE = 3, 2, 32
 
