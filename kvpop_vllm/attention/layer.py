@@ -68,7 +68,7 @@ class FixedBudgetAttention:
             tokens, *places = writes
             blocks.write(k[tokens], v[tokens], *places)
         if batch.begun is not None:
-            ops.begin_tail(pages, batch.begun.table, batch.begun.prefix(blocks), rule=self.rule, impl=self.impl)
+            ops.begin_tail(pages, batch.begun.table, batch.begun.prefix.on(blocks), rule=self.rule, impl=self.impl)
         if batch.decodes:
             self._decode(q, k, v, pages, blocks, batch, out, gate_scores)
         together = self.rule.rounds is None and not batch.chunks.compresses
@@ -90,13 +90,13 @@ class FixedBudgetAttention:
             rule=self.rule,
             scale=self.scale,
             gate_scores=None if gate_scores is None else gate_scores[at],
-            prefix=batch.prefix(blocks),
+            prefix=batch.prefix and batch.prefix.on(blocks),
             seeds=batch.seeds,
             windows=batch.windows,
             impl=self.impl,
         )
         if self.rule.rounds is not None:
-            prefixes = batch.numbers["prefix"].tolist() if batch.prefix_table is not None else [0] * batch.decodes
+            prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
             ends, sizes = (batch.positions + 1).tolist(), (batch.budgets[:, 0].tolist(), batch.windows.tolist())
             rows = rounds.Rows(pages, batch.table, ends, *sizes, prefixes, batch.seeds)
             rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
@@ -106,7 +106,7 @@ class FixedBudgetAttention:
         if any(chunks.follows) and self.rule.compression.adaptive_head_budgets:
             budgets, table = load_page_table(pages, chunks.table, self.rule.compression)
             chunks = replace(chunks, budgets=budgets, table=table)
-        at, prefix = chunks.tokens, chunks.prefix(blocks)
+        at, prefix = chunks.tokens, chunks.prefix and chunks.prefix.on(blocks)
         out[at], _ = ops.prefill_chunk(
             q[at],
             k[at],
@@ -124,8 +124,8 @@ class FixedBudgetAttention:
         if chunks.compresses:
             self._compress(q[at], pages, chunks, prefix)
         if self.rule.rounds is not None:
-            sizes = chunks.budgets[:, 0].tolist(), chunks.windows, chunks.prefixes.tolist(), chunks.seeds
-            rows = rounds.Rows(pages, chunks.table, chunks.ends, *sizes)
+            sizes = chunks.budgets[:, 0].tolist(), chunks.windows, [own.prefix for own in chunks.slots]
+            rows = rounds.Rows(pages, chunks.table, chunks.ends, *sizes, chunks.seeds)
             rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
 
     def _alone(self, chunks: Chunks) -> Iterator[Chunks]:
@@ -134,7 +134,7 @@ class FixedBudgetAttention:
             cuts = [end]
             if self.rule.rounds is not None:
                 roles = Retention(int(chunks.budgets[r, 0]), self.rule.sinks, chunks.windows[r])
-                cuts = rounds.cuts(self.rule, roles.behind(int(chunks.prefixes[r])), start, end)
+                cuts = rounds.cuts(self.rule, roles.behind(chunks.slots[r].prefix), start, end)
             for begin, cut in zip([start, *cuts], cuts, strict=False):
                 yield chunks.part(r, begin, cut)
 

@@ -36,5 +36,5 @@ def test_layers_with_unequal_heads_share_the_plan():
     for layer, batch in enumerate(batches):
         assert batch.budgets.tolist() == [list(shares.budgets[layer])] * 2 and batch.positions is batches[0].positions
         assert batch.chunks.budgets.tolist() == [list(shares.budgets[layer])]
-        assert batch.chunks.prefixes is batches[0].chunks.prefixes
+        assert batch.chunks.firsts is batches[0].chunks.firsts
     assert not torch.equal(batches[0].table, batches[1].table)

@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
 from kvpop_vllm.cache.pages import Prefix
-from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, rows_of
+from kvpop_vllm.cache.step import NUMBERS, RequestBlocks, Span, StepPlan, numbers_of, rows_of
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
@@ -198,7 +198,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         sized = any((own.budget, own.window) != server for own in slots)
         send, self.sized = (self.sized or sized) and not self.unequal, sized
         needed = {"prefix": self.rows.protects, "made": spec.may_have_cartridges, "budget": send, "window": send}
-        tensors = {name: x for name, x in numbers_of(slots, True).items() if needed.get(name, self.policy.draws)}
+        tensors = numbers_of(slots, [name for name in NUMBERS if needed.get(name, self.policy.draws)])
         if send:
             tensors["budget"] = tensors["budget"].unsqueeze(1).repeat(1, self.layout.num_kv_heads)
         pinned = is_pin_memory_available()
@@ -212,11 +212,11 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         if not rows:
             return
         table, prefix_table = (rows_of(x, rows) for x in (self.rows.table, self.rows.prefix_table))
-        numbers = numbers_of([slots[i] for i in rows])
+        numbers = numbers_of([slots[i] for i in rows], ("prefix", "made", "budget"))
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             impl = layers[name].impl
             pages, shares, blocks = impl._bind(layers[name].kv_cache)
             _, tails = shares.place(impl.layer, table, (), numbers["budget"])
-            prefix = Prefix(blocks, prefix_table, numbers["prefix"], numbers.get("made"))
+            prefix = Prefix(blocks, prefix_table, numbers["prefix"], numbers["made"])
             ops.begin_tail(pages, tails, prefix, rule=impl.attention.rule, impl=impl.attention.impl)
