@@ -91,15 +91,14 @@ class FixedBudgetAttention:
             scale=self.scale,
             gate_scores=None if gate_scores is None else gate_scores[at],
             prefix=batch.prefix and batch.prefix.on(blocks),
-            seeds=batch.seeds,
-            windows=batch.windows,
             impl=self.impl,
+            **batch.options,
         )
         if self.rule.rounds is not None:
             prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
-            ends, sizes = (batch.positions + 1).tolist(), (batch.budgets[:, 0].tolist(), batch.windows.tolist())
-            rows = rounds.Rows(pages, batch.table, ends, *sizes, prefixes, batch.seeds)
-            rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
+            ends, windows = (batch.positions + 1).tolist(), batch.windows.tolist()
+            roles = list(map(self._roles, batch.budgets[:, 0].tolist(), windows, prefixes))
+            rounds.run_due_rounds(q[at], pages, batch.table, ends, roles, batch.seeds, self.rule, self.scale)
 
     def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunks: Chunks, out, gate_scores) -> None:
         """Run chunks together, and what is due at the end of one that is alone; arguments as in :meth:`forward`."""
@@ -124,17 +123,21 @@ class FixedBudgetAttention:
         if chunks.compresses:
             self._compress(q[at], pages, chunks, prefix)
         if self.rule.rounds is not None:
-            sizes = chunks.budgets[:, 0].tolist(), chunks.windows, [own.prefix for own in chunks.slots]
-            rows = rounds.Rows(pages, chunks.table, chunks.ends, *sizes, chunks.seeds)
-            rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
+            roles = [self._roles(int(chunks.budgets[0, 0]), chunks.windows[0], chunks.slots[0].prefix)]
+            step = chunks.table, chunks.ends, roles, chunks.seeds
+            rounds.run_due_rounds(q[at], pages, *step, self.rule, self.scale)
+
+    def _roles(self, budget: int, window: int, prefix: int) -> Retention:
+        """Return the slot roles of a request's tail."""
+        return Retention(budget, self.rule.sinks, window).behind(prefix)
 
     def _alone(self, chunks: Chunks) -> Iterator[Chunks]:
         """Yield chunks one by one, cut where rounds are due."""
         for r, (start, end) in enumerate(zip(chunks.starts, chunks.ends, strict=True)):
             cuts = [end]
             if self.rule.rounds is not None:
-                roles = Retention(int(chunks.budgets[r, 0]), self.rule.sinks, chunks.windows[r])
-                cuts = rounds.cuts(self.rule, roles.behind(chunks.slots[r].prefix), start, end)
+                roles = self._roles(int(chunks.budgets[r, 0]), chunks.windows[r], chunks.slots[r].prefix)
+                cuts = rounds.cuts(self.rule, roles, start, end)
             for begin, cut in zip([start, *cuts], cuts, strict=False):
                 yield chunks.part(r, begin, cut)
 

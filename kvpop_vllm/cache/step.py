@@ -22,8 +22,10 @@ NUMBERS = {
     "seed": torch.int64,
 }
 """Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
-KERNELS_TAKE = ("budget", "window", "seed")
-"""Those that kernels take of every decoded request; prefixes are apart."""
+OPTIONS = {"windows": "window", "seeds": "seed"}
+"""Numbers that ``ops.decode_step`` takes of every request beside its budget, by the name of the argument."""
+KERNELS_TAKE = ("budget", *OPTIONS.values())
+"""Numbers that kernels take of every decoded request; prefixes are apart."""
 
 
 NO_CHUNKS = Chunks([], [], torch.zeros(0, 0, dtype=torch.int32, device="cpu"), [])
@@ -193,6 +195,11 @@ class DecodeRows:
     def seeds(self) -> torch.Tensor | None:
         """``[R]`` int64, seeds of the draws; None if nothing is drawn."""
         return self.numbers.get("seed")
+
+    @property
+    def options(self) -> dict[str, torch.Tensor | None]:
+        """Arguments of ``ops.decode_step`` that are numbers of the requests, see :data:`OPTIONS`."""
+        return {argument: self.numbers.get(name) for argument, name in OPTIONS.items()}
 
 
 def numbers_of(slots: Sequence[RequestSlots], names: Iterable[str] = KERNELS_TAKE) -> dict[str, torch.Tensor]:
