@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import ClassVar
 
 import torch
@@ -26,6 +27,8 @@ from kvpop_vllm.vllm_glue.run.backend import (
 from kvpop_vllm.vllm_glue.run.cache_spec import longest_prefix
 from kvpop_vllm.vllm_glue.start import cuda
 
+SIZES = operator.attrgetter(*(name for name in NUMBERS if name not in ("prefix", "made", "seed")))
+"""Numbers of a request that are the server's unless it asks for others."""
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, HEAD_SIZES))}",
     "dtype not supported": "--dtype is {}, {} or {}".format(*DTYPES["cuda"]),
@@ -191,14 +194,13 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     def _sent(self, slots: list[RequestSlots]) -> dict[str, torch.Tensor]:
         """Return the numbers of a step's requests that differ from what the device has, for :meth:`DeviceRows.fill`.
 
-        Budgets and windows are sent if this step or the previous one has requests with others than the server's,
-        because values of the previous step must be overwritten.
+        Budgets, windows and the like are sent if this step or the previous one has requests with others than the
+        server's, because values of the previous step must be overwritten.
         """
-        server, spec = (self.padding.budget, self.padding.window), self.spec
-        sized = any((own.budget, own.window) != server for own in slots)
+        sized = any(SIZES(own) != SIZES(self.padding) for own in slots)
         send, self.sized = (self.sized or sized) and not self.unequal, sized
-        needed = {"prefix": self.rows.protects, "made": spec.may_have_cartridges, "budget": send, "window": send}
-        tensors = numbers_of(slots, [name for name in NUMBERS if needed.get(name, self.policy.draws)])
+        needed = {"prefix": self.rows.protects, "made": self.spec.may_have_cartridges, "seed": self.policy.draws}
+        tensors = numbers_of(slots, [name for name in NUMBERS if needed.get(name, send)])
         if send:
             tensors["budget"] = tensors["budget"].unsqueeze(1).repeat(1, self.layout.num_kv_heads)
         pinned = is_pin_memory_available()
