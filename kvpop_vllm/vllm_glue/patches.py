@@ -496,11 +496,13 @@ def _process_inputs(original, self, *args, **kwargs):
     prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
     known = range(len(prompt)) if request.prompt_token_ids is None else prompt
     begin = functools.partial(cartridge_names.begin_of_prompt, given.arguments["prompt"], known, self.tokenizer)
-    numbers, head = cartridge_names.resolved(self.vllm_config, params, known, adapter, begin)
-    resolved = None if numbers is None else list(numbers)
-    params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: resolved}  # the old one belongs to the caller
-    if numbers is not None and numbers.cartridges:
-        cartridge_names.prepend(request, numbers, len(head), self.vllm_config.model_config.max_model_len)
+    slots, head = cartridge_names.resolved(self.vllm_config, params, known, adapter, begin)
+    params.extra_args = {
+        **(params.extra_args or {}),
+        requests.RESOLVED: list(slots),
+    }  # the old one belongs to the caller
+    if slots.cartridges:
+        cartridge_names.prepend(request, slots, len(head), self.vllm_config.model_config.max_model_len)
     return request
 
 

@@ -178,8 +178,8 @@ def _start(original, self, *args, **kwargs) -> None:
 
 
 def _preprocess_add_request(original, self, request, *args, **kwargs):
-    asked, manager = of_params(request.sampling_params), manager_of(self.scheduler)
-    for placed in () if asked is None or manager is None else asked.cartridges:
+    slots, manager = of_params(request.sampling_params), manager_of(self.scheduler)
+    for placed in () if slots is None or manager is None else slots.cartridges:
         if placed.digest not in manager.cartridges.loaded:
             raise ConfigError("the cartridge is not loaded any more: name another")
     return original(self, request, *args, **kwargs)

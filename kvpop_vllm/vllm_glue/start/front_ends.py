@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvpop_vllm.compaction.cartridge import digest_of
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.flags import FLAGS
-from kvpop_vllm.requests import is_checked
+from kvpop_vllm.requests import of_params
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
 from kvpop_vllm.vllm_glue.patches import wrap
 from kvpop_vllm.vllm_glue.start import fallback, flags
@@ -47,7 +47,7 @@ def _settings(self) -> dict:
 
 
 def _preprocess_add_request(original, self, request, *args, **kwargs):
-    if requested(self.vllm_config) and not is_checked(request.sampling_params):
+    if requested(self.vllm_config) and of_params(request.sampling_params) is None:
         raise ConfigError(
             f"the front end that sent this request does not serve --kv-policy {engine_policy(self.vllm_config).name}, as this"
             " engine does: start every node with the same --kv- flags, and with this plugin"
