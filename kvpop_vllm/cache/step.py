@@ -80,7 +80,7 @@ def spans_of(span: Span, compression: Compression | None) -> list[Span]:
 
 @dataclass(frozen=True)
 class RequestBlocks:
-    """Where the requests of a step lie.
+    """Blocks of the requests of a step.
 
     Attributes:
         tails: ``[requests, W]`` int32, blocks of state and slots.

@@ -14,10 +14,10 @@ from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder, log_probabilities
 from kvpop_vllm.compaction.cartridge import Layer, base_of
+from kvpop_vllm.compaction.compactor_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.compaction.still import WIDTH, Compactor
-from kvpop_vllm.compaction.still_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.run import load_tokenizer

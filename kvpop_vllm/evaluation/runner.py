@@ -11,7 +11,7 @@ from torch import nn
 from kvpop_vllm.cache.accounting import dense_request_bytes, request_bytes
 from kvpop_vllm.cache.pages import PageLayout, cdiv
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.replay import Predictions, token_measures

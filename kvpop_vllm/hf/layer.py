@@ -191,7 +191,7 @@ class LayerPages:
 
     @property
     def _shares(self) -> EqualHeads:
-        """How the heads share slots."""
+        """Shares of the heads in the slots."""
         if self.divided:
             return SharesByVotes(self.pages, self.rule.compression, int(self.budgets[0, 0]))
         return EqualHeads(self.pages.layout.num_kv_heads)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
-from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, resolve_all

@@ -71,7 +71,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         if kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
-            fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
+            fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, kv_cache_spec.slots(protected))
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
     def admit(self, request) -> list:
