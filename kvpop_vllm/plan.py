@@ -12,7 +12,6 @@ from kvpop_vllm import policies
 from kvpop_vllm.argument_types import UNITS
 from kvpop_vllm.cache.accounting import (
     CacheBytes,
-    compressed_bytes,
     compressing_bytes,
     dense_request_bytes,
     request_bytes,
@@ -118,7 +117,7 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
         prompt = length if prompt is None else prompt
         kept = retention, policy.compression, shares
         at_its_end = compressing_bytes(*lengths[:2], prompt, *kept)
-        at_the_end = compressed_bytes(*lengths[:2], prompt, length, *kept)
+        at_the_end = request_bytes(*lengths, retention, shares, prompt, policy.compression)
         return max(at_its_end, at_the_end, key=lambda held: held.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:

@@ -233,12 +233,10 @@ FAULTS = {
     ],
     "kvpop_vllm/cache/accounting.py": [
         # sinks that a tail behind a prefix lacks
-        ("blocks += layout.blocks(own, «tail→retention».budget)", "tests/cache"),
-        ("return sorted({0, longest, *range(max(1, last - size + «1→2»), last + 1)})", "tests/cache/test_protected.py"),
-    ],
-    "kvpop_vllm/vllm_glue/run/cache_spec.py": [
+        ("tail = slots.budget« - sinks→» if slots.prefix", "tests/cache"),
         # a page too few
-        ("prefix, tokens = cdiv(min(length, slots.prefix)«→ - 1», self.block_size)", "tests/cache/test_protected.py"),
+        ("prefix, tokens = cdiv(min(length, slots.prefix)«→ - 1», size)", "tests/cache/test_protected.py"),
+        ("return sorted({0, longest, *range(max(1, last - size + «1→2»), last + 1)})", "tests/cache/test_protected.py"),
     ],
     "kvpop_vllm/vllm_glue/start/contract.py": [
         ("list(names[: len(leading)]) == leading «and→or» set(named)", f"{CONTRACT} -k parameters"),

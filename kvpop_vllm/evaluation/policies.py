@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.accounting import CacheBytes, compressed_bytes, request_bytes
+from kvpop_vllm.cache.accounting import CacheBytes, request_bytes
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, protected_tokens
 from kvpop_vllm.evaluation.recall import Judge, Recall
@@ -134,9 +134,9 @@ class ResolvedPolicy:
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=policy.state_floats)
         shares = policy.checked_shares(slice(0, model.num_kv_heads))
         if policy.compresses:
-            told = length if prompt is None else prompt, length, policy.retention, policy.compression, shares
-            return compressed_bytes(layout, model.num_layers, *told)
-        return request_bytes(layout, model.num_layers, length, policy.retention, shares, protected)
+            protected = length if prompt is None else prompt
+        sizes = model.num_layers, length, policy.retention
+        return request_bytes(layout, *sizes, shares, protected, policy.compression)
 
     @functools.cached_property
     def rules(self) -> list[RetentionRule]:
