@@ -35,7 +35,6 @@ from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.kernels.regions import RegionMap, region_map
 from kvpop_vllm.requests import RequestCache
 from kvpop_vllm.supported import DTYPES
-from kvpop_vllm.vllm_glue.run import cpu_seeds, step_requests
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -232,8 +231,6 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         # options that each request asked for.
         self.prompts = self.seeds = None
         self.asked: list[RequestCache | None] = []
-        step_requests.apply()
-        cpu_seeds.apply()
 
     def sizes(self, requests: int, dummy: bool = False) -> RequestSettings:
         """Return the sizes of the step's requests.

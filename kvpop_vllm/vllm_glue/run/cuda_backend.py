@@ -15,7 +15,6 @@ from kvpop_vllm.attention.step_batch import RequestSettings
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import Prefix
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
-from kvpop_vllm.vllm_glue.run import step_requests
 from kvpop_vllm.vllm_glue.run.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
@@ -161,8 +160,6 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         )
         self.sized = False  # whether a row of the last step had a budget of its own
         self.may_protect = kv_cache_spec.prefix_cacheable
-        if vllm_config.use_v2_model_runner:
-            step_requests.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """Return the metadata of a step, or None for a dummy run of longer requests, whose outputs are 0.

@@ -1,7 +1,6 @@
 """Wrappers of the model runners that pass request data to our metadata builders.
 
-Attention metadata lack prompt lengths, cache options and seeds of the requests. The wrappers are listed with
-their reasons in :mod:`kvpop_vllm.vllm_glue.patches`.
+Attention metadata lack prompt lengths, cache options and seeds of the requests.
 """
 
 from __future__ import annotations
@@ -12,25 +11,12 @@ import torch
 
 from kvpop_vllm.kernels.draws import signed
 from kvpop_vllm.requests import RequestCache, of_params
-from kvpop_vllm.vllm_glue.patches import wrap
 
 _ASKED = "_kvpop_asked"
 
 
-def apply() -> None:
-    """Wrap the building of metadata in model runner V1; may be called more than once."""
-    wrap("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata", _build_attention_metadata)
-
-
-def apply_v2() -> None:
-    """Wrap model runner V2, which only GPUs have; may be called more than once."""
-    runner = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-    wrap(f"{runner}.prepare_attn", _prepare_attn)
-    wrap(f"{runner}.add_requests", _add_requests)
-    wrap(f"{runner}.finish_requests", _finish_requests)
-
-
-def _build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwargs):
+def build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwargs):
+    """Wrap the building of a step's metadata in model runner V1."""
     batch = self.input_batch
     names = batch.req_ids[:num_reqs]
     prompts = batch.num_prompt_tokens_cpu_tensor[:num_reqs].to(torch.int64, copy=True)
@@ -46,7 +32,7 @@ def _build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwa
     return original(self, num_tokens, num_reqs, *args, **kwargs)
 
 
-def _add_requests(original, self, scheduler_output, *args, **kwargs):
+def add_requests(original, self, scheduler_output, *args, **kwargs):
     """Keep what requests asked for, because the runner's own states do not."""
     known = self.__dict__.setdefault(_ASKED, {})
     for new in scheduler_output.scheduled_new_reqs:
@@ -54,13 +40,15 @@ def _add_requests(original, self, scheduler_output, *args, **kwargs):
     return original(self, scheduler_output, *args, **kwargs)
 
 
-def _finish_requests(original, self, scheduler_output, *args, **kwargs):
+def finish_requests(original, self, scheduler_output, *args, **kwargs):
+    """Forget what requests asked for when they are done."""
     for name in scheduler_output.finished_req_ids:
         self.__dict__.get(_ASKED, {}).pop(name, None)
     return original(self, scheduler_output, *args, **kwargs)
 
 
-def _prepare_attn(original, self, input_batch, *args, **kwargs):
+def prepare_attn(original, self, input_batch, *args, **kwargs):
+    """Wrap the building of a step's metadata in model runner V2."""
     chosen = input_batch.idx_mapping_np
     prompts = torch.from_numpy(self.req_states.prompt_len.np[chosen]).long()
 

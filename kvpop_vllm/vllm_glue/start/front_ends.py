@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ALLOCATORS, ConfigError
 from kvpop_vllm.flags import FLAGS
-from kvpop_vllm.vllm_glue.patches import wrap
 from kvpop_vllm.vllm_glue.start import fallback, flags
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
@@ -22,24 +21,13 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 
-def apply() -> None:
-    """Have the HTTP server of this process check its settings before it serves; may be called more than once."""
-    wrap("vllm.entrypoints.generate.api_router:init_generate_state", _init_generate_state)
-
-
-def apply_to_engine() -> None:
-    """Have the engine of this process say its settings; may be called more than once."""
-    from vllm.v1.engine.core import EngineCore
-
-    EngineCore.kvpop_settings = _settings
-
-
-def _settings(self) -> dict:
+def settings(self) -> dict:
     """Return the settings of an engine; see :func:`settings_of`."""
     return settings_of(self.vllm_config)
 
 
-async def _init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
+async def init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
+    """Wrap the last step of an HTTP server's start: check its settings."""
     with fallback.one_line_errors():
         check_flags(args, engine_client.vllm_config)
         if requested(engine_client.vllm_config):
