@@ -36,7 +36,7 @@ def fetch_demo_model(options: argparse.Namespace) -> None:
 
 def init_scorer(options: argparse.Namespace) -> None:
     """Run ``kvpop init-scorer``."""
-    from kvpop_vllm.scorers.init import init_scorer
+    from kvpop_vllm.scorers.untrained import init_scorer
 
     chosen = {name: getattr(options, name) for name in ("scorer", "sinks", "window", "topk", "seed")}
     init_scorer(options.model, options.directory, **{name: v for name, v in chosen.items() if v is not None})
@@ -262,6 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["doctor"] and not {"-h", "--help"} & set(arguments):
             return doctor(arguments[1:])
         options = make_parser().parse_args(arguments)
+        if getattr(options, "threads", None):
+            import torch
+
+            torch.set_num_threads(options.threads)
         options.run(options)
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -139,12 +139,19 @@ def lines(project: Mapping, pins: Mapping[str, str]) -> list[str]:
 
 
 def lift(tree: Path, release: Release) -> None:
-    """Have the files of a tree that state the bounds of a release allow it alone."""
-    for file in map(tree.joinpath, STATED):
-        text = file.read_text(encoding="utf-8")
-        # bounds of others may be equal, but not the name before them
-        stated = re.compile(rf'({release.name}(?: = ")?){re.escape(release.bounds)}', re.IGNORECASE)
-        file.write_text(stated.sub(rf"\g<1>=={release.version}", text), encoding="utf-8")
+    """Have the files of a tree that state the bounds of a release allow it alone.
+
+    Raises:
+        SystemExit: one states other bounds, or ``pyproject.toml`` none, so that other versions would be tried.
+    """
+    # bounds of other packages may be equal, but not the name before them
+    stated = re.compile(rf'\b({re.escape(release.name)}(?: = ")?)([<>=!~][^";\n]*)', re.IGNORECASE)
+    for name in STATED:
+        text = (tree / name).read_text(encoding="utf-8")
+        bounds = {match[2] for match in stated.finditer(text)}
+        if bounds - {release.bounds} or not bounds and name == PROJECT:
+            raise SystemExit(f"{name} states {sorted(bounds) or 'no bounds'} of {release.name}, not {release.bounds}")
+        (tree / name).write_text(stated.sub(rf"\g<1>=={release.version}", text), encoding="utf-8")
 
 
 def project_of(tree: Path) -> dict:

@@ -20,7 +20,7 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.renderers import ChatParams
 
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.config import ConfigError
@@ -338,7 +338,8 @@ def test_a_request_that_waits_holds_no_copies(served):
     placed = [list(names_of(served.engine.engine.vllm_config).placed[name]) for name in ("plain", "biased")]
 
     def request(name: str, cartridges: list):
-        params = SimpleNamespace(extra_args={RESOLVED: [64 + 128, BUDGET, 16, None, cartridges]})
+        slots = [64 + 128, 64 + 128, BUDGET, 16, None, 0, cartridges]
+        params = SimpleNamespace(extra_args={RESOLVED: slots})
         return SimpleNamespace(request_id=name, sampling_params=params, num_prompt_tokens=200, max_tokens=5)
 
     assert len(manager.admit(request("waits", placed))) == (64 + 128) // BLOCK and len(manager.cartridges.copies) == 1

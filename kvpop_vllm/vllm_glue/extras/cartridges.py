@@ -165,8 +165,8 @@ def load_first(original, self, *args, **kwargs) -> None:
 
 def preprocess_add_request(original, self, request, *args, **kwargs):
     """Wrap the intake of a request: refuse cartridges that the engine does not have."""
-    asked, manager = of_params(request.sampling_params), manager_of(self.scheduler)
-    for placed in () if asked is None or manager is None else asked.cartridges:
+    slots, manager = of_params(request.sampling_params), manager_of(self.scheduler)
+    for placed in () if slots is None or manager is None else slots.cartridges:
         if placed.digest not in manager.cartridges.loaded:
             raise ConfigError("the cartridge is not loaded any more: name another")
     return original(self, request, *args, **kwargs)

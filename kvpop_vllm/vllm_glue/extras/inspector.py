@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvpop_vllm.attention.step_batch import RequestSettings, StepPlan
-from kvpop_vllm.kernels.pages import Pages, cdiv
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.cache.pages import Pages, cdiv
+from kvpop_vllm.cache.step import StepPlan, plan_batch
+from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.vllm_glue.extras.cartridges import layers_of
 from kvpop_vllm.vllm_glue.extras.reports import manager_of, report, use_of
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
@@ -29,13 +30,11 @@ ROOM = 256
 
 
 class Row(NamedTuple):
-    """Request as the workers are asked for it, with tokens beyond its prefix: tokens seen, blocks, and p, B and w."""
+    """Request as the workers are asked for it, with tokens beyond its prefix: tokens seen, blocks and slots."""
 
     seen: int
     blocks: list[int]
-    protected: int
-    budget: int
-    window: int
+    slots: RequestSlots
 
 
 @dataclass
@@ -106,7 +105,7 @@ class Inspector:
         asked = []
         for request in self.scheduler.running:
             row, record = self._row(request), self._record(request)
-            if row.seen < row.protected + (not self.policy.compresses):
+            if row.seen < row.slots.prefix + (not self.policy.compresses):
                 record.note(row.seen, np.ones((*self.shape, row.seen), bool))
             else:
                 asked.append((row, record))
@@ -120,7 +119,7 @@ class Inspector:
 
     def _row(self, request) -> Row:
         blocks = [block.block_id for block in self.manager.req_to_blocks[request.request_id]]
-        return Row(request.num_computed_tokens, blocks, *self.manager.sizes(request))
+        return Row(request.num_computed_tokens, blocks, self.manager.slots(request))
 
     def _record(self, request) -> Record:
         """Return the record of a request, with its latest numbers and tokens."""
@@ -219,27 +218,24 @@ def _held(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndarray]]]:
     from kvpop_vllm.vllm_glue.run.backend import for_config
 
     heads_of, found, plan, batch = for_config(worker.vllm_config).heads, [], None, None
-    for impl, pages, regions, blocks in layers_of(worker):
-        if plan is None:
-            plan = _next_step(impl, rows)
-            plan.tails = plan.tails.to(pages.raw.device)
-        if batch is None or regions is not None:
-            batch = plan.batch(regions, impl.layer)
+    for impl, pages, shares, blocks in layers_of(worker):
+        plan = plan or _next_step(impl, rows, pages.raw.device)
+        if batch is None or shares.by_layer:
+            batch = plan.batch(shares, impl.layer)
         held = [_held_by(impl, pages, blocks, row, batch.table[i], batch.budgets[i]) for i, row in enumerate(rows)]
         bits = [np.packbits(each.numpy(), axis=-1) for each in held]
         found.append((impl.layer, heads_of(impl.num_kv_heads).start, bits))
     return found
 
 
-def _next_step(impl, rows: list[Row]) -> StepPlan:
+def _next_step(impl, rows: list[Row], device: torch.device) -> StepPlan:
     """Return the plan of a step with one more token of each request, which says where their pages lie."""
-    _, _, protected, budgets, windows = map(list, zip(*rows, strict=True))
     table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.int32)
     for i, row in enumerate(rows):
         table[i, : len(row.blocks)] = torch.tensor(row.blocks)
-    lengths = torch.tensor([row.seen + 1 for row in rows])
-    sizes = RequestSettings(protected, budgets, windows, compression=impl.policy.compression)
-    return StepPlan(impl.attention.layout, impl.policy.retention, [1] * len(rows), lengths, table, sizes)
+    slots, lengths = [row.slots for row in rows], [row.seen + 1 for row in rows]
+    step = slots, [1] * len(rows), lengths, table.to(device)
+    return plan_batch(impl.attention.layout, *step, impl.policy.compression)
 
 
 def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
@@ -247,11 +243,11 @@ def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, b
     if pages.raw.device.type != "cpu":  # copy the pages of this request alone
         used, table = table.unique(return_inverse=True)
         pages, table = pages.layout.view(pages.raw[used.long()].cpu()), table.cpu()
-    rule, budgets = impl.attention.rule, budgets.cpu()
+    rule, budgets, slots = impl.attention.rule, budgets.cpu(), row.slots
     if (compression := impl.policy.compression) is None:
-        return held_tokens(pages, table, row.seen, replace(rule, window=row.window), budgets, row.protected)
-    after = compression.after(row.protected, row.budget, row.window)
-    first = cdiv(row.protected, pages.layout.block_slots)
-    made = torch.tensor(row.blocks[first : first + cdiv(after.made, pages.layout.block_slots)])
+        return held_tokens(pages, table, row.seen, replace(rule, window=slots.window), budgets, slots.prefix)
+    after, size = slots.behind_prompt(compression), pages.layout.block_slots
+    first = cdiv(slots.prefix, size)
+    made = torch.tensor(row.blocks[first : first + cdiv(after.made, size)])
     rule = replace(rule, window=after.window)
     return held_behind_prompt(pages, table, row.seen, rule, budgets, after, blocks, made)

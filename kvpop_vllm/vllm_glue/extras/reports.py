@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvpop_vllm.cache.accounting import kept_tokens
 from kvpop_vllm.policies import Policy
-from kvpop_vllm.requests import REPORT, of_params, wants_report
+from kvpop_vllm.requests import REPORT, of_request, wants_report
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager, FixedBudgetSpec
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -59,8 +59,8 @@ def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
     """Return the number of blocks that a request holds; those of a prompt that has been compressed are null blocks."""
     row = manager.req_to_blocks.get(request_id, ())
     if row and row[0].is_null:
-        *sizes, _ = manager.requests[request_id]
-        return len(row) - sum(last - first for first, last in manager.kv_cache_spec.dropped(*sizes))
+        dropped = manager.kv_cache_spec.dropped(manager.requests[request_id])
+        return len(row) - sum(last - first for first, last in dropped)
     return len(row)
 
 
@@ -72,20 +72,20 @@ def tokens_seen(request) -> int:
 def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:
     """Return the most blocks that a request can come to hold."""
     length = min(request.num_prompt_tokens + request.max_tokens, scheduler.max_model_len)
-    return manager.kv_cache_spec.blocks(length, *manager.sizes(request))
+    return manager.kv_cache_spec.blocks(length, manager.slots(request))
 
 
 def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
     """Return what a request holds now."""
     policy, spec, seen = engine_policy(scheduler.vllm_config), manager.kv_cache_spec, tokens_seen(request)
-    protected, budget, _ = manager.sizes(request)
-    prefix = min(protected, seen)
-    if spec.compression is not None and seen >= protected:
+    slots = manager.slots(request)
+    prefix = min(slots.prefix, seen)
+    if spec.compression is not None and seen >= slots.prefix:
         prefix = 0  # the prompt has been compressed
     kept = None
     if not policy.drops_early:
         heads = policy.model.num_layers * policy.model.num_kv_heads
-        kept = kept_tokens(heads, seen, replace(policy.retention, budget=budget), spec.shares, prefix)
+        kept = kept_tokens(heads, seen, replace(policy.retention, budget=slots.budget), spec.shares, prefix)
     blocks = blocks_held(manager, request.request_id)
     return CacheUse(
         seen, prefix if spec.compression is None else 0, kept, blocks, most_blocks(scheduler, manager, request)
@@ -94,7 +94,7 @@ def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
 
 def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dict:
     """Return the report of a request, as documented in ``docs/operating.md``."""
-    asked = of_params(request.sampling_params)
+    slots = of_request(request.sampling_params, spec, request.num_prompt_tokens)
     kept = evicted = None
     if use.kept is not None:
         least, most = min(use.kept), max(use.kept)
@@ -105,9 +105,9 @@ def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dic
             kept, evicted = ({**each, "min": None, "max": None} for each in (kept, evicted))
     return {
         "policy": policy.name,
-        "budget": policy.retention.budget if asked is None else asked.budget,
+        "budget": slots.budget,
         "prompt_tokens": request.num_prompt_tokens,
-        "cartridge_tokens": 0 if asked is None else asked.made,
+        "cartridge_tokens": slots.made,
         "protected_tokens": use.protected,
         "generated_tokens": request.num_output_tokens,
         "seen_tokens": use.seen,

@@ -9,7 +9,7 @@ import torch
 
 from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.compaction.conversations import ROUND, TEMPERATURE, TOP, Answer
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.vllm_glue.extras.evaluation import SPARE_BYTES
 
 

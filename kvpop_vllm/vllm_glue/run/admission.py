@@ -39,11 +39,10 @@ def process_inputs(original, self, *args, **kwargs):
     prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
     ids = range(len(prompt)) if request.prompt_token_ids is None else prompt
     begin = functools.partial(begin_of_prompt, bound.arguments["prompt"], ids, self.tokenizer)
-    options, head = resolved(self.vllm_config, params, ids, adapter, begin)
-    if options is not None:  # a new dictionary, as the old one belongs to the caller
-        params.extra_args = {**(params.extra_args or {}), RESOLVED: list(options)}
-        if options.cartridges:
-            prepend(request, options, len(head), self.vllm_config.model_config.max_model_len)
+    slots, head = resolved(self.vllm_config, params, ids, adapter, begin)
+    params.extra_args = {**(params.extra_args or {}), RESOLVED: list(slots)}  # the old one belongs to the caller
+    if slots.cartridges:
+        prepend(request, slots, len(head), self.vllm_config.model_config.max_model_len)
     return request
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvpop_vllm import __version__
-from kvpop_vllm.config import ConfigError
-from kvpop_vllm.supported import VLLM
+from kvpop_vllm.config import ConfigError, check_version
+from kvpop_vllm.supported import TRANSFORMERS, VLLM
 from kvpop_vllm.vllm_glue.start import contract, fallback
 
 GROUP, NAME, REGISTER = "vllm.general_plugins", "kvpop", "kvpop_vllm.vllm_glue.plugin:register"
@@ -96,9 +96,10 @@ def report(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     """Yield the lines of ``kvpop doctor``: topic, text, and whether it is as it should be."""
     yield "kvpop", f"{__version__} in {Path(__file__).parents[3]}", True
     yield "Python", f"{platform.python_version()}, {sys.executable}", True
-    for name, package in (("vLLM", "vllm"), ("torch", "torch"), ("triton", "triton"), ("transformers", "transformers")):
-        found = version(package)
-        yield name, found or "not installed", found is not None or package == "triton"
+    for name in ("vLLM", "torch", "triton"):
+        found = version(name.lower())
+        yield name, found or "not installed", found is not None or name == "triton"
+    yield "transformers", *_transformers()
     yield from _kernels()
     try:
         check_installed()
@@ -108,6 +109,18 @@ def report(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
         return
     if options:
         yield from _policy(options)
+
+
+def _transformers() -> tuple[str, bool]:
+    """Return the version of transformers, or what to install instead, and whether it is supported."""
+    installed = version("transformers")
+    if installed is None:
+        return f"not installed: install transformers{TRANSFORMERS}", False
+    try:
+        check_version("transformers", installed, TRANSFORMERS)
+    except ConfigError as error:
+        return str(error), False
+    return installed, True
 
 
 def _kernels() -> Iterator[tuple[str, str, bool]]:

@@ -9,14 +9,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
-from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, STOCK_ARCHITECTURES
+from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from kvpop_vllm.policies import Policy
-    from kvpop_vllm.policies.base import ModelShape
 
 _policies = WeakIdKeyDictionary()
 """Resolved policy of each config."""
@@ -144,23 +143,9 @@ def choose_model_class(vllm_config: VllmConfig) -> None:
     model.hf_config.architectures = [STOCK_ARCHITECTURES[name] for name in model.architectures]
 
 
-def engine_shape(model: ModelConfig) -> ModelShape:
-    """Return the shape of a model as vLLM counts it."""
-    from kvpop_vllm.policies.base import ModelShape
-
-    return ModelShape(
-        model_type=model.hf_text_config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),
-        num_layers=model.get_total_num_hidden_layers(),
-        num_kv_heads=model.get_total_num_kv_heads(),
-        head_dim=model.get_head_size(),
-        max_model_len=model.max_model_len,
-        hidden_size=model.get_hidden_size(),
-        num_heads=model.model_arch_config.total_num_attention_heads,
-    )
-
-
 def _resolve(vllm_config: VllmConfig) -> Policy:
     from kvpop_vllm import policies
+    from kvpop_vllm.model_shape import ModelShape
     from kvpop_vllm.scorers import parse_config
 
     settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
@@ -171,7 +156,7 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
             "--kv-compression makes the budget of --max-model-len, which -1 and auto fit to the memory only later: give a "
             "fixed --max-model-len, or --kv-budget"
         )
-    shape = engine_shape(model)
+    shape = ModelShape.of_engine(model)
     if cls.scorer_kind is None:
         return cls(settings, shape)
     section = checkpoint_section(vllm_config)

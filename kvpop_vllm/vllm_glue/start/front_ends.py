@@ -1,7 +1,9 @@
 """Checks that all processes of a server have the settings with which it was started.
 
 A server has one or several front ends, which answer HTTP, and one or several engines, which may run on other machines
-with command lines of their own. vLLM does not compare their configs.
+with command lines of their own. vLLM does not compare their configs. A front end with a policy compares its settings with
+those of its engines before it serves. An engine with a policy refuses requests of front ends without one: nobody has
+checked what such requests ask for.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ALLOCATORS, ConfigError
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.flags import FLAGS
+from kvpop_vllm.requests import of_params
 from kvpop_vllm.vllm_glue.start import fallback, flags
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
@@ -24,6 +28,16 @@ if TYPE_CHECKING:
 def settings(self) -> dict:
     """Return the settings of an engine; see :func:`settings_of`."""
     return settings_of(self.vllm_config)
+
+
+def preprocess_add_request(original, self, request, *args, **kwargs):
+    """Wrap the intake of a request: refuse one that no front end has checked."""
+    if requested(self.vllm_config) and of_params(request.sampling_params) is None:
+        raise ConfigError(
+            f"the front end that sent this request does not serve --kv-policy {engine_policy(self.vllm_config).name}, as this"
+            " engine does: start every node with the same --kv- flags, and with this plugin"
+        )
+    return original(self, request, *args, **kwargs)
 
 
 async def init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
@@ -74,12 +88,20 @@ async def check_engines(engine_client: EngineClient) -> None:
 def settings_of(vllm_config: VllmConfig) -> dict:
     """Return the resolved settings that all processes of a server share, by name.
 
-    Folders and files are left out, since they may differ between machines; cartridges are named, and so is an allocator
-    that is no file. ``compression`` is resolved into the budget.
+    Scorers, cartridges and files of shares are compared by their content, since their folders may differ between
+    machines. ``compression`` is resolved into the budget.
     """
+    from kvpop_vllm.compaction.cartridge import digest_of
+    from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
+    from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
+
     policy = engine_policy(vllm_config)
     settings = asdict(policy.settings) | asdict(policy.retention)
     settings |= {"max_budget": policy.max_budget, "protect_prompt": policy.protect, "max_protect": policy.max_protect}
-    settings["cartridge"] = sorted(settings["cartridge"] or ())
-    settings["allocator"] = policy.allocator if policy.allocator in ALLOCATORS else "a file"
-    return {name: settings[name] for name in FLAGS if name not in ("compression", "scorer")}
+    settings["cartridge"] = {name: f"{placed.digest:.12}" for name, placed in names_of(vllm_config).placed.items()}
+    if (scorer := policy.settings.scorer) is not None:
+        settings["scorer"] = f"sha256 {digest_of(Path(scorer), CONFIG_NAME, TENSORS_NAME):.12}"
+    settings["allocator"] = policy.allocator
+    if (shares := Path(policy.allocator)).is_file():
+        settings["allocator"] = f"sha256 {digest_of(shares.parent, shares.name):.12}"
+    return {name: settings[name] for name in FLAGS if name != "compression"}

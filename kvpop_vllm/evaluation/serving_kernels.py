@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpop_vllm.config import protected_tokens
-from kvpop_vllm.distill.hook import GateInputs
 from kvpop_vllm.hf.layer import LayerRows
+from kvpop_vllm.model_hook import GateInputs
 
 if TYPE_CHECKING:
     from kvpop_vllm.evaluation.policies import ResolvedPolicy
 
 
 class Served(GateInputs):
-    """Attention of whole rows as in serving; an :class:`kvpop_vllm.distill.hook.Attend`."""
+    """Attention of whole rows as in serving; an :class:`kvpop_vllm.model_hook.Attend`."""
 
     def __init__(self, policy: ResolvedPolicy):
         super().__init__()
         self.policy = policy
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         gate_scores = self.policy.gate_scores(layer, self.signals(layer, k, v))
         return attend_and_keep(self.policy, layer, q, k, v, scale, [], gate_scores)[0]
 

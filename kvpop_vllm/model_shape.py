@@ -1,4 +1,4 @@
-"""A model's config as transformers resolves it, and the shape that vLLM reads from it.
+"""Shape of a model, read from its folder, from a config of transformers or from vLLM's.
 
 Config files spell sizes in different ways, nest them, and leave out what equals a default.
 ``tests/engine/test_shapes.py`` holds :func:`shape_of` equal to the engine's shape.
@@ -7,7 +7,9 @@ Config files spell sizes in different ways, nest them, and leave out what equals
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,62 @@ NAMES = {
     "positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
 }
 """Names of the other sizes. Only configs that transformers does not know use more than the first of most."""
+BORROWED = "kvpop_borrowed_channel"
+"""Key in the ``config.json`` of a model that was trained by this package to give up a query channel."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Shape of the model that a policy runs on.
+
+    Attributes:
+        model_type: model type of the base model, as in ``config.json``.
+        num_layers: number of decoder layers.
+        num_kv_heads: H, KV heads of the whole model.
+        head_dim: D, head size.
+        max_model_len: longest sequence, in tokens.
+        hidden_size: E, width of the hidden states, or None if unknown.
+        num_heads: query heads of the whole model, or None if unknown.
+    """
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    hidden_size: int | None = None
+    num_heads: int | None = None
+
+    @classmethod
+    def of(cls, model: Any, max_model_len: int) -> ModelShape:
+        """Return the shape given by the ``config.json`` of a model folder, or by a config.
+
+        Args:
+            model: Hugging Face folder, or a config; see :func:`resolve`.
+            max_model_len: longest sequence, in tokens.
+
+        Raises:
+            ConfigError: the file cannot be read, or does not describe a language model.
+        """
+        sizes = folder_sizes(model) if isinstance(model, str | PathLike) else shape_of(model, "the model's config")
+        return cls(**sizes, max_model_len=max_model_len)
+
+    @classmethod
+    def of_engine(cls, model: Any) -> ModelShape:
+        """Return the shape of a model as vLLM counts it.
+
+        Args:
+            model: vLLM's ``ModelConfig``.
+        """
+        return cls(
+            model_type=model.hf_text_config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),
+            num_layers=model.get_total_num_hidden_layers(),
+            num_kv_heads=model.get_total_num_kv_heads(),
+            head_dim=model.get_head_size(),
+            max_model_len=model.max_model_len,
+            hidden_size=model.get_hidden_size(),
+            num_heads=model.model_arch_config.total_num_attention_heads,
+        )
 
 
 def resolve(config: Mapping | Any, source: str | Path) -> Any:
@@ -62,14 +120,16 @@ def resolve(config: Mapping | Any, source: str | Path) -> Any:
         raise ConfigError(f"{source}: transformers refuses it ({' '.join(str(error).split())}): {ADVICE}") from None
 
 
-def read_config(folder: str | Path) -> Any:
+def read_model_config(folder: str | Path) -> Any:
     """Return the resolved config of a model folder (:func:`resolve`).
 
     Raises:
         ConfigError: ``config.json`` cannot be read, or as :func:`resolve`.
     """
-    path = Path(folder) / "config.json"
-    return resolve(read_json(path, "give the folder of a Hugging Face model"), path)
+    path, advice = Path(folder) / "config.json", "give the folder of a Hugging Face model"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no config.json: {advice}")
+    return resolve(read_json(path, advice), path)
 
 
 def text_config(config: Any) -> Any:
@@ -135,3 +195,67 @@ def _kv_heads(text: Any, heads: int) -> Any:
         if getattr(text, "multi_query", False):
             return 1
     return next((value for name in KV_HEADS if (value := getattr(text, name, None))), heads)
+
+
+def folder_sizes(model: str | PathLike) -> dict:
+    """Return the sizes of a model folder (:func:`shape_of`).
+
+    Raises:
+        ConfigError: ``config.json`` cannot be read, or as :func:`shape_of`.
+    """
+    return shape_of(read_model_config(model), Path(model) / "config.json")
+
+
+def vocabulary_of(folder: str | PathLike) -> int:
+    """Return the vocabulary size of a model folder; raises the errors of :func:`read_model_config`."""
+    return text_config(read_model_config(folder)).vocab_size
+
+
+def rotations(text: Any) -> Iterator[dict]:
+    """Yield the rope parameters of a text config, those of each type of layer where they differ."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    yield from (parameters for parameters in (rope, *rope.values()) if isinstance(parameters, Mapping))
+
+
+def positions_of(config: Any) -> int | None:
+    """Return the number of positions of a resolved config, those of a stretched rotation included, or None.
+
+    Raises:
+        ConfigError: as :func:`text_config`.
+    """
+    text = text_config(config)
+    positions = size(text, "positions")
+    if type(positions) is not int or positions < 1:
+        return None
+    stretched = [
+        rope["factor"] * (rope.get("original_max_position_embeddings") or positions)
+        for rope in rotations(text)
+        if rope.get("factor")
+    ]
+    return int(max([positions, *stretched]))
+
+
+def check_length(folder: str | PathLike, length: int) -> None:
+    """Check that a model has positions for rows of ``length`` tokens.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    positions = positions_of(read_model_config(folder))
+    if positions is not None and length > positions:
+        raise ConfigError(f"the model has {positions} positions: lower --length {length}")
+
+
+def borrows_channel(model: str | PathLike) -> bool:
+    """Return whether a model folder's model gives up a query channel (see :func:`gives_up_channel`)."""
+    return gives_up_channel(read_json(Path(model) / "config.json", ADVICE))
+
+
+def gives_up_channel(config: Mapping) -> bool:
+    """Return whether the model of a ``config.json`` uses a query channel as its eviction logit (DMS).
+
+    The channel is the last one of each KV head's first query head. Models trained by this package and models
+    in the layout of the authors of DMS are recognised.
+    """
+    published = "dms_alpha_scale" in config and not config.get("dms_separate_alpha", False)
+    return bool(config.get(BORROWED, False)) or published

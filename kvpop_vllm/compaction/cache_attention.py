@@ -1,13 +1,32 @@
-"""Attention over a compact cache and a request's own tokens, for transformers models loaded by ``distill.hook``."""
+"""Attention over a compact cache and a request's own tokens, for transformers models loaded by :mod:`kvpop_vllm.model_hook`."""
 
 from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.distill.hook import Dense
+from kvpop_vllm.model_hook import Attend, Dense
 
 ROWS = 256
 """Queries whose mask is in memory at once."""
+
+
+def log_probabilities(
+    model, ids: list | torch.Tensor, positions: list | torch.Tensor, attend: Attend, index
+) -> torch.Tensor:
+    """Return log-probabilities ``[R, V]`` float32 that follow R of a row's tokens.
+
+    Args:
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
+        ids: ``[T]``.
+        positions: ``[T]``.
+        attend: attention of the layers.
+        index: which R of the tokens, a list or a slice.
+    """
+    device = next(model.parameters()).device
+    row = {"input_ids": ids, "position_ids": positions}
+    row = {name: torch.as_tensor(values, device=device).unsqueeze(0) for name, values in row.items()}
+    hidden = model.get_decoder()(**row, use_cache=False, attend=attend).last_hidden_state[0, index]
+    return model.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
 class Recorder(Dense):
@@ -17,7 +36,7 @@ class Recorder(Dense):
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         self.layers.append((k[0], v[0]))
         return super().__call__(layer, q, k, v, scale)
 
@@ -34,7 +53,7 @@ class CompactAttend:
         self.layers, self.segments = layers, segments
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         return attend(q, k, v, scale, *self.layers[layer], self.segments)
 
 

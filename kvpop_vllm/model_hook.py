@@ -17,12 +17,13 @@ from packaging.version import Version
 from safetensors import SafetensorError
 
 from kvpop_vllm.config import ConfigError, check_version
+from kvpop_vllm.model_shape import positions_of, read_model_config, rotations, text_config
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.supported import RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS
 
 check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
 
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 NAME = "kvpop"
@@ -197,9 +198,9 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
         ConfigError: it is no model folder, weights are damaged, missing or of other shapes than its config
             says, the model's attention cannot be replaced, or the model rescales its logits.
     """
-    config = load_config(folder)
+    config = read_model_config(folder)
     for name in RESCALED_LOGITS:
-        if getattr(config.get_text_config(), name, None) not in (None, 1.0):
+        if getattr(text_config(config), name, None) not in (None, 1.0):
             raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -225,49 +226,6 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
     return model
 
 
-def load_config(folder: str | Path):
-    """Return the config of a model folder.
-
-    Raises:
-        ConfigError: the config is missing or unknown to transformers.
-    """
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json: give the folder of a Hugging Face model")
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
-
-
-def vocabulary_of(folder: str | Path) -> int:
-    """Return the vocabulary size of a model; raises the errors of :func:`load_config`."""
-    return load_config(folder).get_text_config().vocab_size
-
-
-def longest(config) -> int | None:
-    """Return the number of positions of a model, those of a stretched rotation included, or None."""
-    text = config.get_text_config()
-    rope, told = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
-    kinds = [rope, *(own for own in rope.values() if isinstance(own, dict))]
-    stretched = [
-        own["factor"] * (own.get("original_max_position_embeddings") or told)
-        for own in kinds
-        if told and own.get("factor")
-    ]
-    return int(max([told, *stretched])) if told else None
-
-
-def check_length(folder: str | Path, length: int) -> None:
-    """Check that a model has positions for rows of ``length`` tokens.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
-    most = longest(load_config(folder))
-    if most is not None and length > most:
-        raise ConfigError(f"the model has {most} positions: lower --length {length}")
-
-
 def check_positions(model: torch.nn.Module, positions: int) -> None:
     """Check that the model attends by differences of positions only.
 
@@ -278,13 +236,14 @@ def check_positions(model: torch.nn.Module, positions: int) -> None:
             or it has fewer positions.
     """
     config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else [own for own in rope.values() if isinstance(own, dict)]
-    moves = [own["rope_type"] for own in kinds if "dynamic" in own["rope_type"] or own["rope_type"] == "longrope"]
-    moves += [name for name in SCALED_BY_POSITION if rope.get(name) or getattr(config, name, None)]
+    kinds = [rope for rope in rotations(config) if "rope_type" in rope]
+    moves = [rope["rope_type"] for rope in kinds if "dynamic" in rope["rope_type"] or rope["rope_type"] == "longrope"]
+    moves += [
+        name for name in SCALED_BY_POSITION if getattr(config, name, None) or any(rope.get(name) for rope in kinds)
+    ]
     if moves or not kinds:
         found = f"attends differently further out ({moves[0]})" if moves else "has no rotary embeddings"
         raise ConfigError(f"the model {found}, so its rows must begin at 0: set --positions to the value of --length")
-    most = longest(model.config)
+    most = positions_of(model.config)
     if most is not None and positions > most:
         raise ConfigError(f"the model has {most} positions: lower --positions {positions}")

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels.compress import load_queries, store_queries
+from kvpop_vllm.cache.pages import Pages
 from kvpop_vllm.kernels.draws import draw, head_keys
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
-from kvpop_vllm.kernels.pages import Pages
-from kvpop_vllm.kernels.retained import slot_positions
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules.compress import load_queries, store_queries
+from kvpop_vllm.rules.retained import slot_positions
 
 BLOCK = 512
 """Number of keys whose cosines with all other keys are computed together."""
