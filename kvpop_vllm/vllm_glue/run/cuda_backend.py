@@ -17,7 +17,6 @@ from kvpop_vllm.cache.step import NUMBERS, RequestBlocks, Span, StepPlan, number
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
-from kvpop_vllm.vllm_glue.run import step_requests
 from kvpop_vllm.vllm_glue.run.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
@@ -163,8 +162,6 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             kv_cache_spec.longest_prefix(longest),
         )
         self.sized = False  # whether a row of the last step had a budget of its own
-        if vllm_config.use_v2_model_runner:
-            step_requests.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """Return the metadata of a step, or None for a dummy run of longer requests, whose outputs are 0.
