@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvpop_vllm.compaction.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.scorers import model_config
 from kvpop_vllm.scorers.model_config import shape_of, text_config
 

@@ -17,7 +17,6 @@ from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, che
 from kvpop_vllm.compaction.place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
-from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
@@ -29,6 +28,7 @@ from kvpop_vllm.kernels.matching import Matching
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rope import check_rope, rope_at, turned
 from kvpop_vllm.supported import SERVED_LAYERS, refused
 
 METHODS = ("attention-matching", "first", "last", "still")
@@ -220,7 +220,7 @@ def load(model: str, dtype: str) -> torch.nn.Module:
 
     Raises:
         ConfigError: it cannot be loaded, has layers other than full attention, or one that rotates keys in another way
-            than :func:`kvpop_vllm.compaction.rope.turned`.
+            than :func:`kvpop_vllm.rope.turned`.
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
     text = loaded.config.get_text_config()

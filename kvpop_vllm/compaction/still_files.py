@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvpop_vllm.compaction.cartridge import DTYPES, check_base, digest_of, incomplete
-from kvpop_vllm.compaction.rope import check_rope
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.rope import check_rope
 
 FORMAT = {"format": "kvpop-compactor", "version": 1}
 CONFIG_NAME = "kvpop_compactor.json"

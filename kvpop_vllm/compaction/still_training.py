@@ -15,7 +15,6 @@ from kvpop_vllm.compaction.attend import CompactAttend, Recorder
 from kvpop_vllm.compaction.cartridge import Layer, base_of
 from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.rope import check_rope
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.compaction.still import WIDTH, Compactor
 from kvpop_vllm.compaction.still_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
@@ -25,6 +24,7 @@ from kvpop_vllm.distill.hook import load_config, longest, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.files import remove
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.rope import check_rope
 
 OWN = 4
 """Tokens of a window for each token behind it."""

@@ -38,13 +38,13 @@ from kvpop_vllm.compaction.conversations import (
 from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
 from kvpop_vllm.compaction.place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
 from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.trained import TrainedCache, losses, packs
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_config, longest
 from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.rope import check_rope, rope_at, turned
 
 Engine = Callable[[str, str, int, set[int]], AbstractContextManager[Sampler]]
 """Function of model folder, dtype, most tokens of a request and stop tokens, that starts an engine."""

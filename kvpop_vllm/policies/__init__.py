@@ -15,7 +15,7 @@ from kvpop_vllm.policies.base import Order, Policy
 
 NAMES = (
     "kvpop trimkv dms streaming_llm l2norm h2o tova momentkv random_attention snapkv pyramidkv adakv attention_matching"
-    " vase rkv full"
+    " vase rkv triattention full"
 ).split()
 """Modules of built-in policies, in the order of `kvpop policies`."""
 MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES]

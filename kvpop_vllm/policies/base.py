@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from os import PathLike
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -60,14 +62,14 @@ class Order(Enum):
     """Way in which the ranking of tokens changes over time.
 
     STATIC: the order of two tokens never changes. AGED: the order depends on the query position q alone.
-    COUPLED: the order depends on earlier evictions, so prefill must run token by token. ROUNDS: as COUPLED,
-    but scores change only every m tokens.
+    COUPLED: the order depends on earlier evictions, so prefill must run token by token. ROUNDS: the order changes
+    every m tokens.
     """
 
     STATIC = "static"
     AGED = "aged"
     COUPLED = "attention-coupled"
-    ROUNDS = "attention-coupled, in rounds"
+    ROUNDS = "in rounds"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class ModelShape:
         max_model_len: longest sequence, in tokens.
         hidden_size: E, width of the hidden states, or None if unknown.
         num_heads: query heads of the whole model, or None if unknown.
+        rope: rope parameters of the model (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
+            between layers.
     """
 
     model_type: str
@@ -91,6 +95,7 @@ class ModelShape:
     max_model_len: int
     hidden_size: int | None = None
     num_heads: int | None = None
+    rope: Mapping | None = field(default=None, hash=False)
 
     @classmethod
     def of(cls, model: str | PathLike, max_model_len: int) -> ModelShape:
@@ -103,9 +108,11 @@ class ModelShape:
         Raises:
             ConfigError: the file cannot be read, or does not describe a language model.
         """
-        from kvpop_vllm.scorers.init import full_shape
+        from kvpop_vllm.scorers import model_config
 
-        return cls(**full_shape(model), max_model_len=max_model_len)
+        config = model_config.read_config(model)
+        shape = model_config.shape_of(config, Path(model) / "config.json")
+        return cls(**shape, max_model_len=max_model_len, rope=model_config.rope_of(config))
 
 
 @dataclass
@@ -135,6 +142,7 @@ class Policy(ABC):
         default_window: without a scorer, the default w if it does not depend on the budget.
         compresses: True if the prompt is held in full until its end and compressed then.
         scorer_kind: kind of scorer that the policy needs, or None.
+        calibrated: True if the policy needs statistics of the model (``--kv-calibration``).
     """
 
     name: ClassVar[str]
@@ -154,6 +162,7 @@ class Policy(ABC):
     default_window: ClassVar[int | None] = None
     compresses: ClassVar[bool] = False
     scorer_kind: ClassVar[str | None] = None
+    calibrated: ClassVar[bool] = False
 
     settings: PolicySettings
     model: ModelShape
@@ -161,6 +170,8 @@ class Policy(ABC):
     _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
+        if self.settings.calibration is not None and not self.calibrated:
+            raise ConfigError(f"--kv-policy {self.name} uses no calibration: leave --kv-calibration out")
         self.prepare()
         self.check_realised()
         without_effect = {

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
+from kvpop_vllm.rope import model_rope
 from kvpop_vllm.supported import FULL_CHECKPOINT_SUFFIX
 
 ADVICE = "give the folder of a decoder-only language model"
@@ -127,6 +128,12 @@ def shape_of(config: Mapping | Any, source: str | Path) -> dict:
         if type(number) is not int or number < 1:
             raise ConfigError(f"{source}: {name} is {number!r}: {ADVICE}")
     return {"model_type": text.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX)} | sizes
+
+
+def rope_of(config: Any) -> dict | None:
+    """Return the rope parameters of a resolved config (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them."""
+    text = text_config(config)
+    return model_rope(text.to_dict() if hasattr(text, "to_dict") else vars(text))
 
 
 def _kv_heads(text: Any, heads: int) -> Any:

@@ -136,6 +136,7 @@ def choose_model_class(vllm_config: VllmConfig) -> None:
 def engine_shape(model: ModelConfig) -> ModelShape:
     """Return the shape of a model as vLLM counts it."""
     from kvpop_vllm.policies.base import ModelShape
+    from kvpop_vllm.scorers.model_config import rope_of
 
     return ModelShape(
         model_type=model.hf_text_config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),
@@ -145,6 +146,7 @@ def engine_shape(model: ModelConfig) -> ModelShape:
         max_model_len=model.max_model_len,
         hidden_size=model.get_hidden_size(),
         num_heads=model.model_arch_config.total_num_attention_heads,
+        rope=rope_of(model.hf_text_config),
     )
 
 

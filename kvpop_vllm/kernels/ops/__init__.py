@@ -25,6 +25,7 @@ from kvpop_vllm.kernels.ops.rules import (
     STATE_M_START,
     AfterPrompt,
     AttentionMass,
+    ExpectedLogits,
     GateScore,
     KeyNorm,
     MomentResidual,

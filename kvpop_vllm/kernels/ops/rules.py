@@ -319,6 +319,34 @@ class Redundancy:
 
 
 @dataclass(frozen=True)
+class ExpectedLogits:
+    """Rounds of TriAttention (arXiv:2604.04921): keep the keys with the largest expected logits of future queries.
+
+    See :func:`kvpop_vllm.kernels.rounds.expected_logits`. No query is kept.
+
+    Attributes:
+        mean: ``[H, G, D]`` float32, mean query of each query head at position 0, averaged over the distances of future
+            queries.
+        excess: ``[H, G, F]`` float32, by how much the mean norm of the queries exceeds the norm of their mean, in each
+            band.
+        frequencies: ``[D - F]`` float64, angle per position (radians) of each pair of channels that rotates.
+        every: largest number m of tokens between rounds.
+    """
+
+    draws: ClassVar[bool] = False
+    queries: ClassVar[int] = 0
+
+    mean: torch.Tensor
+    excess: torch.Tensor
+    frequencies: torch.Tensor
+    every: int = 128
+
+    def state_floats(self, head_size: int) -> int:
+        """Return the number of float32 values in one head's state, 0."""
+        return 0
+
+
+@dataclass(frozen=True)
 class RetentionRule(SlotRoles):
     """Rule that decides which tokens a layer retains (DESIGN "The rule"; KVpop eq. 5).
 
@@ -357,7 +385,7 @@ class RetentionRule(SlotRoles):
     first: int = 0
     replay: int = REPLAY
     compression: PromptVotes | PromptMatching | None = None
-    rounds: SampledMass | Redundancy | None = None
+    rounds: SampledMass | Redundancy | ExpectedLogits | None = None
 
     def __post_init__(self):
         if self.scorer is None:

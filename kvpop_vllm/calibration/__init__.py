@@ -1,0 +1,1 @@
+"""Measurements of a model that policies without a scorer need."""
