@@ -142,8 +142,13 @@ def steps_right(bench: Bench, kind: str, requests: int) -> Iterator[dict]:
         assert (same | (own.margin < CLOSE)).all(), (
             f"other tokens after step {i}, margins {own.margin[~same].tolist()[:5]}"
         )
-        rows = same.repeat_interleave(group, 1)
-        sides.append([[x[rows] for x in side] for side in (found, wide, eager)])
+        compared = same.repeat_interleave(group, 1)  # other heads count as equal
+        sides.append(
+            [
+                (torch.where(compared[..., None], out, 0), torch.where(compared, lse, 0))
+                for out, lse in (found, wide, eager)
+            ]
+        )
     yield bench.row("steps", count, "count")
     yield bench.row("heads that evicted another token by a close decision", int((~same).sum()), "count")
     for i, name in enumerate(("out", "lse")):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.cache.shares import Shares, divided_blocks
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
-from kvpop_vllm.kernels.regions import Shares, divided_blocks
 from kvpop_vllm.roles import Retention
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import Attend, Dense
 from kvpop_vllm.kernels.rounds import band_norms
+from kvpop_vllm.model_hook import Attend, Dense
+from kvpop_vllm.model_shape import rope_of, shape_of
 from kvpop_vllm.rope import check_rope, inverse_frequencies, rope_at, turned
-from kvpop_vllm.scorers.model_config import rope_of, shape_of
 from kvpop_vllm.scorers.query_statistics import QueryStatistics
 
 ADVICE = "choose another model, or another policy"
@@ -55,7 +55,7 @@ def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> Q
     """Return the statistics of a model's queries over rows of tokens.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
         rows: token ids of each row, which begins at position 0.
 
     Raises:

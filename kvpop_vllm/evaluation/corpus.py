@@ -7,6 +7,7 @@ document in the same place.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import tempfile
@@ -19,27 +20,28 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm import policies
+from kvpop_vllm.compaction.cache_attention import log_probabilities
 from kvpop_vllm.compaction.cartridge import Layer
+from kvpop_vllm.compaction.cartridge_training import CacheTrainer, Training, stop_tokens
 from kvpop_vllm.compaction.conversations import (
     chunk_tokens,
     make_conversations,
     read_conversations,
 )
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import CompactOptions, compacted, layers_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.still import Compactor
-from kvpop_vllm.compaction.trained import Packed, TrainedCache
-from kvpop_vllm.compaction.training import CacheTrainer, Training, stop_tokens
+from kvpop_vllm.compaction.trained_cache import Packed, TrainedCache
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.evaluation import corpus_questions
 from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.corpus_questions import Question
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.statistics import estimate
 from kvpop_vllm.kernels.matching import NO_WEIGHT, padded
+from kvpop_vllm.model_shape import positions_of
 
 FULL, NOTHING = "full context", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge", "still"
@@ -171,19 +173,11 @@ class Corpus:
         They are on the CPU.
         """
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        device, lengths = cache.layers[0][0].device, [len(row) for row in rows]
+        lengths, ends = [len(row) for row in rows], list(itertools.accumulate(map(len, rows)))
         places = [cache.position + i for length in lengths for i in range(length)]
-        hidden = self.model.get_decoder()(
-            input_ids=torch.tensor([sum(rows, [])], device=device),
-            position_ids=torch.tensor([places], device=device),
-            use_cache=False,
-            attend=Packed(cache.layers, lengths),
-        ).last_hidden_state[0]
-        own = [h[-len(a) - 1 : -1] for h, a in zip(hidden.split(lengths), answers, strict=True)]
-        return [
-            part.log_softmax(-1).cpu()
-            for part in self.model.get_output_embeddings()(torch.cat(own)).float().split(list(map(len, answers)))
-        ]
+        index = [i for end, answer in zip(ends, answers, strict=True) for i in range(end - len(answer) - 1, end - 1)]
+        logp = log_probabilities(self.model, sum(rows, []), places, Packed(cache.layers, lengths), index)
+        return list(logp.cpu().split(list(map(len, answers))))
 
     def make(self, method: str, slots: int, exam: Examination) -> Cache:
         """Return a document's cache of P slots per KV head.
@@ -233,7 +227,7 @@ class Corpus:
         """Return the slots of a trained cartridge: one epoch over new conversations."""
         training = replace(Training(), steps=self.steps)
         training = replace(training, conversations=self.steps * training.batch)
-        chunk = chunk_tokens(None, len(tokens), slots, longest(self.model.config))
+        chunk = chunk_tokens(None, len(tokens), slots, positions_of(self.model.config))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "conversations.jsonl"
             sampler = TransformersSampler(self.model, self.sampler.stop)
@@ -241,8 +235,8 @@ class Corpus:
             make_conversations(path, self.place, tokens, many, sampler, longest=chunk, seed=seed)
             first = self.place.around(tokens)[:slots]
             cache = TrainedCache([(k, v, None) for k, v in read_corpus(self.model, first)]).to(self.device)
-            conversations = read_conversations(path)
-            CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, 10**9, True).run()
+            conversations, rarely = read_conversations(path), {"save_every": 10**9, "quiet": True}
+            CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, **rarely).run()
         with torch.no_grad():
             return cache.layers()
 

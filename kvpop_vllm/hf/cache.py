@@ -10,9 +10,8 @@ from os import PathLike
 import torch
 from transformers import Cache
 
-from kvpop_vllm.compaction.place import ids_behind
+from kvpop_vllm.compaction.prompt_place import ids_behind
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
-from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
 from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
@@ -27,7 +26,7 @@ from kvpop_vllm.hf.checks import (
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
-from kvpop_vllm.scorers.init import gives_up_channel
+from kvpop_vllm.model_shape import gives_up_channel, positions_of
 
 
 def _refusal(what: str, instead: str):
@@ -86,6 +85,7 @@ class KVpopCache(Cache, AttentionCache):
 
     Attributes:
         passes: passes so far.
+        text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins, or None.
         policy: policy, resolved as in an engine.
         protected: p of each row.
         head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
@@ -139,7 +139,7 @@ class KVpopCache(Cache, AttentionCache):
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
-        limit, positions = changes_attention_at(model), longest(model.config)
+        limit, positions = changes_attention_at(model), positions_of(model.config)
         self._max_length = None if limit is None else self.policy.model.max_model_len
         if self.policy.keeps_all:
             self._max_length = self.policy.retention.budget
@@ -156,6 +156,7 @@ class KVpopCache(Cache, AttentionCache):
         self.attended: set[int] | None = None
         self._broken = False
         self._columns, self._lengths, self.passes = 0, [], 0
+        self.text: torch.Tensor | None = None
         self.protected: list[int] = []
 
     @property
@@ -300,6 +301,8 @@ class KVpopCache(Cache, AttentionCache):
                 each.positions.copy_(torch.tensor(lengths))
             if protected != self.protected:
                 each.protected.copy_(torch.tensor(protected))
+        if self.text is not None and columns < self._columns:
+            self.text = self.text[:, :columns]
         self._columns, self._lengths, self.protected = columns, lengths, protected
 
     def _begins_at(

@@ -157,6 +157,10 @@ class Pages:
             self.raw.as_strided((blocks * heads, heads, size), (size, 0, 1), self.raw.storage_offset())
         )
 
+    def write(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write ``k, v [n, H, D]`` of n tokens to slots ``slots [n]`` of blocks ``blocks [n]``, int64."""
+        self.k[blocks, :, slots], self.v[blocks, :, slots] = k, v
+
     def put(self, array: torch.Tensor, at: tuple, values: torch.Tensor) -> None:
         """Assign ``array[at] = values``, also for pages that are indexed by region.
 
@@ -233,7 +237,3 @@ class Prefix:
         n = self.pages.layout.block_slots
         blocks = self.table[r, begin // n : cdiv(end, n)].long()
         return array[blocks].transpose(0, 1).flatten(1, 2)[:, begin % n : begin % n + end - begin]
-
-    def write(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write ``k, v [n, H, D]`` of n tokens to slots ``slots [n]`` of blocks ``blocks [n]``, int64."""
-        self.pages.k[blocks, :, slots], self.pages.v[blocks, :, slots] = k, v

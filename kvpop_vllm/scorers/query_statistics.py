@@ -18,24 +18,26 @@ Functions that read or check a file raise ConfigError.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.rounds import band_norms
 from kvpop_vllm.rope import check_rope, inverse_frequencies, rope_at
-from kvpop_vllm.scorers.checkpoint import save_tensors
+from kvpop_vllm.schemas import NAME, Schema, integer
+from kvpop_vllm.tensor_files import reading, save_tensors
 
-FORMAT = {"format": "kvpop-statistics", "version": 1}
+ADVICE = "calibrate the model again"
+SCHEMA = Schema("statistics", advice=f": {ADVICE}")
 CONFIG_NAME = "kvpop_statistics.json"
 TENSORS_NAME = "kvpop_statistics.safetensors"
-ADVICE = "calibrate the model again"
-SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "tokens")
+RULES = {"model_type": NAME, "tokens": integer(1, 2**62)} | dict.fromkeys(
+    ("num_layers", "num_heads", "num_kv_heads", "head_dim"), integer(1)
+)
 SLACK = 1e-3
 """Relative rounding error by which the norm of a mean may exceed the mean norm."""
 
@@ -77,11 +79,7 @@ class QueryStatistics:
 
     def check(self, source: str) -> None:
         """Check sizes, rope parameters and tensors; ``source`` names the folder in errors."""
-        if not isinstance(self.model_type, str):
-            raise ConfigError(f"{source}: model_type must be a string: {ADVICE}")
-        for name in SIZES:
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ConfigError(f"{source}: {name} must be an integer of at least 1, got {value!r}: {ADVICE}")
+        SCHEMA.check(vars(self), RULES, source)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{source}: {self.num_kv_heads} KV heads do not divide {self.num_heads} heads: {ADVICE}")
         check_rope(self.rope, source)
@@ -132,26 +130,25 @@ def read_statistics(folder: str | Path) -> QueryStatistics:
         raise ConfigError(
             f"no statistics at {str(folder)!r}: {CONFIG_NAME} is missing; give a folder of 'kvpop calibrate'"
         )
-    raw = read_json(path, ADVICE)
-    keys = {field.name for field in fields(QueryStatistics)} - {"mean", "norm"}
-    if not isinstance(raw, dict) or {name: raw.get(name) for name in FORMAT} != FORMAT:
-        raise ConfigError(f"{path} is not in the format {FORMAT['format']}, version {FORMAT['version']}: {ADVICE}")
-    if wrong := sorted(raw.keys() ^ keys ^ FORMAT.keys()):
-        raise ConfigError(f"{path}: {wrong[0]!r} is {'unknown' if wrong[0] in raw else 'missing'}: {ADVICE}")
-    layers = raw["num_layers"]
-    try:
+    config = SCHEMA.body(read_json(path, ADVICE), str(path))
+    SCHEMA.check_keys(config, [*RULES, "rope"], (), str(path))
+    SCHEMA.check(config, RULES, str(path))
+    if not tensors_path.is_file():
+        raise ConfigError(
+            f"no statistics at {str(folder)!r}: {TENSORS_NAME} is missing; give a folder of 'kvpop calibrate'"
+        )
+    with reading(tensors_path):
         tensors = load_file(tensors_path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{tensors_path} is not a complete safetensors file ({error}): {ADVICE}") from None
-    if type(layers) is not int or 2 * layers != len(tensors):
-        raise ConfigError(f"{tensors_path} holds {len(tensors)} tensors, not 2 for each of {layers!r} layers: {ADVICE}")
+    layers = config["num_layers"]
+    if len(tensors) != 2 * layers:
+        raise ConfigError(f"{tensors_path} holds {len(tensors)} tensors, not 2 for each of {layers} layers: {ADVICE}")
     names = {f"layers.{i}.{name}" for i in range(layers) for name in ("mean", "norm")}
     if wrong := sorted(tensors.keys() ^ names):
         raise ConfigError(
             f"{tensors_path}: tensor {wrong[0]} is {'unexpected' if wrong[0] in tensors else 'missing'}: {ADVICE}"
         )
     parts = {name: [tensors[f"layers.{i}.{name}"] for i in range(layers)] for name in ("mean", "norm")}
-    statistics = QueryStatistics(**{name: raw[name] for name in keys}, **parts)
+    statistics = QueryStatistics(**config, **parts)
     statistics.check(str(folder))
     return statistics
 
@@ -171,5 +168,5 @@ def write_statistics(folder: str | Path, statistics: QueryStatistics) -> None:
     parts = {"mean": statistics.mean, "norm": statistics.norm}
     flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in parts.items() for i, t in enumerate(layers)}
     with replacing(folder / CONFIG_NAME) as text, replacing(folder / TENSORS_NAME) as tensors:
-        text.write_text(json.dumps(FORMAT | config, indent=2) + "\n")
+        text.write_text(json.dumps(SCHEMA.header | config, indent=2) + "\n")
         save_tensors(flat, tensors, mode_of=text)

@@ -11,7 +11,7 @@ from policies.matrix import MOMENTS, ROWS, allocated, random_scorer_folder, rand
 
 from kvpop_vllm import policies
 from kvpop_vllm.kernels.pages import cdiv
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import OraclePolicy
 
 SINKS, WINDOW, TOPK = 4, 16, 36

@@ -17,7 +17,7 @@ from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
-from kvpop_vllm.vllm_glue import engine_policy
+from kvpop_vllm.vllm_glue.start import engine_policy
 
 POLICIES = {"mlstm": "kvpop", "mlp": "kvpop-mlp", "linear": "kvpop-linear", "trimkv": "trimkv", "dms": "dms"}
 
@@ -225,7 +225,7 @@ def test_export_leaves_nothing_half_done(qwen3, tmp_path, monkeypatch):
     def full(*args, **options):
         raise SafetensorError("disk full")
 
-    monkeypatch.setattr("kvpop_vllm.scorers.checkpoint.save_file", full)
+    monkeypatch.setattr("kvpop_vllm.tensor_files.save_file", full)
     with pytest.raises(OSError, match="disk full"):
         export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,180 @@
+"""Steps in persistent tensors equal steps built from new tensors, and padding writes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
+from kvpop_vllm.cache.shares import EqualHeads
+from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, plan_batch
+from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.roles import Retention
+
+HEADS, SIZE, MOST, BLOCKS = 2, 32, 6, 600
+EQUAL = EqualHeads(HEADS)
+KEPT = {
+    "every step": Retention(40, 2, 6),
+    "no sinks": Retention(48, 0, 9),
+    "longer than any": Retention(400, 2, 6),
+}
+STEPS = [
+    ([1, 1, 5], [9, 100, 7]),
+    ([1, 1, 1, 1], [1, 40, 41, 300]),
+    ([1, 30, 1, 2], [77, 30, 1, 200]),
+    ([64, 3], [64, 90]),
+]
+"""Tokens and length of each request. The third step has a prompt of one token after a longer chunk."""
+PROTECTED = [[20, 0, 3], [0, 39, 41, 50], [76, 40, 1, 150], [32, 90]]
+"""p of each of these requests: inside a prefix, at its end and behind it, in decode rows and in chunks."""
+LONGEST = 200
+
+
+def rows_of(kept, state=0, longest=0, most=None):
+    most, layout = most or kept.budget, PageLayout(HEADS, SIZE, torch.float32, 16, state)
+    slots = RequestSlots(0, 0, kept.budget, kept.window)
+    return DeviceRows(layout, slots, MOST, layout.blocks(most, most), None, "cpu", longest)
+
+
+def engine_tables(rows, lens, seed=0):
+    """Return a block table with foreign blocks behind a request's own, and the slots of its tokens."""
+    g = torch.Generator().manual_seed(seed)
+    width = rows.table.shape[1] + rows.prefix_table.shape[1]
+    table = 1 + torch.randperm(BLOCKS - 1, generator=g)[: MOST * width].int().view(MOST, -1)
+    return table, torch.arange(100, 100 + sum(lens))
+
+
+def ends(lens):
+    return [0, *torch.tensor(lens).cumsum(0).tolist()]
+
+
+def filled(rows, lens, lengths, slots, send):
+    """Fill the persistent tensors with the numbers ``send`` of these requests, and return their step."""
+    (table, places), d = engine_tables(rows, lens), leading_decodes(lens)
+    sent = {name: x for name, x in numbers_of(slots, made=True).items() if name in send}
+    if "budget" in sent:
+        sent["budget"] = sent["budget"].unsqueeze(1).repeat(1, HEADS)
+    rows.fill(d, torch.tensor(lengths, dtype=torch.int32), table, places, sent)
+    starts = [length - count for length, count in zip(lengths, lens, strict=True)]
+    spans = [Span(i - d, ends(lens)[i], starts[i], lens[i], slots[i]) for i in range(d, len(lens))]
+    blocks = RequestBlocks.of_rows(table[d : len(lens)], slots[d:], rows.layout.block_slots)
+    plan = StepPlan(rows.layout, spans, blocks, rows=rows.view(d, False, False), checks=False)
+    return plan.batch(EQUAL)
+
+
+def same_chunks(batch, expected, layout):
+    """Compare the chunks; chunks of one token are decode rows in the expected step."""
+    ours, theirs = batch.chunks, expected.chunks
+    long = [i for i, length in enumerate(ours.lengths) if length > 1]
+    for name in ("starts", "lengths", "windows", "firsts", "slots"):
+        assert [getattr(ours, name)[i] for i in long] == list(getattr(theirs, name)), name
+    for i, r in zip(long, range(len(theirs)), strict=True):
+        pages = layout.blocks(most := int(ours.budgets[i].max()), most)
+        assert torch.equal(ours.budgets[i], theirs.budgets[r])
+        assert torch.equal(ours.table[i, :, :pages], theirs.table[r, :, :pages])
+        if theirs.slots[r].prefix:
+            assert torch.equal(ours.prefix_table[i], theirs.prefix_table[r])
+            assert int(ours.prefixes[i]) == int(theirs.prefixes[r])
+
+
+def test_decodes_are_the_leading_rows():
+    assert leading_decodes([1, 1, 5]) == 2 and leading_decodes([1, 30, 1, 2]) == 1
+    assert leading_decodes([1, 1, 0, 0]) == 4, "padding of a captured batch decodes"
+    assert leading_decodes([2, 0, 1]) == 0 and leading_decodes([]) == 0
+
+
+def same_protection(batch, expected, table, protected):
+    """Compare prefixes of the decode rows, protected tokens, and tails that begin in this step."""
+    d = batch.decodes
+    assert batch.numbers["prefix"].tolist() == protected[:d]
+    assert torch.equal(batch.prefix_table, table[:d, : batch.prefix_table.shape[1]])
+    tokens, blocks, slots = batch.writes
+    assert tokens[:d].tolist() == list(range(d)) and (slots[blocks == 0] == 0).all()
+    written = [] if expected.writes is None else list(zip(*(x.tolist() for x in expected.writes), strict=True))
+    found = zip(*(x[blocks != 0].tolist() for x in batch.writes), strict=True)
+    assert sorted(found) == sorted(written)
+    in_rows = sum(0 < protected[r] == int(expected.positions[r]) for r in range(d))
+    theirs = [] if expected.begun is None else expected.begun.numbers["prefix"].tolist()
+    ours = [] if batch.begun is None else batch.begun.numbers["prefix"].tolist()
+    assert ours == theirs[in_rows:]
+    if ours:
+        state = slice(0, 3)
+        assert torch.equal(batch.begun.table[..., state], expected.begun.table[in_rows:, :, state])
+        assert torch.equal(batch.begun.prefix_table, expected.begun.prefix_table[in_rows:])
+
+
+@pytest.mark.parametrize("state", [0, 5000])
+@pytest.mark.parametrize("kind", ["server's sizes", "protected prompts", "own sizes"])
+@pytest.mark.parametrize("name", KEPT)
+def test_equal_to_batches_made_anew(name, kind, state):
+    """Steps are equal, also where requests have their own budgets, windows and protection.
+
+    Budgets lie below and above the server's. The next step keeps nothing of them: a second turn runs the same
+    steps with the server's budgets and windows.
+    """
+    kept, own = KEPT[name], kind == "own sizes"
+    longest = 0 if kind == "server's sizes" else LONGEST
+    rows = rows_of(kept, state=state, longest=longest, most=2 * kept.budget if own else None)
+    for turn, (number, (lens, lengths)) in itertools.product(range(1 + own), enumerate(STEPS)):
+        draw, protected = random.Random(number), PROTECTED[number] if longest else [0] * len(lens)
+        budgets, windows = [kept.budget] * len(lens), [kept.window] * len(lens)
+        if own and turn == 0:
+            budgets = [draw.randint(kept.first_long + 4, 2 * kept.budget) for _ in lens]
+            windows = [draw.randint(1, kept.window + 2) for _ in lens]
+        slots = [RequestSlots(*each) for each in zip(protected, [0] * len(lens), budgets, windows, strict=True)]
+        send = [*(["prefix"] if longest else []), *(["budget", "window"] if own else [])]
+        batch, d = filled(rows, lens, lengths, slots, send), leading_decodes(lens)
+        table = engine_tables(rows, lens)[0][: len(lens)]
+        expected = plan_batch(rows.layout, slots, lens, lengths, table).batch(EQUAL)
+        assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
+        for each in ("positions", "budgets", "windows") if d else ():
+            assert torch.equal(getattr(batch, each), getattr(expected, each)[:d]), each
+        assert not d or batch.budgets[:, 0].tolist() == budgets[:d] and batch.windows.tolist() == windows[:d]
+        for r in range(d):
+            behind = lengths[r] - protected[r]
+            held = replace(kept, budget=budgets[r]).behind(protected[r]).budget
+            held = rows.layout.blocks(behind, held) if behind > 0 else 0
+            assert torch.equal(batch.table[r, :, :held], expected.table[r, :, :held])
+            assert (batch.table[r, :, held + (longest > 0) :] == 0).all()
+            assert held > 0 or (batch.table[r] == 0).all()
+        same_chunks(batch, expected, rows.layout)
+        if longest:
+            same_protection(batch, expected, table, protected)
+
+
+@pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
+def test_rows_of_padding_behind_a_prefix(cause):
+    """A row behind a prefix is padding if it has no length, no slot or no block.
+
+    Rows 1 to 3 lie inside the prefix, at its end and behind it. The missing block is that of the token, or
+    the first one of the tail.
+    """
+    rows, protected = rows_of(KEPT["every step"], state=5000, longest=LONGEST), torch.tensor([0, 20, 20, 20, 0, 0])
+    (table, slots), lengths = engine_tables(rows, [1] * 4), torch.tensor([30, 18, 21, 60], dtype=torch.int32)
+    first = 2 + rows.layout.state_blocks
+    if cause == "no length":
+        lengths[1:] = 0
+    elif cause == "no slot":
+        slots[1:] = -1
+    else:
+        table[1, 1] = table[2, first] = table[3, first] = 0
+    rows.fill(4, lengths, table, slots, {"prefix": protected})
+    assert rows.positions[:4].tolist() == [29, -1, -1, -1]
+    assert (rows.table[1:4] == 0).all() and (rows.blocks == 0).all() and (rows.slots == 0).all()
+    if cause == "no block":
+        table[1, 1] = table[3, first] = 7
+        rows.fill(4, lengths, table, slots, {"prefix": protected})
+        assert rows.positions[:4].tolist() == [29, 17, -1, 59], "blocks of others do not matter"
+        assert rows.blocks[:4].tolist() == [0, 7, 0, 0] and rows.slots[:4].tolist() == [0, 1, 0, 0]
+
+
+def test_a_narrow_block_table_is_taken_as_it_is():
+    rows = rows_of(KEPT["longer than any"])
+    table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+    rows.fill(2, torch.tensor([20, 60], dtype=torch.int32), table, torch.tensor([5, 6]))
+    assert rows.table[0].count_nonzero() == 2 and rows.table[1, :4].tolist() == [5, 6, 7, 8]
