@@ -1,1 +1,0 @@
-"""Measurements of a model that policies without a scorer need."""

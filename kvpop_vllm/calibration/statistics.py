@@ -1,129 +1,172 @@
-"""Statistics of a model's queries (:mod:`kvpop_vllm.scorers.query_statistics`), measured on texts."""
+"""Statistics of a model's queries, format version 1, which the policy ``triattention`` ranks keys by.
+
+A folder holds ``queries.json`` and ``queries.safetensors``. Statistics are those of queries as they
+would be at position 0: rotary embeddings are undone, factors on them (YaRN) are left in. A band is a pair of channels
+that rotate together, or a single channel that does not rotate. Bands are numbered by their first channels. Per layer i
+the second file has, in float32,
+
+=====================  ===========  ==================================
+tensor                 shape        content
+=====================  ===========  ==================================
+``layers.{i}.mean``    ``[Hq, D]``  mean query
+``layers.{i}.norm``    ``[Hq, F]``  mean norm of the query in each band
+=====================  ===========  ==================================
+
+Functions that read or check a file raise ConfigError.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.rounds import band_norms
-from kvpop_vllm.model_hook import Attend, Dense
-from kvpop_vllm.model_shape import rope_of, shape_of
-from kvpop_vllm.rope import check_rope, inverse_frequencies, rope_at, turned
-from kvpop_vllm.scorers.query_statistics import QueryStatistics
+from kvpop_vllm.rope import check_rope, inverse_frequencies, rope_at
+from kvpop_vllm.schemas import NAME, Schema, integer
+from kvpop_vllm.tensor_files import reading, save_tensors
 
-ADVICE = "choose another model, or another policy"
-SHIFT = 100
-"""Position at which queries are compared with those at position 0."""
+ADVICE = "calibrate the model again"
+SCHEMA = Schema("query-statistics", advice=f": {ADVICE}")
+CONFIG_NAME = "queries.json"
+TENSORS_NAME = "queries.safetensors"
+RULES = {"model_type": NAME, "tokens": integer(1, 2**62)} | dict.fromkeys(
+    ("num_layers", "num_heads", "num_kv_heads", "head_dim"), integer(1)
+)
+SLACK = 1e-3
+"""Relative rounding error by which the norm of a mean may exceed the mean norm."""
 
 
-class QuerySums:
-    """Sums over the queries of every layer, as they would be at position 0; an :class:`Attend`.
-
-    Rows begin at position 0. Sums are float64, on the model's device.
-
-    Args:
-        rope: rope parameters of the model.
-        attend: attention of the layers.
+@dataclass(frozen=True)
+class QueryStatistics:
+    """Statistics of the queries of a model.
 
     Attributes:
-        tokens: number of tokens of each layer so far.
-        mean: ``[Hq, D]``, sum of the queries of each layer.
-        norm: ``[Hq, F]``, sum of their norms in each band.
+        model_type: model type of the model, as in ``config.json``.
+        num_layers: number of layers.
+        num_heads: query heads of a layer, Hq.
+        num_kv_heads: KV heads of a layer, H.
+        head_dim: D, head size.
+        rope: rope parameters (:func:`kvpop_vllm.rope.rope_of`).
+        tokens: number of tokens that the statistics are means over.
+        mean: ``[Hq, D]`` float32 of each layer, mean query.
+        norm: ``[Hq, F]`` float32 of each layer, mean norm of the query in each band.
     """
 
-    def __init__(self, rope: dict, attend: Attend | None = None):
-        self.rope, self.attend = rope, attend or Dense()
-        self.tokens: dict[int, int] = {}
-        self.mean: dict[int, torch.Tensor] = {}
-        self.norm: dict[int, torch.Tensor] = {}
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: dict
+    tokens: int
+    mean: list[torch.Tensor]
+    norm: list[torch.Tensor]
 
-    def __call__(self, layer, q, k, v, scale):
-        """Add a layer's queries ``[B, Hq, S, D]`` to its sums, and return its attention; see :class:`Attend`."""
-        base = turned(q.double(), -torch.arange(q.shape[2], device=q.device), rope_at(self.rope, layer))
-        sums = {"mean": base.sum((0, 2)), "norm": band_norms(base, _pairs(self.rope, layer, q.shape[3])).sum((0, 2))}
-        for name, added in sums.items():
-            by_layer = getattr(self, name)
-            by_layer[layer] = by_layer.get(layer, 0) + added
-        self.tokens[layer] = self.tokens.get(layer, 0) + q.shape[0] * q.shape[2]
-        return self.attend(layer, q, k, v, scale)
+    def frequencies(self, layer: int) -> torch.Tensor:
+        """Return the angles per position ``[pairs]`` (radians, float64) of the pairs of channels that a layer rotates."""
+        rope = rope_at(self.rope, layer)
+        return torch.zeros(0).double() if rope is None else inverse_frequencies(rope, self.head_dim).double()
+
+    def concentration(self, layer: int) -> torch.Tensor:
+        """Return the norm of the mean query over the mean norm, ``[Hq, F]`` from 0 to 1, of a layer."""
+        return band_norms(self.mean[layer], len(self.frequencies(layer))) / self.norm[layer].clamp_min(1e-12)
+
+    def check(self, source: str) -> None:
+        """Check sizes, rope parameters and tensors; ``source`` names the folder in errors."""
+        SCHEMA.check(vars(self), RULES, source)
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{source}: {self.num_kv_heads} KV heads do not divide {self.num_heads} heads: {ADVICE}")
+        check_rope(self.rope, source)
+        for layer, (mean, norm) in enumerate(zip(self.mean, self.norm, strict=True)):
+            pairs = len(self.frequencies(layer))
+            shapes = {"mean": (mean, self.head_dim), "norm": (norm, self.head_dim - pairs)}
+            for name, (tensor, width) in shapes.items():
+                what = f"{source}: tensor layers.{layer}.{name}"
+                if tuple(tensor.shape) != (self.num_heads, width):
+                    expected = (self.num_heads, width)
+                    raise ConfigError(f"{what} has shape {tuple(tensor.shape)}, expected {expected}: {ADVICE}")
+                if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
+                    raise ConfigError(f"{what} holds values that are not finite float32 numbers: {ADVICE}")
+            if bool((band_norms(mean, pairs) > norm * (1 + SLACK) + 1e-6).any()):
+                raise ConfigError(
+                    f"{source}: tensor layers.{layer}.norm is below the norm of layers.{layer}.mean, which no queries have:"
+                    f" {ADVICE}"
+                )
+
+    def check_model(self, source: str, **model: object) -> None:
+        """Check that the statistics are those of a model.
+
+        Args:
+            source: name of the folder in errors.
+            model: sizes of the model and ``rope``, by the names of the attributes.
+        """
+        told = "calibrate this model, or give its folder with --kv-calibration"
+        for name, value in model.items():
+            if name != "rope" and getattr(self, name) != value:
+                raise ConfigError(
+                    f"{source} was made for a model with {name} = {getattr(self, name)!r}, this one has {value!r}: {told}"
+                )
+        rope = model["rope"]
+        if rope is None:
+            raise ConfigError("layers of this model have different rotary embeddings: choose another policy")
+        for name in sorted({*self.rope, *rope}):
+            if self.rope.get(name) != rope.get(name):
+                raise ConfigError(
+                    f"{source} was made for rotary embeddings with {name} = {self.rope.get(name)!r}, this model has"
+                    f" {rope.get(name)!r}: {told}"
+                )
 
 
-@torch.no_grad()
-def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> QueryStatistics:
-    """Return the statistics of a model's queries over rows of tokens.
-
-    Args:
-        model: from :func:`kvpop_vllm.model_hook.load_model`.
-        rows: token ids of each row, which begins at position 0.
-
-    Raises:
-        ConfigError: a layer's rotation is not static or not what the model's config says, there are no rows, or a
-            layer's queries are not finite.
-    """
-    shape, rope = shape_of(model.config, "the model's config"), rope_of(model.config)
-    if rope is None:
-        raise ConfigError(f"layers of this model have different rotary embeddings: {ADVICE}")
-    check_rope(rope, "the model's config")
-    check_query_rotation(model, rope)
-    sums = QuerySums(rope)
-    for row in filter(len, rows):
-        _forward(model, row, 0, sums)
-    if len(sums.tokens) != shape["num_layers"]:
-        raise ConfigError(f"{len(sums.tokens)} of {shape['num_layers']} layers have attended: give texts, or {ADVICE}")
-    shape.pop("hidden_size", None)
-    parts = {
-        name: [(by_layer[i] / sums.tokens[i]).float().cpu() for i in range(shape["num_layers"])]
-        for name, by_layer in (("mean", sums.mean), ("norm", sums.norm))
-    }
-    statistics = QueryStatistics(**shape, rope=rope, tokens=sums.tokens[0], **parts)
-    statistics.check("these statistics")
+def read_statistics(folder: str | Path) -> QueryStatistics:
+    """Return the checked statistics of a folder."""
+    path, tensors_path = Path(folder) / CONFIG_NAME, Path(folder) / TENSORS_NAME
+    if not path.is_file():
+        raise ConfigError(
+            f"no statistics at {str(folder)!r}: {CONFIG_NAME} is missing; give a folder of 'kvpop calibrate'"
+        )
+    config = SCHEMA.body(read_json(path, ADVICE), str(path))
+    SCHEMA.check_keys(config, [*RULES, "rope"], (), str(path))
+    SCHEMA.check(config, RULES, str(path))
+    if not tensors_path.is_file():
+        raise ConfigError(
+            f"no statistics at {str(folder)!r}: {TENSORS_NAME} is missing; give a folder of 'kvpop calibrate'"
+        )
+    with reading(tensors_path):
+        tensors = load_file(tensors_path)
+    layers = config["num_layers"]
+    if len(tensors) != 2 * layers:
+        raise ConfigError(f"{tensors_path} holds {len(tensors)} tensors, not 2 for each of {layers} layers: {ADVICE}")
+    names = {f"layers.{i}.{name}" for i in range(layers) for name in ("mean", "norm")}
+    if wrong := sorted(tensors.keys() ^ names):
+        raise ConfigError(
+            f"{tensors_path}: tensor {wrong[0]} is {'unexpected' if wrong[0] in tensors else 'missing'}: {ADVICE}"
+        )
+    parts = {name: [tensors[f"layers.{i}.{name}"] for i in range(layers)] for name in ("mean", "norm")}
+    statistics = QueryStatistics(**config, **parts)
+    statistics.check(str(folder))
     return statistics
 
 
-@torch.no_grad()
-def check_query_rotation(model: torch.nn.Module, rope: dict) -> None:
-    """Check that every layer rotates queries as :func:`kvpop_vllm.rope.turned` does, or not at all if ``rope`` says so.
+def write_statistics(folder: str | Path, statistics: QueryStatistics) -> None:
+    """Check statistics and write them into a folder.
 
-    A token alone attends to itself, so that its queries at two positions differ by their rotation in every layer.
+    Each file appears complete or not at all.
 
     Raises:
-        ConfigError: one does not; the first is named.
+        OSError: a file cannot be written.
     """
-    near, far = _Queries(), _Queries()
-    _forward(model, [1], 0, near)
-    _forward(model, [1], SHIFT, far)
-    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2
-    for layer, q in near.queries.items():
-        later = far.queries[layer]
-        if (turned(q, SHIFT, rope_at(rope, layer)) - later).norm() > limit * later.norm():
-            raise ConfigError(
-                f"layer {layer} of the model does not rotate queries as its config says, with channels paired as in Llama:"
-                f" {ADVICE}"
-            )
-
-
-class _Queries(Dense):
-    """Dense attention that keeps every layer's queries ``[B, Hq, S, D]`` float32."""
-
-    def __init__(self):
-        self.queries: dict[int, torch.Tensor] = {}
-
-    def __call__(self, layer, q, k, v, scale):
-        self.queries[layer] = q.float()
-        return super().__call__(layer, q, k, v, scale)
-
-
-def _pairs(rope: dict, layer: int, head_dim: int) -> int:
-    """Return the number of pairs of channels that a layer rotates."""
-    rope = rope_at(rope, layer)
-    return 0 if rope is None else len(inverse_frequencies(rope, head_dim))
-
-
-def _forward(model: torch.nn.Module, tokens: Sequence[int], first: int, attend: Attend) -> None:
-    """Run a model's decoder on tokens that begin at position ``first``."""
-    device = next(model.parameters()).device
-    ids = torch.as_tensor(tokens, device=device).unsqueeze(0)
-    positions = torch.arange(first, first + ids.shape[1], device=device).unsqueeze(0)
-    model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, attend=attend)
+    folder = Path(folder)
+    statistics.check(str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {name: value for name, value in asdict(statistics).items() if name not in ("mean", "norm")}
+    parts = {"mean": statistics.mean, "norm": statistics.norm}
+    flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in parts.items() for i, t in enumerate(layers)}
+    with replacing(folder / CONFIG_NAME) as text, replacing(folder / TENSORS_NAME) as tensors:
+        text.write_text(json.dumps(SCHEMA.header | config, indent=2) + "\n")
+        save_tensors(flat, tensors, mode_of=text)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvpop_vllm.calibration.statistics import QueryStatistics, read_statistics
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels.ops import ExpectedLogits
 from kvpop_vllm.kernels.rounds import band_norms
 from kvpop_vllm.policies.base import Order, Policy, Signal
-from kvpop_vllm.scorers.query_statistics import QueryStatistics, read_statistics
 
 RECENT = 128
 """Default window in tokens, that of the authors' plugin for vLLM."""

@@ -70,8 +70,8 @@ def read_query_statistics(folder: str | Path) -> list[LayerStatistics]:
         ValueError: the rotation is another than the default one.
     """
     folder = Path(folder)
-    config = json.loads((folder / "kvpop_statistics.json").read_text())
-    tensors = load_file(folder / "kvpop_statistics.safetensors")
+    config = json.loads((folder / "queries.json").read_text())
+    tensors = load_file(folder / "queries.safetensors")
     rope, size = config["rope"], config["head_dim"]
     if rope["rope_type"] != "default":
         raise ValueError(f"the oracle knows no rotation of type {rope['rope_type']}")
