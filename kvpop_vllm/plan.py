@@ -76,6 +76,13 @@ def plan(options) -> None:
             f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
         )
     found, notes = policies.loadable()
+    if options.calibration is None:
+        notes += [
+            f"{cls.name} needs statistics of the model's queries: give --calibration DIR"
+            for cls in found
+            if cls.calibrated
+        ]
+        found = [cls for cls in found if not cls.calibrated]
     rows = []
     stock = dense_request_bytes(
         shape.num_layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size
@@ -165,6 +172,7 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
         cls.name,
         budget,
         scorer=mine,
+        calibration=options.calibration if cls.calibrated else None,
         correction=options.correction,
         allocator=options.allocator,
         protect_prompt=options.protect_prompt,
