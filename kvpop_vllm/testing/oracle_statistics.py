@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-DISTANCES = [2**i for i in range(17)]
+DISTANCES = torch.tensor([2**i for i in range(17)])
 """Distances of future queries in tokens."""
 
 
@@ -50,9 +50,9 @@ class LayerStatistics:
         for i, t in enumerate(tokens):
             rotated, rest = torch.complex(key[t, :half], key[t, half : 2 * half]), key[t, 2 * half :]
             base = rotated * _unit(-t * turns, dtype)
-            for distance in DISTANCES:
-                later = query * _unit((last + 1 - t + distance) * turns, dtype)
-                scores[:, i] += (later * base.conj()).real.sum(1) / len(DISTANCES)
+            for_all = _unit((last + 1 - t + DISTANCES).unsqueeze(1) * turns, dtype)  # [distances, pairs]
+            later = query.unsqueeze(1) * for_all
+            scores[:, i] += (later * base.conj()).real.sum(2).mean(1)
             scores[:, i] += (excess * base.abs()).sum(1) + plain @ rest + plain_excess @ rest.abs()
         spread = (scores - scores.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
         return ((scores - scores.mean(1, keepdim=True)) / spread.clamp_min(1e-6)).amax(0).tolist()

@@ -18,12 +18,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from kvpop_vllm.calibrate.statistics import QuerySums, query_statistics
 from kvpop_vllm.calibration.statistics import QueryStatistics, read_statistics, write_statistics
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.kernels.rounds import expected_logits
+from kvpop_vllm.hf.layer import LayerRows
+from kvpop_vllm.kernels.rounds import expected_logits, interval
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.policies.triattention import TriAttention
 from kvpop_vllm.rope import rope_of
 from kvpop_vllm.testing import write_smollm3, write_tiny_model
+from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
+from kvpop_vllm.testing.oracle_statistics import read_query_statistics
 
 AUTHORS = Path(__file__).parents[1] / "data" / "triattention.safetensors"
 """Values of the authors' code; the repository and its commit are in the file's metadata.
@@ -77,6 +80,26 @@ def test_the_authors_code_computes_the_same(tmp_path, kind):
     scores = (scores - scores.mean(1, keepdim=True)) / scores.std(1, correction=0, keepdim=True)
     torch.testing.assert_close(found.double(), scores.unflatten(0, (2, 2)).amax(1), atol=5e-4, rtol=0)
     assert found.topk(40).indices.sort().values.tolist() == values[f"{kind}.kept"].tolist()
+
+
+@pytest.mark.parametrize("protected", [0, 70])
+def test_at_sizes_of_serving(tmp_path, protected):
+    """Rounds of 128 tokens. Retained sets are the oracle's at each end of a chunk."""
+    rule, budget = policy(random_statistics_folder(tmp_path, SHAPE)).layer_rule(1, slice(2)), 420
+    topk, length = budget - rule.sinks - rule.window, budget + protected + 300
+    assert (rule.sinks, rule.window, interval(rule.rounds, topk)) == (4, 128, 128)
+    draw = torch.Generator().manual_seed(12)
+    q, k, v = (torch.randn(heads, length, 32, generator=draw) for heads in (4, 2, 2))
+    shape = (0, (0, 0), protected, rule.sinks, rule.window, topk, read_query_statistics(tmp_path)[1])
+    exact = (x.double() for x in (q, k, v))
+    visible, margins, _, _ = retained_by_rounds(*exact, "expected logits", *shape)
+    assert float(margins.min()) > 1e-6, "a near-tie: choose another seed"
+    rows, at = LayerRows(rule, budget, k[None], 32**-0.5, protected=protected), 0
+    for count in (budget, 1, 63, 64, 1, 100, length - budget - 229):
+        rows.append(*(x[None, :, at : at + count] for x in (q, k, v)))
+        at += count
+        assert torch.equal(rows.held_by_rows()[0], visible[:, at - 1, :at]), f"after {at} tokens"
+    assert not torch.equal(visible[0, -1], visible[1, -1])
 
 
 def test_a_rank_of_half_the_heads_has_their_values(tmp_path):
