@@ -106,11 +106,11 @@ class QueryStatistics:
             source: name of the folder in errors.
             model: sizes of the model and ``rope``, by the names of the attributes.
         """
-        told = "calibrate this model, or give its folder with --kv-calibration"
+        remedy = "calibrate this model, or give its folder with --kv-calibration"
         for name, value in model.items():
             if name != "rope" and getattr(self, name) != value:
                 raise ConfigError(
-                    f"{source} was made for a model with {name} = {getattr(self, name)!r}, this one has {value!r}: {told}"
+                    f"{source} was made for a model with {name} = {getattr(self, name)!r}, this one has {value!r}: {remedy}"
                 )
         rope = model["rope"]
         if rope is None:
@@ -119,7 +119,7 @@ class QueryStatistics:
             if self.rope.get(name) != rope.get(name):
                 raise ConfigError(
                     f"{source} was made for rotary embeddings with {name} = {self.rope.get(name)!r}, this model has"
-                    f" {rope.get(name)!r}: {told}"
+                    f" {rope.get(name)!r}: {remedy}"
                 )
 
 

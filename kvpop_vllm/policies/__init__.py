@@ -96,6 +96,7 @@ def describe() -> str:
         order = cls.order.value if isinstance(cls.order, Order) else "static, or aged for decay step > 1"
         facts = {
             "needs a scorer of kind": cls.scorer_kind,
+            "needs": "statistics of the model (--kv-calibration)" if cls.calibrated else "",
             "scores from": ", ".join(sorted(signal.value for signal in cls.signals)),
             "order": order,
             "state per layer and KV head": cls.state.strip("-"),

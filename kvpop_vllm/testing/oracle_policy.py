@@ -215,8 +215,8 @@ class OraclePolicy:
         if self.scorer == RANDOM_DRAW:
             return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))
         if self.scorer in (SAMPLED_MASS, REDUNDANCY, EXPECTED_LOGITS):
-            known = None if self.statistics is None else read_query_statistics(self.statistics)[layer]
-            where = layer, self.seeds, self.protect, self.sinks, self.window, topk, known
+            statistics = None if self.statistics is None else read_query_statistics(self.statistics)[layer]
+            where = layer, self.seeds, self.protect, self.sinks, self.window, topk, statistics
             own = query, key, value, self.scorer, *where
             return LayerDecisions(*retained_by_rounds(*own, forced=forced, bias=bias))
         begins = max(self.made, self.protect - self.replay)

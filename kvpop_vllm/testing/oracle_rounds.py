@@ -171,6 +171,6 @@ def retained_by_rounds(
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks
     parts = enumerate(zip(heads, key, value, strict=True))
-    known = [statistics and statistics.of_head(h, heads.shape[1]) for h in range(len(key))]
-    rankings = [Rounds(Head(*part, (seeds, layer, h), known[h]), how, ranked, window, topk) for h, part in parts]
+    by_head = [statistics and statistics.of_head(h, heads.shape[1]) for h in range(len(key))]
+    rankings = [Rounds(Head(*part, (seeds, layer, h), by_head[h]), how, ranked, window, topk) for h, part in parts]
     return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **more)

@@ -29,8 +29,8 @@ class LayerStatistics:
 
     def of_head(self, head: int, group: int) -> LayerStatistics:
         """Return the statistics of the ``group`` query heads of a KV head."""
-        own = slice(head * group, (head + 1) * group)
-        return LayerStatistics(self.mean[own], self.norm[own], self.angles)
+        heads = slice(head * group, (head + 1) * group)
+        return LayerStatistics(self.mean[heads], self.norm[heads], self.angles)
 
     def values(self, key: torch.Tensor, tokens: list[int], last: int) -> list[float]:
         """Return the value of each token among ``tokens`` after token ``last``.
@@ -50,8 +50,8 @@ class LayerStatistics:
         for i, t in enumerate(tokens):
             rotated, rest = torch.complex(key[t, :half], key[t, half : 2 * half]), key[t, 2 * half :]
             base = rotated * _unit(-t * turns, dtype)
-            for_all = _unit((last + 1 - t + DISTANCES).unsqueeze(1) * turns, dtype)  # [distances, pairs]
-            later = query.unsqueeze(1) * for_all
+            turned = _unit((last + 1 - t + DISTANCES).unsqueeze(1) * turns, dtype)  # [distances, pairs]
+            later = query.unsqueeze(1) * turned
             scores[:, i] += (later * base.conj()).real.sum(2).mean(1)
             scores[:, i] += (excess * base.abs()).sum(1) + plain @ rest + plain_excess @ rest.abs()
         spread = (scores - scores.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()

@@ -74,8 +74,8 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
             roles["window"] = budget - roles["sinks"] - 1
         if row.calibrated:
             settings["calibration"] = str(random_statistics_folder(folder, ModelShape.of(model, LONGEST)))
-        told = {"topk": budget - roles["sinks"] - roles["window"], "statistics": settings.get("calibration")}
-        oracle = OraclePolicy(row.scorer, **roles, **told)
+        topk = budget - roles["sinks"] - roles["window"]
+        oracle = OraclePolicy(row.scorer, **roles, topk=topk, statistics=settings.get("calibration"))
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
     judge = Judge(model, allocated(oracle, allocator), protect=protect)
     return Case(model, settings, judge, state_blocks(policy, oracle.corrected))

@@ -64,22 +64,24 @@ def test_the_authors_code_computes_the_same(tmp_path, kind):
     queries, keys, positions = values["queries"], values["keys"], values["positions"]
     sizes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128, num_hidden_layers=1)
     config = LlamaConfig(**sizes, max_position_embeddings=2048, rope_parameters=dict(rope))
-    rotary, ours = LlamaRotaryEmbedding(config=config), rope_of(config.to_dict())
-    sums, factor = QuerySums(ours), rotary.attention_scaling
+    rotary, rope_parameters = LlamaRotaryEmbedding(config=config), rope_of(config.to_dict())
+    sums, factor = QuerySums(rope_parameters), rotary.attention_scaling
     q = torch.stack([rotated(head, torch.arange(head.shape[0]), rotary) for head in queries])[None]
     sums(0, q, q, q, 1.0)
     mean, norm = ((by_layer[0] / sums.tokens[0]).float() for by_layer in (sums.mean, sums.norm))
     torch.testing.assert_close(mean, factor * values[f"{kind}.mean"], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(norm, factor * values[f"{kind}.norm"], atol=1e-5, rtol=1e-5)
-    write_statistics(tmp_path, QueryStatistics("llama", 1, 4, 2, 32, ours, sums.tokens[0], [mean], [norm]))
+    write_statistics(tmp_path, QueryStatistics("llama", 1, 4, 2, 32, rope_parameters, sums.tokens[0], [mean], [norm]))
     rounds = (
-        policy(tmp_path, ModelShape("llama", 1, 2, 32, 4096, num_heads=4, rope=ours)).layer_rule(0, slice(2)).rounds
+        policy(tmp_path, ModelShape("llama", 1, 2, 32, 4096, num_heads=4, rope=rope_parameters))
+        .layer_rule(0, slice(2))
+        .rounds
     )
     cached = torch.stack([rotated(*head, rotary) for head in zip(keys, positions, strict=True)])
-    found, scores = expected_logits(cached, rounds, SEEN), values[f"{kind}.scores"].double()
+    ranking, scores = expected_logits(cached, rounds, SEEN), values[f"{kind}.scores"].double()
     scores = (scores - scores.mean(1, keepdim=True)) / scores.std(1, correction=0, keepdim=True)
-    torch.testing.assert_close(found.double(), scores.unflatten(0, (2, 2)).amax(1), atol=5e-4, rtol=0)
-    assert found.topk(40).indices.sort().values.tolist() == values[f"{kind}.kept"].tolist()
+    torch.testing.assert_close(ranking.double(), scores.unflatten(0, (2, 2)).amax(1), atol=5e-4, rtol=0)
+    assert ranking.topk(40).indices.sort().values.tolist() == values[f"{kind}.kept"].tolist()
 
 
 @pytest.mark.parametrize("protected", [0, 70])
@@ -103,12 +105,12 @@ def test_at_sizes_of_serving(tmp_path, protected):
 
 
 def test_a_rank_of_half_the_heads_has_their_values(tmp_path):
-    own = policy(random_statistics_folder(tmp_path, SHAPE))
+    triattention = policy(random_statistics_folder(tmp_path, SHAPE))
     keys = torch.randn(2, 50, 32, generator=torch.Generator().manual_seed(1))
-    both = expected_logits(keys, own.layer_rule(1, slice(0, 2)).rounds, SEEN)
+    of_all_heads = expected_logits(keys, triattention.layer_rule(1, slice(0, 2)).rounds, SEEN)
     for head in range(2):
-        rounds = own.layer_rule(1, slice(head, head + 1)).rounds
-        torch.testing.assert_close(expected_logits(keys[head : head + 1], rounds, SEEN), both[head : head + 1])
+        rounds = triattention.layer_rule(1, slice(head, head + 1)).rounds
+        torch.testing.assert_close(expected_logits(keys[head : head + 1], rounds, SEEN), of_all_heads[head : head + 1])
 
 
 @pytest.mark.parametrize("rope", [{"partial_rotary_factor": 0.5}, {"unrotated_layers": [0]}], ids=str)
@@ -124,7 +126,7 @@ def test_channels_that_do_not_rotate_have_the_same_logit_at_any_distance(tmp_pat
         policy(tmp_path, ModelShape("llama", 1, 1, 32, 4096, num_heads=1, rope=rope)).layer_rule(0, slice(1)).rounds
     )
     keys = torch.randn(1, 20, 32, generator=draw)
-    found, expected = expected_logits(keys, rounds, 300)[0].double(), []
+    ranking, expected = expected_logits(keys, rounds, 300)[0].double(), []
     for key in keys[0].double():
         value = 0.0
         for f, band in enumerate(bands):
@@ -140,7 +142,7 @@ def test_channels_that_do_not_rotate_have_the_same_logit_at_any_distance(tmp_pat
         expected.append(value)
     expected = torch.tensor(expected, dtype=torch.float64)
     expected = (expected - expected.mean()) / expected.std(correction=0)
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(ranking, expected, atol=1e-3, rtol=0)
 
 
 # Measured statistics
@@ -154,9 +156,9 @@ def test_statistics_are_those_of_queries_before_the_rotation(tmp_path, kind):
     """The model's own queries before the rotation are taken by hooks. SmolLM3's last layer does not rotate."""
     folder = write_smollm3(tmp_path) if kind == "smollm3" else write_tiny_model(tmp_path, kind)
     model = load_model(folder, torch.float32).eval()
-    found = query_statistics(model, ROWS)
+    statistics = query_statistics(model, ROWS)
     unrotated = [3] if kind == "smollm3" else []
-    assert found.tokens == 10 and found.rope.get("unrotated_layers", []) == unrotated
+    assert statistics.tokens == 10 and statistics.rope.get("unrotated_layers", []) == unrotated
     projected: dict[int, list] = {}
     for i, layer in enumerate(model.get_decoder().layers):
         last = getattr(layer.self_attn, "q_norm", None) or layer.self_attn.q_proj
@@ -168,13 +170,13 @@ def test_statistics_are_those_of_queries_before_the_rotation(tmp_path, kind):
     with torch.no_grad():
         for row in filter(None, ROWS):
             model(torch.tensor([row]), attend=Dense())
-    assert len(projected) == found.num_layers
+    assert len(projected) == statistics.num_layers
     for i, rows in projected.items():
         q = torch.cat(rows)
-        torch.testing.assert_close(found.mean[i], q.mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(statistics.mean[i], q.mean(0), atol=1e-5, rtol=1e-4)
         norms = q.abs() if i in unrotated else q.unflatten(-1, (2, 16)).norm(dim=-2)
-        torch.testing.assert_close(found.norm[i], norms.mean(0), atol=1e-5, rtol=1e-4)
-        assert 0 <= float(found.concentration(i).min()) <= float(found.concentration(i).max()) <= 1
+        torch.testing.assert_close(statistics.norm[i], norms.mean(0), atol=1e-5, rtol=1e-4)
+        assert 0 <= float(statistics.concentration(i).min()) <= float(statistics.concentration(i).max()) <= 1
 
 
 def changed_rope(folder: Path, **rope) -> Path:
@@ -200,10 +202,12 @@ LLAMA3 = STRETCHED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 )
 def test_scaled_rotations_are_undone(tmp_path, rope):
     """Each layer's query rotates as the config says; files say it too."""
-    found = query_statistics(load_model(changed_rope(write_tiny_model(tmp_path), **rope), torch.float32).eval(), ROWS)
-    write_statistics(tmp_path / "statistics", found)
+    statistics = query_statistics(
+        load_model(changed_rope(write_tiny_model(tmp_path), **rope), torch.float32).eval(), ROWS
+    )
+    write_statistics(tmp_path / "statistics", statistics)
     shape = ModelShape.of(tmp_path, 4096)
-    assert shape.rope == found.rope == read_statistics(tmp_path / "statistics").rope
+    assert shape.rope == statistics.rope == read_statistics(tmp_path / "statistics").rope
     assert policy(tmp_path / "statistics", shape).statistics.tokens == 10
 
 
