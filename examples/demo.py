@@ -14,8 +14,8 @@ from serving import Server, ServerError
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import dense_request_bytes, pool_bytes, request_bytes
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.model_shape import ModelShape, folder_sizes
 from kvpop_vllm.policies.base import Policy
 

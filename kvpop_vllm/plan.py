@@ -18,8 +18,8 @@ from kvpop_vllm.cache.accounting import (
     request_bytes,
     worst_prompts,
 )
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.model_shape import (
     ModelShape,
     folder_sizes,

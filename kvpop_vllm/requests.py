@@ -51,7 +51,7 @@ class Compression(Protocol):
 
 
 class ServerSlots(Protocol):
-    """What holds for requests that ask for nothing, such as the cache spec of a layer.
+    """Numbers of requests that ask for nothing, such as the cache spec of a layer.
 
     Attributes:
         protect: value of ``--kv-protect-prompt``, True for whole prompts.

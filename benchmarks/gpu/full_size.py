@@ -14,9 +14,9 @@ from kernels.factories import random_rule, random_scorer
 
 from gpu.clock import graph_of
 from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, within
+from kvpop_vllm.cache.pages import PageLayout, Pages
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Pages
 
 SINKS, WINDOW, SEEN, BUDGET, SLOTS = 4, 256, 16384, 4096, 64
 STEPS = 50

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix
 from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.cache.step import StepBatch
-from kvpop_vllm.kernels import compress, ops, rounds
-from kvpop_vllm.kernels.chunks import Chunks
+from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
-from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules import compress, rounds
 
 
 class FixedBudgetAttention:
@@ -67,7 +68,7 @@ class FixedBudgetAttention:
             tokens, *places = writes
             blocks.write(k[tokens], v[tokens], *places)
         if batch.begun is not None:
-            ops.begin_tail(pages, batch.begun.table, batch.begun.prefix(blocks), rule=self.rule, impl=self.impl)
+            ops.begin_tail(pages, batch.begun.table, batch.begun.prefix.on(blocks), rule=self.rule, impl=self.impl)
         if batch.decodes:
             self._decode(q, k, v, pages, blocks, batch, out, gate_scores)
         together = self.rule.rounds is None and not batch.chunks.compresses
@@ -89,23 +90,22 @@ class FixedBudgetAttention:
             rule=self.rule,
             scale=self.scale,
             gate_scores=None if gate_scores is None else gate_scores[at],
-            prefix=batch.prefix(blocks),
-            seeds=batch.seeds,
-            windows=batch.windows,
+            prefix=batch.prefix and batch.prefix.on(blocks),
             impl=self.impl,
+            **batch.options,
         )
         if self.rule.rounds is not None:
-            prefixes = batch.numbers["prefix"].tolist() if batch.prefix_table is not None else [0] * batch.decodes
-            ends, sizes = (batch.positions + 1).tolist(), (batch.budgets[:, 0].tolist(), batch.windows.tolist())
-            rows = rounds.Rows(pages, batch.table, ends, *sizes, prefixes, batch.seeds)
-            rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
+            prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
+            ends, windows = (batch.positions + 1).tolist(), batch.windows.tolist()
+            roles = list(map(self._roles, batch.budgets[:, 0].tolist(), windows, prefixes))
+            rounds.run_due_rounds(q[at], pages, batch.table, ends, roles, batch.seeds, self.rule, self.scale)
 
     def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunks: Chunks, out, gate_scores) -> None:
         """Run chunks together, and what is due at the end of one that is alone; arguments as in :meth:`forward`."""
         if any(chunks.follows) and self.rule.compression.adaptive_head_budgets:
             budgets, table = load_page_table(pages, chunks.table, self.rule.compression)
             chunks = replace(chunks, budgets=budgets, table=table)
-        at, prefix = chunks.tokens, chunks.prefix(blocks)
+        at, prefix = chunks.tokens, chunks.prefix and chunks.prefix.on(blocks)
         out[at], _ = ops.prefill_chunk(
             q[at],
             k[at],
@@ -123,17 +123,21 @@ class FixedBudgetAttention:
         if chunks.compresses:
             self._compress(q[at], pages, chunks, prefix)
         if self.rule.rounds is not None:
-            sizes = chunks.budgets[:, 0].tolist(), chunks.windows, chunks.prefixes.tolist(), chunks.seeds
-            rows = rounds.Rows(pages, chunks.table, chunks.ends, *sizes)
-            rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
+            roles = [self._roles(int(chunks.budgets[0, 0]), chunks.windows[0], chunks.slots[0].prefix)]
+            step = chunks.table, chunks.ends, roles, chunks.seeds
+            rounds.run_due_rounds(q[at], pages, *step, self.rule, self.scale)
+
+    def _roles(self, budget: int, window: int, prefix: int) -> Retention:
+        """Return the slot roles of a request's tail."""
+        return Retention(budget, self.rule.sinks, window).behind(prefix)
 
     def _alone(self, chunks: Chunks) -> Iterator[Chunks]:
         """Yield chunks one by one, cut where rounds are due."""
         for r, (start, end) in enumerate(zip(chunks.starts, chunks.ends, strict=True)):
             cuts = [end]
             if self.rule.rounds is not None:
-                roles = Retention(int(chunks.budgets[r, 0]), self.rule.sinks, chunks.windows[r])
-                cuts = rounds.cuts(self.rule, roles.behind(int(chunks.prefixes[r])), start, end)
+                roles = self._roles(int(chunks.budgets[r, 0]), chunks.windows[r], chunks.slots[r].prefix)
+                cuts = rounds.cuts(self.rule, roles, start, end)
             for begin, cut in zip([start, *cuts], cuts, strict=False):
                 yield chunks.part(r, begin, cut)
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvpop_vllm.attention.allocate import allocate_pages
+from kvpop_vllm.cache.allocate import allocate_pages
 from kvpop_vllm.cache.device_rows import DeviceRows
+from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
 from kvpop_vllm.cache.shares import EqualHeads
 from kvpop_vllm.cache.step import RequestBlocks, Span, StepBatch, StepPlan
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 from kvpop_vllm.requests import RequestSlots
 
 SHORT = 64

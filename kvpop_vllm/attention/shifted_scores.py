@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.chunks import send
+from kvpop_vllm.cache.pages import Pages
 from kvpop_vllm.cache.step import StepBatch
-from kvpop_vllm.kernels.chunks import send
-from kvpop_vllm.kernels.pages import Pages
 
 
 def shift(gate_scores: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int) -> torch.Tensor:
@@ -28,10 +28,11 @@ def shift(gate_scores: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int)
     """
     shifted, chunks = gate_scores.clone(), batch.chunks
     if batch.decodes:
-        prefixes = None if batch.prefix_table is None else batch.numbers["prefix"]
+        prefixes = None if batch.prefix is None else batch.prefix.tokens
         _replace(gate_scores[batch.tokens], pages, batch.table, batch.positions, batch.windows, prefixes, sinks)
     if len(chunks):
-        device, columns = gate_scores.device, (chunks.firsts, chunks.starts, chunks.windows, chunks.prefixes.tolist())
+        device, prefixes = gate_scores.device, [own.prefix for own in chunks.slots]
+        columns = chunks.firsts, chunks.starts, chunks.windows, prefixes
         firsts, starts, windows, prefixes = chunks.once("first tokens", lambda: send(columns, device))
         for first, length in zip(chunks.firsts, chunks.lengths, strict=True):
             shifted[first : first + length - 1] = gate_scores[first + 1 : first + length]

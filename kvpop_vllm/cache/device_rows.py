@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.cache.shares import Shares
-from kvpop_vllm.cache.step import NUMBERS, DecodeRows
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.cache.step import KERNELS_TAKE, NUMBERS, DecodeRows
 from kvpop_vllm.requests import RequestSlots
 
 PADDING = -1
@@ -170,8 +170,10 @@ class DeviceRows:
             drawn: True if scores are drawn.
             made: True if requests may begin with cartridges.
         """
-        left_out = {"seed": not drawn, "made": not made}
-        numbers = {name: x[:rows] for name, x in self.numbers.items() if not left_out.get(name)}
-        writes = (self._rows[:rows], self.blocks[:rows], self.slots[:rows]) if self.protects else None
-        prefix_table = self.prefix_table[:rows] if self.protects else None
-        return DecodeRows(slice(0, rows), self.table[:rows], self.positions[:rows], numbers, (), prefix_table, writes)
+        numbers = {name: self.numbers[name][:rows] for name in KERNELS_TAKE if drawn or name != "seed"}
+        prefix = writes = None
+        if self.protects:
+            writes = self._rows[:rows], self.blocks[:rows], self.slots[:rows]
+            prefix = Prefix(None, self.prefix_table, self.numbers["prefix"], self.numbers["made"] if made else None)
+            prefix = prefix.of(slice(0, rows))
+        return DecodeRows(slice(0, rows), self.table[:rows], self.positions[:rows], numbers, (), prefix, writes)

@@ -1,4 +1,4 @@
-"""How the KV heads of a layer share the slots of a request (DESIGN "Unequal shares").
+"""Shares of the KV heads of a layer in the slots of a request (DESIGN "Unequal shares").
 
 Each block of a request holds one **region** per layer and head. Equal heads have the same page numbers. If heads retain
 different numbers of tokens, the pages of a head may be regions of any layer and head. The regions of a request's blocks
@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
+from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
 from kvpop_vllm.requests import Compression
 
 

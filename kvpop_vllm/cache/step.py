@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from kvpop_vllm.cache.chunks import Chunks, send
+from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.cache.shares import EqualHeads
-from kvpop_vllm.kernels.chunks import Chunks, send
-from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.requests import Compression, RequestSlots
 
 NUMBERS = {
@@ -21,7 +21,11 @@ NUMBERS = {
     "window": torch.int32,
     "seed": torch.int64,
 }
-"""Numbers of :class:`RequestSlots` that decode rows have as tensors, and their types."""
+"""Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
+OPTIONS = {"windows": "window", "seeds": "seed"}
+"""Numbers that ``ops.decode_step`` takes of every request beside its budget, by the name of the argument."""
+KERNELS_TAKE = ("budget", *OPTIONS.values())
+"""Numbers that kernels take of every decoded request; prefixes are apart."""
 
 
 NO_CHUNKS = Chunks([], [], torch.zeros(0, 0, dtype=torch.int32, device="cpu"), [])
@@ -76,7 +80,7 @@ def spans_of(span: Span, compression: Compression | None) -> list[Span]:
 
 @dataclass(frozen=True)
 class RequestBlocks:
-    """Where the requests of a step lie.
+    """Blocks of the requests of a step.
 
     Attributes:
         tails: ``[requests, W]`` int32, blocks of state and slots.
@@ -107,13 +111,18 @@ class RequestBlocks:
             columns = [first + count for first, count in zip(columns, more, strict=True)]
         return cls(from_columns(table, columns), table, made)
 
-    def prefix_rows(self, spans: Sequence[Span]) -> torch.Tensor | None:
-        """Return the blocks ``[R, F]`` of the prefixes of some requests: made slots where a prompt has been compressed."""
-        chosen = [span.request for span in spans]
-        if self.made is None:
-            return None if self.prefixes is None else rows_of(self.prefixes, chosen)
-        compressed = torch.tensor([span.compressed for span in spans], device=self.made.device).unsqueeze(1)
-        return torch.where(compressed, rows_of(self.made, chosen), rows_of(self.prefixes, chosen))
+    def prefix(self, spans: Sequence[Span]) -> Prefix | None:
+        """Return the prefixes of some requests, which are made slots where a prompt has been compressed, or None."""
+        tokens = [span.slots.prefix for span in spans]
+        if not any(tokens):
+            return None
+        made, chosen = [span.slots.made for span in spans], [span.request for span in spans]
+        table = rows_of(self.prefixes, chosen)
+        if self.made is not None:
+            compressed = torch.tensor([span.compressed for span in spans], device=table.device).unsqueeze(1)
+            table = torch.where(compressed, rows_of(self.made, chosen), table)
+        tokens, biased = (torch.tensor(counts, dtype=torch.int64, device="cpu") for counts in (tokens, made))
+        return Prefix(None, table, tokens, biased if any(made) else None)
 
 
 def from_columns(table: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
@@ -143,10 +152,10 @@ class DecodeRows:
         tokens: indices of their tokens in the flat batch; a slice if they come first.
         tails: ``[R, W]`` int32, blocks of state and slots.
         positions: ``[R]`` int64, positions of their tokens.
-        numbers: ``[R]`` each, by name of :data:`NUMBERS`. Budgets may be ``[R, H]``. Seeds are missing if nothing is
-            drawn, made slots if there are none.
+        numbers: ``[R]`` each, numbers that kernels take, by name. Budgets may be ``[R, H]``. Seeds are missing if
+            nothing is drawn.
         compressed: ``[R]`` booleans, True for requests whose prompt has been compressed.
-        prefix_table: ``[R, F]`` int32, blocks of their prefixes; None if no request has one.
+        prefix: prefixes of the requests, None if no request has one.
         writes: indices, blocks and slots of protected tokens, ``[n]`` int64 each; None if there are none.
     """
 
@@ -155,7 +164,7 @@ class DecodeRows:
     positions: torch.Tensor
     numbers: dict[str, torch.Tensor]
     compressed: Sequence[bool] | torch.Tensor = ()
-    prefix_table: torch.Tensor | None = None
+    prefix: Prefix | None = None
     writes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -169,7 +178,7 @@ class DecodeRows:
             torch.tensor([span.start for span in spans], dtype=torch.int64),
             numbers_of(slots),
             [span.compressed for span in spans],
-            blocks.prefix_rows(spans) if any(own.prefix for own in slots) else None,
+            blocks.prefix(spans),
         )
 
     @property
@@ -187,24 +196,20 @@ class DecodeRows:
         """``[R]`` int64, seeds of the draws; None if nothing is drawn."""
         return self.numbers.get("seed")
 
-    def prefix(self, blocks: Pages) -> Prefix | None:
-        """Return the prefixes as the kernels take them, or None; ``blocks`` are the layer's pages by block."""
-        if self.prefix_table is None:
-            return None
-        return Prefix(blocks, self.prefix_table, self.numbers["prefix"], self.numbers.get("made"))
+    @property
+    def options(self) -> dict[str, torch.Tensor | None]:
+        """Arguments of ``ops.decode_step`` that are numbers of the requests, see :data:`OPTIONS`."""
+        return {argument: self.numbers.get(name) for argument, name in OPTIONS.items()}
 
 
-def numbers_of(slots: Sequence[RequestSlots], made: bool = False) -> dict[str, torch.Tensor]:
-    """Return the numbers of requests, ``[R]`` on the CPU each, without seeds if nothing is drawn.
-
-    Made slots are left out if there are none, unless ``made`` is True.
-    """
-    columns = {name: [getattr(own, name) for own in slots] for name in NUMBERS}
-    if not made and not any(columns["made"]):
-        del columns["made"]
-    if None in columns["seed"]:
-        del columns["seed"]
-    return {name: torch.tensor(values, dtype=NUMBERS[name], device="cpu") for name, values in columns.items()}
+def numbers_of(slots: Sequence[RequestSlots], names: Iterable[str] = KERNELS_TAKE) -> dict[str, torch.Tensor]:
+    """Return numbers of requests, ``[R]`` on the CPU each, without seeds if nothing is drawn."""
+    columns = {name: [getattr(own, name) for own in slots] for name in names}
+    return {
+        name: torch.tensor(values, dtype=NUMBERS[name], device="cpu")
+        for name, values in columns.items()
+        if None not in values
+    }
 
 
 class Begun(NamedTuple):
@@ -213,20 +218,14 @@ class Begun(NamedTuple):
     Attributes:
         rows: indices of those that are decode rows.
         chunks: indices of the others' chunks.
-        prefix_table: ``[B, F]`` int32, blocks of their prefixes, decode rows first.
-        numbers: their numbers, as in :class:`DecodeRows`, on the CPU.
+        prefix: their prefixes, decode rows first, with their numbers on the CPU.
         table: ``[B, H, P]`` int32, pages of their tails in one layer.
     """
 
     rows: list[int]
     chunks: list[int]
-    prefix_table: torch.Tensor
-    numbers: dict[str, torch.Tensor]
+    prefix: Prefix
     table: torch.Tensor | None = None
-
-    def prefix(self, blocks: Pages) -> Prefix:
-        """Return the prefixes as the kernels take them; ``blocks`` are the layer's pages by block."""
-        return Prefix(blocks, self.prefix_table, self.numbers["prefix"], self.numbers.get("made"))
 
 
 @dataclass(frozen=True)
@@ -321,9 +320,7 @@ class StepPlan:
             tokens=tokens,
             slots=slots,
             follows=follows,
-            prefixes=numbers["prefix"],
-            prefix_table=blocks.prefix_rows(spans) if any(own.prefix for own in slots) else None,
-            made=numbers.get("made"),
+            prefix=blocks.prefix(spans),
             seeds=None if seeds is None else send(seeds, device),
             after=[span.after for span in spans],
             made_table=rows_of(blocks.made, chosen) if any(held) else None,
@@ -349,7 +346,7 @@ class StepPlan:
         if not rows and not chunks:
             return None
         spans = [*(singles[i] for i in rows), *(chunked[i] for i in chunks)]
-        return Begun(rows, chunks, blocks.prefix_rows(spans), numbers_of([span.slots for span in spans]))
+        return Begun(rows, chunks, blocks.prefix(spans))
 
     def batch(self, shares: EqualHeads, layer: int = 0) -> StepBatch:
         """Return the batch of a layer, or that of all layers if they have equal heads.

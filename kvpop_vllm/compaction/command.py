@@ -136,7 +136,7 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
         run_training(options, engine)
         return
     from kvpop_vllm.compaction.run import CompactOptions, compact
-    from kvpop_vllm.kernels.matching import Matching
+    from kvpop_vllm.rules.matching import Matching
 
     names = ("method", "queries", "chunk", "reference", "answers", "on_policy", *COMMON, "compactor")
     chosen = {name: getattr(options, name) for name in names}

@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import __version__
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder, log_probabilities
 from kvpop_vllm.compaction.cartridge import Layer, base_of
+from kvpop_vllm.compaction.compactor_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.compaction.still import WIDTH, Compactor
-from kvpop_vllm.compaction.still_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.training_loop import CosineLoop, check_same_run, write_next_to_run
 from kvpop_vllm.files import remove
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.model_shape import positions_of, read_model_config, vocabulary_of
 
 OWN = 4

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvpop_vllm import __version__
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cartridge import (
     PICKLES,
     TENSORS_NAME,
@@ -32,8 +33,7 @@ from kvpop_vllm.compaction.cartridge import (
 )
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import add_file, check_new
-from kvpop_vllm.kernels.matching import padded
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.rules.matching import padded
 
 SUFFIXES = (*PICKLES, ".torch")
 SECONDS = 600

@@ -40,8 +40,8 @@ from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.corpus_questions import Question
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.statistics import estimate
-from kvpop_vllm.kernels.matching import NO_WEIGHT, padded
 from kvpop_vllm.model_shape import positions_of
+from kvpop_vllm.rules.matching import NO_WEIGHT, padded
 
 FULL, NOTHING = "full context", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge", "still"

@@ -7,9 +7,10 @@ from contextlib import nullcontext
 
 import torch
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.conversations import ROOM
 from kvpop_vllm.compaction.prompt_place import place_of
-from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import corpus
@@ -18,7 +19,6 @@ from kvpop_vllm.evaluation.haystack import single_documents
 from kvpop_vllm.evaluation.options import budgets
 from kvpop_vllm.evaluation.output import format_table, records_file
 from kvpop_vllm.evaluation.tasks import collected, note_few, rows_of
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.model_shape import positions_of, read_model_config
 
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, compressed_bytes, request_bytes
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, protected_tokens
 from kvpop_vllm.evaluation.recall import Judge, Recall
 from kvpop_vllm.evaluation.serving_kernels import attend_and_keep
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.model_hook import borrowed_share
 from kvpop_vllm.model_shape import ModelShape, folder_sizes
 from kvpop_vllm.policies import Policy

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from kvpop_vllm.cache.accounting import dense_request_bytes, request_bytes
+from kvpop_vllm.cache.pages import PageLayout, cdiv
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.replay import Predictions, token_measures
 from kvpop_vllm.evaluation.serving_kernels import Served
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.model_hook import Dense, GateInputs
 from kvpop_vllm.model_shape import ModelShape
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import pad
 
-from kvpop_vllm.attention.allocate import allocate_pages
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.cache.allocate import allocate_pages
+from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.cache.shares import EqualHeads, SharesByVotes, divided_blocks
-from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan, numbers_of
+from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 
 
 class SequenceLengths:
@@ -137,18 +137,16 @@ class LayerPages:
         ``protected`` is p of each row; a rule that compresses prompts has compressed them.
         """
         rows, clock = len(self.table), self.sequence_lengths
-        positions, prefix_table = clock.positions, self.prefix_table
-        numbers = {"prefix": clock.protected, "budget": self._budgets, "window": self._windows, "seed": clock.seeds}
-        if clock.made is not None:
-            numbers["made"] = clock.made
+        positions, budgets, windows, prefix = clock.positions, self._budgets, self._windows, None
+        if any(protected):
+            prefix = Prefix(None, self.prefix_table, clock.protected, clock.made)
         if self.rule.compresses:
             after = [slots.behind_prompt(self.rule.compression) for slots in self.slots]
-            numbers |= {name: x for name, x in numbers_of(after, made=True).items() if name not in ("budget", "seed")}
-            numbers["budget"] = self._budgets - numbers["made"].int().unsqueeze(1)
-            positions = positions - torch.tensor([own.shift for own in after])
-            prefix_table, protected = self._made_table, [own.prefix for own in after]
-        place = prefix_table if any(protected) else None
-        decoded = DecodeRows(slice(0, rows), self.table[:, 0], positions, numbers, [True] * rows, place)
+            shift, made, windows = torch.tensor([(own.shift, own.made, own.window) for own in after]).unbind(1)
+            positions, budgets, windows = positions - shift, budgets - made.int().unsqueeze(1), windows.int()
+            prefix = Prefix(None, self._made_table, made, made) if any(made) else None
+        numbers = {"budget": budgets, "window": windows, "seed": clock.seeds}
+        decoded = DecodeRows(slice(0, rows), self.table[:, 0], positions, numbers, [True] * rows, prefix)
         return self._plan([], rows=decoded, checks=False).batch(self._shares)
 
     def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
@@ -193,7 +191,7 @@ class LayerPages:
 
     @property
     def _shares(self) -> EqualHeads:
-        """How the heads share slots."""
+        """Shares of the heads in the slots."""
         if self.divided:
             return SharesByVotes(self.pages, self.rule.compression, int(self.budgets[0, 0]))
         return EqualHeads(self.pages.layout.num_kv_heads)

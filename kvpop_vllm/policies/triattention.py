@@ -8,8 +8,7 @@ import torch
 
 from kvpop_vllm.calibration.statistics import QueryStatistics, read_statistics
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels.ops import ExpectedLogits
-from kvpop_vllm.kernels.rounds import band_norms
+from kvpop_vllm.kernels.ops import ExpectedLogits, band_norms
 from kvpop_vllm.policies.base import Order, Policy, Signal
 
 RECENT = 128

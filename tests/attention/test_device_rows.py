@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.shares import EqualHeads
 from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, plan_batch
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.roles import Retention
 
@@ -56,7 +56,7 @@ def ends(lens):
 def filled(rows, lens, lengths, slots, send):
     """Fill the persistent tensors with the numbers ``send`` of these requests, and return their step."""
     (table, places), d = engine_tables(rows, lens), leading_decodes(lens)
-    sent = {name: x for name, x in numbers_of(slots, made=True).items() if name in send}
+    sent = numbers_of(slots, send)
     if "budget" in sent:
         sent["budget"] = sent["budget"].unsqueeze(1).repeat(1, HEADS)
     rows.fill(d, torch.tensor(lengths, dtype=torch.int32), table, places, sent)
@@ -78,8 +78,8 @@ def same_chunks(batch, expected, layout):
         assert torch.equal(ours.budgets[i], theirs.budgets[r])
         assert torch.equal(ours.table[i, :, :pages], theirs.table[r, :, :pages])
         if theirs.slots[r].prefix:
-            assert torch.equal(ours.prefix_table[i], theirs.prefix_table[r])
-            assert int(ours.prefixes[i]) == int(theirs.prefixes[r])
+            assert torch.equal(ours.prefix.table[i], theirs.prefix.table[r])
+            assert int(ours.prefix.tokens[i]) == int(theirs.prefix.tokens[r])
 
 
 def test_decodes_are_the_leading_rows():
@@ -91,21 +91,21 @@ def test_decodes_are_the_leading_rows():
 def same_protection(batch, expected, table, protected):
     """Compare prefixes of the decode rows, protected tokens, and tails that begin in this step."""
     d = batch.decodes
-    assert batch.numbers["prefix"].tolist() == protected[:d]
-    assert torch.equal(batch.prefix_table, table[:d, : batch.prefix_table.shape[1]])
+    assert batch.prefix.tokens.tolist() == protected[:d]
+    assert torch.equal(batch.prefix.table, table[:d, : batch.prefix.table.shape[1]])
     tokens, blocks, slots = batch.writes
     assert tokens[:d].tolist() == list(range(d)) and (slots[blocks == 0] == 0).all()
     written = [] if expected.writes is None else list(zip(*(x.tolist() for x in expected.writes), strict=True))
     found = zip(*(x[blocks != 0].tolist() for x in batch.writes), strict=True)
     assert sorted(found) == sorted(written)
     in_rows = sum(0 < protected[r] == int(expected.positions[r]) for r in range(d))
-    theirs = [] if expected.begun is None else expected.begun.numbers["prefix"].tolist()
-    ours = [] if batch.begun is None else batch.begun.numbers["prefix"].tolist()
+    theirs = [] if expected.begun is None else expected.begun.prefix.tokens.tolist()
+    ours = [] if batch.begun is None else batch.begun.prefix.tokens.tolist()
     assert ours == theirs[in_rows:]
     if ours:
         state = slice(0, 3)
         assert torch.equal(batch.begun.table[..., state], expected.begun.table[in_rows:, :, state])
-        assert torch.equal(batch.begun.prefix_table, expected.begun.prefix_table[in_rows:])
+        assert torch.equal(batch.begun.prefix.table, expected.begun.prefix.table[in_rows:])
 
 
 @pytest.mark.parametrize("state", [0, 5000])

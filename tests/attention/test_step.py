@@ -8,10 +8,10 @@ from kernels.factories import random_page_table, random_rule, random_scorer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpop_vllm.attention.layer import FixedBudgetAttention
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.shares import EqualHeads
 from kvpop_vllm.cache.step import plan_batch
 from kvpop_vllm.kernels.ops import StepOrderError
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.requests import RequestSlots
 
 HEADS, GROUP, SIZE, SINKS, WINDOW, BUDGET = 2, 2, 32, 2, 6, 40

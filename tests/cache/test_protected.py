@@ -11,13 +11,13 @@ from kernels.factories import random_page_table, random_rule, random_scorer
 from threads import one_thread
 
 from kvpop_vllm.cache.accounting import request_bytes
+from kvpop_vllm.cache.pages import PageLayout, Prefix
 from kvpop_vllm.cache.shares import Shares
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
-from kvpop_vllm.kernels.pages import PageLayout, Prefix
-from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules.retained import held_tokens
 
 HEADS, SIZE = 2, 32
 

@@ -16,7 +16,7 @@ from engine.recorder import Recorder
 from engine.tiny_engine import quick, start, stop
 from threads import one_thread
 
-from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.cache.pages import cdiv
 from kvpop_vllm.testing import random_prompt
 
 TOP_LOGPROBS = 3

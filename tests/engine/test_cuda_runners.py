@@ -15,6 +15,9 @@ from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.cache.shares import EqualHeads, FixedShares
 from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.testing import write_random_scorer
+from kvpop_vllm.vllm_glue.install import install
+from kvpop_vllm.vllm_glue.ledger import SCHEDULER
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 EQUAL = EqualHeads(HEADS)
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34]]
@@ -126,6 +129,7 @@ def test_a_recycled_block_is_started_anew_by_a_later_step(model):
     group, config.cache_config.num_gpu_blocks = group_of(config), 3
     assert config.scheduler_config.async_scheduling
     assert config.scheduler_config.get_scheduler_cls() is AsyncScheduler
+    install(SCHEDULER, engine_policy(config))
     scheduler = AsyncScheduler(config, cache_of(group, blocks=3), StructuredOutputManager(config), SLOTS)
     assert not scheduler.defer_block_free
 

@@ -12,7 +12,7 @@ from engine.test_cartridges import write
 from prometheus_client import REGISTRY
 from vllm.exceptions import VLLMValidationError
 
-from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.cache.pages import cdiv
 from kvpop_vllm.vllm_glue.extras.metrics import COUNTERS, GAUGES, KEPT
 
 PROTECTED = 33

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.shares import EqualHeads, FixedShares, Shares
 from kvpop_vllm.cache.step import StepPlan, plan_batch
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.vllm_glue.run.backend import FixedBudgetMetadata
 
@@ -36,5 +36,5 @@ def test_layers_with_unequal_heads_share_the_plan():
     for layer, batch in enumerate(batches):
         assert batch.budgets.tolist() == [list(shares.budgets[layer])] * 2 and batch.positions is batches[0].positions
         assert batch.chunks.budgets.tolist() == [list(shares.budgets[layer])]
-        assert batch.chunks.prefixes is batches[0].chunks.prefixes
+        assert batch.chunks.firsts is batches[0].chunks.firsts
     assert not torch.equal(batches[0].table, batches[1].table)

@@ -11,8 +11,8 @@ import torch
 from kernels.exact import Exact
 from kernels.factories import given_scores, poisoned_pages, random_page_table, random_rule, random_scorer
 
+from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.testing import masked_lse
 
 CLOSE, CLOSE_MASS = 1e-4, 1e-6

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kernels.problems import Problem
 from kernels.served import INTERPRETED, Pool
 
+from kvpop_vllm.cache.pages import PageLayout, cdiv
 from kvpop_vllm.cache.shares import FixedShares, Shares
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
 
 N, SIZE = 16, 32
 

@@ -19,11 +19,11 @@ from kvpop_vllm.calibrate.statistics import QuerySums, query_statistics
 from kvpop_vllm.calibration.statistics import QueryStatistics, read_statistics, write_statistics
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.hf.layer import LayerRows
-from kvpop_vllm.kernels.rounds import expected_logits, interval
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.policies.triattention import TriAttention
 from kvpop_vllm.rope import rope_of
+from kvpop_vllm.rules.rounds import expected_logits, interval
 from kvpop_vllm.testing import write_smollm3, write_tiny_model
 from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
 from kvpop_vllm.testing.oracle_statistics import read_query_statistics

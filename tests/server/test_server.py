@@ -22,8 +22,8 @@ from serving import Server
 from transformers import AutoTokenizer
 
 from kvpop_vllm import _C, policies
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.model_shape import ModelShape, folder_sizes
 from kvpop_vllm.scorers.untrained import init_scorer
 

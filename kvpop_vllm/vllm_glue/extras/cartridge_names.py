@@ -15,12 +15,11 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
 from kvpop_vllm.compaction.prompt_place import begin_of_text
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.requests import CARTRIDGES, Placed, RequestSlots, UnknownCartridge, named, resolve
-from kvpop_vllm.vllm_glue.patches import wrap
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -118,17 +117,13 @@ def names_of(vllm_config) -> CartridgeNames:
     return _names[vllm_config]
 
 
-def apply() -> None:
-    """Mark the engine's inputs that are chats; may be called more than once."""
-    wrap("vllm.renderers.base:BaseRenderer.render_chat", _render_chat)
-    wrap("vllm.renderers.base:BaseRenderer.render_chat_async", _render_chat_async)
-
-
-def _render_chat(original, self, *args, **kwargs):
+def render_chat(original, self, *args, **kwargs):
+    """Wrap the rendering of chats: mark the engine's inputs that are made of them."""
     return _marked(self.config, original(self, *args, **kwargs))
 
 
-async def _render_chat_async(original, self, *args, **kwargs):
+async def render_chat_async(original, self, *args, **kwargs):
+    """Wrap it in servers."""
     return _marked(self.config, await original(self, *args, **kwargs))
 
 

@@ -17,9 +17,9 @@ from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.evaluation.backends import GREEDY, Backend, Run
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.model_shape import borrows_channel, positions_of, read_model_config
 from kvpop_vllm.requests import SEED, RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 
 SPARE_BYTES = 32 << 20
 """KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
@@ -203,27 +203,22 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int
     ends = [first + length for first, length in zip(batch.chunks.firsts, batch.chunks.lengths, strict=True)]
     if last in ends:
         part = batch.chunks.part(ends.index(last))
-        (after,), (window,), (end,), prefixes = part.after, part.windows, part.ends, part.prefix_table
-        table, budgets, prefix, row = part.table[0], part.budgets[0], int(part.prefixes), 0
+        (after,), (window,), (end,), prefix = part.after, part.windows, part.ends, part.prefix
+        table, budgets, row = part.table[0], part.budgets[0], 0
         if (after is not None or any(part.follows)) and rule.compression.adaptive_head_budgets:
             (budgets,), (table,) = load_page_table(pages, part.table, rule.compression)
     else:
         row = last - 1 if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(last - 1)
-        table, budgets, window, prefixes = (
-            batch.table[row],
-            batch.budgets[row],
-            int(batch.windows[row]),
-            batch.prefix_table,
-        )
-        end, prefix = int(batch.positions[row]) + 1, int(batch.numbers["prefix"][row])
-    if rule.compresses and (after is None or end == prefix):
+        table, budgets, window, prefix = batch.table[row], batch.budgets[row], int(batch.windows[row]), batch.prefix
+        end = int(batch.positions[row]) + 1
+    tokens = 0 if prefix is None else int(prefix.tokens[row])
+    if rule.compresses and (after is None or end == tokens):
         if after is None:
-            after = RequestSlots(prefix, prefix, 0, window, shift=seen - end)
-            made_row = None if prefixes is None else prefixes[row]
+            after, made_row = RequestSlots(tokens, tokens, 0, window, shift=seen - end), prefix and prefix.table[row]
         else:
             made_row = part.made_table[0]
         rule = replace(rule, window=after.window)
         return held_behind_prompt(pages, table, seen, rule, budgets, after, blocks, made_row)
     if pages.raw.device.type != "cpu":
         pages = pages.layout.view(pages.raw.cpu())
-    return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), prefix)
+    return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), tokens)

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kvpop_vllm.cache.pages import Pages, cdiv
 from kvpop_vllm.cache.step import StepPlan, plan_batch
-from kvpop_vllm.kernels.pages import Pages, cdiv
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.vllm_glue.extras.cartridges import layers_of
 from kvpop_vllm.vllm_glue.extras.reports import manager_of, report, use_of
-from kvpop_vllm.vllm_glue.patches import wrap
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -173,35 +172,28 @@ class Inspector:
         return record.summary(state) | told
 
 
-def apply() -> None:
-    """Have engines record what their requests hold; may be called more than once."""
-    from vllm.v1.engine.core import EngineCore
-
-    wrap("vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size", _start)
-    wrap("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", _update_from_output)
-    EngineCore.kvpop_inspect, EngineCore.kvpop_inspect_request = _inspect, _inspect_request
-
-
-def _start(original, self, *args, **kwargs) -> None:
+def start(original, self, *args, **kwargs) -> None:
+    """Wrap a step of an engine's start: give it a recorder."""
     original(self, *args, **kwargs)
     manager, rpc = manager_of(self.scheduler), self.model_executor.collective_rpc
     if manager is not None and manager.kv_cache_spec.inspect:
         manager.inspector = Inspector(self.scheduler, manager, lambda function, told: rpc(function, args=told))
 
 
-def _update_from_output(original, self, scheduler_output, *args, **kwargs):
+def update_from_output(original, self, scheduler_output, *args, **kwargs):
+    """Wrap the end of a step: record what its requests hold."""
     manager = manager_of(self)
     if manager is not None and manager.inspector is not None and scheduler_output.total_num_scheduled_tokens:
         manager.inspector.update()
     return original(self, scheduler_output, *args, **kwargs)
 
 
-def _inspect(self) -> dict:
+def summaries(self) -> dict:
     """Return the numbers of an engine's requests; see :meth:`Inspector.summaries`."""
     return manager_of(self.scheduler).inspector.summaries()
 
 
-def _inspect_request(self, name: str) -> dict | None:
+def details(self, name: str) -> dict | None:
     """Return what a request holds; see :meth:`Inspector.details`."""
     return manager_of(self.scheduler).inspector.details(name)
 

@@ -8,16 +8,12 @@ exception: theirs are not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from kvpop_vllm.cache.accounting import kept_tokens
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.requests import REPORT, of_request, wants_report
-from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager, FixedBudgetSpec
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
-
-if TYPE_CHECKING:
-    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager, FixedBudgetSpec
 
 STATS = "kvpop"
 """Key of ``SchedulerStats.kv_connector_stats`` under which the numbers travel to the front end."""
@@ -124,21 +120,14 @@ def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dic
     }
 
 
-def apply() -> None:
-    """Have schedulers report what requests' caches did; may be called more than once."""
-    wrap("vllm.v1.core.sched.scheduler:Scheduler._free_request", _free_request)
-    wrap("vllm.v1.core.sched.scheduler:Scheduler.make_stats", _make_stats)
-
-
 def manager_of(scheduler) -> FixedBudgetManager | None:
     """Return the block manager of a scheduler with a policy; its layers have one cache group."""
-    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
-
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return next((manager for manager in managers if isinstance(manager, FixedBudgetManager)), None)
 
 
-def _free_request(original, self, request, *args, **kwargs):
+def free_request(original, self, request, *args, **kwargs):
+    """Wrap the end of a request: keep the numbers of its cache, and report them if it asks."""
     if (manager := manager_of(self)) is None:
         return original(self, request, *args, **kwargs)
     asks = wants_report(request.sampling_params)
@@ -152,7 +141,8 @@ def _free_request(original, self, request, *args, **kwargs):
     return connector, *more
 
 
-def _make_stats(original, self, *args, **kwargs):
+def make_stats(original, self, *args, **kwargs):
+    """Wrap the making of a scheduler's statistics: add the numbers of its requests' caches."""
     stats, manager = original(self, *args, **kwargs), manager_of(self)
     if stats is None or manager is None:
         return stats

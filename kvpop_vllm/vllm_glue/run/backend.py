@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.cache.shares import EqualHeads, SharesByVotes, fixed_shares
 from kvpop_vllm.cache.step import StepBatch, StepPlan, plan_batch
 from kvpop_vllm.compaction.cartridge import read_config
@@ -31,10 +32,8 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.draws import request_seed, signed
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.requests import RequestSlots, of_request
 from kvpop_vllm.supported import DTYPES
-from kvpop_vllm.vllm_glue.run import cpu_seeds, step_requests
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -224,8 +223,6 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.spec, self.shares = kv_cache_spec, EqualHeads(kv_cache_spec.num_kv_heads)
         self.padding = kv_cache_spec.slots()._replace(seed=self.drawn(0) if self.policy.draws else None)
         self.requests: list[RequestSlots] | None = None  # slots of the step's requests, set before each build
-        step_requests.apply()
-        cpu_seeds.apply()
 
     def take_requests(self, params: list, prompts: list[int], seeds: list[int] | None) -> None:
         """Take the slots of the next step's requests.

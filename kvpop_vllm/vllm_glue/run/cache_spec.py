@@ -1,7 +1,4 @@
-"""Cache spec and block manager of a fixed-budget cache.
-
-Importing this module registers both. The engine core imports it when it unpickles a worker's spec.
-"""
+"""Cache spec and block manager of a fixed-budget cache."""
 
 from __future__ import annotations
 
@@ -12,15 +9,12 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.cache.shares import Shares, divided_blocks
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
-from kvpop_vllm.vllm_glue.extras import reports
-from kvpop_vllm.vllm_glue.run import manager_requests
-from kvpop_vllm.vllm_glue.start import front_ends
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -57,21 +51,10 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.inspector = None  # likewise, where what requests hold is recorded
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
-        front_ends.apply_to_engine()
-        manager_requests.apply()
-        reports.apply()
-        if kv_cache_spec.may_have_cartridges:
-            from kvpop_vllm.vllm_glue.extras import cartridges
-
-            cartridges.apply()
-        if kv_cache_spec.inspect:
-            from kvpop_vllm.vllm_glue.extras import inspector
-
-            inspector.apply()
         if kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
-            fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
+            fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, kv_cache_spec.slots(protected))
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
     def admit(self, request) -> list:
@@ -186,11 +169,6 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         return look(block_hashes, max_length, kv_cache_group_ids, block_pool, dense, *args, **kwargs)
 
 
-# The registry fills itself only while it is empty: registering first would hide the built-in specs.
-KVCacheSpecRegistry._ensure_registered()
-
-
-@register_kv_cache_spec(manager_class=FixedBudgetManager)
 @dataclass(frozen=True, kw_only=True)
 class FixedBudgetSpec(AttentionSpec):
     """Cache spec of one layer.
@@ -322,3 +300,9 @@ class FixedBudgetSpec(AttentionSpec):
     def prefix_cacheable(self) -> bool:
         """Return whether any request may have prefix blocks that can be shared."""
         return self.longest_prefix(1) > 0
+
+
+def register() -> None:
+    """Register the spec and its block manager with vLLM."""
+    KVCacheSpecRegistry._ensure_registered()  # it fills itself only while it is empty, or would hide the built-in specs
+    KVCacheSpecRegistry.register(FixedBudgetSpec, FixedBudgetManager)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import ClassVar
 
 import torch
@@ -11,12 +12,11 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
-from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, rows_of
+from kvpop_vllm.cache.pages import Prefix
+from kvpop_vllm.cache.step import NUMBERS, RequestBlocks, Span, StepPlan, numbers_of, rows_of
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import Prefix
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
-from kvpop_vllm.vllm_glue.run import step_requests
 from kvpop_vllm.vllm_glue.run.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
@@ -26,6 +26,8 @@ from kvpop_vllm.vllm_glue.run.backend import (
 from kvpop_vllm.vllm_glue.run.cache_spec import longest_prefix
 from kvpop_vllm.vllm_glue.start import cuda
 
+SIZES = operator.attrgetter(*(name for name in NUMBERS if name not in ("prefix", "made", "seed")))
+"""Numbers of a request that are the server's unless it asks for others."""
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, HEAD_SIZES))}",
     "dtype not supported": "--dtype is {}, {} or {}".format(*DTYPES["cuda"]),
@@ -160,8 +162,6 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             kv_cache_spec.longest_prefix(longest),
         )
         self.sized = False  # whether a row of the last step had a budget of its own
-        if vllm_config.use_v2_model_runner:
-            step_requests.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """Return the metadata of a step, or None for a dummy run of longer requests, whose outputs are 0.
@@ -191,14 +191,13 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     def _sent(self, slots: list[RequestSlots]) -> dict[str, torch.Tensor]:
         """Return the numbers of a step's requests that differ from what the device has, for :meth:`DeviceRows.fill`.
 
-        Budgets and windows are sent if this step or the previous one has requests with others than the server's,
-        because values of the previous step must be overwritten.
+        Budgets, windows and the like are sent if this step or the previous one has requests with others than the
+        server's, because values of the previous step must be overwritten.
         """
-        server, spec = (self.padding.budget, self.padding.window), self.spec
-        sized = any((own.budget, own.window) != server for own in slots)
+        sized = any(SIZES(own) != SIZES(self.padding) for own in slots)
         send, self.sized = (self.sized or sized) and not self.unequal, sized
-        needed = {"prefix": self.rows.protects, "made": spec.may_have_cartridges, "budget": send, "window": send}
-        tensors = {name: x for name, x in numbers_of(slots, True).items() if needed.get(name, self.policy.draws)}
+        needed = {"prefix": self.rows.protects, "made": self.spec.may_have_cartridges, "seed": self.policy.draws}
+        tensors = numbers_of(slots, [name for name in NUMBERS if needed.get(name, send)])
         if send:
             tensors["budget"] = tensors["budget"].unsqueeze(1).repeat(1, self.layout.num_kv_heads)
         pinned = is_pin_memory_available()
@@ -212,11 +211,11 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         if not rows:
             return
         table, prefix_table = (rows_of(x, rows) for x in (self.rows.table, self.rows.prefix_table))
-        numbers = numbers_of([slots[i] for i in rows])
+        numbers = numbers_of([slots[i] for i in rows], ("prefix", "made", "budget"))
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             impl = layers[name].impl
             pages, shares, blocks = impl._bind(layers[name].kv_cache)
             _, tails = shares.place(impl.layer, table, (), numbers["budget"])
-            prefix = Prefix(blocks, prefix_table, numbers["prefix"], numbers.get("made"))
+            prefix = Prefix(blocks, prefix_table, numbers["prefix"], numbers["made"])
             ops.begin_tail(pages, tails, prefix, rule=impl.attention.rule, impl=impl.attention.impl)

@@ -1,32 +1,17 @@
 """Wrappers of the model runners that pass request data to our metadata builders.
 
-Attention metadata lack the slots of the requests and their seeds. The wrappers are listed with
-their reasons in :mod:`kvpop_vllm.vllm_glue.patches`.
+Attention metadata lack the slots of the requests and their seeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvpop_vllm.vllm_glue.patches import wrap
-
 _PARAMS = "_kvpop_params"
 
 
-def apply() -> None:
-    """Wrap the building of metadata in model runner V1; may be called more than once."""
-    wrap("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata", _build_attention_metadata)
-
-
-def apply_v2() -> None:
-    """Wrap model runner V2, which only GPUs have; may be called more than once."""
-    runner = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-    wrap(f"{runner}.prepare_attn", _prepare_attn)
-    wrap(f"{runner}.add_requests", _add_requests)
-    wrap(f"{runner}.finish_requests", _finish_requests)
-
-
-def _build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwargs):
+def build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwargs):
+    """Wrap the building of a step's metadata in model runner V1."""
     batch = self.input_batch
     params = [self.requests[name].sampling_params for name in batch.req_ids[:num_reqs]]
     prompts = batch.num_prompt_tokens_cpu_tensor[: len(params)].tolist()
@@ -38,7 +23,7 @@ def _build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwa
     return original(self, num_tokens, num_reqs, *args, **kwargs)
 
 
-def _add_requests(original, self, scheduler_output, *args, **kwargs):
+def add_requests(original, self, scheduler_output, *args, **kwargs):
     """Keep the sampling parameters of requests, because the runner's own states do not."""
     params = self.__dict__.setdefault(_PARAMS, {})
     for new in scheduler_output.scheduled_new_reqs:
@@ -46,13 +31,15 @@ def _add_requests(original, self, scheduler_output, *args, **kwargs):
     return original(self, scheduler_output, *args, **kwargs)
 
 
-def _finish_requests(original, self, scheduler_output, *args, **kwargs):
+def finish_requests(original, self, scheduler_output, *args, **kwargs):
+    """Forget what requests asked for when they are done."""
     for name in scheduler_output.finished_req_ids:
         self.__dict__.get(_PARAMS, {}).pop(name, None)
     return original(self, scheduler_output, *args, **kwargs)
 
 
-def _prepare_attn(original, self, input_batch, *args, **kwargs):
+def prepare_attn(original, self, input_batch, *args, **kwargs):
+    """Wrap the building of a step's metadata in model runner V2."""
     rows, params = input_batch.idx_mapping_np, self.__dict__.get(_PARAMS, {})
 
     def seeds() -> list[int]:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cartridge import DTYPES, MODEL_RULES, check_base, check_made_for, digest_of
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.schemas import Schema, integer
 from kvpop_vllm.tensor_files import reading, write_folder
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.pages import Pages, Prefix
 from kvpop_vllm.cache.shares import load_page_table, store_budgets
-from kvpop_vllm.kernels.matching import Matching, fit
 from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule
-from kvpop_vllm.kernels.pages import Pages, Prefix
 from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.matching import Matching, fit
 
 LEAST_VOTE = torch.finfo(torch.float32).tiny
 """Smallest vote; replaces 0, whose logarithm is not finite."""

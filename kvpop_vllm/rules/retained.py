@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.pages import Pages
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import Pages
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.roles import Retention
 
