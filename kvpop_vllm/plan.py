@@ -75,21 +75,21 @@ def plan(options) -> None:
         raise ConfigError(
             f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
         )
-    found, notes = policies.loadable()
+    classes, notes = policies.loadable()
     if options.calibration is None:
         notes += [
             f"{cls.name} needs statistics of the model's queries: give --calibration DIR"
-            for cls in found
+            for cls in classes
             if cls.calibrated
         ]
-        found = [cls for cls in found if not cls.calibrated]
+        classes = [cls for cls in classes if not cls.calibrated]
     rows = []
     stock = dense_request_bytes(
         shape.num_layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size
     )
     rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
     for budget in budgets:
-        for cls in found:
+        for cls in classes:
             if cls.keeps_all:
                 continue
             try:
@@ -110,7 +110,7 @@ def plan(options) -> None:
         f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {options.block_size} slots a block"
     )
     print(_table(rows))
-    if compressing := [cls.name for cls in found if cls.compresses]:
+    if compressing := [cls.name for cls in classes if cls.compresses]:
         notes.append(
             f"{', '.join(compressing)} hold the whole prompt while it is prefilled: what they hold is that of a prompt's end"
         )

@@ -111,7 +111,7 @@ FAULTS = {
         ("newest = «count - 1 - alike.flip(1)→alike».byte().argmax(1)", "tests/kernels/test_rounds.py -k resemble"),
         # the mean query rotates to the newest token instead of the next one
         (
-            "angles = «seen→(seen - 1)» * rounds.frequencies",
+            "angles = «length→(length - 1)» * rounds.frequencies",
             "tests/policies/test_triattention.py -k 'authors and default'",
         ),
     ],

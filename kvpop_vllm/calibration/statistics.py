@@ -87,12 +87,12 @@ class QueryStatistics:
             pairs = len(self.frequencies(layer))
             shapes = {"mean": (mean, self.head_dim), "norm": (norm, self.head_dim - pairs)}
             for name, (tensor, width) in shapes.items():
-                what = f"{source}: tensor layers.{layer}.{name}"
+                named = f"{source}: tensor layers.{layer}.{name}"
                 if tuple(tensor.shape) != (self.num_heads, width):
                     expected = (self.num_heads, width)
-                    raise ConfigError(f"{what} has shape {tuple(tensor.shape)}, expected {expected}: {ADVICE}")
+                    raise ConfigError(f"{named} has shape {tuple(tensor.shape)}, expected {expected}: {ADVICE}")
                 if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
-                    raise ConfigError(f"{what} holds values that are not finite float32 numbers: {ADVICE}")
+                    raise ConfigError(f"{named} holds values that are not finite float32 numbers: {ADVICE}")
             if bool((band_norms(mean, pairs) > norm * (1 + SLACK) + 1e-6).any()):
                 raise ConfigError(
                     f"{source}: tensor layers.{layer}.norm is below the norm of layers.{layer}.mean, which no queries have:"

@@ -233,19 +233,19 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
     return rounds.weight * importance[:, ranked] - (1 - rounds.weight) * redundancy[:, ranked]
 
 
-def expected_logits(keys: torch.Tensor, rounds: ExpectedLogits, seen: int) -> torch.Tensor:
+def expected_logits(keys: torch.Tensor, rounds: ExpectedLogits, length: int) -> torch.Tensor:
     """Return the values ``[H, n]`` float32 by which TriAttention ranks keys (arXiv:2604.04921).
 
-    A key has been rotated to its position. Its logit with a query that rotates to position ``seen + d`` is their inner
-    product, so the mean over distances d is that with the mean query, which is turned by ``seen``.
+    A key has been rotated to its position. Its logit with a query that rotates to position ``length + d`` is their inner
+    product, so the mean over distances d is that with the mean query, which is turned by ``length``.
 
     Args:
         keys: ``[H, n, D]`` float32, the ranked keys.
         rounds: parameters of the method.
-        seen: number of tokens that the request has processed.
+        length: number of tokens that the request has processed.
     """
     pairs = len(rounds.frequencies)
-    angles = seen * rounds.frequencies
+    angles = length * rounds.frequencies
     cos, sin = angles.cos(), angles.sin()
     a, b, rest = rounds.mean.double().split([pairs, pairs, keys.shape[-1] - 2 * pairs], -1)
     query = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).float()

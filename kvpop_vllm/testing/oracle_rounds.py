@@ -101,13 +101,13 @@ def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int,
 
 
 def expected_logits(
-    head: Head, last: int, seen: list[int], sinks: int, queries: int, window: int
+    head: Head, last: int, tokens: list[int], sinks: int, queries: int, window: int
 ) -> tuple[dict, float]:
-    """Return the rank of each token behind the sinks, and no margin (TriAttention).
+    """Return the rank of each token after the sinks, and no margin (TriAttention).
 
     Arguments are those of :func:`sampled_mass`.
     """
-    ranked = seen[sinks:]
+    ranked = tokens[sinks:]
     values = head.statistics.values(head.key, ranked, last)
     return {t: (_DRAWN, value) for t, value in zip(ranked, values, strict=True)}, math.inf
 

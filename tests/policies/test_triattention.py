@@ -24,7 +24,7 @@ from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.policies.triattention import TriAttention
 from kvpop_vllm.rope import rope_of
 from kvpop_vllm.rules.rounds import expected_logits, interval
-from kvpop_vllm.testing import write_smollm3, write_tiny_model
+from kvpop_vllm.testing.models import write_smollm3, write_tiny_model
 from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
 from kvpop_vllm.testing.oracle_statistics import read_query_statistics
 
@@ -96,11 +96,11 @@ def test_at_sizes_of_serving(tmp_path, protected):
     exact = (x.double() for x in (q, k, v))
     visible, margins, _, _ = retained_by_rounds(*exact, "expected logits", *shape)
     assert float(margins.min()) > 1e-6, "a near-tie: choose another seed"
-    rows, at = LayerRows(rule, budget, k[None], 32**-0.5, protected=protected), 0
+    rows, end = LayerRows(rule, budget, k[None], 32**-0.5, protected=protected), 0
     for count in (budget, 1, 63, 64, 1, 100, length - budget - 229):
-        rows.append(*(x[None, :, at : at + count] for x in (q, k, v)))
-        at += count
-        assert torch.equal(rows.held_by_rows()[0], visible[:, at - 1, :at]), f"after {at} tokens"
+        rows.append(*(x[None, :, end : end + count] for x in (q, k, v)))
+        end += count
+        assert torch.equal(rows.held_by_rows()[0], visible[:, end - 1, :end]), f"after {end} tokens"
     assert not torch.equal(visible[0, -1], visible[1, -1])
 
 
@@ -272,27 +272,27 @@ VALUES = {
 """Wrong values in the first file, by the name of the damage."""
 
 
-def damage(folder: Path, what: str) -> None:
+def damage(folder: Path, kind: str) -> None:
     """Damage a folder of statistics in one way."""
     config, tensors = folder / "queries.json", folder / "queries.safetensors"
     values = load_file(tensors)
-    config.write_text(json.dumps(json.loads(config.read_text()) | VALUES.get(what, {})))
-    if what == "nan":
+    config.write_text(json.dumps(json.loads(config.read_text()) | VALUES.get(kind, {})))
+    if kind == "nan":
         values["layers.1.mean"][0, 0] = math.nan
-    elif what == "shape":
+    elif kind == "shape":
         values["layers.1.norm"] = values["layers.1.norm"][:, 1:].contiguous()
-    elif what == "small norm":
+    elif kind == "small norm":
         values["layers.1.norm"].zero_()
-    elif what == "renamed":
+    elif kind == "renamed":
         values["layers.1.other"] = values.pop("layers.1.norm")
     save_file(values, tensors)
-    if what == "cut":
+    if kind == "cut":
         tensors.write_bytes(tensors.read_bytes()[:-5])
-    elif what == "no tensors":
+    elif kind == "no tensors":
         tensors.unlink()
-    elif what == "no config":
+    elif kind == "no config":
         config.unlink()
-    elif what == "no json":
+    elif kind == "no json":
         config.write_text("{")
 
 
@@ -315,10 +315,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGES)
-def test_damaged_folders_are_refused_in_one_line(tmp_path, what):
-    damage(random_statistics_folder(tmp_path, SHAPE), what)
-    with pytest.raises(ConfigError, match=DAMAGES[what]) as caught:
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_folders_are_refused_in_one_line(tmp_path, kind):
+    damage(random_statistics_folder(tmp_path, SHAPE), kind)
+    with pytest.raises(ConfigError, match=DAMAGES[kind]) as caught:
         policy(tmp_path)
     assert "\n" not in str(caught.value)
 
