@@ -82,6 +82,7 @@ class PolicySettings:
         sinks: s.
         window: w.
         scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
+        calibration: folder with ``queries.json`` and ``queries.safetensors``.
         correction: correction of the outputs for evicted tokens, one of CORRECTIONS.
         allocator: distribution of the budget over layers and heads, one of ALLOCATORS, or a JSON file with the
             shares of all heads.
@@ -100,6 +101,7 @@ class PolicySettings:
     sinks: int | None = None
     window: int | None = None
     scorer: str | None = None
+    calibration: str | None = None
     correction: str | None = None
     allocator: str | None = None
     protect_prompt: bool | int | None = None

@@ -77,6 +77,9 @@ SETTINGS = (
         "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors", "the checkpoint's own"
     ),
     Setting(
+        "calibration", str, "DIR", "Folder of 'kvpop calibrate', with statistics of the model's queries for triattention", "none",
+    ),
+    Setting(
         "correction", str, "NAME", "How outputs are corrected for evicted tokens", "none, but for momentkv",
         ": 'moment' adds to every output what the moments of the evicted tokens say of theirs, under any policy (MomentKV); "
         "'none' does not",

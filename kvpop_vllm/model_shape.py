@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from typing import Any
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
+from kvpop_vllm.rope import model_rope
 from kvpop_vllm.supported import FULL_CHECKPOINT_SUFFIX
 
 ADVICE = "give the folder of a decoder-only language model"
@@ -49,6 +50,8 @@ class ModelShape:
         max_model_len: longest sequence, in tokens.
         hidden_size: E, width of the hidden states, or None if unknown.
         num_heads: query heads of the whole model, or None if unknown.
+        rope: rope parameters of the model (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
+            between layers.
     """
 
     model_type: str
@@ -58,6 +61,7 @@ class ModelShape:
     max_model_len: int
     hidden_size: int | None = None
     num_heads: int | None = None
+    rope: Mapping | None = field(default=None, hash=False)
 
     @classmethod
     def of(cls, model: Any, max_model_len: int) -> ModelShape:
@@ -70,8 +74,11 @@ class ModelShape:
         Raises:
             ConfigError: the file cannot be read, or does not describe a language model.
         """
-        sizes = folder_sizes(model) if isinstance(model, str | PathLike) else shape_of(model, "the model's config")
-        return cls(**sizes, max_model_len=max_model_len)
+        source = "the model's config"
+        if isinstance(model, str | PathLike):
+            model, source = read_model_config(model), Path(model) / "config.json"
+        config = resolve(model, source)
+        return cls(**shape_of(config, source), max_model_len=max_model_len, rope=rope_of(config))
 
     @classmethod
     def of_engine(cls, model: Any) -> ModelShape:
@@ -88,6 +95,7 @@ class ModelShape:
             max_model_len=model.max_model_len,
             hidden_size=model.get_hidden_size(),
             num_heads=model.model_arch_config.total_num_attention_heads,
+            rope=rope_of(model.hf_text_config),
         )
 
 
@@ -187,6 +195,12 @@ def shape_of(config: Mapping | Any, source: str | Path) -> dict:
         if type(number) is not int or number < 1:
             raise ConfigError(f"{source}: {name} is {number!r}: {ADVICE}")
     return {"model_type": text.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX)} | sizes
+
+
+def rope_of(config: Any) -> dict | None:
+    """Return the rope parameters of a resolved config (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them."""
+    text = text_config(config)
+    return model_rope(text.to_dict() if hasattr(text, "to_dict") else vars(text))
 
 
 def _kv_heads(text: Any, heads: int) -> Any:

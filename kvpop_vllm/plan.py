@@ -19,7 +19,15 @@ from kvpop_vllm.cache.accounting import (
 )
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
-from kvpop_vllm.model_shape import ModelShape, folder_sizes, positions_of, read_model_config, shape_of, text_config
+from kvpop_vllm.model_shape import (
+    ModelShape,
+    folder_sizes,
+    positions_of,
+    read_model_config,
+    rope_of,
+    shape_of,
+    text_config,
+)
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
@@ -45,7 +53,7 @@ def plan(options) -> None:
     length = options.max_model_len or positions_of(config)
     if length is None:
         raise ConfigError(f"{options.model}: config.json has no max_position_embeddings: give --max-model-len")
-    shape = ModelShape(**sizes, max_model_len=length)
+    shape = ModelShape(**sizes, max_model_len=length, rope=rope_of(config))
     _check_served(options.model, shape, config)
     if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
         raise ConfigError(
@@ -66,14 +74,21 @@ def plan(options) -> None:
         raise ConfigError(
             f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
         )
-    found, notes = policies.loadable()
+    classes, notes = policies.loadable()
+    if options.calibration is None:
+        notes += [
+            f"{cls.name} needs statistics of the model's queries: give --calibration DIR"
+            for cls in classes
+            if cls.calibrated
+        ]
+        classes = [cls for cls in classes if not cls.calibrated]
     rows = []
     stock = dense_request_bytes(
         shape.num_layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size
     )
     rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
     for budget in budgets:
-        for cls in found:
+        for cls in classes:
             if cls.keeps_all:
                 continue
             try:
@@ -94,7 +109,7 @@ def plan(options) -> None:
         f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {options.block_size} slots a block"
     )
     print(_table(rows))
-    if compressing := [cls.name for cls in found if cls.compresses]:
+    if compressing := [cls.name for cls in classes if cls.compresses]:
         notes.append(
             f"{', '.join(compressing)} hold the whole prompt while it is prefilled: what they hold is that of a prompt's end"
         )
@@ -156,6 +171,7 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
         cls.name,
         budget,
         scorer=mine,
+        calibration=options.calibration if cls.calibrated else None,
         correction=options.correction,
         allocator=options.allocator,
         protect_prompt=options.protect_prompt,

@@ -563,6 +563,9 @@ POLICIES = [
     ("--kv-policy takes", {"policy": "h3o"}),
     ("additional_config", "streaming-llm"),
     ("uses no scorer: leave --kv-scorer out", STREAMING | {"scorer": "nowhere-at-all"}),
+    ("uses no calibration: leave --kv-calibration out", STREAMING | {"calibration": "nowhere-at-all"}),
+    ("needs statistics of the model's queries: give --kv-calibration", {"policy": "triattention", "budget": 300}),
+    ("no statistics at 'nowhere'", {"policy": "triattention", "budget": 300, "calibration": "nowhere"}),
     ("--kv-scorer", {"policy": "kvpop"}),
     ("--kv-scorer", {"policy": "kvpop-linear", "scorer": "nowhere-at-all"}),
 ]

@@ -13,7 +13,9 @@ from kvpop_vllm.supported import DTYPES
 TASKS = "text", "retrieval", "replay", "reasoning", "corpus"
 KINDS = {"retrieval": list(examples.KINDS), "reasoning": list(problems.KINDS)}
 """Kinds of questions of a task."""
-OF_POLICIES = "policies scorer teacher correction allocator protect_prompt sinks window equal report".split()
+OF_POLICIES = (
+    "policies scorer teacher correction allocator calibration protect_prompt sinks window equal report".split()
+)
 """Options of every task but corpus, whose caches are made before a question is known."""
 TASKS_OF = {
     "kinds": tuple(KINDS),
@@ -94,6 +96,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         "each that can be served with each of these, as --kv-allocator (default: each policy's own); a pair that cannot be is an error",
         nargs="+",
     )
+    add_setting(command, "calibration", "of triattention: a folder of 'kvpop calibrate'")
     add_setting(
         command,
         "protect_prompt",

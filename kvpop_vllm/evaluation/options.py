@@ -89,7 +89,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     names, shapes = options.policies, {}
     if names is None:  # rows of other tasks are not prompts with answers
         names = [name for name in default if options.task in ANSWERED or not policies.get(name).compresses]
-    specs = [training_free(name) for name in names]
+    specs = [training_free(name).measured(options.calibration) for name in names]
     for folder in options.scorer:
         spec, shapes[folder] = learned(folder, options.model)
         specs.append(spec)

@@ -34,6 +34,7 @@ class PolicySpec:
         policy: name in the registry.
         scorer: folder of the scorer, or None.
         correction: value of ``--kv-correction``, None for the policy's own.
+        calibration: value of ``--kv-calibration``, or None.
         allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer.
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
@@ -46,6 +47,7 @@ class PolicySpec:
     scorer: str | None = None
     correction: str | None = None
     allocator: str | None = None
+    calibration: str | None = None
     protect: bool | int | None = None
     prompt: int | None = None
     seed: int = 0
@@ -65,6 +67,10 @@ class PolicySpec:
         own = None if measured else policies.get(self.policy).default_allocator
         name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator)
+
+    def measured(self, calibration: str | None) -> PolicySpec:
+        """Return a copy with a calibration folder if the policy needs one, else the spec itself."""
+        return replace(self, calibration=calibration) if policies.get(self.policy).calibrated else self
 
     def protecting(self, protect: bool | int, unasked: bool | int) -> PolicySpec:
         """Return a copy that never evicts prompts or their first tokens.
@@ -92,7 +98,7 @@ class PolicySpec:
             ConfigError: the policy cannot be used with these settings; the message names options of `kvpop
                 eval`.
         """
-        own = {name: getattr(self, name) for name in ("scorer", "correction", "allocator")}
+        own = {name: getattr(self, name) for name in ("scorer", "correction", "allocator", "calibration")}
         settings = PolicySettings(self.policy, budget, sinks=sinks, window=window, protect_prompt=self.protect, **own)
         try:
             policy = policies.get(self.policy)(settings, model)
@@ -239,8 +245,9 @@ def training_free(name: str) -> PolicySpec:
 
 
 def known_training_free() -> list[str]:
-    """Return the names of the registered policies that evict and need no scorer."""
-    return [cls.name for cls in policies.loadable()[0] if cls.scorer_kind is None and not cls.keeps_all]
+    """Return the names of the registered policies that evict and need neither a scorer nor a calibration."""
+    kinds = [cls for cls in policies.loadable()[0] if cls.scorer_kind is None and not cls.calibrated]
+    return [cls.name for cls in kinds if not cls.keeps_all]
 
 
 def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
@@ -255,7 +262,9 @@ def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
     return PolicySpec(folder, policy, scorer=folder), config.retention
 
 
-def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[PolicySpec], list[str]]:
+def in_registry(
+    scorers: Iterable[str], model: str | Path, calibration: str | None = None
+) -> tuple[list[PolicySpec], list[str]]:
     """Return a spec for every registered policy that evicts.
 
     Policies that need a scorer appear once for each scorer of their kind.
@@ -263,6 +272,7 @@ def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[PolicyS
     Args:
         scorers: scorer folders.
         model: folder of the model.
+        calibration: folder of ``kvpop calibrate``, or None.
 
     Returns:
         The specs, named after their policies (and folders, if a policy has several), and for each policy
@@ -277,8 +287,11 @@ def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[PolicyS
     for cls in found:
         if cls.keeps_all:
             continue
+        if cls.calibrated and calibration is None:
+            broken.append(f"{cls.name} needs statistics of the model's queries: give --calibration DIR")
+            continue
         if cls.scorer_kind is None:
-            specs.append(training_free(cls.name))
+            specs.append(training_free(cls.name).measured(calibration))
             continue
         mine = folders.get(cls.name, [])
         if not mine:

@@ -44,6 +44,8 @@ class Policy(Declaration):
     _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
+        if self.settings.calibration is not None and not self.calibrated:
+            raise ConfigError(f"--kv-policy {self.name} uses no calibration: leave --kv-calibration out")
         self.prepare()
         self.check_realised()
         without_effect = {

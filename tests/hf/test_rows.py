@@ -17,7 +17,7 @@ from kvpop_vllm.testing import random_prompt
 
 LENGTHS = (70, 9, 63)
 POLICIES = ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms-query", "vase", "rkv", "snapkv", "adakv"]
-POLICIES += ["attention-matching"]
+POLICIES += ["attention-matching", "triattention"]
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
 """Bytes of keys and values of a token: two layers, two heads of 32 float32."""
 
