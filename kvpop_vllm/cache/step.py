@@ -1,4 +1,4 @@
-"""The plan of a step, made once for all layers and by all drivers (DESIGN "The plan of a step")."""
+"""The plan of a step, made once for all layers and by all drivers (DESIGN "One step")."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = {
 }
 """Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
 OPTIONS = {"windows": "window", "seeds": "seed"}
-"""Numbers that ``ops.decode_step`` takes of every request beside its budget, by the name of the argument."""
+"""Numbers that ``ops.decode_step`` takes of every request besides its budget, by the name of the argument."""
 KERNELS_TAKE = ("budget", *OPTIONS.values())
 """Numbers that kernels take of every decoded request; prefixes are apart."""
 
