@@ -326,15 +326,17 @@ def test_another_text(model, protect):
     """
     cache, other = KVpopCache(model, **STREAMING, protect_prompt=protect), random_prompt(50, seed=1)
     tokens = PROMPT + generate(model, cache, [PROMPT])[0]
-    seen = {None: 37, True: 30, 8: 8}[protect]
+    columns = {None: 37, True: 30, 8: 8}[protect]
     refused = [other, [PROMPT[0] ^ 1, *tokens[1:], *other]]
     if protect is None:
         refused.append([*tokens[:36], tokens[36] ^ 1, *other])
     for text in refused:
-        with pytest.raises(ValueError, match=f"the text does not begin with the {seen} tokens .* or reset.. the cache"):
+        with pytest.raises(
+            ValueError, match=f"the text does not begin with the {columns} tokens .* or reset.. the cache"
+        ):
             generate(model, cache, [text])
         assert cache.lengths == [37]
-    longer = [*tokens[:seen], *other]
+    longer = [*tokens[:columns], *other]
     fresh = KVpopCache(model, **STREAMING, protect_prompt=protect)
     generate(model, fresh, [PROMPT])
     assert generate(model, cache, [longer]) == generate(model, fresh, [longer])
