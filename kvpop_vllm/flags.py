@@ -90,6 +90,10 @@ SETTINGS = (
         choices=("uniform", "pyramid", "ada"), file=True,
     ),
     Setting(
+        "calibration", str, "DIR", "Folder of 'kvpop calibrate', whose shares of layers and heads and whose window are served",
+        "none", "; with --kv-policy auto also its policy and budget",
+    ),
+    Setting(
         "protect_prompt", str, "all|N", "Never evict the prompt, or its first N tokens",
         "all under random, vase and rkv, 0 elsewhere", "; these are shared by vLLM's prefix cache", protects=True,
     ),

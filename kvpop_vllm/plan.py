@@ -24,7 +24,7 @@ from kvpop_vllm.policies.base import ModelShape, Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
-from kvpop_vllm.scorers.model_config import read_config, shape_of, size, text_config
+from kvpop_vllm.scorers.model_config import read_config, rotation_of, shape_of, size, text_config
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES, SERVED_LAYERS, refused
 
 SHARES = (2, 4, 8)
@@ -45,7 +45,7 @@ def plan(options) -> None:
     config = read_config(options.model)
     text, sizes = text_config(config), shape_of(config, Path(options.model) / "config.json")
     length = options.max_model_len or _positions(options.model, text)
-    shape = ModelShape(**sizes, max_model_len=length)
+    shape = ModelShape(**sizes, max_model_len=length, rotation=rotation_of(config))
     _check_served(options.model, shape, config)
     if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
         raise ConfigError(
@@ -172,6 +172,7 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
         scorer=mine,
         correction=options.correction,
         allocator=options.allocator,
+        calibration=options.calibration,
         protect_prompt=options.protect_prompt,
     )
     if cls.scorer_kind is None or mine:

@@ -19,6 +19,7 @@ POLICIES = (
     "teacher",
     "correction",
     "allocator",
+    "calibration",
     "protect_prompt",
     "sinks",
     "window",
@@ -94,6 +95,9 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         "allocator",
         "each that can be served with each of these, as --kv-allocator (default: each policy's own); a pair that cannot be is an error",
         nargs="+",
+    )
+    add_setting(
+        command, "calibration", "each policy also with the shares and window of this folder of 'kvpop calibrate'"
     )
     add_setting(
         command,

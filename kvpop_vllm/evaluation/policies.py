@@ -35,7 +35,8 @@ class PolicySpec:
         policy: name in the registry.
         scorer: folder of the scorer, or None.
         correction: value of ``--kv-correction``, None for the policy's own.
-        allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer.
+        allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer or calibration.
+        calibration: value of ``--kv-calibration``, or None.
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
             that compress prompts.
@@ -47,6 +48,7 @@ class PolicySpec:
     scorer: str | None = None
     correction: str | None = None
     allocator: str | None = None
+    calibration: str | None = None
     protect: bool | int | None = None
     prompt: int | None = None
     seed: int = 0
@@ -66,6 +68,10 @@ class PolicySpec:
         own = None if measured else policies.get(self.policy).default_allocator
         name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator)
+
+    def calibrated(self, folder: str) -> PolicySpec:
+        """Return a copy with a calibration."""
+        return replace(self, name=f"{self.name}+{folder}", calibration=folder)
 
     def protecting(self, protect: bool | int, unasked: bool | int) -> PolicySpec:
         """Return a copy that never evicts prompts or their first tokens.
@@ -93,7 +99,7 @@ class PolicySpec:
             ConfigError: the policy cannot be used with these settings; the message names options of `kvpop
                 eval`.
         """
-        own = {name: getattr(self, name) for name in ("scorer", "correction", "allocator")}
+        own = {name: getattr(self, name) for name in ("scorer", "correction", "allocator", "calibration")}
         settings = PolicySettings(self.policy, budget, sinks=sinks, window=window, protect_prompt=self.protect, **own)
         try:
             policy = policies.get(self.policy)(settings, model)

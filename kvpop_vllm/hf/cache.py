@@ -11,7 +11,7 @@ import torch
 from transformers import Cache
 
 from kvpop_vllm.compaction.place import ids_behind
-from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
+from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
 from kvpop_vllm.hf.cartridges import slots_of
@@ -27,6 +27,7 @@ from kvpop_vllm.hf.checks import (
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
+from kvpop_vllm.policies import parse_settings
 from kvpop_vllm.scorers.init import gives_up_channel
 
 
@@ -72,6 +73,7 @@ class KVpopCache(Cache, AttentionCache):
         scorer: scorer folder; by default the model's own scorer if it is a full checkpoint.
         correction: as in :class:`kvpop_vllm.config.PolicySettings`.
         allocator: as in :class:`kvpop_vllm.config.PolicySettings`.
+        calibration: as in :class:`kvpop_vllm.config.PolicySettings`.
         protect_prompt: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row.
         cartridge: folder of a cartridge (``kvpop compact``) with which every row begins, or several in order.
             Neither inputs nor positions that are given count its slots. One that stands in a chat's message holds
@@ -109,6 +111,7 @@ class KVpopCache(Cache, AttentionCache):
         scorer: str | PathLike | None = None,
         correction: str | None = None,
         allocator: str | PathLike | None = None,
+        calibration: str | PathLike | None = None,
         protect_prompt: bool | int | Sequence[bool | int] | None = None,
         cartridge: str | PathLike | Sequence[str | PathLike] = (),
         max_length: int | None = None,
@@ -122,11 +125,11 @@ class KVpopCache(Cache, AttentionCache):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         given = dict(policy=policy, compression=compression, sinks=sinks, window=window)
         given |= dict(correction=correction)
-        for name, value in (("scorer", scorer), ("allocator", allocator)):
+        for name, value in (("scorer", scorer), ("allocator", allocator), ("calibration", calibration)):
             given[name] = str(value) if isinstance(value, PathLike) else value
         try:
             self._rows = Rows(budget, protect_prompt, seed, prompt)
-            settings = PolicySettings.parse(given | self._rows.settings())
+            settings = parse_settings(given | self._rows.settings())
             self.policy = resolve(model, settings, max_length)
             self._rows.check(self.policy)
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)

@@ -13,7 +13,7 @@ from kvpop_vllm.hf.full_checkpoint import scorer_tensors
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers import parse_config
-from kvpop_vllm.scorers.model_config import shape_of
+from kvpop_vllm.scorers.model_config import rotation_of, shape_of
 
 
 def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | None) -> Policy:
@@ -33,7 +33,7 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
         raise ConfigError(f"max_length must be an integer of at least 1, got {max_length!r}")
     if length is None:
         raise ConfigError("the model's config does not say how many positions it has: give max_length")
-    shape = ModelShape(**shape_of(config, "the model's config"), max_model_len=length)
+    shape = ModelShape(**shape_of(config, "the model's config"), max_model_len=length, rotation=rotation_of(config))
     section = getattr(config, "kvpop", None)
     if cls.scorer_kind is None or settings.scorer is not None or section is None:
         return cls(settings, shape)

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import torch
 
+from kvpop_vllm.calibration.shares import Calibration, read_calibration
 from kvpop_vllm.config import (
     CORRECTIONS,
     DEFAULT_SINKS,
@@ -30,7 +31,7 @@ from kvpop_vllm.config import (
 )
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes, RetentionRule, TokenScorer
 from kvpop_vllm.kernels.regions import Shares
-from kvpop_vllm.policies.allocators import ALLOCATORS, Allocator, allocator_of
+from kvpop_vllm.policies.allocators import ALLOCATORS, CALIBRATED, Allocator, allocator_of, proportional
 from kvpop_vllm.scorers import Gate
 
 
@@ -82,6 +83,7 @@ class ModelShape:
         max_model_len: longest sequence, in tokens.
         hidden_size: E, width of the hidden states, or None if unknown.
         num_heads: query heads of the whole model, or None if unknown.
+        rotation: rotary embeddings (:func:`kvpop_vllm.scorers.model_config.rotation_of`), or None if unknown.
     """
 
     model_type: str
@@ -91,6 +93,7 @@ class ModelShape:
     max_model_len: int
     hidden_size: int | None = None
     num_heads: int | None = None
+    rotation: str | None = None
 
     @classmethod
     def of(cls, model: str | PathLike, max_model_len: int) -> ModelShape:
@@ -104,8 +107,9 @@ class ModelShape:
             ConfigError: the file cannot be read, or does not describe a language model.
         """
         from kvpop_vllm.scorers.init import full_shape
+        from kvpop_vllm.scorers.model_config import read_config, rotation_of
 
-        return cls(**full_shape(model), max_model_len=max_model_len)
+        return cls(**full_shape(model), max_model_len=max_model_len, rotation=rotation_of(read_config(model)))
 
 
 @dataclass
@@ -180,15 +184,31 @@ class Policy(ABC):
             self.checked_shares(slice(None))
         self._check_limits()
 
+    @functools.cached_property
+    def calibration(self) -> Calibration | None:
+        """Contents of the calibration (``--kv-calibration``), or None without one."""
+        folder = self.settings.calibration
+        if folder is None:
+            return None
+        if self.keeps_all or self.compresses:
+            why = "keeps every token" if self.keeps_all else "compresses prompts, for which nothing is calibrated"
+            raise ConfigError(f"--kv-policy {self.name} {why}: leave --kv-calibration out")
+        found = read_calibration(folder)
+        found.check_model(self.model, folder)
+        return found
+
     def _resolve(self, settings: PolicySettings) -> Retention:
+        window, window_share = self.default_window, self.window_share
+        if self.calibration is not None and self.name in self.calibration.windows:
+            window, window_share = None, self.calibration.windows[self.name]
         kept = resolve_retention(
             settings,
             self.model.max_model_len,
             self.scorer_shape(),
             keeps_all=self.keeps_all,
             sinks=self.default_sinks,
-            window_share=self.window_share,
-            window=self.default_window,
+            window_share=window_share,
+            window=window,
         )
         self.check_retention(kept)
         return kept
@@ -298,7 +318,8 @@ class Policy(ABC):
     @property
     def allocator(self) -> str:
         """Name of the allocator that distributes the budget over layers and heads, or its file (``--kv-allocator``)."""
-        return self.settings.allocator or self.default_allocator
+        calibrated = self.calibration is not None and self.calibration.shares is not None
+        return self.settings.allocator or (CALIBRATED if calibrated else self.default_allocator)
 
     @functools.cached_property
     def allocate(self) -> Allocator:
@@ -307,6 +328,8 @@ class Policy(ABC):
         Raises:
             ConfigError: as :func:`kvpop_vllm.policies.allocators.allocator_of`.
         """
+        if self.allocator == CALIBRATED:
+            return functools.partial(proportional, self.calibration.shares)
         return allocator_of(self.allocator, self.model.num_layers, self.model.num_kv_heads)
 
     @property

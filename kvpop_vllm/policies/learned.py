@@ -54,7 +54,8 @@ class Learned(Policy):
 
     @property
     def allocator(self):
-        return MEASURED if self.settings.allocator is None and self.config.shares else super().allocator
+        measured = self.settings.allocator is None and self.calibration is None and self.config.shares
+        return MEASURED if measured else super().allocator
 
     @functools.cached_property
     def allocate(self):

@@ -7,6 +7,7 @@ Config files spell sizes in different ways, nest them, and leave out what equals
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,9 @@ NAMES = {
     "positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
 }
 """Names of the other sizes. Only configs that transformers does not know use more than the first of most."""
+
+ROTATION = "rope_parameters", "rope_theta", "partial_rotary_factor", "no_rope_layers"
+"""Keys of a config that describe rotary embeddings."""
 
 
 def resolve(config: Mapping | Any, source: str | Path) -> Any:
@@ -135,3 +139,23 @@ def _kv_heads(text: Any, heads: int) -> Any:
         if getattr(text, "multi_query", False):
             return 1
     return next((value for name in KV_HEADS if (value := getattr(text, name, None))), heads)
+
+
+def rotation_of(config: Mapping | Any) -> str:
+    """Return a text that is equal for configs with the same rotary embeddings.
+
+    Args:
+        config: a resolved config.
+    """
+    text = text_config(config)
+    rotation = {name: getattr(text, name, None) for name in ROTATION}
+    return json.dumps(_spelled_out(rotation), sort_keys=True)
+
+
+def _spelled_out(value: Any) -> Any:
+    """Return a value of a config with mappings as dicts without None, and numbers as floats."""
+    if isinstance(value, Mapping):
+        return {str(key): _spelled_out(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [_spelled_out(part) for part in value]
+    return float(value) if type(value) is int else value

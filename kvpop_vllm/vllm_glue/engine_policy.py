@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.utils.weak import WeakIdKeyDictionary
 from vllm.config import get_current_vllm_config_or_none
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, STOCK_ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ def choose_model_class(vllm_config: VllmConfig) -> None:
 def engine_shape(model: ModelConfig) -> ModelShape:
     """Return the shape of a model as vLLM counts it."""
     from kvpop_vllm.policies.base import ModelShape
+    from kvpop_vllm.scorers.model_config import rotation_of
 
     return ModelShape(
         model_type=model.hf_text_config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),
@@ -145,6 +146,7 @@ def engine_shape(model: ModelConfig) -> ModelShape:
         max_model_len=model.max_model_len,
         hidden_size=model.get_hidden_size(),
         num_heads=model.model_arch_config.total_num_attention_heads,
+        rotation=rotation_of(model.hf_text_config),
     )
 
 
@@ -152,7 +154,7 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
     from kvpop_vllm import policies
     from kvpop_vllm.scorers import parse_config
 
-    settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+    settings = policies.parse_settings(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
     model = vllm_config.model_config
     if model.original_max_model_len == -1 and settings.compression is not None and not cls.keeps_all:

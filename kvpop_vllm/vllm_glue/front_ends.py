@@ -94,4 +94,4 @@ def settings_of(vllm_config: VllmConfig) -> dict:
     settings |= {"max_budget": policy.max_budget, "protect_prompt": policy.protect, "max_protect": policy.max_protect}
     settings["cartridge"] = sorted(settings["cartridge"] or ())
     settings["allocator"] = policy.allocator if policy.allocator in ALLOCATORS else "a file"
-    return {name: settings[name] for name in FLAGS if name not in ("compression", "scorer")}
+    return {name: settings[name] for name in FLAGS if name not in ("calibration", "compression", "scorer")}

@@ -398,7 +398,7 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     from kvpop_vllm import policies
 
     contract.check_imports(Path(vllm.__file__).parent)
-    settings = PolicySettings.parse(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
+    settings = policies.parse_settings(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
     refusals.check_arguments(engine_args)
     protects = refusals.check_prefix_caching(engine_args, cls, settings)
