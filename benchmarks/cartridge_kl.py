@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.cartridge_training import stop_tokens
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import corpus_of, load
 from kvpop_vllm.compaction.sampling import TransformersSampler
-from kvpop_vllm.compaction.trained import Packed
-from kvpop_vllm.compaction.training import stop_tokens
+from kvpop_vllm.compaction.trained_cache import Packed
 from kvpop_vllm.distill.run import load_tokenizer
 
 

@@ -14,16 +14,16 @@ from itertools import islice
 
 import torch
 
+from kvpop_vllm.compaction.compactor_training import StillOptions, example_of, still_losses
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.compaction.still_files import read_compactor
-from kvpop_vllm.compaction.still_training import StillOptions, example_of, still_losses
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.haystack import rows_in_turn, single_documents, units_of
 from kvpop_vllm.evaluation.output import format_table, progress
 from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
+from kvpop_vllm.model_shape import vocabulary_of
 
 SINKS = 4
 """First tokens that the comparison keeps beside the last ones."""

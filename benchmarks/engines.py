@@ -115,7 +115,7 @@ def configurations(options, folder: Path) -> dict:
     policies = {name: {"policy": name, "budget": options.budget} for name in options.policies}
     # none is shipped; an untrained one takes as long
     for name in set(policies) & {"kvpop-mlp", "kvpop-linear"}:
-        from kvpop_vllm.scorers.init import init_scorer
+        from kvpop_vllm.scorers.untrained import init_scorer
 
         init_scorer(options.model, str(folder / name), scorer=name.removeprefix("kvpop-"))
         policies[name]["scorer"] = str(folder / name)

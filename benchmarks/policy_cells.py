@@ -17,7 +17,6 @@ from kernel_steps import Steps
 
 from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.backends import TransformersBackend
@@ -26,7 +25,7 @@ from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.tasks import CHARACTERS
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape, vocabulary_of
 
 SAME = 0.02
 """Divergence in nats a token that bfloat16 rounding may cause before anything is evicted; 0.002 is usual."""

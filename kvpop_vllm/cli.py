@@ -37,7 +37,7 @@ def fetch_demo_model(options: argparse.Namespace) -> None:
 
 def init_scorer(options: argparse.Namespace) -> None:
     """Run ``kvpop init-scorer``."""
-    from kvpop_vllm.scorers.init import init_scorer
+    from kvpop_vllm.scorers.untrained import init_scorer
 
     chosen = {name: getattr(options, name) for name in ("scorer", "sinks", "window", "topk", "seed")}
     init_scorer(options.model, options.directory, **{name: v for name, v in chosen.items() if v is not None})
@@ -100,28 +100,28 @@ def plan(options: argparse.Namespace) -> None:
 
 def serve(arguments: Sequence[str]) -> None:
     """Run ``kvpop serve``: end this program, and begin ``vllm serve`` in its place."""
-    from kvpop_vllm.vllm_glue.doctor import serve
+    from kvpop_vllm.vllm_glue.start.doctor import serve
 
     serve(arguments)
 
 
 def doctor(arguments: Sequence[str]) -> int:
     """Run ``kvpop doctor``; return its exit code."""
-    from kvpop_vllm.vllm_glue.doctor import doctor
+    from kvpop_vllm.vllm_glue.start.doctor import doctor
 
     return doctor(arguments)
 
 
 def vllm_backend() -> type:
     """Return the evaluation backend that runs vLLM's engine."""
-    from kvpop_vllm.vllm_glue.evaluation import EngineBackend
+    from kvpop_vllm.vllm_glue.extras.evaluation import EngineBackend
 
     return EngineBackend
 
 
 def vllm_sampler() -> Callable:
     """Return the function that starts vLLM to make the conversations of `kvpop compact`."""
-    from kvpop_vllm.vllm_glue.self_study import engine_sampler
+    from kvpop_vllm.vllm_glue.extras.self_study import engine_sampler
 
     return engine_sampler
 

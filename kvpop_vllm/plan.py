@@ -20,12 +20,19 @@ from kvpop_vllm.cache.accounting import (
 )
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.policies.base import ModelShape, Policy
+from kvpop_vllm.model_shape import (
+    ModelShape,
+    positions_of,
+    read_model_config,
+    rotation_of,
+    scorer_sizes,
+    shape_of,
+    text_config,
+)
+from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
-from kvpop_vllm.scorers.init import model_shape
-from kvpop_vllm.scorers.model_config import read_config, rotation_of, shape_of, size, text_config
-from kvpop_vllm.supported import DTYPES, HEAD_SIZES, SERVED_LAYERS, refused
+from kvpop_vllm.supported import DTYPES, HEAD_SIZES, unserved
 
 SHARES = (2, 4, 8)
 """Divisors of the longest request's tokens that give the default budgets."""
@@ -42,9 +49,9 @@ def plan(options) -> None:
     Raises:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
-    config = read_config(options.model)
+    config = read_model_config(options.model)
     text, sizes = text_config(config), shape_of(config, Path(options.model) / "config.json")
-    length = options.max_model_len or _positions(options.model, text)
+    length = options.max_model_len or _positions(options.model, config)
     shape = ModelShape(**sizes, max_model_len=length, rotation=rotation_of(config))
     _check_served(options.model, shape, config)
     if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
@@ -60,7 +67,7 @@ def plan(options) -> None:
     given = None
     if options.scorer:
         config = read_scorer(options.scorer)[0]
-        check_model(config, **model_shape(options.model), source=options.scorer)
+        check_model(config, **scorer_sizes(options.model), source=options.scorer)
         given = config.scorer
     if options.prompt_length is not None and options.prompt_length > length:
         raise ConfigError(
@@ -127,14 +134,14 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
     return max((request_bytes(*lengths, retention, shares, own) for own in prompts), key=lambda held: held.blocks)
 
 
-def _positions(folder: str, text: Any) -> int:
-    """Return the number of positions of a model with a text config, in tokens.
+def _positions(folder: str, config: Any) -> int:
+    """Return the number of positions of a model, in tokens.
 
     Raises:
         ConfigError: its config does not say.
     """
-    positions = size(text, "positions")
-    if type(positions) is not int or positions < 1:
+    positions = positions_of(config)
+    if positions is None:
         raise ConfigError(f"{folder}: config.json has no max_position_embeddings: give --max-model-len")
     return positions
 
@@ -146,15 +153,13 @@ def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
         ConfigError: it does.
     """
     text = text_config(config)
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     features = {
         "MLA": getattr(text, "kv_lora_rank", None) is not None,
         "encoder-decoder": getattr(config, "is_encoder_decoder", False),
-        "recurrent": not (SERVED_LAYERS | {"attention"}).issuperset(kinds),
         "sliding-window": getattr(config, "rswa_window", None),
     }
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
-    reasons += dict.fromkeys(feature.feature for feature in refused(text, features, shape.max_model_len))
+    reasons += unserved(text, features, shape.max_model_len)
     if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
 
@@ -172,7 +177,6 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
         scorer=mine,
         correction=options.correction,
         allocator=options.allocator,
-        calibration=options.calibration,
         protect_prompt=options.protect_prompt,
     )
     if cls.scorer_kind is None or mine:

@@ -24,7 +24,7 @@ BUDGET, PROTECT, CARTRIDGES, SEED, REPORT = KEYS = (
 )
 """Keys of a request."""
 RESOLVED = "kvpop"
-"""Key of ``extra_args`` that holds the resolved :class:`RequestCache`."""
+"""Key of ``extra_args`` of every checked request, with the resolved :class:`RequestCache`, None if it asked for nothing."""
 OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")
 """Keys of vLLM with the same prefix as the keys of this package."""
 
@@ -108,6 +108,11 @@ def of_params(params: object) -> RequestCache | None:
         return None
     *numbers, cartridges = told
     return RequestCache(*numbers, tuple(Placed(*each) for each in cartridges))
+
+
+def is_checked(params: object) -> bool:
+    """Return whether sampling parameters come from a front end that has checked what the request asks for."""
+    return RESOLVED in (getattr(params, "extra_args", None) or {})
 
 
 def wants_report(params: object) -> bool:

@@ -75,8 +75,8 @@ def _has_sinks(text: Any, tokens: int | None) -> bool:
     return kind == "gpt_oss" or any(value and "attention_sink" in name for name, value in vars(text).items())
 
 
-SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers in transformers' configs that are served, the second where no text exceeds its window."""
+SERVED_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Kinds of layers in transformers' configs that are served, the last where no text exceeds its window."""
 
 
 def sliding_window(text: Any) -> int | None:
@@ -164,3 +164,13 @@ def refused(text: Any, seen: Mapping[str, Any], tokens: int | None = None) -> li
     """
     assert seen.keys() <= REFUSED.keys()
     return [feature for name, feature in REFUSED.items() if seen.get(name) or feature.declared(text, tokens)]
+
+
+def unserved(text: Any, features: Mapping[str, Any], tokens: int | None) -> list[str]:
+    """Return the refused features of a model of transformers, as errors call them; see :func:`refused`.
+
+    Layers of kinds that are not served are among them. An engine finds those by their state instead.
+    """
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    features = {"recurrent": not SERVED_LAYERS.issuperset(kinds), **features}
+    return list(dict.fromkeys(feature.feature for feature in refused(text, features, tokens)))

@@ -217,11 +217,11 @@ FAULTS = {
         ("blocks += layout.blocks(own, «tail→retention».budget)", "tests/cache"),
         ("return sorted({0, longest, *range(max(1, last - size + «1→2»), last + 1)})", "tests/cache/test_protected.py"),
     ],
-    "kvpop_vllm/vllm_glue/cache_spec.py": [
+    "kvpop_vllm/vllm_glue/run/cache_spec.py": [
         # a page too few
         ("prefix, own = cdiv(min(length, protected)«→ - 1», self.block_size)", "tests/cache/test_protected.py"),
     ],
-    "kvpop_vllm/vllm_glue/contract.py": [
+    "kvpop_vllm/vllm_glue/start/contract.py": [
         ("list(names[: len(leading)]) == leading «and→or» set(named)", f"{CONTRACT} -k parameters"),
         ("return name in code.co_names or «→True or »(late", f"{CONTRACT} -k every_lack"),
     ],
@@ -229,7 +229,7 @@ FAULTS = {
         # a module that cannot be imported stops stock servers
         ("    except «Exception→OSError» as error:", f"{FAIL_SAFE} -k imported"),
     ],
-    "kvpop_vllm/vllm_glue/doctor.py": [
+    "kvpop_vllm/vllm_glue/start/doctor.py": [
         ("    «check_installed()→pass»\n    command =", "tests/engine/test_doctor.py -k neither")
     ],
     "kvpop_vllm/distill/shares.py": [

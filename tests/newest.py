@@ -6,7 +6,7 @@ the newest releases that the bounds allow, and one for each release that is newe
 bound is lifted and the others are as installed here. The newest torch has one as well, because the first has torch
 for CPUs. These environments hold no vLLM, which would choose the versions of the others, so tests that need it are
 left out there. They run with the newest vLLM in the environment of ``make setup VLLM=...``. A vLLM that this cannot
-install is read (``vllm_glue/contract.py``).
+install is read (``vllm_glue/start/contract.py``).
 
 The last lines are a table with a line per release. The exit code is 1 if a release within the bounds breaks a test.
 """
@@ -139,12 +139,19 @@ def lines(project: Mapping, pins: Mapping[str, str]) -> list[str]:
 
 
 def lift(tree: Path, release: Release) -> None:
-    """Have the files of a tree that state the bounds of a release allow it alone."""
-    for file in map(tree.joinpath, STATED):
-        text = file.read_text(encoding="utf-8")
-        # bounds of others may be equal, but not the name before them
-        stated = re.compile(rf'({release.name}(?: = ")?){re.escape(release.bounds)}', re.IGNORECASE)
-        file.write_text(stated.sub(rf"\g<1>=={release.version}", text), encoding="utf-8")
+    """Have the files of a tree that state the bounds of a release allow it alone.
+
+    Raises:
+        SystemExit: one states other bounds, or ``pyproject.toml`` none, so that other versions would be tried.
+    """
+    # bounds of other packages may be equal, but not the name before them
+    stated = re.compile(rf'\b({re.escape(release.name)}(?: = ")?)([<>=!~][^";\n]*)', re.IGNORECASE)
+    for name in STATED:
+        text = (tree / name).read_text(encoding="utf-8")
+        bounds = {match[2] for match in stated.finditer(text)}
+        if bounds - {release.bounds} or not bounds and name == PROJECT:
+            raise SystemExit(f"{name} states {sorted(bounds) or 'no bounds'} of {release.name}, not {release.bounds}")
+        (tree / name).write_text(stated.sub(rf"\g<1>=={release.version}", text), encoding="utf-8")
 
 
 def project_of(tree: Path) -> dict:
@@ -267,7 +274,7 @@ def read_vllm(release: Release) -> Outcome:
         return Outcome("pip cannot download it (see above)", False)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith(".py")])
-    command = [sys.executable, "-m", "kvpop_vllm.vllm_glue.contract", folder / "vllm"]
+    command = [sys.executable, "-m", "kvpop_vllm.vllm_glue.start.contract", folder / "vllm"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return Outcome("read, not run: " + "; ".join(done.stdout.splitlines()[-4:]), done.returncode == 0)
 

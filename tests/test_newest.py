@@ -11,7 +11,7 @@ import pytest
 from newest import ROOT, Outcome, Release
 from test_cpu_env import write_wheel
 
-from kvpop_vllm.supported import VLLM
+from kvpop_vllm.supported import TRANSFORMERS, VLLM
 
 PROJECT = newest.project_of(ROOT)
 
@@ -49,13 +49,32 @@ def test_environments_have_no_vllm_and_one_version_is_chosen():
     assert not {"tests/test_refusals.py", "tests/engine/test_doctor.py", "tests/hf/test_engine.py"} & set(modules)
 
 
-def test_a_bound_is_lifted_wherever_it_is_stated(tmp_path):
+@pytest.fixture
+def tree(tmp_path):
+    """Return a folder with the files that state bounds."""
     for name in newest.STATED:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    newest.lift(tmp_path, Release("vllm", "9.9", VLLM, True))
-    project, code = ((tmp_path / name).read_text() for name in newest.STATED)
-    assert '"vllm==9.9"' in project and 'VLLM = "==9.9"' in code and VLLM not in project + code
+    return tmp_path
+
+
+def test_a_bound_is_lifted_wherever_it_is_stated(tree):
+    for name, bounds in (("vllm", VLLM), ("transformers", TRANSFORMERS)):
+        newest.lift(tree, Release(name, "9.9", bounds, True))
+        project, code = ((tree / file).read_text() for file in newest.STATED)
+        assert f'"{name}==9.9"' in project and f'{name.upper()} = "==9.9"' in code and bounds not in project + code
+
+
+def test_a_bound_that_is_not_stated_is_not_lifted(tree):
+    """Else the other versions of the bounds would be tried, and nothing would say so."""
+    with pytest.raises(SystemExit, match=r"^pyproject.toml states no bounds of torch, not <2$"):
+        newest.lift(tree, Release("torch", "9.9", "<2", True))
+    with pytest.raises(SystemExit, match=r"^pyproject.toml states \['>=0.*'\] of vllm, not <2$"):
+        newest.lift(tree, Release("vllm", "9.9", "<2", True))
+    supported = tree / newest.STATED[1]
+    supported.write_text(supported.read_text().replace(VLLM, "<1"))
+    with pytest.raises(SystemExit, match=r"^kvpop_vllm/supported.py states \['<1'\] of vllm, not >=0"):
+        newest.lift(tree, Release("vllm", "9.9", VLLM, True))
 
 
 def test_outcomes_are_those_of_pytest(tmp_path):

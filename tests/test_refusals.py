@@ -25,13 +25,13 @@ from safetensors.torch import load_file, save_file
 from kvpop_vllm import policies
 from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, TrainedBudget, check_spelling, resolve_retention
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.requests import named as cartridges_named
 from kvpop_vllm.requests import resolve
 from kvpop_vllm.scorers import checkpoint
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
 from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
-from kvpop_vllm.scorers.init import init_scorer
+from kvpop_vllm.scorers.untrained import init_scorer
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 NAN, MANY = float("nan"), 2**40
@@ -639,7 +639,7 @@ def test_other_platforms(configure, llama):
 
     tests/engine/test_cuda_contract.py tests platforms that do.
     """
-    from kvpop_vllm.vllm_glue import refusals
+    from kvpop_vllm.vllm_glue.start import refusals
 
     vllm_config = configure(llama)
     for platform, named in (

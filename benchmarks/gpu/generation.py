@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
 
 from gpu.clock import bandwidth, graph_of, milliseconds
 from gpu.sections import Bench, Case, ops_take
-from kvpop_vllm.distill.hook import CACHE_NAME
 from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.model_hook import CACHE_NAME
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
 QWEN3_8B = Qwen3Config(

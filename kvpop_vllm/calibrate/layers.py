@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import Dense
+from kvpop_vllm.model_hook import Dense
 
 BATCH = 16
 """Variants that run at once."""
@@ -24,7 +24,7 @@ class RowReplay:
     """A row of tokens that was read with dense attention, and whose layers can run again.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
         tokens: ``[S]``.
         queries: number of last queries that run again.
     """
@@ -72,7 +72,7 @@ class RowReplay:
 
         Args:
             layer: the first layer that runs again.
-            attend: its attention, see :class:`kvpop_vllm.distill.hook.Attend`; it has the attributes ``variants``, V, and
+            attend: its attention, see :class:`kvpop_vllm.model_hook.Attend`; it has the attributes ``variants``, V, and
                 ``everywhere``, True if it is that of all later layers too.
         """
         hidden = self.inputs[layer][0].expand(attend.variants, -1, -1)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from kvpop_vllm.calibrate.layers import POSITIONS
 from kvpop_vllm.calibrate.records import Records
-from kvpop_vllm.distill.hook import Dense
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
-from kvpop_vllm.evaluation.served import Served
+from kvpop_vllm.evaluation.serving_kernels import Served
 from kvpop_vllm.files import write_whole
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_hook import Dense
+from kvpop_vllm.model_shape import ModelShape
 
 STRIDE = 4
 """Every so many predictions of a row are compared."""
@@ -46,7 +46,7 @@ class Passes:
     """Passes of a model over rows of text under policies; what was measured is kept.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
         shape: the model as policies see it.
         protect: True to protect the prompts of rows.
         records: where measurements are kept.

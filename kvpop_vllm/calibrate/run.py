@@ -21,14 +21,15 @@ from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
 from kvpop_vllm.calibration.shares import AUTO, Calibration
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
-from kvpop_vllm.distill.hook import check_length, load_config, load_model, longest, vocabulary_of
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation.output import format_table, note, progress
 from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio, estimate
 from kvpop_vllm.files import write_whole
+from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.model_shape import ModelShape, check_length, positions_of, read_model_config, vocabulary_of
 from kvpop_vllm.policies.allocators import proportional
-from kvpop_vllm.policies.base import ModelShape, Order
+from kvpop_vllm.policies.base import Order
 from kvpop_vllm.roles import Retention
 
 VERSION = 1
@@ -108,7 +109,7 @@ class Calibrator:
 
     def __init__(self, options: Options):
         self.options, self.policies = options, check_policies(options.policies)
-        most = longest(load_config(options.model))
+        most = positions_of(read_model_config(options.model))
         self.length = min(options.length, most or options.length)
         if self.length < 64:
             raise ConfigError(f"--length {self.length} is too short to shrink: give at least 64")

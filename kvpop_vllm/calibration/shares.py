@@ -31,7 +31,7 @@ class Calibration:
         num_layers: its decoder layers.
         num_kv_heads: its KV heads.
         head_dim: its head size.
-        rotation: its rotary embeddings (:func:`kvpop_vllm.scorers.model_config.rotation_of`).
+        rotation: its rotary embeddings (:func:`kvpop_vllm.model_shape.rotation_of`).
         unit: one of :data:`UNITS`.
         shares: ``[layers][H]``, long-range slots of each head over the mean; None if all are equal.
         windows: for each measured policy the window as a fraction of ``B - s``.

@@ -30,8 +30,7 @@ from kvpop_vllm.compaction.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
-from kvpop_vllm.scorers import model_config
-from kvpop_vllm.scorers.model_config import shape_of, text_config
+from kvpop_vllm.model_shape import read_model_config, shape_of, text_config
 
 __all__ = [
     "Cartridge",
@@ -389,7 +388,7 @@ def _resolved(model: str | Path | Mapping | object) -> dict:
     """
     if isinstance(model, Mapping):
         return dict(model)
-    text = text_config(model_config.read_config(model) if isinstance(model, str | Path) else model)
+    text = text_config(read_model_config(model) if isinstance(model, str | Path) else model)
     return text.to_dict() if hasattr(text, "to_dict") else dict(vars(text))
 
 

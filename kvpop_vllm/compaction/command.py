@@ -150,8 +150,8 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
 
 def run_training(options: argparse.Namespace, engine: Callable) -> None:
     """Run `kvpop compact --method cartridge`; see :func:`run_compact`."""
+    from kvpop_vllm.compaction.cartridge_training import Training, train_cartridge
     from kvpop_vllm.compaction.run import CompactOptions
-    from kvpop_vllm.compaction.training import Training, train_cartridge
 
     chosen = {name: getattr(options, name) for name in ("method", "chunk", *COMMON)}
     settings = CompactOptions(**chosen, slots=options.slots or SLOTS, allocator=options.kv_allocator)
@@ -195,7 +195,7 @@ def add_train_compactor(commands) -> None:
 
 def run_train_compactor(options: argparse.Namespace) -> None:
     """Run `kvpop train-compactor`; see :func:`run_compact` for errors."""
-    from kvpop_vllm.compaction.still_training import StillOptions, train_compactor
+    from kvpop_vllm.compaction.compactor_training import StillOptions, train_compactor
 
     names = ("slots", "window", "steps", "batch", "lr", "kl", "ce", "dtype", "seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kvpop_vllm.compaction.place import Place
+from kvpop_vllm.compaction.prompt_place import Place
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import write_whole
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import DynamicCache
 
-from kvpop_vllm.compaction.place import Place
+from kvpop_vllm.compaction.prompt_place import Place
 from kvpop_vllm.compaction.reference import Reference
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import CACHE_NAME, NAME
+from kvpop_vllm.model_hook import CACHE_NAME, NAME
 
 REPEAT = "Repeat the text above word for word."
 PROMPTS = (
@@ -94,7 +94,7 @@ def self_study(
     """Return sampled answers of the model to prompts about the corpus, which it has read.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
         place: where the corpus stands.
         corpus: its ids.
         caches: keys and values ``[H, T, D]`` of every layer, of the T tokens of ``place.around(corpus)``.

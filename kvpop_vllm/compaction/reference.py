@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.compaction.attend import Recorder, attend
+from kvpop_vllm.compaction.cache_attention import Recorder, attend
 from kvpop_vllm.kernels.matching import Matching, match, padded
 
 
@@ -90,7 +90,7 @@ class Fitting:
 
     @torch.no_grad()
     def __call__(self, layer, q, k, v, scale):
-        """Fit one layer's cache and return its attention; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Fit one layer's cache and return its attention; see :class:`kvpop_vllm.model_hook.Attend`."""
         keys, values = self.caches[layer]
         by_head = q[0].unflatten(0, (keys.shape[0], -1))
         parts = [self._fit(by_head, keys, values, layer, i, scale) for i in range(len(self.chunks))]
@@ -138,7 +138,7 @@ def fit(model, fitting: Fitting, reference: Reference, tokens: int) -> list[tupl
     """Return every layer's compact keys, values and biases, in one pass over the reference tokens.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
         fitting: fit of the layers.
         reference: the reference tokens.
         tokens: T, where each sequence of them begins.

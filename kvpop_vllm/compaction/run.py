@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from kvpop_vllm import __version__
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, check_new, write_cartridge
-from kvpop_vllm.compaction.place import Place, place_of
+from kvpop_vllm.compaction.prompt_place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
 from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
@@ -22,14 +22,15 @@ from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.distill.chat import render
-from kvpop_vllm.distill.hook import load_config, load_model, longest
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
 from kvpop_vllm.kernels.matching import Matching
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.model_shape import positions_of, read_model_config
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.supported import SERVED_LAYERS, refused
+from kvpop_vllm.supported import unserved
 
 METHODS = ("attention-matching", "first", "last", "still")
 
@@ -51,7 +52,7 @@ class CompactOptions:
         answers: answers of self-study.
         matching: options of the fit.
         compactor: folder of the compactor of ``still``, which has as many slots.
-        place: see :func:`kvpop_vllm.compaction.place.place_of`.
+        place: see :func:`kvpop_vllm.compaction.prompt_place.place_of`.
         system: the same.
     """
 
@@ -140,7 +141,7 @@ def compact(model: str, data: str, out: str, options: CompactOptions, threads: i
         print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
     place = place_of(load_tokenizer(model), options.place, options.system)
     text, corpus = corpus_of(place, data)
-    check_length(place, len(corpus), slots, options.method, longest(load_config(model)))
+    check_length(place, len(corpus), slots, options.method, positions_of(read_model_config(model)))
     loaded = load(model, options.dtype)
     if still is None:
         layers, position = layers_of(loaded, place, corpus, slots, budgets, options)
@@ -223,10 +224,8 @@ def load(model: str, dtype: str) -> torch.nn.Module:
             than :func:`kvpop_vllm.compaction.rope.turned`.
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
-    text = loaded.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if found := refused(text, {"sliding-window": kinds - SERVED_LAYERS}, longest(loaded.config)):
-        raise ConfigError(f"a cartridge cannot serve a model with {found[0].feature}: choose another model")
+    if features := unserved(loaded.config.get_text_config(), {}, positions_of(loaded.config)):
+        raise ConfigError(f"a cartridge cannot serve a model with {features[0]}: choose another model")
     check_rotation(loaded, base_of(model)["rope"])
     return loaded
 
@@ -270,7 +269,7 @@ def layers_of(
         budgets: ``[L, H]``, slots of each head.
         options: what to do.
     """
-    positions, tokens = longest(model.config), place.around(corpus)
+    positions, tokens = positions_of(model.config), place.around(corpus)
     if options.method != "attention-matching":
         part = tokens[:slots] if options.method == "first" else place.head + tokens[len(place.head) - slots :]
         return [(k, v, None) for k, v in read_corpus(model, part)], slots

@@ -1,4 +1,4 @@
-"""Sampling of answers behind a shared prefix in transformers, for models loaded by ``distill.hook``."""
+"""Sampling of answers behind a shared prefix in transformers, for models loaded by :mod:`kvpop_vllm.model_hook`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Branches:
         self.seen: torch.Tensor | None = None
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         if self.own[layer] is not None:
             k, v = (torch.cat(pair, 2) for pair in zip(self.own[layer], (k, v), strict=True))
         self.own[layer] = k, v
@@ -54,7 +54,7 @@ class TransformersSampler:
     The last prefix is kept, so that it is read once for questions and answers.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
         stop: ids that end an answer.
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from kvpop_vllm.distill.retention import running_cutoffs
+from kvpop_vllm.distill.cutoffs import running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.roles import Retention
@@ -96,7 +96,7 @@ class _LostMass:
         self.lost = torch.zeros(layers, len(self.budgets), len(log_gammas), heads, dtype=torch.float64)
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         out, lse = dense_attention(q, k, v, scale)
         by_window = {r.window: self.student.score(layer, k, v, r)[0] for r in self.budgets}
         scores = [by_window[r.window] for r in self.budgets]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from kvpop_vllm.distill.hook import GateInputs
-from kvpop_vllm.distill.soft import after, by_age, soft_attention, soft_sizes
+from kvpop_vllm.distill.soft_evictions import after, by_age, soft_attention, soft_sizes
+from kvpop_vllm.model_hook import GateInputs
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Signals
 
@@ -21,7 +21,7 @@ Given = Callable[[int, Signals], torch.Tensor]
 
 
 class _Gated(GateInputs):
-    """Base class of an :class:`~kvpop_vllm.distill.hook.Attend` that also receives the attention's input."""
+    """Base class of an :class:`~kvpop_vllm.model_hook.Attend` that also receives the attention's input."""
 
     def __init__(self, gate_scores: Given):
         super().__init__()
@@ -54,7 +54,7 @@ class TrimKVAttend(_Gated):
         self.losses: dict[int, torch.Tensor] = {}
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         log_beta = self.scores(layer, k, v)[..., self.protected :]
         self.losses[layer] = capacity_loss(log_beta, self.capacity)
         return soft_attention(q, k, v, F.pad(log_beta, (self.protected, 0)), by_age, scale)
@@ -101,7 +101,7 @@ class DMSAttend(_Gated):
         self.evicted: dict[int, torch.Tensor] = {}
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         keep = self.scores(layer, k, v)
         logit = (self._noise(layer, keep) - keep) / self.tau
         alpha, sinks = logit.sigmoid(), self.roles.sinks

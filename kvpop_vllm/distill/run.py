@@ -13,15 +13,15 @@ from transformers import AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import DocumentRows, PackedTokens, Rows
-from kvpop_vllm.distill.hook import Dense, check_length, load_model, vocabulary_of
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.shares import divide_slots, expected_error, measure_errors
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.teacher import TeacherReader, settings_of, top_logits, write_rows
 from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.model_hook import Dense, load_model
+from kvpop_vllm.model_shape import check_length, scorer_sizes, vocabulary_of
 from kvpop_vllm.scorers import GATES, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer, write_scorer
-from kvpop_vllm.scorers.init import model_shape
 
 
 def load_tokenizer(model: str | Path):
@@ -187,7 +187,7 @@ def write_shares(
         torch.set_num_threads(threads)
     _check_alone("shares")
     config, layers = read_scorer(scorer)
-    check_model(config, **model_shape(model), source=scorer)
+    check_model(config, **scorer_sizes(model), source=scorer)
     if config.scorer in GATES:
         raise ConfigError(
             f"{scorer} holds a gate ({config.scorer}), and shares are measured for scorers of keys and values"

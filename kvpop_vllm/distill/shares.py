@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from kvpop_vllm.distill.retention import running_cutoffs
+from kvpop_vllm.distill.cutoffs import running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.kernels import ops
@@ -36,7 +36,7 @@ class _Errors:
         self.errors = torch.zeros(config.num_layers, config.num_kv_heads, len(PARTS), dtype=torch.float64)
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         out, _ = dense_attention(q, k, v, scale)
         score, log_gamma = self.student.score(layer, k, v, self.budget)
         first, size = self.budget.budget, out[:, :, self.budget.budget :].float().square().sum()

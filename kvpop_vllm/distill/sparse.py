@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.distill.retention import running_cutoffs
+from kvpop_vllm.distill.cutoffs import running_cutoffs
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.roles import Retention
 
@@ -41,7 +41,7 @@ class Pass:
         lse: ``[B, Hq, S]``, log-normalisers.
         score: ``[B, H, S]``, raw scores.
         log_gamma: ``[H]``.
-        rank: ``[B, H, S]``, see :func:`~kvpop_vllm.distill.retention.running_cutoffs`.
+        rank: ``[B, H, S]``, see :func:`~kvpop_vllm.distill.cutoffs.running_cutoffs`.
         cutoff: ``[B, H, S]``, likewise.
     """
 
@@ -73,7 +73,7 @@ class Sparse:
         self.score, self.roles, self.observe = score, roles, observe
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         score, log_gamma = self.score(layer, k.detach(), v.detach(), self.roles)
         rank, cutoff = running_cutoffs(score, log_gamma, self.roles)
         out, lse = ops.sparse_attention(

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kvpop_vllm.distill.gates import DMSAttend, TrimKVAttend, eviction_target
-from kvpop_vllm.distill.hook import POSITIONS, Attend, Dense, borrow_channel
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
 from kvpop_vllm.distill.sparse import Sparse, recency
 from kvpop_vllm.kernels.ops.rules import REPLAY
+from kvpop_vllm.model_hook import POSITIONS, Attend, Dense, borrow_channel
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Scorer, Signals
 
@@ -55,10 +55,10 @@ class LayerScorer(nn.Module):
 
 
 class Student(nn.Module):
-    """Causal language model from :func:`kvpop_vllm.distill.hook.load_model` with one scorer per layer.
+    """Causal language model from :func:`kvpop_vllm.model_hook.load_model` with one scorer per layer.
 
     Args:
-        base: the model; for phases with gates, after :func:`kvpop_vllm.distill.hook.show_hidden_states`.
+        base: the model; for phases with gates, after :func:`kvpop_vllm.model_hook.show_hidden_states`.
         scorers: one scorer or gate per layer; none for phases that train the base alone.
         recipe: see :class:`Recipe`.
     """

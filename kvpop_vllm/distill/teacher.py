@@ -35,8 +35,8 @@ from safetensors.torch import save
 from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import POSITIONS
 from kvpop_vllm.files import replacing, write_whole
+from kvpop_vllm.model_hook import POSITIONS
 
 INDEX = "index.json"
 FORMAT = {"format": "kvpop-teacher", "version": 1}
@@ -61,7 +61,7 @@ def top_logits(model, tokens: torch.Tensor, top: int = 256, **options) -> TopLog
     """Return the teacher's top tokens, float32 (float64 for a float64 model). No ``[S, V]`` array is formed.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
         tokens: ``[B, S]``.
         top: K, at most the vocabulary.
         options: arguments of the model's forward, ``attend=Dense()``.

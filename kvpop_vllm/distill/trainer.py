@@ -21,15 +21,15 @@ from tqdm import tqdm
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.calibration import calibrate
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
-from kvpop_vllm.distill.hook import borrow_channel, check_positions, load_model, show_hidden_states
 from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.files import replacing, write_whole
+from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
+from kvpop_vllm.model_shape import BORROWED, borrows_channel, scorer_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import write_scorer
-from kvpop_vllm.scorers.init import BORROWED, borrows_channel, model_shape
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Trainer:
         barrier()
 
     def _scorer_config(self, model) -> ScorerConfig:
-        return make_config(model_shape(model), source="the recipe", **self.recipe.scorer_options())
+        return make_config(scorer_sizes(model), source="the recipe", **self.recipe.scorer_options())
 
     def _student(self, model) -> Student:
         """Return the model with frozen parameters in the recipe's dtype and trained ones in float32.

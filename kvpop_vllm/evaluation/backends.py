@@ -11,12 +11,11 @@ import torch
 from transformers import DynamicCache
 from transformers.generation import TopPLogitsWarper
 
-from kvpop_vllm.distill.hook import CACHE_NAME, Dense, borrow_channel, load_model, show_hidden_states
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.init import borrows_channel
+from kvpop_vllm.model_hook import CACHE_NAME, Dense, borrow_channel, load_model, show_hidden_states
+from kvpop_vllm.model_shape import ModelShape, borrows_channel
 
 
 class Sampling(NamedTuple):

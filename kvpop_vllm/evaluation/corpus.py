@@ -20,26 +20,26 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.compaction.cartridge import Layer
+from kvpop_vllm.compaction.cartridge_training import CacheTrainer, Training, stop_tokens
 from kvpop_vllm.compaction.conversations import (
     chunk_tokens,
     make_conversations,
     read_conversations,
 )
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import CompactOptions, compacted, layers_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.still import Compactor
-from kvpop_vllm.compaction.trained import Packed, TrainedCache
-from kvpop_vllm.compaction.training import CacheTrainer, Training, stop_tokens
+from kvpop_vllm.compaction.trained_cache import Packed, TrainedCache
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.evaluation import corpus_questions
 from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.corpus_questions import Question
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.statistics import estimate
 from kvpop_vllm.kernels.matching import NO_WEIGHT, padded
+from kvpop_vllm.model_shape import positions_of
 
 FULL, NOTHING = "full context", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge", "still"
@@ -233,7 +233,7 @@ class Corpus:
         """Return the slots of a trained cartridge: one epoch over new conversations."""
         training = replace(Training(), steps=self.steps)
         training = replace(training, conversations=self.steps * training.batch)
-        chunk = chunk_tokens(None, len(tokens), slots, longest(self.model.config))
+        chunk = chunk_tokens(None, len(tokens), slots, positions_of(self.model.config))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "conversations.jsonl"
             sampler = TransformersSampler(self.model, self.sampler.stop)

@@ -7,10 +7,9 @@ from contextlib import nullcontext
 import torch
 
 from kvpop_vllm.compaction.conversations import ROOM
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import load_config, longest
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import corpus
 from kvpop_vllm.evaluation.backends import TransformersBackend
@@ -19,6 +18,7 @@ from kvpop_vllm.evaluation.options import budgets
 from kvpop_vllm.evaluation.output import format_table, progress, records_file
 from kvpop_vllm.evaluation.tasks import about_run, note_few, rows_of, writer
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.model_shape import positions_of, read_model_config
 
 
 def evaluate_corpus(options) -> list[dict]:
@@ -50,7 +50,7 @@ def evaluate_corpus(options) -> list[dict]:
             raise ConfigError(
                 f"the compactor {options.compactor} has {compactor.config.slots} slots: set --budget to them"
             )
-    most = longest(load_config(options.model))
+    most = positions_of(read_model_config(options.model))
     if most is not None and length + ROOM > most:
         raise ConfigError(
             f"the model has {most} positions, {ROOM} for questions: lower --length to {max(0, most - ROOM)}"

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
-from kvpop_vllm.distill.hook import load_config, longest, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.tokens import DocumentEncoder
 from kvpop_vllm.evaluation.haystack import Row
 from kvpop_vllm.evaluation.output import note
 from kvpop_vllm.evaluation.policies import PolicySpec, learned, training_free
 from kvpop_vllm.evaluation.runner import Setting
+from kvpop_vllm.model_shape import positions_of, read_model_config, vocabulary_of
 
 DEFAULT_WINDOW = 64
 """w of all policies if no scorer specifies it."""
@@ -72,7 +72,7 @@ def check_teacher(model: str, teacher: str, length: int) -> None:
     encoders = [DocumentEncoder(tokenizer, None).fingerprint()[:-1] for tokenizer in (one, other)]  # no template
     if one.get_vocab() != other.get_vocab() or encoders[0] != encoders[1]:
         raise ConfigError(f"--teacher {teacher} has another tokenizer than {model}: {same}")
-    most = longest(load_config(teacher))
+    most = positions_of(read_model_config(teacher))
     if most is not None and length > most:
         raise ConfigError(f"--teacher {teacher} has {most} positions: lower --length {length}, or {same}")
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from kvpop_vllm.distill.retention import kept_at, running_cutoffs
+from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
 from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.roles import Retention
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kvpop_vllm.distill.hook import POSITIONS
 from kvpop_vllm.evaluation.backends import Run
+from kvpop_vllm.model_hook import POSITIONS
 
 MEASURES = ("nll", "kl", "agreement")
 

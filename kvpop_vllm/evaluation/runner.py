@@ -10,15 +10,14 @@ from torch import nn
 
 from kvpop_vllm.cache.accounting import dense_request_bytes, request_bytes
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import Dense, GateInputs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.replay import Predictions, token_measures
-from kvpop_vllm.evaluation.served import Served
+from kvpop_vllm.evaluation.serving_kernels import Served
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
-from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.model_config import shape_of
+from kvpop_vllm.model_hook import Dense, GateInputs
+from kvpop_vllm.model_shape import ModelShape, shape_of
 
 DENSE, OWN = "dense", "dense (own)"
 """Names of the dense model that policies are compared with, and of the evaluated one if that is another."""
@@ -129,7 +128,7 @@ def evaluate(
     same. Cross-entropy and accuracy are taken with each policy in all layers, on the kernels of serving.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
         rows: ``[S]`` tokens, each at least as long as the longest length; the first ``length`` tokens are used.
         lengths: lengths S of rows.
         runs: policies to compare, from :func:`resolve_all`.

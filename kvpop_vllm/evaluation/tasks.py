@@ -15,7 +15,6 @@ import torch
 
 from kvpop_vllm import __version__, policies
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation import options as asked
@@ -27,7 +26,7 @@ from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from kvpop_vllm.evaluation.runner import DENSE, OWN, Runs, Setting, dense_bytes, described, evaluate, resolve_all
 from kvpop_vllm.evaluation.statistics import LEAST
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape, check_length, vocabulary_of
 
 DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
 """Policies of ``--task text`` if none are named."""

@@ -2,7 +2,7 @@
 
 A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` in ``cache`` or
 ``past_key_values`` and has it prepare the step. The hook replaces the attention function, by name, by that of
-:mod:`kvpop_vllm.distill.hook`, which calls the step. A hook behind the decoder restores the model's own
+:mod:`kvpop_vllm.model_hook`, which calls the step. A hook behind the decoder restores the model's own
 attention. Torch skips that hook after a KeyboardInterrupt in the pass. The attention is then restored by the
 model's next pass or by the cache's ``reset()``; that of a copy by the copy's. Passes without such a cache are
 unchanged.
@@ -26,8 +26,8 @@ import torch
 from transformers import DynamicCache, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import CACHE_NAME, NAME, GateInputs, borrow_channel, borrowed_share, show_hidden_states
 from kvpop_vllm.hf.checks import refuse_model
+from kvpop_vllm.model_hook import CACHE_NAME, NAME, GateInputs, borrow_channel, borrowed_share, show_hidden_states
 from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX
 
 CACHE_NAMES = "cache", "past_key_values"
@@ -69,7 +69,7 @@ def with_cache(named: Mapping[str, object], cache: AttentionCache) -> dict[str, 
 
 
 class Step(GateInputs):
-    """Attention of all layers in one pass; an :class:`kvpop_vllm.distill.hook.Attend`.
+    """Attention of all layers in one pass; an :class:`kvpop_vllm.model_hook.Attend`.
 
     Args:
         cache: cache of the pass.
@@ -97,7 +97,7 @@ class Step(GateInputs):
 
     @torch.compiler.disable  # the kernels cannot be compiled
     def __call__(self, layer, q, k, v, scale):
-        """Return the layer's attention output; see :class:`kvpop_vllm.distill.hook.Attend`.
+        """Return the layer's attention output; see :class:`kvpop_vllm.model_hook.Attend`.
 
         Raises:
             RuntimeError: gradients are required.

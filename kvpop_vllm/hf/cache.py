@@ -10,9 +10,8 @@ from os import PathLike
 import torch
 from transformers import Cache
 
-from kvpop_vllm.compaction.place import ids_behind
+from kvpop_vllm.compaction.prompt_place import ids_behind
 from kvpop_vllm.config import ConfigError, protected_tokens
-from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
 from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
@@ -27,8 +26,8 @@ from kvpop_vllm.hf.checks import (
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
+from kvpop_vllm.model_shape import gives_up_channel, positions_of
 from kvpop_vllm.policies import parse_settings
-from kvpop_vllm.scorers.init import gives_up_channel
 
 
 def _refusal(what: str, instead: str):
@@ -140,7 +139,7 @@ class KVpopCache(Cache, AttentionCache):
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
-        limit, positions = changes_attention_at(model), longest(model.config)
+        limit, positions = changes_attention_at(model), positions_of(model.config)
         self._max_length = None if limit is None else self.policy.model.max_model_len
         if self.policy.keeps_all:
             self._max_length = self.policy.retention.budget

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.supported import SERVED_LAYERS, refused, sliding_window
+from kvpop_vllm.model_shape import positions_of
+from kvpop_vllm.supported import sliding_window, unserved
 
 WRAPPERS = {
     "get_base_model": "get_base_model()",  # peft
@@ -39,13 +39,12 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     features = {
         "encoder-decoder": model.config.is_encoder_decoder,
-        "sliding-window": bool(set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS),
         "attention sinks": any(hasattr(block, "sinks") for block in blocks),
         "MLA": any(hasattr(block, "kv_lora_rank") for block in blocks),
     }
-    length, limit = longest(model.config) if max_length is None else max_length, long_rotation(model)
-    tokens = length if isinstance(length, int) else longest(model.config)
-    reasons = [refusal.feature for refusal in refused(text, features, tokens)]
+    length, limit = positions_of(model.config) if max_length is None else max_length, long_rotation(model)
+    tokens = length if isinstance(length, int) else positions_of(model.config)
+    reasons = unserved(text, features, tokens)
     if not model._can_set_attn_implementation():
         reasons.append("attention that transformers cannot exchange")
     if not reasons and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):

@@ -8,12 +8,10 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
-from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.full_checkpoint import scorer_tensors
+from kvpop_vllm.model_shape import ModelShape, positions_of, rotation_of, shape_of
 from kvpop_vllm.policies import Policy
-from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers import parse_config
-from kvpop_vllm.scorers.model_config import rotation_of, shape_of
 
 
 def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | None) -> Policy:
@@ -28,7 +26,7 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
         ConfigError: the policy cannot be used with this model.
     """
     cls, config = policies.get(settings.policy), model.config.get_text_config()
-    length = longest(model.config) if max_length is None else max_length
+    length = positions_of(model.config) if max_length is None else max_length
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise ConfigError(f"max_length must be an integer of at least 1, got {max_length!r}")
     if length is None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, ScorerShape
 from kvpop_vllm.policies.allocators import proportional
 from kvpop_vllm.policies.base import Policy
@@ -50,7 +49,7 @@ class Learned(Policy):
 
     @staticmethod
     def _policy_of(kind: str) -> str:
-        return next(cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == kind)
+        return next(cls.name for cls in _subclasses(Learned) if cls.scorer_kind == kind)
 
     @property
     def allocator(self):
@@ -113,3 +112,8 @@ class Gated(Learned):
     def graph(self):
         shapes = {name: tuple(tensor.shape) for name, tensor in sorted(self.loaded(0).items())}
         return f"{replace(self.config, sinks=0, window=1, topk=0, trained=(), shares=())} {shapes}"
+
+
+def _subclasses(cls: type) -> list[type]:
+    """Return all subclasses of a class, those of its subclasses included."""
+    return [below for subclass in cls.__subclasses__() for below in (subclass, *_subclasses(subclass))]

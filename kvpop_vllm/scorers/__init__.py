@@ -31,7 +31,7 @@ def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> Scorer
     """Return the checked config of a scorer.
 
     Args:
-        shape: sizes of the model (:func:`kvpop_vllm.scorers.init.model_shape`); those that the kind has no key
+        shape: sizes of the model (:func:`kvpop_vllm.model_shape.scorer_sizes`); those that the kind has no key
             for are left out.
         scorer: kind.
         source: names the values in errors.

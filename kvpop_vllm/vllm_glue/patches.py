@@ -21,8 +21,8 @@ from vllm.logger import init_logger
 
 from kvpop_vllm import requests
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings, check_spelling
-from kvpop_vllm.vllm_glue import aside, contract, cuda, engine_policy, flags, refusals
-from kvpop_vllm.vllm_glue.engine_policy import requested
+from kvpop_vllm.vllm_glue.start import contract, cuda, engine_policy, fallback, flags, refusals
+from kvpop_vllm.vllm_glue.start.engine_policy import requested
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -184,8 +184,9 @@ LEDGER = (
         "vllm.v1.engine.core:EngineCore.preprocess_add_request",
         "self, request",
         False,
-        "(cartridges.py) A request that names a cartridge that the engine does not have fails alone; later it would stop the engine.",
-        "with the one above",
+        "(front_ends.py, cartridges.py) A front end without the policy, as on another node, checks nothing: its requests fail. So "
+        "does a request that names a cartridge that the engine does not have; later it would stop the engine.",
+        "when vLLM compares configs of front ends and engines, and blocks can be held that a reset leaves alone",
     ),
     Patch(
         "vllm.renderers.base:BaseRenderer.render_chat",
@@ -381,14 +382,14 @@ def _from_cli_args(original, cls, args, *more, **kwargs):
 
 
 def _create_engine_config(original, self, *args, **kwargs):
-    with aside.one_line_errors():
+    with fallback.one_line_errors():
         check_spelling(self.additional_config)
         vllm_config = _config_with_policy(original, self, *args, **kwargs) if requested(self) else None
     if vllm_config is None:
         vllm_config = original(self, *args, **kwargs)
         _log_unused_scorers(vllm_config, "without --kv-policy: serving with a dense cache")
     if HTTP_SERVER in sys.modules:
-        from kvpop_vllm.vllm_glue import front_ends
+        from kvpop_vllm.vllm_glue.start import front_ends
 
         front_ends.apply()
     return vllm_config
@@ -441,14 +442,14 @@ def _get_kv_cache_specs(original, self, *args, **kwargs):
 
 def _publish() -> None:
     """Publish metrics; their modules are imported once nothing is refused."""
-    from kvpop_vllm.vllm_glue import metrics
+    from kvpop_vllm.vllm_glue.extras import metrics
 
     metrics.apply()
 
 
 def _serve_inspect_page(vllm_config) -> None:
     """Add the routes of the inspect page; their module imports vLLM's server."""
-    from kvpop_vllm.vllm_glue import inspect_routes
+    from kvpop_vllm.vllm_glue.extras import inspect_routes
 
     engines = vllm_config.parallel_config.data_parallel_size
     refusals.refuse({f"--data-parallel-size {engines}: set it to 1": engines > 1}, "--kv-inspect")
@@ -457,7 +458,7 @@ def _serve_inspect_page(vllm_config) -> None:
 
 def _serve_cartridges(vllm_config) -> None:
     """Check an engine's cartridges, and wrap what serves them."""
-    from kvpop_vllm.vllm_glue import cartridge_names, cartridge_routes
+    from kvpop_vllm.vllm_glue.extras import cartridge_names, cartridge_routes
 
     cartridge_names.apply()
     cartridge_routes.apply()
@@ -472,7 +473,7 @@ def _log_unused_scorers(vllm_config, why: str) -> None:
 
 
 def _process_inputs(original, self, *args, **kwargs):
-    from kvpop_vllm.vllm_glue import cartridge_names
+    from kvpop_vllm.vllm_glue.extras import cartridge_names
 
     ours = requested(self.vllm_config)
     if ours and kwargs.get("resumable"):
@@ -495,16 +496,16 @@ def _process_inputs(original, self, *args, **kwargs):
     prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
     known = range(len(prompt)) if request.prompt_token_ids is None else prompt
     begin = functools.partial(cartridge_names.begin_of_prompt, given.arguments["prompt"], known, self.tokenizer)
-    found, head = cartridge_names.resolved(self.vllm_config, params, known, adapter, begin)
-    if found is not None:  # a new dictionary, as the old one belongs to the caller
-        params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: list(found)}
-        if found.cartridges:
-            cartridge_names.prepend(request, found, len(head), self.vllm_config.model_config.max_model_len)
+    numbers, head = cartridge_names.resolved(self.vllm_config, params, known, adapter, begin)
+    resolved = None if numbers is None else list(numbers)
+    params.extra_args = {**(params.extra_args or {}), requests.RESOLVED: resolved}  # the old one belongs to the caller
+    if numbers is not None and numbers.cartridges:
+        cartridge_names.prepend(request, numbers, len(head), self.vllm_config.model_config.max_model_len)
     return request
 
 
 def _generate(original, self, prompt, sampling_params, *args, **kwargs):
-    from kvpop_vllm.vllm_glue import cartridge_names
+    from kvpop_vllm.vllm_glue.extras import cartridge_names
 
     adapter = kwargs.get("lora_request")
     if requested(self.vllm_config) and (adapter or getattr(sampling_params, "extra_args", None)):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import VLLM
-from kvpop_vllm.vllm_glue import aside, contract
+from kvpop_vllm.vllm_glue.start import contract, fallback
 
 
 def register() -> None:
@@ -16,15 +16,15 @@ def register() -> None:
     class only when a checkpoint asks for it. Where it fails, the plugin stands aside, since vLLM does not catch what
     a plugin raises.
     """
-    if aside.reason is not None:
+    if fallback.reason is not None:
         return
     try:
         _register()
     except ConfigError as error:
-        aside.stand_aside(str(error))
+        fallback.stand_aside(str(error))
     except Exception as error:
         found = " ".join(f"{type(error).__name__}: {error}".split())
-        aside.stand_aside(f"{found}: install kvpop_vllm and vllm{VLLM} anew")
+        fallback.stand_aside(f"{found}: install kvpop_vllm and vllm{VLLM} anew")
 
 
 def _register() -> None:
@@ -36,16 +36,17 @@ def _register() -> None:
 
     from kvpop_vllm import model_types
     from kvpop_vllm.supported import ARCHITECTURES
-    from kvpop_vllm.vllm_glue import cuda, patches, select
+    from kvpop_vllm.vllm_glue import patches
+    from kvpop_vllm.vllm_glue.start import backend_choice, cuda
 
     contract.check_functions(Path(vllm.__file__).parent, patches.LEDGER)
     patches.apply()
-    register_backend(AttentionBackendEnum.CPU_ATTN, "kvpop_vllm.vllm_glue.select.Backend")
+    register_backend(AttentionBackendEnum.CPU_ATTN, "kvpop_vllm.vllm_glue.start.backend_choice.Backend")
     custom = AttentionBackendEnum.CUSTOM
     before = custom.get_path() if custom.is_overridden() else None
     if before != cuda.BACKEND:
-        select.custom_before = before
+        backend_choice.custom_before = before
         register_backend(custom, cuda.BACKEND)
     model_types.register()
     for name in set(ARCHITECTURES.values()) - set(ModelRegistry.get_supported_archs()):
-        ModelRegistry.register_model(name, f"kvpop_vllm.vllm_glue.models:{name}")
+        ModelRegistry.register_model(name, f"kvpop_vllm.vllm_glue.run.models:{name}")

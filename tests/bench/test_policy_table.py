@@ -18,7 +18,7 @@ from threads import same_threads
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 

@@ -88,7 +88,7 @@ SHAPES = list(itertools.product([6, 16, 17, 40], [0, 1, 4], [16, 32], [0, 2]))
 
 
 def make_spec(budget, sinks, slots, state, protect, shares=None, max_budget=None):
-    from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
+    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
     return FixedBudgetSpec(
         block_size=slots, num_kv_heads=2, head_size=32, dtype=torch.float32, state_content_bytes=264, budget=budget,

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.compaction.cartridge import read_cartridge, rope_at, rope_of, turned
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill
 from kvpop_vllm.compaction.run import check_rotation, load
 from kvpop_vllm.config import ConfigError

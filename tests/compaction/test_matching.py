@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvpop_vllm.compaction.attend import attend
+from kvpop_vllm.compaction.cache_attention import attend
 from kvpop_vllm.compaction.reference import Fitting, Reference
 from kvpop_vllm.kernels.matching import NO_WEIGHT, Matching, bounded_least_squares, fit_factors, match
 

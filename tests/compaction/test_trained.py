@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvpop_vllm.cli import main
 from kvpop_vllm.compaction import loop
 from kvpop_vllm.compaction.cartridge import read_cartridge, turned
+from kvpop_vllm.compaction.cartridge_training import CacheTrainer, Training
 from kvpop_vllm.compaction.conversations import TOP, Conversation, read_conversations, sparse_teacher
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.sampling import TransformersSampler
-from kvpop_vllm.compaction.trained import TrainedCache, losses, packs
-from kvpop_vllm.compaction.training import CacheTrainer, Training
-from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.compaction.trained_cache import TrainedCache, losses, packs
+from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.testing.models import write_tiny_model
 
 SLOTS = 64
@@ -257,7 +257,7 @@ def test_model_without_a_chat_template(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_engine_samples_with_the_teacher_of_transformers(model, corpus):
-    from kvpop_vllm.vllm_glue.self_study import engine_sampler
+    from kvpop_vllm.vllm_glue.extras.self_study import engine_sampler
 
     prefix, prompts = list(corpus.read_bytes()), [[10, 65, 66], [10, 67, 68, 69, 70]]
     with engine_sampler(str(model), "float32", 1024, {256}) as sample:

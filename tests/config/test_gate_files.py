@@ -9,9 +9,9 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers import Signals, checkpoint, from_tensors
-from kvpop_vllm.scorers.init import init_scorer
+from kvpop_vllm.scorers.untrained import init_scorer
 from kvpop_vllm.testing import raw_scores, read_scorer, write_random_scorer, write_tiny_model
 
 KINDS = {

@@ -6,7 +6,7 @@ import pytest
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.requests import Placed, RequestCache, UnknownCartridge, named, of_params, resolve
 
 SHAPE = ModelShape("llama", 2, 2, 32, 4096, num_heads=4)

@@ -67,7 +67,7 @@ def test_cpp_is_chosen_for_what_is_served():
 def test_every_architecture_has_its_classes():
     from kvpop_vllm import model_types
     from kvpop_vllm.hf import full_checkpoint
-    from kvpop_vllm.vllm_glue import gated_attention, models
+    from kvpop_vllm.vllm_glue.run import gated_attention, models
 
     for kind, name in ARCHITECTURES.items():
         assert getattr(model_types, name.replace("ForCausalLM", "Config")).model_type == f"{kind}_kvpop"

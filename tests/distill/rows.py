@@ -26,13 +26,13 @@ class Rows:
 
 def noisy_student(model, recipe):
     """Return a model of two layers with scorers that rank tokens at random."""
-    from kvpop_vllm.distill.hook import load_model
     from kvpop_vllm.distill.student import Student
+    from kvpop_vllm.model_hook import load_model
+    from kvpop_vllm.model_shape import scorer_sizes
     from kvpop_vllm.scorers import build, make_config
-    from kvpop_vllm.scorers.init import model_shape
 
     torch.manual_seed(3)
-    config = make_config(model_shape(model), source="the test", **recipe.scorer_options())
+    config = make_config(scorer_sizes(model), source="the test", **recipe.scorer_options())
     student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
     with torch.no_grad():
         for name, p in student.scorers.named_parameters():
@@ -42,7 +42,7 @@ def noisy_student(model, recipe):
 
 def teacher_of(model, top: int = 32):
     """Return the dense model itself as an online teacher."""
-    from kvpop_vllm.distill.hook import Dense
+    from kvpop_vllm.model_hook import Dense
 
     @torch.no_grad()
     def teacher(tokens, row):

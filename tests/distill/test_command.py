@@ -22,13 +22,13 @@ from threads import one_thread
 from transformers import AutoTokenizer
 
 from kvpop_vllm.distill import run
-from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.trainer import Process
 from kvpop_vllm.kernels.ops.rules import REPLAY
+from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import DocumentRows
 from kvpop_vllm.distill.gates import TrimKVAttend, capacity_loss
-from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.student import Student
+from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.testing import random_prompt, write_tiny_model
 
 TALKS = [{"prompt": "Why? " * i, "response": f"{i} " + "So. " * (3 * i)} for i in range(1, 40)]

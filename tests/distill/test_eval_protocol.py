@@ -19,7 +19,7 @@ from kvpop_vllm.evaluation.output import read_records
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.runner import Setting, resolve_all
 from kvpop_vllm.evaluation.tasks import evaluate_task
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import OracleModel, OraclePolicy, write_tiny_model
 
 LENGTH, B, W = 120, 40, 16

@@ -7,8 +7,8 @@ from distill.typed import distill
 from engine.driving import Job, one_thread, watched
 from engine.judge import Judge
 
+from kvpop_vllm.model_shape import borrows_channel
 from kvpop_vllm.scorers.checkpoint import read_scorer
-from kvpop_vllm.scorers.init import borrows_channel
 from kvpop_vllm.testing import OraclePolicy
 
 SMALL = "--length=96 --topk 23 --warmup=2 --dtype=float32 --batch=2"

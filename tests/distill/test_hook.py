@@ -16,8 +16,9 @@ from transformers import (
 )
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import Dense, load_model, longest
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
+from kvpop_vllm.model_hook import Dense, load_model
+from kvpop_vllm.model_shape import positions_of
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.supported import RESCALED_LOGITS
 from kvpop_vllm.testing import write_tiny_model
@@ -87,7 +88,7 @@ def test_what_would_be_ignored_is_refused(folder, tokens, tmp_path):
 
 def test_positions_of_stretched_rotations():
     def of(**rope):
-        return longest(LlamaConfig(max_position_embeddings=4096, rope_parameters={"rope_theta": 1e4, **rope}))
+        return positions_of(LlamaConfig(max_position_embeddings=4096, rope_parameters={"rope_theta": 1e4, **rope}))
 
     assert of(rope_type="default") == 4096
     assert of(rope_type="linear", factor=4.0) == of(rope_type="dynamic", factor=4.0) == 16384

@@ -11,14 +11,14 @@ from distill.rows import Rows, teacher_of
 from distill.train_tiny import LENGTH, RECIPE, RECIPES
 from kernels.naive import masked_attention
 
-from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
 from kvpop_vllm.distill.losses import RetentionLoss, listwise_loss, top_kl
 from kvpop_vllm.distill.recipes import PAPER
-from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
 from kvpop_vllm.distill.targets import attention_from, retention_target
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import write_tiny_model
 

@@ -11,10 +11,10 @@ from distill.rows import Rows
 from distill.train_tiny import LENGTH, RECIPES
 from transformers import AutoModelForCausalLM
 
-from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.sparse import Sparse, recency
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.teacher import top_logits
+from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model

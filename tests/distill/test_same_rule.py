@@ -7,7 +7,7 @@ import torch
 from kernels.factories import random_page_table
 from kernels.naive import visible_keys
 
-from kvpop_vllm.distill.retention import running_cutoffs
+from kvpop_vllm.distill.cutoffs import running_cutoffs
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.pages import PageLayout

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from kvpop_vllm.distill import soft
+from kvpop_vllm.distill import soft_evictions
 from kvpop_vllm.distill.gates import DMSAttend, TrimKVAttend, capacity_loss, eviction_target
-from kvpop_vllm.distill.soft import after, by_age, soft_attention, soft_sizes
+from kvpop_vllm.distill.soft_evictions import after, by_age, soft_attention, soft_sizes
 from kvpop_vllm.roles import Retention
 
 HEADS, GROUP, LENGTH, SIZE = 2, 3, 37, 8
@@ -19,7 +19,7 @@ SCALE = SIZE**-0.5
 @pytest.fixture(autouse=True)
 def blocks_of_ten(monkeypatch):
     """Make a sequence span several blocks of rows, the last of them not full."""
-    monkeypatch.setattr(soft, "ROWS", 10)
+    monkeypatch.setattr(soft_evictions, "ROWS", 10)
 
 
 def drawn(length=LENGTH, batch=2, seed=0):

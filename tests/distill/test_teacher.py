@@ -18,10 +18,10 @@ from distill.byte_tokenizer import byte_tokenizer
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import teacher
 from kvpop_vllm.distill.data import PackedTokens
-from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.recipes import DEMO
 from kvpop_vllm.distill.run import stored_teacher, write_teacher
 from kvpop_vllm.distill.teacher import TeacherReader, read_index, settings_of, top_logits, write_rows
+from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.testing import write_tiny_model
 
 LENGTH, TOP, VOCAB, ROWS = 24, 16, 264, 11

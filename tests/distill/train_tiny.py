@@ -13,9 +13,9 @@ import sys
 import torch
 from distill.rows import Rows, teacher_of
 
-from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.recipes import DEMO, TRIMKV
 from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.model_hook import load_model
 
 LENGTH = 96
 RECIPE = dataclasses.replace(

@@ -14,7 +14,7 @@ from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.utils import AttentionGroup
 
-from kvpop_vllm.vllm_glue import backend as glue
+from kvpop_vllm.vllm_glue.run import backend as glue
 
 HEADS, GROUP, SIZE, SLOTS, LENGTH, MOST = 2, 2, 32, 16, 512, 4
 STREAMING = {"policy": "streaming-llm", "budget": 64, "sinks": 2, "window": 16}

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm.config import protected_tokens
-from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
-from kvpop_vllm.vllm_glue.evaluation import held_by_request
+from kvpop_vllm.vllm_glue.extras.evaluation import held_by_request
+from kvpop_vllm.vllm_glue.run.backend import FixedBudgetImpl
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 
 class Held(NamedTuple):

@@ -20,18 +20,18 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.renderers import ChatParams
 
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.requests import RESOLVED
 from kvpop_vllm.testing import DisturbedSums, random_prompt, write_tiny_model
 from kvpop_vllm.testing.models import write_smollm3
-from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend
-from kvpop_vllm.vllm_glue.cartridge_names import names_of
-from kvpop_vllm.vllm_glue.cuda_backend import CudaMetadataBuilder
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy
-from kvpop_vllm.vllm_glue.reports import manager_of
+from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
+from kvpop_vllm.vllm_glue.extras.reports import manager_of
+from kvpop_vllm.vllm_glue.run.backend import FixedBudgetBackend
+from kvpop_vllm.vllm_glue.run.cuda_backend import CudaMetadataBuilder
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 SLOTS = {"plain": 64, "biased": 128, "later": 64}
 TIMELINE = {"plain": 64, "biased": 1000, "later": 37}

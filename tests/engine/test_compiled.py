@@ -83,7 +83,7 @@ def test_gates_of_another_make_are_compiled_anew(folder, compiler_cache, monkeyp
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
 
-    from kvpop_vllm.vllm_glue import compile_cache
+    from kvpop_vllm.vllm_glue.run import compile_cache
 
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
     compile_cache.apply()

@@ -12,7 +12,7 @@ from kvpop_vllm.cache.accounting import dense_request_bytes, pool_bytes, request
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 HEADS, HEAD_DIM, LAYERS, LENGTH, BUDGET = 2, 64, 2, 4096, 1024
 

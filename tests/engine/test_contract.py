@@ -1,6 +1,6 @@
 """vLLM has what the package relies on, and the checks find what it lacks.
 
-For a version that is not installed: ``python -m kvpop_vllm.vllm_glue.contract FOLDER``.
+For a version that is not installed: ``python -m kvpop_vllm.vllm_glue.start.contract FOLDER``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from kvpop_vllm import supported
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_tiny_model
-from kvpop_vllm.vllm_glue import aside, compile_cache, contract, patches, plugin
+from kvpop_vllm.vllm_glue import patches, plugin
+from kvpop_vllm.vllm_glue.run import compile_cache
+from kvpop_vllm.vllm_glue.start import contract, fallback
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,9 +136,9 @@ def test_a_wrapper_takes_what_the_ledger_says():
 def warnings(monkeypatch):
     """Texts of warnings, in a process whose plugin may stand aside."""
     said = []
-    monkeypatch.setattr(aside.logger, "warning", lambda text, *values: said.append(text % values))
-    monkeypatch.setattr(aside, "reason", None)
-    monkeypatch.setattr(aside, "_guard", lambda: None)
+    monkeypatch.setattr(fallback.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(fallback, "reason", None)
+    monkeypatch.setattr(fallback, "_guard", lambda: None)
     return said
 
 
@@ -148,7 +150,7 @@ def warnings(monkeypatch):
 def test_vllms_command_ends_if_it_has_a_flag(command, warnings, monkeypatch):
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="^kvpop: error: --kv-policy cannot be served: why$"):
-        aside.stand_aside("why")
+        fallback.stand_aside("why")
     assert warnings == []
 
 
@@ -157,13 +159,13 @@ def test_vllms_command_ends_if_it_has_a_flag(command, warnings, monkeypatch):
 )
 def test_other_commands_go_on(command, warnings, monkeypatch):
     monkeypatch.setattr(sys, "argv", command)
-    aside.stand_aside("why")
-    assert warnings == ["kvpop_vllm does nothing: why"] and aside.reason == "why"
+    fallback.stand_aside("why")
+    assert warnings == ["kvpop_vllm does nothing: why"] and fallback.reason == "why"
 
 
 def test_child_processes_do_not_warn_again(warnings, monkeypatch):
     monkeypatch.setattr(multiprocessing, "parent_process", object)
-    aside.stand_aside("why")
+    fallback.stand_aside("why")
     assert warnings == []
 
 
@@ -171,8 +173,8 @@ def test_a_server_starts_though_nothing_can_be_refused(warnings, monkeypatch):
     def guard():
         raise ImportError("no VllmConfig")
 
-    monkeypatch.setattr(aside, "_guard", guard)
-    aside.stand_aside("why")
+    monkeypatch.setattr(fallback, "_guard", guard)
+    fallback.stand_aside("why")
     assert warnings[1:] == ["kv_policy in additional_config has no effect, and cannot be refused: no VllmConfig"]
 
 
@@ -181,11 +183,11 @@ def test_a_config_that_comes_by_pickle_is_refused(monkeypatch):
     for name in ("__init__", "__setstate__"):
         monkeypatch.setattr(VllmConfig, name, getattr(VllmConfig, name, None), raising=False)
     monkeypatch.delattr(VllmConfig, "__setstate__")
-    monkeypatch.setattr(aside, "reason", "why")
+    monkeypatch.setattr(fallback, "reason", "why")
     stock, asking = (VllmConfig.__new__(VllmConfig) for _ in range(2))
     stock.additional_config, asking.additional_config = {"other": 1}, {"kv_policy": {"policy": "h2o"}}
     sent = pickle.dumps(stock), pickle.dumps(asking)
-    aside._guard()
+    fallback._guard()
     assert pickle.loads(sent[0]).additional_config == {"other": 1}
     with pytest.raises(ConfigError, match="^--kv-policy cannot be served: why$"):
         pickle.loads(sent[1])

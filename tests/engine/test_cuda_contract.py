@@ -19,8 +19,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.testing import write_random_scorer
-from kvpop_vllm.vllm_glue import cuda, gated_attention, plugin, select
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue import plugin
+from kvpop_vllm.vllm_glue.run import gated_attention
+from kvpop_vllm.vllm_glue.start import backend_choice, cuda
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 
 @pytest.fixture
@@ -113,17 +115,17 @@ def test_custom_without_a_policy(model, monkeypatch):
     with pytest.raises(AttributeError, match="for engines with --kv-policy"):
         chosen(stock)
     theirs = "vllm.v1.attention.backends.flex_attention.FlexAttentionBackend"
-    monkeypatch.setattr(select, "custom_before", theirs)
+    monkeypatch.setattr(backend_choice, "custom_before", theirs)
     assert chosen(stock).__name__ == "FlexAttentionBackend"
 
 
 def test_registering_keeps_what_was_there(monkeypatch):
-    monkeypatch.setattr(select, "custom_before", None)
+    monkeypatch.setattr(backend_choice, "custom_before", None)
     try:
         register_backend(AttentionBackendEnum.CUSTOM, "other.Backend")
         plugin.register()
         plugin.register()
-        assert (select.custom_before, AttentionBackendEnum.CUSTOM.get_path()) == ("other.Backend", cuda.BACKEND)
+        assert (backend_choice.custom_before, AttentionBackendEnum.CUSTOM.get_path()) == ("other.Backend", cuda.BACKEND)
     finally:
         register_backend(AttentionBackendEnum.CUSTOM, cuda.BACKEND)
 

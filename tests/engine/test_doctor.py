@@ -16,8 +16,9 @@ from vllm.model_executor.models import registry
 from kvpop_vllm import _C, __version__, cli
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.supported import TRANSFORMERS
 from kvpop_vllm.testing import write_tiny_model
-from kvpop_vllm.vllm_glue import aside, contract, doctor
+from kvpop_vllm.vllm_glue.start import contract, doctor, fallback
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,12 +127,30 @@ def test_doctor_finds_what_is_wrong(capsys, monkeypatch):
         raise ImportError("kvpop_vllm._C is not usable here")
 
     monkeypatch.setattr(dispatch, "load_extension", not_built)
-    monkeypatch.setattr(aside, "reason", "why")
+    monkeypatch.setattr(fallback, "reason", "why")
     assert cli.main(["doctor"]) == 1
     said = lines(capsys)
     assert said["plugin"] == "!does nothing: why"
     assert said["C++ kernels"] == "!kvpop_vllm._C is not usable here; on a CPU the slow reference kernels serve"
     assert said["end"] == "2 wrong, see the lines with !"
+
+
+@pytest.mark.parametrize("installed", ["5.15.9", "5.25.0", None])
+def test_doctor_finds_an_unsupported_transformers(installed, capsys, monkeypatch):
+    """The plugin acts with it, and training, compaction and the cache for transformers refuse it."""
+    of_others = metadata.version
+
+    def version(package):
+        if package != "transformers":
+            return of_others(package)
+        return installed or without_vllm(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert cli.main(["doctor"]) == 1
+    printed = lines(capsys)
+    lacking = "not installed" if installed is None else f"transformers {installed} is not supported"
+    assert printed["transformers"] == f"!{lacking}: install transformers{TRANSFORMERS}"
+    assert printed["end"] == "1 wrong, see the lines with !"
 
 
 def test_doctor_finds_what_a_policy_would_lack(capsys, monkeypatch):

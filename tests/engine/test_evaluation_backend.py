@@ -21,7 +21,7 @@ from kvpop_vllm.evaluation.backends import Sampling, TransformersBackend
 from kvpop_vllm.evaluation.output import read_records
 from kvpop_vllm.evaluation.policies import learned, training_free
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
-from kvpop_vllm.vllm_glue.evaluation import EngineBackend
+from kvpop_vllm.vllm_glue.extras.evaluation import EngineBackend
 
 B, LONGEST = 56, 240
 CLOSE = 2e-4

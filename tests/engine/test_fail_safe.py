@@ -14,7 +14,11 @@ from engine.tiny_engine import generate
 
 from kvpop_vllm.testing import write_tiny_model
 
-CORE, SELECTOR, ENGINE_POLICY = "v1/engine/core.py", "v1/attention/selector.py", "kvpop_vllm.vllm_glue.engine_policy"
+CORE, SELECTOR, ENGINE_POLICY = (
+    "v1/engine/core.py",
+    "v1/attention/selector.py",
+    "kvpop_vllm.vllm_glue.start.engine_policy",
+)
 RELEASED = metadata.version("vllm").removesuffix("+cpu")
 PREPROCESS = "def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:"
 BROKEN = {

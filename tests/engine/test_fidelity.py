@@ -13,8 +13,8 @@ from engine.driving import BLOCK, VOTERS, Job, preempt_all, serving
 from engine.matrix import BUDGET
 
 from kvpop_vllm.testing import random_prompt
-from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend
-from kvpop_vllm.vllm_glue.cuda_backend import CudaMetadataBuilder
+from kvpop_vllm.vllm_glue.run.backend import FixedBudgetBackend
+from kvpop_vllm.vllm_glue.run.cuda_backend import CudaMetadataBuilder
 
 STEPS = {"decay_step": 4, "decay_min": 0.9, "decay_max": 0.99}
 EVERY = {"norm": True, "skip": True, "feature_map": "softmax", "gate_softcap": 2.0, "v_proj": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,12 +14,16 @@ from types import SimpleNamespace
 
 import pytest
 from compaction.test_trained import write_model
-from engine.tiny_engine import configure
+from engine.test_cartridges import write
+from engine.tiny_engine import PROMPTS, complete, configure, running
+from vllm import SamplingParams
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from kvpop_vllm import flags
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.vllm_glue import front_ends
+from kvpop_vllm.testing import write_random_scorer
+from kvpop_vllm.vllm_glue.start import front_ends
 
 FLAGS = ["--kv-policy", "streaming-llm", "--kv-budget", "64"]
 SETTINGS = {"policy": "streaming-llm", "budget": 64}
@@ -86,17 +91,27 @@ def test_lost_flags_are_refused():
         )
 
 
-def test_engines_with_other_settings_are_refused(tiny_model):
-    """The line names the first flag that differs. Folders are not compared."""
+def test_engines_with_other_settings_are_refused(tiny_model, tmp_path):
+    """The line names the first flag that differs. Of files the contents are compared."""
+    model = tiny_model("qwen3")
+    scorers = [str(write_random_scorer(tmp_path / f"scorer {i}", model, seed=i)) for i in range(2)]
+    cartridges = [write(tmp_path / name, model, name, slots=64) for name in ("plain", "biased")]
+    shares = []
+    for i, heads in enumerate(([1, 3], [3, 1])):
+        shares.append(str(tmp_path / f"shares {i}.json"))
+        Path(shares[i]).write_text(json.dumps({"shares": [heads] * 2}))
+    shutil.copytree(scorers[0], tmp_path / "elsewhere")
 
     def settings(**changes) -> dict:
-        return front_ends.settings_of(configure(tiny_model("qwen3"), SETTINGS | changes))
+        return front_ends.settings_of(configure(model, SETTINGS | changes))
 
     class Client:
-        vllm_config = configure(tiny_model("qwen3"), SETTINGS)
+        vllm_config = None
         engine_core = SimpleNamespace()
 
-    def check(*engines: dict) -> None:
+    def check(*engines: dict, **changes) -> None:
+        Client.vllm_config = configure(model, SETTINGS | changes)
+
         async def answers(method: str) -> list[dict]:
             assert method == "kvpop_settings"
             return list(engines)
@@ -115,6 +130,31 @@ def test_engines_with_other_settings_are_refused(tiny_model):
             ConfigError, match=f"an engine of this API server has {line}: start every node with the same"
         ):
             check(settings(), other)
+    for same, changes in (
+        ({"policy": "kvpop", "scorer": scorers[0]}, {"scorer": scorers[1]}),
+        ({"allocator": shares[0]}, {"allocator": shares[1]}),
+        ({"cartridge": {"name": cartridges[0]}}, {"cartridge": {"name": cartridges[1]}}),
+        ({"cartridge": {"name": cartridges[0]}}, {"cartridge": {"other": cartridges[0]}}),
+    ):
+        check(settings(**same), **same)
+        (name,) = changes
+        with pytest.raises(ConfigError, match=rf"has {flags.FLAGS[name]} .*, not .*: start every node with the same"):
+            check(settings(**same), settings(**(same | changes)), **same)
+    check(settings(policy="kvpop", scorer=str(tmp_path / "elsewhere")), policy="kvpop", scorer=scorers[0])
+
+
+def test_requests_that_no_front_end_checked_are_refused(tiny_model):
+    """Such a request fails alone, whatever it asks for; checked ones are answered before and after."""
+    with running(tiny_model("qwen3"), SETTINGS) as llm:
+        first, engine = complete(llm, 4), llm.llm_engine
+        for extra_args in (None, {"kv_budget": 9999}):
+            prompt = {"type": "token", "prompt_token_ids": PROMPTS[2]}
+            request = engine.input_processor.process_inputs("name", prompt, SamplingParams(), ("generate",))
+            request.sampling_params.extra_args = extra_args
+            with pytest.raises(ConfigError, match="the front end that sent this request does not serve --kv-policy"):
+                engine.engine_core.add_request(request)
+        assert not engine.engine_core.engine_core.scheduler.requests
+        assert complete(llm, 4) == first
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
-from kvpop_vllm.vllm_glue import engine_policy
+from kvpop_vllm.vllm_glue.start import engine_policy
 
 POLICIES = {"mlstm": "kvpop", "mlp": "kvpop-mlp", "linear": "kvpop-linear", "trimkv": "trimkv", "dms": "dms"}
 

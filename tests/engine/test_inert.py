@@ -22,14 +22,16 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
-from kvpop_vllm.vllm_glue import flags, patches, plugin
+from kvpop_vllm.vllm_glue import patches, plugin
+from kvpop_vllm.vllm_glue.start import flags
 
 TESTS = Path(__file__).resolve().parents[1]
-LIGHT = {"kvpop_vllm", "kvpop_vllm.vllm_glue"} | {
+LIGHT = {"kvpop_vllm", "kvpop_vllm.vllm_glue", "kvpop_vllm.vllm_glue.start"} | {
     *(f"kvpop_vllm.{name}" for name in ("config", "flags", "model_types", "requests", "roles", "supported")),
+    *(f"kvpop_vllm.vllm_glue.{name}" for name in ("plugin", "patches")),
     *(
-        f"kvpop_vllm.vllm_glue.{name}"
-        for name in ("plugin", "aside", "contract", "patches", "flags", "refusals", "select", "cuda", "engine_policy")
+        f"kvpop_vllm.vllm_glue.start.{name}"
+        for name in ("fallback", "contract", "flags", "refusals", "backend_choice", "cuda", "engine_policy")
     ),
 }
 """Modules of this package that an engine without a policy may import."""

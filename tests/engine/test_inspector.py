@@ -8,7 +8,7 @@ from engine.driving import Job, preempt_all, watched
 from engine.matrix import BUDGET, SINKS
 from engine.test_cartridges import SLOTS, write
 
-from kvpop_vllm.vllm_glue import inspector
+from kvpop_vllm.vllm_glue.extras import inspector
 
 PROTECTED = 33
 CASES = {

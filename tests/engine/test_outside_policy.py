@@ -11,7 +11,7 @@ from policies.outside import importable, install
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import OraclePolicy
 
 

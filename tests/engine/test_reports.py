@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from vllm.exceptions import VLLMValidationError
 
 from kvpop_vllm.kernels.pages import cdiv
-from kvpop_vllm.vllm_glue.metrics import COUNTERS, GAUGES, KEPT
+from kvpop_vllm.vllm_glue.extras.metrics import COUNTERS, GAUGES, KEPT
 
 PROTECTED = 33
 CASES = {

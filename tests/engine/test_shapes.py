@@ -19,8 +19,7 @@ from vllm import ModelRegistry
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.vllm_glue.engine_policy import engine_shape
+from kvpop_vllm.model_shape import ModelShape
 
 LENGTH = 256
 
@@ -42,7 +41,7 @@ def shapes(folders) -> dict[str, ModelShape]:
     """Shapes that a process without vLLM reads, because vLLM adds model types to those of transformers."""
     code = f"""
 import dataclasses, json
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 folders = {dict(zip(folders, map(str, folders.values()), strict=True))!r}
 print(json.dumps({{name: dataclasses.asdict(ModelShape.of(folder, {LENGTH})) for name, folder in folders.items()}}))
 """
@@ -53,7 +52,7 @@ print(json.dumps({{name: dataclasses.asdict(ModelShape.of(folder, {LENGTH})) for
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_engines_shape(folders, shapes, name):
-    assert shapes[name] == engine_shape(configure(folders[name], None, max_model_len=LENGTH).model_config)
+    assert shapes[name] == ModelShape.of_engine(configure(folders[name], None, max_model_len=LENGTH).model_config)
 
 
 KV_HEADS = {

@@ -13,7 +13,7 @@ from engine.judge import MOST_NEAR_TIES
 from kernels.naive import visible_keys
 from transformers import AutoTokenizer
 
-from kvpop_vllm.distill.retention import running_cutoffs
+from kvpop_vllm.distill.cutoffs import running_cutoffs
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer

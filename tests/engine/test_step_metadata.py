@@ -8,7 +8,7 @@ from kvpop_vllm.attention.step_batch import StepPlan
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.kernels.regions import RegionMap, Shares
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.vllm_glue.backend import FixedBudgetMetadata
+from kvpop_vllm.vllm_glue.run.backend import FixedBudgetMetadata
 
 LAYERS, HEADS, SIZE = 3, 2, 32
 

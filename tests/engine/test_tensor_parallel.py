@@ -11,7 +11,7 @@ from engine.test_inspector import core, recorded
 from engine.tiny_engine import answers, complete, running, scores
 
 from kvpop_vllm.testing import random_prompt
-from kvpop_vllm.vllm_glue.backend import heads_of_rank
+from kvpop_vllm.vllm_glue.run.backend import heads_of_rank
 
 
 @pytest.mark.parametrize(

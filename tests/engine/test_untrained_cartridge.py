@@ -8,7 +8,7 @@ from engine.driving import BLOCK, Job, watched
 
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, write_cartridge
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.testing import random_prompt
 
 SLOTS, OWN, NEW = 64, 70, 40

@@ -9,14 +9,14 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, resolve_all
-from kvpop_vllm.evaluation.served import attend_and_keep
+from kvpop_vllm.evaluation.serving_kernels import attend_and_keep
 from kvpop_vllm.hf.layer import LayerRows
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_hook import load_model, show_hidden_states
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import (
     OracleModel,

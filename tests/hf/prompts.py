@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.distill.hook import CACHE_NAME
+from kvpop_vllm.model_hook import CACHE_NAME
 
 
 def distinct(length: int) -> list[int]:

@@ -11,7 +11,7 @@ from engine.test_cartridges import SLOTS, CartridgeJudge, unrotated, write
 from hf.prompts import generate
 from transformers import AutoModelForCausalLM
 
-from kvpop_vllm.compaction.place import place_of
+from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import NAME
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.hf.layer import check_kernels
 from kvpop_vllm.kernels.ops import PromptVotes, Redundancy, RetentionRule
+from kvpop_vllm.model_hook import NAME
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
 PROMPT = random_prompt(30)
@@ -163,14 +163,24 @@ def longrope(kind, **more):
     return small(kind, **sizes | {"sliding_window": None} | ids | more).eval()
 
 
-@pytest.mark.parametrize("kind, more", [("phi3", {}), ("phimoe", {"num_local_experts": 2})])
+TOWERS = {
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1},
+    "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 1},
+}
+TOWERS["vision_config"] |= {"image_size": 28, "crop_size": 28, "image_token_id": 63}
+TOWERS["audio_config"] |= {"nemo_conv_channels": 8, "audio_token_id": 62}
+
+
+@pytest.mark.parametrize(
+    "kind, more", [("phi3", {}), ("phimoe", {"num_local_experts": 2}), ("phi4_multimodal", TOWERS)]
+)
 def test_longrope(kind, more):
     """A rotation that changes within the text is refused; up to there the model is served, and never densely."""
     model, refused = longrope(kind, **more), "rotates keys differently in texts of more than 32 tokens .LongRoPE."
     for options in ({}, {"max_length": 33}):
         with pytest.raises(ConfigError, match=f"^{kind} {refused}, .*: set max_length to at most 32$"):
             KVpopCache(model, **STREAMING, **options)
-    ids = torch.tensor([PROMPT]) % 63 + 1
+    ids = torch.tensor([PROMPT]) % 61 + 1
     cache = KVpopCache(model, "streaming-llm", budget=64, max_length=32)
     tokens = model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False)
     assert tokens.equal(model.generate(ids, max_new_tokens=3, do_sample=False)) and cache.lengths == [32]

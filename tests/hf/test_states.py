@@ -14,9 +14,9 @@ import torch
 from hf.prompts import generate, padded
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import NAME, borrow_channel
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.hf.checks import _warn_of_reference
+from kvpop_vllm.model_hook import NAME, borrow_channel
 from kvpop_vllm.testing import random_prompt
 
 PROMPTS = [random_prompt(n, seed=n) for n in (70, 63)]

@@ -10,9 +10,9 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
-from kvpop_vllm.scorers.init import init_scorer
+from kvpop_vllm.scorers.untrained import init_scorer
 from kvpop_vllm.testing import OraclePolicy, write_random_scorer
 from kvpop_vllm.testing.oracle_policy import shared_slots
 

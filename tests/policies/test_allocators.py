@@ -11,9 +11,9 @@ import torch
 from policies import matrix
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
-from kvpop_vllm.scorers.init import init_scorer
+from kvpop_vllm.scorers.untrained import init_scorer
 from kvpop_vllm.testing import write_tiny_model
 
 made = functools.partial(matrix.made, budget=1024, shape=ModelShape("llama", 30, 3, 64, 8192, num_heads=9))

@@ -12,7 +12,7 @@ from threads import one_thread
 
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import oracle_matching
 
 HEADS, GROUP, SIZE, BUDGET, WINDOW, MORE = 2, 2, 16, 40, 12, 50

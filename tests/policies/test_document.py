@@ -12,7 +12,7 @@ from policies.outside import importable, install
 
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 
 PAGE = Path(__file__).parents[2] / "docs/adding_a_policy.md"
 HEADS, GROUP, SIZE, LENGTH, BUDGET = 2, 2, 32, 120, 40

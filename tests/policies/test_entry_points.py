@@ -6,11 +6,13 @@ import sys
 
 import pytest
 from policies.matrix import made
-from policies.outside import PROJECTION, importable, install
+from policies.outside import HOOKS, PROJECTION, importable, install
 
 from kvpop_vllm import policies
 from kvpop_vllm.cli import main
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.roles import Retention
 
 
 @pytest.fixture
@@ -40,6 +42,32 @@ def test_a_policy_from_outside(folder, capsys):
     assert policy.rule(1, slice(2, 4)).scorer.weight.shape == (2, 32) and policy.retention.window == 15
     assert main(["policies"]) in (0, None)
     assert named(capsys.readouterr().out) == [*policies.POLICIES, "projection"]
+
+
+def test_a_package_that_overrides_hooks(folder):
+    """The base class calls what a package overrides, which finds the base's own behaviour by ``super()``."""
+    install(folder, "hooks = outside_hooks:Hooks", "outside-hooks", HOOKS)
+    shape = ModelShape("llama", 4, 4, 32, 1024, num_heads=8)
+    policy = policies.get("hooks")(PolicySettings("hooks", 128), shape)
+    calls = sys.modules["outside_hooks"].CALLS
+    assert calls == ["prepare", "check_realised", "scorer_shape", "check_retention", "shares"]
+    assert policy.notes == ["made"] and policy.retention == Retention(128, 2, 8)
+    assert policy.protect is True and policy.max_protect is True and policy.graph == "hooks" and not policy.shifted
+    uniform = policies.get("hooks")(PolicySettings("hooks", 128, allocator="uniform"), shape)
+    assert uniform.shares().tolist() == [[127, 128, 128, 128]] * 4 and uniform.one_budget
+    assert policy.shares()[0, 1] > 128 > policy.shares()[-1, 1]
+    rule = policy.layer_rule(0, slice(1, 3))
+    assert rule.log_gamma.tolist() == [-0.5, -0.5] and rule.compresses and not rule.moment_correction
+    assert policy.state_floats == rule.state_floats(32)
+    calls.clear()
+    policy.check_ranks(1)
+    assert calls == ["check_ranks", "shares"]
+    with pytest.raises(ConfigError, match="at most two ranks"):
+        uniform.check_ranks(4)
+    with pytest.raises(ConfigError, match="window of at most 100"):
+        policies.get("hooks")(PolicySettings("hooks", 128, window=101), shape)
+    with pytest.raises(ConfigError, match="gives all requests one budget"):
+        policy.retention_of(64)
 
 
 def test_what_is_wrong_with_it(folder):

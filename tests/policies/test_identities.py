@@ -8,7 +8,7 @@ from policies.matrix import made
 
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 
 HEADS, GROUP, SIZE, LENGTH = 2, 3, 32, 120
 SCALE = SIZE**-0.5

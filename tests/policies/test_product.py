@@ -20,7 +20,8 @@ from kvpop_vllm import policies
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch, ops
-from kvpop_vllm.policies.base import ModelShape, Order
+from kvpop_vllm.model_shape import ModelShape
+from kvpop_vllm.policies.base import Order
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import (
     LayerDecisions,

@@ -19,7 +19,7 @@ from serving import ServerError
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import write_tiny_model
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from server.browser import chromium, fetched, required
 from serving import Server
 
-from kvpop_vllm.vllm_glue.inspect_routes import router
+from kvpop_vllm.vllm_glue.extras.inspect_routes import router
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "SmolLM2-135M-Instruct")

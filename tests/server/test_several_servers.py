@@ -211,45 +211,70 @@ def test_the_inspect_page_is_that_of_the_engine(served):
     assert details[0] == details[1] and len(details[0]["tokens"]) == 200 + NEW - 1
 
 
-def node(model: str, port: int, *options: str, log) -> subprocess.Popen:
+def node(model: str, port: int, *options: str, log: Path) -> subprocess.Popen:
     """Start one of two nodes, each with an engine; ``port`` is that of their handshake."""
     command = [str(Path(sys.executable).with_name("vllm")), "serve", model, *SIZES, *ENGINES]
     command += ["--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
     command += ["--data-parallel-rpc-port", str(port), *options]
-    return subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | environment()
-    )
+    with log.open("w") as file:
+        return subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | environment()
+        )
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["the same flags", "a node without flags"])
-def test_an_engine_of_another_node(model, tmp_path, same):
-    """Two API servers serve an engine of theirs and one of a node without API server, unless that has no policy."""
-    http, handshake = free_port(), free_port()
-    serving = ["--host", "127.0.0.1", "--port", str(http), *API_SERVERS, *POLICY]
-    other = ["--headless", "--data-parallel-start-rank", "1", *(POLICY if same else [])]
-    with (tmp_path / "head").open("w") as head_log, (tmp_path / "other").open("w") as other_log:
-        nodes = [node(model, handshake, *serving, log=head_log), node(model, handshake, *other, log=other_log)]
-        try:
-            deadline, url = time.monotonic() + 600, f"http://127.0.0.1:{http}"
-            while (healthy := is_healthy(url)) is False and nodes[0].poll() is None:
-                assert time.monotonic() < deadline, (tmp_path / "head").read_text()[-3000:]
-                time.sleep(0.5)
-            assert healthy is same, (tmp_path / "head").read_text()[-3000:]
-            if same:
-                with connected(SimpleNamespace(url=url, process=nodes[0]), 2) as fronts:
-                    for front, engine in ((front, engine) for front in fronts for engine in range(2)):
-                        kv_report = report(
-                            front.ask(random_prompt(300, seed=1), engine=engine, kv_budget=160, kv_report=1)
-                        )
-                        assert kv_report["kept_tokens_per_head"]["max"] == kv_report["budget"] == 160
-        finally:
-            for process in nodes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if not same:
-        line = "kvpop: error: an engine of this API server does not serve --kv-policy streaming-llm"
-        assert line in (tmp_path / "head").read_text()
+@contextmanager
+def two_nodes(model: str, folder: Path, serving: list[str], headless: list[str]):
+    """Yield a server whose second engine is that of a node without API server, and whether it came up.
+
+    The logs of the nodes are ``head`` and ``headless`` in the folder.
+    """
+    http, handshake, log = free_port(), free_port(), folder / "head"
+    serving = ["--host", "127.0.0.1", "--port", str(http), *serving]
+    headless = ["--headless", "--data-parallel-start-rank", "1", *headless]
+    nodes = [
+        node(model, handshake, *serving, log=log),
+        node(model, handshake, *headless, log=folder / "headless"),
+    ]
+    try:
+        deadline, url = time.monotonic() + 600, f"http://127.0.0.1:{http}"
+        while (healthy := is_healthy(url)) is False and nodes[0].poll() is None:
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield SimpleNamespace(url=url, process=nodes[0]), healthy
+    finally:
+        for process in nodes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_an_engine_of_another_node(model, tmp_path):
+    """Two API servers serve an engine of theirs and one of a node without API server."""
+    with two_nodes(model, tmp_path, [*API_SERVERS, *POLICY], POLICY) as (server, healthy):
+        assert healthy, (tmp_path / "head").read_text()[-3000:]
+        with connected(server, 2) as fronts:
+            for front, engine in ((front, engine) for front in fronts for engine in range(2)):
+                kv_report = report(front.ask(random_prompt(300, seed=1), engine=engine, kv_budget=160, kv_report=1))
+                assert kv_report["kept_tokens_per_head"]["max"] == kv_report["budget"] == 160
+
+
+def test_an_engine_without_the_policy(model, tmp_path):
+    with two_nodes(model, tmp_path, POLICY, []) as (_, healthy):
+        assert not healthy
+    line = "kvpop: error: an engine of this API server does not serve --kv-policy streaming-llm"
+    assert line in (tmp_path / "head").read_text()
+
+
+def test_an_api_server_without_the_policy(model, tmp_path):
+    """Its own engine serves densely, as it asks. That of the other node refuses requests that nobody has checked."""
+    with two_nodes(model, tmp_path, [], POLICY) as (server, healthy):
+        assert healthy, (tmp_path / "head").read_text()[-3000:]
+        with connected(server, 1) as (front,):
+            for settings in ({}, {"kv_budget": 9999}):
+                assert front.ask([65], engine=0, **settings).status_code == 200
+                assert front.ask([65], engine=1, **settings).status_code == 500
+    line = "ConfigError: the front end that sent this request does not serve --kv-policy streaming-llm"
+    assert (tmp_path / "headless").read_text().count(line) == 2
 
 
 def is_healthy(url: str) -> bool:

@@ -1,0 +1,82 @@
+"""Attention over a compact cache and a request's own tokens, for transformers models loaded by :mod:`kvpop_vllm.model_hook`."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.model_hook import Dense
+
+ROWS = 256
+"""Queries whose mask is in memory at once."""
+
+
+class Recorder(Dense):
+    """Dense causal attention that keeps every layer's keys and values ``[H, T, D]``."""
+
+    def __init__(self):
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        self.layers.append((k[0], v[0]))
+        return super().__call__(layer, q, k, v, scale)
+
+
+class CompactAttend:
+    """Attention of own tokens over a cache with biases, which all of them see, and causally over each other.
+
+    Args:
+        layers: keys ``[H, P, D]``, values ``[H, P, D]`` and biases ``[H, P]`` or None of every layer.
+        segments: ``[R]``, number of the sequence that each own token belongs to; None if all are one.
+    """
+
+    def __init__(self, layers: list, segments: torch.Tensor | None = None):
+        self.layers, self.segments = layers, segments
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        return attend(q, k, v, scale, *self.layers[layer], self.segments)
+
+
+def attend(q, k, v, scale, cache_k, cache_v, bias, segments=None) -> torch.Tensor:
+    """Return the attention ``[1, Hq, R, D]`` of own tokens over a cache and over each other.
+
+    Args:
+        q: ``[1, Hq, R, D]``.
+        k: own keys ``[1, H, R, D]``.
+        v: own values ``[1, H, R, D]``.
+        scale: factor on q . k.
+        cache_k: ``[H, P, D]``.
+        cache_v: ``[H, P, D]``.
+        bias: ``[H, P]``, added to the scaled logits, or None.
+        segments: see :class:`CompactAttend`.
+    """
+    count, group = q.shape[2], q.shape[1] // k.shape[1]
+    slots = cache_k.shape[1]
+    keys = torch.cat([cache_k.to(k.dtype).unsqueeze(0), k], 2)
+    values = torch.cat([cache_v.to(v.dtype).unsqueeze(0), v], 2)
+    if segments is None:
+        segments = torch.zeros(count, dtype=torch.int64, device=q.device)
+    heads = k.shape[1] if bias is not None else 1
+    parts = []
+    for a in range(0, count, ROWS):
+        b = min(a + ROWS, count)
+        order = torch.arange(a, b, device=q.device).unsqueeze(1) >= torch.arange(b, device=q.device)
+        hidden = ~(order & (segments[a:b].unsqueeze(1) == segments[:b]))
+        mask = q.new_zeros(heads, b - a, slots + b)
+        if bias is not None:
+            mask[:, :, :slots] = bias.to(q.dtype).unsqueeze(1)
+        mask[:, :, slots:].masked_fill_(hidden, -torch.inf)
+        if heads > 1 and group > 1:
+            mask = mask.repeat_interleave(group, 0)
+        parts.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q[:, :, a:b],
+                keys[:, :, : slots + b],
+                values[:, :, : slots + b],
+                mask[None],
+                scale=scale,
+                enable_gqa=group > 1,
+            )
+        )
+    return torch.cat(parts, 2)

@@ -1,0 +1,271 @@
+"""`kvpop compact --method cartridge`: self-study of a corpus, and training of a cache on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from kvpop_vllm import __version__
+from kvpop_vllm.compaction.cartridge import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    Cartridge,
+    CartridgeConfig,
+    Layer,
+    base_of,
+    check_base,
+    looks_like_cartridge,
+    read_cartridge,
+    write_cartridge,
+)
+from kvpop_vllm.compaction.conversations import (
+    ROOM,
+    ROUND,
+    Conversation,
+    Sampler,
+    chunk_tokens,
+    make_conversations,
+    read_conversations,
+)
+from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
+from kvpop_vllm.compaction.prompt_place import place_of
+from kvpop_vllm.compaction.reference import read_corpus
+from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
+from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
+from kvpop_vllm.compaction.sampling import TransformersSampler
+from kvpop_vllm.compaction.trained_cache import TrainedCache, losses, packs
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.model_shape import positions_of, read_model_config
+
+Engine = Callable[[str, str, int, set[int]], AbstractContextManager[Sampler]]
+"""Function of model folder, dtype, most tokens of a request and stop tokens, that starts an engine."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Options of ``--method cartridge``.
+
+    Attributes:
+        conversations: number of conversations.
+        steps: optimiser steps; 0 writes the start.
+        batch: conversations of a step.
+        lr: peak of the learning rate. The paper's code has 0.02.
+        init: text whose first P tokens the cache starts from, or folder of a cartridge; None for the corpus.
+    """
+
+    conversations: int = 256
+    steps: int = 256
+    batch: int = 16
+    lr: float = 2e-2
+    init: str | None = None
+
+    def check(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: one is impossible.
+        """
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.02, or less if the loss rises")
+        if self.batch > self.conversations:
+            raise ConfigError(f"a batch of {self.batch} needs as many conversations: lower --batch")
+
+
+def train_cartridge(
+    model: str,
+    data: str,
+    out: str,
+    options: CompactOptions,
+    training: Training,
+    *,
+    engine: Engine | None = None,
+    save_every: int = 50,
+    threads: int | None = None,
+    quiet: bool = False,
+) -> CartridgeConfig:
+    """Start or continue the training of a cartridge, write it, print one line, and return its config.
+
+    Args:
+        model: folder of the base model.
+        data: text or JSONL file, or a folder of them.
+        out: folder to write; ``out/run`` holds conversations, checkpoints and metrics.
+        options: slots, chunk, dtype, seed, place and system are read.
+        training: further options.
+        engine: makes conversations; None for transformers.
+        save_every: optimiser steps between checkpoints.
+        threads: CPU threads; None for all.
+        quiet: True to hide the progress bar.
+
+    Raises:
+        ConfigError: an option is impossible, the folder holds another run, or model or data cannot be read.
+        TrainingError: training cannot go on.
+    """
+    began = time.monotonic()
+    training.check()
+    if threads:
+        torch.set_num_threads(threads)
+    base = base_of(model)
+    check_rope(base["rope"], str(model))
+    slots, _ = slots_of(options, base["num_layers"], base["num_kv_heads"])
+    tokenizer, positions = load_tokenizer(model), positions_of(read_model_config(model))
+    place = place_of(tokenizer, options.place, options.system)
+    text, tokens = corpus_of(place, data)
+    start = (
+        read_start(training.init, model, slots, place.head)
+        if training.init and looks_like_cartridge(training.init)
+        else None
+    )
+    if start is None:
+        own = corpus_of(place, training.init)[1] if training.init else tokens
+        check_length(place, len(own), slots, "first", positions)
+        first = place.around(own)[:slots]
+    room = ROOM + len(place.around([]))
+    chunk = chunk_tokens(options.chunk, len(tokens), slots, positions, room)
+    arguments = {"slots": slots, "chunk": chunk} | asdict(training)
+    arguments |= {name: getattr(options, name) for name in ("dtype", "seed", "place", "system")}
+    corpus = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)}
+    began_as = start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
+    run = Path(out) / "run"
+    settings = (
+        {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": began_as, "head": place.head}
+    )
+    check_same_run(Path(out), settings)
+
+    loaded = None if engine else load(model, options.dtype)
+    path, conversations = run / "conversations.jsonl", []
+    if training.steps:
+        stop = stop_tokens(model, tokenizer)
+        own = nullcontext(TransformersSampler(loaded, stop)) if loaded is not None else None
+        todo = -(-training.conversations // ROUND) - _rounds(path, training.conversations)
+        if todo:
+            done = Progress(todo, "round of conversations")
+            with own or engine(model, options.dtype, chunk + room, stop) as sample:
+                many, seed = training.conversations, options.seed
+                make_conversations(path, place, tokens, many, sample, longest=chunk, seed=seed, done=done)
+        conversations = read_conversations(path)
+    loaded = load(model, options.dtype) if loaded is None else loaded
+    layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
+    cache = TrainedCache(layers).to(next(loaded.parameters()).device)
+    trainer = CacheTrainer(loaded, cache, conversations, run, training, slots, options.seed, save_every, quiet)
+    last = trainer.run()
+
+    provenance = {"kvpop": __version__, "corpus": corpus, "arguments": arguments}
+    config = CartridgeConfig(
+        **base, slots=slots, next_position=slots, method="cartridge", provenance=provenance, head=place.head
+    )
+    with torch.no_grad():
+        layers = cache.layers()
+    write_beside(Path(out), lambda draft: write_cartridge(draft, config, layers), TENSORS_NAME, CONFIG_NAME)
+    loss = f"loss {last['loss']:.4f}, " if last else ""
+    print(f"{slots} slots for {len(tokens)} tokens, {loss}{time.monotonic() - began:.0f} s: wrote {out}")
+    return config
+
+
+def read_start(folder: str, model: str, slots: int, head: list[int]) -> Cartridge:
+    """Return the cartridge that training starts from.
+
+    Raises:
+        ConfigError: it cannot be read, is for another model, has another number of slots, or stands elsewhere.
+    """
+    found = read_cartridge(folder)
+    check_base(found.config, model, f"the cartridge {folder}")
+    if found.config.slots != slots:
+        raise ConfigError(f"--init {folder} has {found.config.slots} slots, not {slots}: set --slots to as many")
+    if found.config.head != head:
+        raise ConfigError(
+            f"--init {folder} stands in another place: give the --place and --system that it was made with"
+        )
+    return found
+
+
+def start_of(cartridge: Cartridge, model: torch.nn.Module) -> list[Layer]:
+    """Return a cartridge's layers in the model's dtype, with keys for own tokens that go on at P."""
+    like, shift = next(model.parameters()), cartridge.config.slots - cartridge.config.next_position
+    return [
+        (
+            turned(k.float(), shift, rope_at(cartridge.config.rope, i)).to(like),
+            v.to(like),
+            None if bias is None else bias.to(like.device),
+        )
+        for i, (k, v, bias) in enumerate(cartridge.layers)
+    ]
+
+
+def stop_tokens(model: str, tokenizer) -> set[int]:
+    """Return the ids that end an answer."""
+    ends = read_model_config(model).eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
+
+
+def _rounds(path: Path, count: int) -> int:
+    """Return how many rounds of conversations a file holds."""
+    found = min(count, sum(line.endswith("\n") for line in path.open(encoding="utf-8"))) if path.exists() else 0
+    return -(-count // ROUND) if found == count else found // ROUND
+
+
+class CacheTrainer(Loop):
+    """Training of a cache on conversations; see :class:`kvpop_vllm.compaction.loop.Loop`.
+
+    Args:
+        model: the frozen model.
+        cache: the cache, at its start.
+        conversations: see :class:`Conversation`. Each epoch has them in another order.
+        folder: folder of checkpoints and metrics.
+        training: see :class:`Training`.
+        position: position of the first token behind the cache.
+        seed: seed of the order.
+        save_every: optimiser steps between checkpoints.
+        quiet: True to hide the progress bar.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cache: TrainedCache,
+        conversations: Sequence[Conversation],
+        folder: Path,
+        training: Training,
+        position: int,
+        seed: int = 0,
+        save_every: int = 50,
+        quiet: bool = False,
+    ):
+        super().__init__(cache, folder, training.steps, training.lr, save_every, quiet)
+        self.model, self.conversations, self.size = model, conversations, training.batch
+        self.position, self.seed = position, seed
+
+    def batch(self, step: int) -> list[Conversation]:
+        """Return the conversations of a step."""
+        count, size = len(self.conversations), self.size
+        found = []
+        for place in range(step * size, (step + 1) * size):
+            if not found or place % count == 0:
+                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place // count)
+                order = torch.randperm(count, generator=generator).tolist()
+            found.append(self.conversations[order[place % count]])
+        return found
+
+    def backward(self, step: int) -> dict[str, float]:
+        """Add the gradient of a step's batch.
+
+        Returns:
+            ``loss`` and ``kl`` to the sparse teacher (nats per token), ``tokens`` of answers.
+        """
+        batch = self.batch(step)
+        count = sum(len(own.answer) for own in batch)
+        loss = kl = 0.0
+        for pack in packs(batch):
+            total, entropy = losses(self.model, self.trained.layers(), pack, self.position)
+            (total / count).backward()
+            loss, kl = loss + float(total.detach()) / count, kl + (float(total.detach()) - entropy) / count
+        return {"loss": loss, "kl": kl, "tokens": count}

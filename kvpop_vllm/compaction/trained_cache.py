@@ -1,0 +1,108 @@
+"""Trainable cache of a frozen model, and its loss on conversations (arXiv:2506.06266, context distillation)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvpop_vllm.compaction.cache_attention import attend
+from kvpop_vllm.compaction.cartridge import Layer
+from kvpop_vllm.compaction.conversations import Conversation, sparse_teacher
+
+FROZEN = 1
+"""First slots that are not trained, an anchor for attention as in HazyResearch/cartridges."""
+PACK = 1024
+"""Tokens of conversations in one pass, unless a single one is longer."""
+
+
+class TrainedCache(torch.nn.Module):
+    """Keys and values of every layer in float32, all but the first slot trainable. Biases stay as they are.
+
+    Args:
+        layers: keys and values ``[H, P, D]`` to start from, and biases ``[H, P]`` or None.
+    """
+
+    def __init__(self, layers: Sequence[Layer]):
+        super().__init__()
+        self.frozen = [tuple(part[:, :FROZEN].detach().clone() for part in layer[:2]) for layer in layers]
+        self.bias = [layer[2] for layer in layers]
+        self.dtype = layers[0][0].dtype
+        for name, part in (("k", 0), ("v", 1)):
+            rest = [torch.nn.Parameter(layer[part][:, FROZEN:].detach().float().clone()) for layer in layers]
+            setattr(self, name, torch.nn.ParameterList(rest))
+
+    def layers(self) -> list[Layer]:
+        """Return keys, values ``[H, P, D]`` in the model's dtype, and biases ``[H, P]`` or None, of every layer."""
+        rows = zip(self.frozen, self.k, self.v, self.bias, strict=True)
+        return [
+            (torch.cat([k, more_k.to(k.dtype)], 1), torch.cat([v, more_v.to(v.dtype)], 1), bias)
+            for (k, v), more_k, more_v, bias in rows
+        ]
+
+
+class Packed:
+    """Attention of conversations that are packed into one row, over a cache and each over itself.
+
+    Args:
+        layers: keys, values and biases of the cache.
+        lengths: tokens of each conversation.
+    """
+
+    def __init__(self, layers: Sequence[Layer], lengths: Sequence[int]):
+        self.layers, self.lengths = layers, list(lengths)
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        parts = zip(*(tensor.split(self.lengths, 2) for tensor in (q, k, v)), strict=True)
+        return torch.cat([attend(*own, scale, *self.layers[layer]) for own in parts], 2)
+
+
+def packs(conversations: Sequence[Conversation], most: int = PACK) -> list[list[Conversation]]:
+    """Return the conversations in their order, in packs of at most ``most`` tokens, or of one conversation."""
+    found, room = [], -1
+    for own in conversations:
+        size = len(own.prompt) + len(own.answer)
+        if size > room:
+            found.append([])
+            room = most
+        found[-1].append(own)
+        room -= size
+    return found
+
+
+def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], position: int) -> tuple[torch.Tensor, float]:
+    """Return the sums over the answers' tokens of the cross-entropy and of the teacher's entropy, in nats.
+
+    The student reads the conversations behind the cache, without the chunk. The teacher is that of
+    :func:`kvpop_vllm.compaction.conversations.sparse_teacher`; all tokens that are no candidates are one outcome, so that
+    a cache that answers as the chunk does has the least loss. Candidates alone would draw their missing mass to them.
+
+    Args:
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
+        layers: keys, values and biases of the cache.
+        pack: conversations.
+        position: position of the first token behind the cache.
+    """
+    device, tokens, places, used = layers[0][0].device, [], [], []
+    for own in pack:
+        first = len(tokens) + len(own.prompt) - 1
+        used += range(first, first + len(own.answer))
+        tokens += own.prompt + own.answer
+        places += range(position, position + len(own.prompt) + len(own.answer))
+    hidden = model.get_decoder()(
+        input_ids=torch.tensor([tokens], device=device),
+        position_ids=torch.tensor([places], device=device),
+        use_cache=False,
+        attend=Packed(layers, [len(own.prompt) + len(own.answer) for own in pack]),
+    ).last_hidden_state[0, used]
+    logp = model.get_output_embeddings()(hidden).float().log_softmax(-1)
+    total, entropy, place = logp.new_zeros(()), 0.0, 0
+    for own in pack:
+        ids, chances, rest = (told.to(device) for told in sparse_teacher(own))
+        answer = logp[place : place + len(own.answer)]
+        others = answer.scatter(1, ids, -torch.inf).logsumexp(-1)
+        total = total - (chances * answer.gather(1, ids)).sum() - (rest * others).sum()
+        entropy += float(torch.special.entr(chances).sum() + torch.special.entr(rest).sum())
+        place += len(own.answer)
+    return total, entropy

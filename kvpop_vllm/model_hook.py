@@ -1,0 +1,249 @@
+"""Registered attention function that passes every layer's q, k, v of a transformers model to the caller.
+
+No modelling code is forked: Llama, Qwen2, Qwen3 and other models that use transformers' attention interface
+work unchanged. The attention is passed with the call, ``model(tokens, attend=...)``. Only the input of a gate
+is taken by hooks on the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import transformers
+from packaging.version import Version
+from safetensors import SafetensorError
+
+from kvpop_vllm.config import ConfigError, check_version
+from kvpop_vllm.model_shape import positions_of, read_model_config, rotations, text_config
+from kvpop_vllm.scorers import Signals
+from kvpop_vllm.supported import RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS
+
+check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
+
+from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
+from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
+
+NAME = "kvpop"
+CACHE_NAME = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+"""Argument under which this version of transformers passes a cache to a model."""
+POSITIONS = 512
+"""Positions whose logits over the whole vocabulary are in memory at once."""
+
+
+class Attend(Protocol):
+    """Function that a model's layers call in place of attention."""
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the attention of one layer.
+
+        Args:
+            layer: index of the layer.
+            q: ``[B, Hq, S, D]``, after QK-norm and RoPE.
+            k: ``[B, H, S, D]``, likewise.
+            v: ``[B, H, S, D]``.
+            scale: factor on q . k.
+
+        Returns:
+            ``[B, Hq, S, D]``.
+        """
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, attend=None, **options):
+    if attend is None:
+        raise TypeError(
+            f"a model loaded with attn_implementation={NAME!r} is called as model(tokens, attend=...); any other cannot be called while"
+            " another thread has it in a pass with a KVpopCache, nor with one, if its layers do not hand keyword arguments on to their attention"
+        )
+    if attention_mask is not None:
+        raise ConfigError("the model's attention has a mask of its own, which would be ignored: choose another model")
+    window = options.get("sliding_window")
+    if window is not None and window < query.shape[2]:
+        raise ConfigError("the model has sliding-window layers of its own: kvpop cannot train scorers for it")
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ConfigError(f"the model's attention has a {name} of its own: kvpop cannot train scorers for it")
+    if dropout:
+        raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves them in float32 after RoPE
+    if share := getattr(module, "borrowed", 0.0):
+        by_group = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))
+        query = _without_channel(by_group, share).flatten(2, 3).transpose(1, 2)
+        if hasattr(attend, "see_channel"):
+            attend.see_channel(module.layer_idx, module.channel)
+        del module.channel
+    return attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
+
+
+def _no_mask(*args, attention_mask=None, **options):
+    """Return no mask, because attention is causal over whole rows; refuse a padding mask."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ConfigError("rows are packed to full length: padding cannot be masked out, leave attention_mask out")
+    return None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def show_hidden_states(model: torch.nn.Module) -> None:
+    """Pass the input of every attention block to an ``attend`` with a method ``see``, just before it attends.
+
+    May be called more than once.
+
+    Raises:
+        ConfigError: the model's layers have no attention block of the usual name.
+    """
+    for layer in model.get_decoder().layers:
+        if not hasattr(layer, "self_attn"):
+            raise ConfigError(
+                "the model's layers have no self_attn, so that gates cannot be trained for it: choose another model"
+            )
+        if _show not in layer.self_attn._forward_pre_hooks.values():
+            layer.self_attn.register_forward_pre_hook(_show, with_kwargs=True)
+
+
+def _show(module, positional, named):
+    if hasattr(attend := named.get("attend"), "see"):
+        attend.see(module.layer_idx, named["hidden_states"] if "hidden_states" in named else positional[0])
+
+
+def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
+    """Take the last channel of each KV head's first query out of the query, before and after RoPE (DMS).
+
+    The channel ``[B, S, H]``, as it is before RoPE, is passed to an ``attend`` with a method ``see_channel``,
+    just before it attends.
+
+    Args:
+        model: from :func:`load_model`.
+        share: share of the channel that is taken out before RoPE and again after it, while a model adapts; 1
+            sets it to 0.
+
+    Raises:
+        ConfigError: the model's attention blocks have no queries of the usual name and shape.
+    """
+    for layer in model.get_decoder().layers:
+        block = getattr(layer, "self_attn", None)
+        queries = getattr(block, "q_norm", None) or getattr(block, "q_proj", None)
+        if queries is None or not (hasattr(block, "head_dim") and hasattr(block, "num_key_value_groups")):
+            raise ConfigError("the model's layers have no queries to borrow a channel of: choose another model")
+        if not hasattr(block, "borrowed"):
+            queries.register_forward_hook(functools.partial(_take_channel, block))
+        block.borrowed = share
+
+
+def borrowed_share(model: torch.nn.Module) -> float:
+    """Return the share of the last :func:`borrow_channel` on a model, or 0."""
+    return max((getattr(layer.self_attn, "borrowed", 0.0) for layer in model.get_decoder().layers), default=0.0)
+
+
+def _take_channel(block, module, inputs, queries):
+    if not block.borrowed:
+        return None
+    by_group = queries.reshape(*queries.shape[:2], -1, block.num_key_value_groups, block.head_dim)
+    block.channel = by_group[..., 0, -1]
+    return _without_channel(by_group, block.borrowed).reshape(queries.shape)
+
+
+def _without_channel(by_group: torch.Tensor, share: float) -> torch.Tensor:
+    """Return queries ``[.., G, D]`` with the first query's last channel scaled by ``1 - share``."""
+    factor = by_group.new_ones(by_group.shape[-2:])
+    factor[0, -1] = 1 - share
+    return by_group * factor
+
+
+class GateInputs:
+    """Base class of an :class:`Attend` that stores what a layer's gate reads until the layer attends."""
+
+    def __init__(self):
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._channel: dict[int, torch.Tensor] = {}
+
+    def see(self, layer: int, hidden: torch.Tensor) -> None:
+        """Store the attention block's input ``[B, S, E]``; see :func:`show_hidden_states`."""
+        self._hidden[layer] = hidden
+
+    def see_channel(self, layer: int, channel: torch.Tensor) -> None:
+        """Store a layer's borrowed channel ``[B, S, H]``; see :func:`borrow_channel`."""
+        self._channel[layer] = channel
+
+    def signals(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Signals:
+        """Return what a gate reads of tokens ``[B, S]`` with k, v ``[B, H, S, D]``; their input is then forgotten."""
+        hidden, channel = self._hidden.pop(layer, None), self._channel.pop(layer, None)
+        return Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel)
+
+
+class Dense:
+    """Causal attention over all tokens by torch. Queries may be fewer than keys; they are the last ones."""
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention of one layer; see :class:`Attend`."""
+        new, past = q.shape[2], k.shape[2] - q.shape[2]
+        mask = {"is_causal": True}
+        if past:
+            mask = {"attn_mask": torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)}
+        grouped = q.shape[1] != k.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **mask)
+
+
+def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """Return a causal language model from a local folder, whose forward takes ``attend``.
+
+    Raises:
+        ConfigError: it is no model folder, weights are damaged, missing or of other shapes than its config
+            says, the model's attention cannot be replaced, or the model rescales its logits.
+    """
+    config = read_model_config(folder)
+    for name in RESCALED_LOGITS:
+        if getattr(text_config(config), name, None) not in (None, 1.0):
+            raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=NAME,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if wrong := sorted(loaded["mismatched_keys"]):
+        name, found, told = wrong[0]
+        raise ConfigError(
+            f"{folder}: {name} is {list(found)} and should be {list(told)} by config.json: one of the two is another model's"
+        )
+    if missing := sorted(loaded["missing_keys"]):
+        raise ConfigError(f"{folder} has no weights for {missing[0]}, which would be random: complete the model")
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "num_attention_heads", None) is None:
+        raise ConfigError(f"{folder} is not a decoder-only language model with attention layers: choose another model")
+    model.config.use_cache = False
+    return model
+
+
+def check_positions(model: torch.nn.Module, positions: int) -> None:
+    """Check that the model attends by differences of positions only.
+
+    A text may then begin anywhere before ``positions``.
+
+    Raises:
+        ConfigError: the model has no rotary embeddings, its rotation or attention changes with the position,
+            or it has fewer positions.
+    """
+    config = model.config.get_text_config()
+    kinds = [rope for rope in rotations(config) if "rope_type" in rope]
+    moves = [rope["rope_type"] for rope in kinds if "dynamic" in rope["rope_type"] or rope["rope_type"] == "longrope"]
+    moves += [
+        name for name in SCALED_BY_POSITION if getattr(config, name, None) or any(rope.get(name) for rope in kinds)
+    ]
+    if moves or not kinds:
+        found = f"attends differently further out ({moves[0]})" if moves else "has no rotary embeddings"
+        raise ConfigError(f"the model {found}, so its rows must begin at 0: set --positions to the value of --length")
+    most = positions_of(model.config)
+    if most is not None and positions > most:
+        raise ConfigError(f"the model has {most} positions: lower --positions {positions}")

@@ -1,0 +1,295 @@
+"""Shape of a model, read from its folder, from a config of transformers or from vLLM's.
+
+Config files spell sizes in different ways, nest them, and leave out what equals a default.
+``tests/engine/test_shapes.py`` holds :func:`shape_of` equal to the engine's shape.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import read_json
+from kvpop_vllm.supported import FULL_CHECKPOINT_SUFFIX
+
+ADVICE = "give the folder of a decoder-only language model"
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Keys under which configs that transformers does not know nest that of the language model."""
+FALCONS = ("falcon", "RefinedWeb", "RefinedWebModel")
+"""Model types of which ``multi_query`` overrides the number of KV heads, unless ``new_decoder_architecture`` is set."""
+KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+"""Names of the number of KV heads, in vLLM's order."""
+NAMES = {
+    "num_layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "hidden_size": ("hidden_size", "n_embed", "n_embd", "d_model"),
+    "head_dim": ("head_dim", "hidden_size_per_head"),
+    "positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+}
+"""Names of the other sizes. Only configs that transformers does not know use more than the first of most."""
+BORROWED = "kvpop_borrowed_channel"
+"""Key in the ``config.json`` of a model that was trained by this package to give up a query channel."""
+ROTATION = "rope_parameters", "rope_theta", "partial_rotary_factor", "no_rope_layers"
+"""Keys of a config that describe rotary embeddings."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Shape of the model that a policy runs on.
+
+    Attributes:
+        model_type: model type of the base model, as in ``config.json``.
+        num_layers: number of decoder layers.
+        num_kv_heads: H, KV heads of the whole model.
+        head_dim: D, head size.
+        max_model_len: longest sequence, in tokens.
+        hidden_size: E, width of the hidden states, or None if unknown.
+        num_heads: query heads of the whole model, or None if unknown.
+        rotation: rotary embeddings (:func:`rotation_of`), or None if unknown.
+    """
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    hidden_size: int | None = None
+    num_heads: int | None = None
+    rotation: str | None = None
+
+    @classmethod
+    def of(cls, model: str | PathLike, max_model_len: int) -> ModelShape:
+        """Return the shape given by the ``config.json`` of a model folder.
+
+        Args:
+            model: Hugging Face folder.
+            max_model_len: longest sequence, in tokens.
+
+        Raises:
+            ConfigError: the file cannot be read, or does not describe a language model.
+        """
+        rotation = rotation_of(read_model_config(model))
+        return cls(**folder_sizes(model), max_model_len=max_model_len, rotation=rotation)
+
+    @classmethod
+    def of_engine(cls, model: Any) -> ModelShape:
+        """Return the shape of a model as vLLM counts it.
+
+        Args:
+            model: vLLM's ``ModelConfig``.
+        """
+        return cls(
+            model_type=model.hf_text_config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),
+            num_layers=model.get_total_num_hidden_layers(),
+            num_kv_heads=model.get_total_num_kv_heads(),
+            head_dim=model.get_head_size(),
+            max_model_len=model.max_model_len,
+            hidden_size=model.get_hidden_size(),
+            num_heads=model.model_arch_config.total_num_attention_heads,
+            rotation=rotation_of(model.hf_text_config),
+        )
+
+
+def resolve(config: Mapping | Any, source: str | Path) -> Any:
+    """Return a model's config with its keys as attributes, resolved by transformers if it knows the model type.
+
+    Args:
+        config: contents of a ``config.json``, or a resolved config, which is returned as it is.
+        source: its name in errors.
+
+    Raises:
+        ConfigError: there is no model type, or transformers refuses the config.
+    """
+    if hasattr(config, "model_type"):
+        return config
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{source} is not a model's config: {ADVICE}")
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{source} has no 'model_type': {ADVICE}")
+    base = kind.removesuffix(FULL_CHECKPOINT_SUFFIX)
+    if base not in CONFIG_MAPPING:
+        nested = {name: resolve(config[name], source) for name in TEXT_CONFIGS if isinstance(config.get(name), Mapping)}
+        return SimpleNamespace(**{**config, **nested})
+    try:
+        return CONFIG_MAPPING[base].from_dict(copy.deepcopy({**config, "model_type": base}))
+    except Exception as error:  # each model type has checks of its own
+        raise ConfigError(f"{source}: transformers refuses it ({' '.join(str(error).split())}): {ADVICE}") from None
+
+
+def read_model_config(folder: str | Path) -> Any:
+    """Return the resolved config of a model folder (:func:`resolve`).
+
+    Raises:
+        ConfigError: ``config.json`` cannot be read, or as :func:`resolve`.
+    """
+    path, advice = Path(folder) / "config.json", "give the folder of a Hugging Face model"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no config.json: {advice}")
+    return resolve(read_json(path, advice), path)
+
+
+def text_config(config: Any) -> Any:
+    """Return the language model's part of a resolved config, which may be the config itself.
+
+    Raises:
+        ConfigError: the config has several.
+    """
+    if not hasattr(config, "get_text_config"):
+        return next((text_config(vars(config)[name]) for name in TEXT_CONFIGS if name in vars(config)), config)
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise ConfigError(f"{config.model_type} has several text configs ({error}): {ADVICE}") from None
+
+
+def size(text: Any, name: str) -> Any:
+    """Return the size of a text config that has the given key in :data:`NAMES`, or None."""
+    values = (getattr(text, spelling, None) for spelling in NAMES[name])
+    return next((value for value in values if value is not None), None)
+
+
+def shape_of(config: Mapping | Any, source: str | Path) -> dict:
+    """Return the sizes of a model that policies and scorers depend on, as an engine counts them.
+
+    Args:
+        config: contents of a ``config.json``, or a config of transformers.
+        source: its name in errors.
+
+    Returns:
+        ``model_type``, ``num_layers``, ``num_kv_heads``, ``head_dim``, ``num_heads`` and, if the config has it,
+        ``hidden_size``. The model type of a full checkpoint is that of its base model.
+
+    Raises:
+        ConfigError: transformers refuses the config, a number is missing or not a positive integer, or layers
+            differ in one.
+    """
+    text = text_config(resolve(config, source))
+    try:
+        heads, hidden = size(text, "num_heads"), size(text, "hidden_size")
+        sizes = {
+            "num_layers": size(text, "num_layers"),
+            "num_heads": heads,
+            "head_dim": size(text, "head_dim") or (hidden and heads and hidden // heads),
+            "num_kv_heads": _kv_heads(text, heads),
+            **({} if hidden is None else {"hidden_size": hidden}),
+        }
+    except TypeError:
+        raise ConfigError(f"{source} is not a model's config: {ADVICE}") from None
+    except RuntimeError as error:  # transformers' refusal to return a size that layers differ in
+        raise ConfigError(f"{source}: layers of different shapes ({str(error).split('.')[0]}): {ADVICE}") from None
+    for name, number in sizes.items():
+        if number is None:
+            raise ConfigError(f"{source} has no {NAMES[name][0]!r}: {ADVICE}")
+        if type(number) is not int or number < 1:
+            raise ConfigError(f"{source}: {name} is {number!r}: {ADVICE}")
+    return {"model_type": text.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX)} | sizes
+
+
+def _kv_heads(text: Any, heads: int) -> Any:
+    """Return the number of KV heads; ``heads`` is that of query heads, which it defaults to."""
+    if text.model_type in FALCONS and not getattr(text, "new_decoder_architecture", False):
+        if getattr(text, "multi_query", False):
+            return 1
+    return next((value for name in KV_HEADS if (value := getattr(text, name, None))), heads)
+
+
+def folder_sizes(model: str | PathLike) -> dict:
+    """Return the sizes of a model folder (:func:`shape_of`).
+
+    Raises:
+        ConfigError: ``config.json`` cannot be read, or as :func:`shape_of`.
+    """
+    return shape_of(read_model_config(model), Path(model) / "config.json")
+
+
+def scorer_sizes(model: str | PathLike) -> dict:
+    """Return the sizes of a model folder that scorers depend on: those of :func:`folder_sizes` without ``num_heads``.
+
+    Raises:
+        ConfigError: as :func:`folder_sizes`.
+    """
+    return {name: number for name, number in folder_sizes(model).items() if name != "num_heads"}
+
+
+def vocabulary_of(folder: str | PathLike) -> int:
+    """Return the vocabulary size of a model folder; raises the errors of :func:`read_model_config`."""
+    return text_config(read_model_config(folder)).vocab_size
+
+
+def rotations(text: Any) -> Iterator[dict]:
+    """Yield the rope parameters of a text config, those of each type of layer where they differ."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    yield from (parameters for parameters in (rope, *rope.values()) if isinstance(parameters, Mapping))
+
+
+def rotation_of(config: Any) -> str:
+    """Return a text that is equal for resolved configs with the same rotary embeddings.
+
+    Raises:
+        ConfigError: as :func:`text_config`.
+    """
+    text = text_config(config)
+    return json.dumps({name: _plain(getattr(text, name, None)) for name in ROTATION}, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a config with mappings as dicts without None, and integers as floats."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return list(map(_plain, value))
+    return float(value) if type(value) is int else value
+
+
+def positions_of(config: Any) -> int | None:
+    """Return the number of positions of a resolved config, those of a stretched rotation included, or None.
+
+    Raises:
+        ConfigError: as :func:`text_config`.
+    """
+    text = text_config(config)
+    positions = size(text, "positions")
+    if type(positions) is not int or positions < 1:
+        return None
+    stretched = [
+        rope["factor"] * (rope.get("original_max_position_embeddings") or positions)
+        for rope in rotations(text)
+        if rope.get("factor")
+    ]
+    return int(max([positions, *stretched]))
+
+
+def check_length(folder: str | PathLike, length: int) -> None:
+    """Check that a model has positions for rows of ``length`` tokens.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    positions = positions_of(read_model_config(folder))
+    if positions is not None and length > positions:
+        raise ConfigError(f"the model has {positions} positions: lower --length {length}")
+
+
+def borrows_channel(model: str | PathLike) -> bool:
+    """Return whether a model folder's model gives up a query channel (see :func:`gives_up_channel`)."""
+    return gives_up_channel(read_json(Path(model) / "config.json", ADVICE))
+
+
+def gives_up_channel(config: Mapping) -> bool:
+    """Return whether the model of a ``config.json`` uses a query channel as its eviction logit (DMS).
+
+    The channel is the last one of each KV head's first query head. Models trained by this package and models
+    in the layout of the authors of DMS are recognised.
+    """
+    published = "dms_alpha_scale" in config and not config.get("dms_separate_alpha", False)
+    return bool(config.get(BORROWED, False)) or published

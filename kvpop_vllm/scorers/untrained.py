@@ -1,0 +1,39 @@
+"""``kvpop init-scorer``: an untrained scorer for a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.model_shape import scorer_sizes
+from kvpop_vllm.scorers import ScorerConfig, build, make_config
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, write_scorer
+
+
+def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options) -> ScorerConfig:
+    """Write an adapter folder with freshly initialised scorers, and return its config.
+
+    Before training their policy is the sliding window.
+
+    Args:
+        model: Hugging Face folder.
+        out: folder to write.
+        seed: seed of the initial parameters.
+        options: keys of the config; ``scorer`` defaults to mlstm, ``sinks``, ``window``,
+            ``topk`` to 4, 256 and 764 (B = 1,024).
+
+    Raises:
+        ConfigError: ``out`` holds a scorer already, the model's config cannot be read, or an option is
+            invalid.
+    """
+    if (Path(out) / CONFIG_NAME).exists():
+        raise ConfigError(f"{out} holds a scorer already: choose another folder")
+    defaults = {"scorer": "mlstm", "sinks": 4, "window": 256, "topk": 764}
+    config = make_config(scorer_sizes(model), source="init-scorer options", **(defaults | options))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = [dict(build(config).state_dict()) for _ in range(config.num_layers)]
+    write_scorer(out, config, layers)
+    return config

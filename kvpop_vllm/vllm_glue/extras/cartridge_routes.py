@@ -1,0 +1,122 @@
+"""Cartridges in vLLM's HTTP server: listed as models, loaded and unloaded while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Lock
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from vllm import envs
+from vllm.entrypoints.serve import create_error_response
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.vllm_glue.extras.cartridge_names import CartridgeNames, Known, NamedCartridge, names_of
+from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.start.engine_policy import requested
+
+router = APIRouter()
+_lock = Lock()
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LoadCartridge(BaseModel):
+    """Body of ``POST /v1/load_kv_cartridge``."""
+
+    name: Name
+    path: Annotated[str, Field(min_length=1)]
+
+
+class UnloadCartridge(BaseModel):
+    """Body of ``POST /v1/unload_kv_cartridge``."""
+
+    name: Name
+
+
+def apply() -> None:
+    """Have the server list cartridges, and load them where vLLM loads LoRA adapters; may be called more than once."""
+    wrap("vllm.entrypoints.openai.models.serving:OpenAIServingModels.init_static_loras", _init_static_loras)
+    if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        wrap("vllm.entrypoints.launchers.app:attach_endpoint_plugins", _attach_endpoint_plugins)
+
+
+async def _init_static_loras(original, self, *args, **kwargs) -> None:
+    await original(self, *args, **kwargs)
+    if requested(self.engine_client.vllm_config):
+        for name, known in names_of(self.engine_client.vllm_config).known.items():
+            _list(self, name, known)
+
+
+def _list(models, name: str, known: Known) -> None:
+    """List a cartridge among the models of a server, whose base model is its parent."""
+    if name in models.lora_requests or models.is_base_model(name):
+        raise ConfigError(f"the name {name!r} is taken: give the cartridge another")
+    number = models.lora_id_counter.inc(1)
+    models.lora_requests[name] = NamedCartridge(name, number, known.folder, models.base_model_paths[0].name)
+
+
+def _attach_endpoint_plugins(original, app: FastAPI, *args, **kwargs) -> None:
+    original(app, *args, **kwargs)
+    app.include_router(router)
+
+
+def _error(status: HTTPStatus, message: str) -> JSONResponse:
+    error = create_error_response(message, err_type=status.phrase.replace(" ", "") + "Error", status_code=status)
+    return JSONResponse(error.model_dump(), status)
+
+
+def _refused(request: Request, names: CartridgeNames) -> JSONResponse | None:
+    """Return the error of a server with several front ends or engines, which would not all know of a change."""
+    several = request.app.state.args.api_server_count not in (None, 1)
+    if several or names.vllm_config.parallel_config.data_parallel_size > 1:
+        message = "other servers or engines would not know of it: set --api-server-count and --data-parallel-size to 1"
+        return _error(HTTPStatus.BAD_REQUEST, message)
+    return None
+
+
+@router.post("/v1/load_kv_cartridge")
+async def load_kv_cartridge(body: LoadCartridge, request: Request):
+    """Load the cartridge in a folder of the server's machine, and serve it under a name."""
+    models = request.app.state.openai_serving_models
+    names = names_of(models.engine_client.vllm_config)
+    if refused := _refused(request, names):
+        return refused
+    async with _lock:
+        if body.name in models.lora_requests or body.name in names.known or models.is_base_model(body.name):
+            return _error(HTTPStatus.BAD_REQUEST, f"the name {body.name!r} is taken: unload it, or use another")
+        try:
+            known = await asyncio.to_thread(names.add, body.name, body.path)
+            core = models.engine_client.engine_core
+            await core.call_utility_async("kvpop_load_cartridge", body.name, known.folder, *known.placed)
+        except Exception as error:  # an engine's error comes as an exception of another class
+            names.known.pop(body.name, None)
+            return _error(HTTPStatus.BAD_REQUEST, str(error))
+        _list(models, body.name, known)
+    return {"name": body.name, "slots": known.placed.slots}
+
+
+@router.post("/v1/unload_kv_cartridge")
+async def unload_kv_cartridge(body: UnloadCartridge, request: Request):
+    """Stop serving a cartridge and free its blocks, unless unfinished requests use it."""
+    models = request.app.state.openai_serving_models
+    names = names_of(models.engine_client.vllm_config)
+    if refused := _refused(request, names):
+        return refused
+    async with _lock:
+        if (known := names.known.pop(body.name, None)) is None:
+            return _error(HTTPStatus.NOT_FOUND, f"the cartridge {body.name!r} does not exist")
+        models.lora_requests.pop(body.name, None)  # requests name it no longer
+        core, using = models.engine_client.engine_core, None
+        try:
+            using = await core.call_utility_async("kvpop_unload_cartridge", body.name, known.placed.digest)
+        finally:
+            if using != 0:
+                names.known[body.name] = known
+                _list(models, body.name, known)
+    if using:
+        message = f"{using} requests use the cartridge {body.name!r}: unload it when they are done"
+        return _error(HTTPStatus.CONFLICT, message)
+    return {"name": body.name}

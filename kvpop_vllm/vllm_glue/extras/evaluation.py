@@ -1,0 +1,224 @@
+"""Evaluation backend for `kvpop eval` that runs vLLM in this process.
+
+Policies are set as a user sets them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from kvpop_vllm.cache.accounting import dense_request_bytes
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
+from kvpop_vllm.evaluation.backends import GREEDY, Backend, Run
+from kvpop_vllm.evaluation.policies import ResolvedPolicy
+from kvpop_vllm.kernels import divided
+from kvpop_vllm.kernels.ops import AfterPrompt
+from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.model_shape import borrows_channel, positions_of, read_model_config
+from kvpop_vllm.requests import SEED
+
+SPARE_BYTES = 32 << 20
+"""KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+class EngineBackend(Backend):
+    """Evaluation backend that starts one eager engine for each policy and budget.
+
+    It takes the hidden states that predictions are made from where the model passes them to vLLM's runner,
+    and computes logits with the model's own output layer. Divergences therefore cover the whole vocabulary.
+
+    Args:
+        model: folder of the model.
+        dtype: dtype of weights and cache.
+        longest: maximum tokens of a request, answer included.
+        requests: requests that run at once in :meth:`EngineRun.generate`.
+    """
+
+    def __init__(self, model: str, dtype: torch.dtype, longest: int, requests: int = 1):
+        if borrows_channel(model):
+            raise ConfigError(
+                f"{model} gives up a query channel (DMS), which stock vLLM attends with, so there is no dense model to compare with: leave"
+                " --backend vllm out"
+            )
+        super().__init__(model, dtype, longest, requests)
+        self.model = model
+        self.room = min(longest + 1, positions_of(read_model_config(model)) or longest + 1)
+
+    @contextmanager
+    def start(self, resolved: ResolvedPolicy | None) -> Iterator[EngineRun]:
+        """Start an engine; see :class:`kvpop_vllm.evaluation.backends.Backend`."""
+        llm = self._engine({} if resolved is None else {ADDITIONAL_CONFIG_KEY: resolved.settings})
+        draws = resolved is not None and resolved.policy.draws
+        try:
+            yield EngineRun(llm, self.room - 1, {SEED: resolved.spec.seed} if draws else {})
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+    def _engine(self, additional: dict):
+        from vllm import LLM
+
+        shape = self.shape
+        request = dense_request_bytes(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, self.longest, 128
+        )
+        before = os.environ.get(IN_PROCESS)
+        os.environ[IN_PROCESS] = "0"
+        try:
+            return LLM(
+                str(self.model),
+                dtype=str(self.dtype).removeprefix("torch."),
+                max_model_len=self.room,
+                max_num_seqs=self.requests,
+                kv_cache_memory_bytes=(self.requests + 1) * request.allocated + SPARE_BYTES,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+                skip_tokenizer_init=True,
+                additional_config=additional,
+            )
+        finally:
+            if before is None:
+                del os.environ[IN_PROCESS]
+            else:
+                os.environ[IN_PROCESS] = before
+
+
+class EngineRun(Run):
+    """Requests on one engine; see :class:`kvpop_vllm.evaluation.backends.Run`.
+
+    Args:
+        llm: the engine.
+        longest: maximum tokens of a prompt.
+        asked: keys of each request (:mod:`kvpop_vllm.requests`).
+    """
+
+    def __init__(self, llm, longest: int, asked: dict):
+        self.llm, self.longest, self.asked = llm, longest, asked
+        self.steps, self.records, self.watched, self.caches = [], False, None, None
+
+        def step(module, inputs, hidden):
+            if not self.records:
+                return
+            self.steps.append(hidden.detach().clone())
+            if self.watched is not None and sum(map(len, self.steps)) == self.watched:
+                self.caches = held_in_step(llm.llm_engine.vllm_config, self.watched)
+
+        llm.apply_model(lambda model: model.register_forward_hook(step) and None)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`."""
+        self._read(tokens)
+        found = torch.cat(self.steps)
+        if len(found) != len(tokens):
+            raise RuntimeError(f"vLLM handed over {len(found)} hidden states for {len(tokens)} tokens")
+        return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states in float32; see :class:`kvpop_vllm.evaluation.backends.Run`."""
+        (found,) = self.llm.apply_model(lambda model: model.compute_logits(hidden))
+        return found.float()
+
+    def generate(self, prompts, new, stop, sampling=GREEDY, seeds=None) -> list[list[int]]:
+        """Return answers without their stop tokens; see :class:`kvpop_vllm.evaluation.backends.Run`."""
+        found = self._answers(prompts, new, stop, sampling, range(len(prompts)) if seeds is None else seeds)
+        return [answer[:-1] if answer and answer[-1] in stop else answer for answer in found]
+
+    def held(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the held tokens of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`.
+
+        The last token of a prompt that fills the model is left out, because the engine needs room for an
+        answer of one token.
+
+        Raises:
+            RuntimeError: no step of the engine ended with the prompt's last token.
+        """
+        tokens = tokens[: self.longest]
+        self.watched, self.caches = len(tokens), None
+        try:
+            self._read(tokens)
+        finally:
+            self.watched = None
+        if self.caches is None:
+            raise RuntimeError(f"no step of vLLM's ended with the prompt's {len(tokens)} tokens")
+        return self.caches
+
+    def _read(self, tokens: torch.Tensor) -> None:
+        """Run a prompt and record its hidden states."""
+        self.steps.clear()
+        self.records = True
+        try:
+            self._answers([tokens.tolist()], 1, (), GREEDY, [0])
+        finally:
+            self.records = False
+
+    def _answers(self, prompts, new: int, stop, sampling, seeds) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        shared = {"stop_token_ids": sorted(stop), "ignore_eos": True, "detokenize": False, "extra_args": self.asked}
+        options = [SamplingParams(**sampling._asdict(), seed=seed, max_tokens=new, **shared) for seed in seeds]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(found.outputs[0].token_ids) for found in self.llm.generate(requests, options, use_tqdm=False)]
+
+
+def held_in_step(vllm_config, seen: int) -> torch.Tensor:
+    """Return which prompt tokens the only request of the running step retains at the end of its prompt.
+
+    Args:
+        vllm_config: the engine's config.
+        seen: tokens of the prompt.
+
+    Returns:
+        ``[layers, H, seen]`` booleans.
+    """
+    from vllm.forward_context import get_forward_context
+
+    layers = {}
+    for name, metadata in get_forward_context().attn_metadata.items():
+        attention = vllm_config.compilation_config.static_forward_context[name]
+        layers[attention.impl.layer] = held_by_request(
+            attention.impl, attention.kv_cache, metadata, metadata.num_tokens, seen
+        )
+    return torch.stack([layers[layer] for layer in sorted(layers)])
+
+
+def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int) -> torch.Tensor:
+    """Return which tokens a request of the running step retains after a layer.
+
+    Args:
+        impl: the layer's attention.
+        kv_cache: the layer's cache.
+        metadata: the step's metadata.
+        last: index behind the request's last token in the flat batch.
+        seen: tokens of the request, this step included.
+
+    Returns:
+        ``[H, seen]`` booleans.
+    """
+    rule, (pages, regions, blocks) = impl.attention.rule, impl._bind(kv_cache)
+    batch = metadata.batch(impl.layer, regions)
+    chunk = next((chunk for chunk in batch.prefills if chunk.last == last), None)
+    if chunk is None:
+        row = last - 1 if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(last - 1)
+        table, budgets, window = batch.table[row], batch.budgets[row], int(batch.windows[row])
+        protected, prefix, end = 0, None, int(batch.positions[row]) + 1
+        if batch.protection is not None:
+            protected, prefix = int(batch.protection.tokens[row]), batch.protection.table[row]
+    else:
+        table, budgets, window = chunk.row, chunk.budgets, chunk.window
+        protected, prefix, end = chunk.protected, chunk.prefix_row, chunk.end
+        if (chunk.after is not None or chunk.follows) and rule.compression.adaptive_head_budgets:
+            (budgets,), (table,) = divided.load_page_table(pages, table.unsqueeze(0), rule.compression)
+    if rule.compresses and (chunk is None or chunk.after is None or end == protected):
+        after = AfterPrompt(protected, window, seen - end)
+        if chunk is not None and chunk.after is not None:
+            after, prefix = chunk.after, chunk.made_row
+        rule = replace(rule, window=after.window)
+        return held_behind_prompt(pages, table, seen, rule, budgets, after, blocks, prefix)
+    if pages.raw.device.type != "cpu":
+        pages = pages.layout.view(pages.raw.cpu())
+    return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), protected)

@@ -1,0 +1,265 @@
+"""Recorder of what the caches of requests hold, for the inspect page (``--kv-inspect``).
+
+After each step the scheduler asks the workers which tokens each head still holds of each running request, and notes
+when a token is missing for the first time. An engine without the flag has no recorder.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvpop_vllm.attention.step_batch import RequestSettings, StepPlan
+from kvpop_vllm.kernels.pages import Pages, cdiv
+from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.vllm_glue.extras.cartridges import layers_of
+from kvpop_vllm.vllm_glue.extras.reports import manager_of, report, use_of
+from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
+
+ENDED = 8
+"""Number of ended requests that are remembered."""
+ROOM = 256
+"""Least number of tokens by which the record of a request grows."""
+
+
+class Row(NamedTuple):
+    """Request as the workers are asked for it, with tokens beyond its prefix: tokens seen, blocks, and p, B and w."""
+
+    seen: int
+    blocks: list[int]
+    protected: int
+    budget: int
+    window: int
+
+
+@dataclass
+class Record:
+    """Record of a request.
+
+    Attributes:
+        report: its numbers, as in :func:`kvpop_vllm.vllm_glue.extras.reports.report`.
+        tokens: ids of the prompt and of the answer so far.
+        seen: tokens that its cache has processed.
+        left: ``[layers, H, room]`` int32, for each token the number of tokens that had been seen when it was first
+            missing, 0 while it is held.
+        starts: number of times that it has been preempted.
+        error: reason why the pages could not be read, or None.
+    """
+
+    report: dict
+    tokens: list[int]
+    left: np.ndarray
+    seen: int = 0
+    starts: int = 0
+    error: str | None = None
+
+    def note(self, seen: int, held: np.ndarray) -> None:
+        """Note which tokens ``held [layers, H, seen]`` are held."""
+        if (have := self.left.shape[2]) < seen:
+            self.left = np.pad(self.left, ((0, 0), (0, 0), (0, max(seen + ROOM, 2 * have) - have)))
+        left = self.left[..., :seen]
+        left[held] = 0
+        left[~held & (left == 0)] = seen
+        self.seen = seen
+
+    def summary(self, state: str) -> dict:
+        """Return the numbers of the request, with the tokens that its heads hold by count."""
+        found = {**self.report, "state": state, "seen_tokens": self.seen, "error": self.error}
+        kept = (self.left[..., : self.seen] == 0).sum(-1)
+        if kept.size and self.error is None:
+            numbers = {"min": int(kept.min()), "mean": float(kept.mean()), "max": int(kept.max())}
+            evicted = {"min": self.seen - numbers["max"], "mean": self.seen - numbers["mean"]}
+            found["kept_tokens_per_head"] = numbers
+            found["evicted_tokens_per_head"] = evicted | {"max": self.seen - numbers["min"]}
+        return found
+
+
+@dataclass
+class Inspector:
+    """Records of the requests of one engine.
+
+    Args:
+        scheduler: scheduler of the engine.
+        manager: its block manager.
+        run: runs a function of this module in every worker, and returns their results.
+    """
+
+    scheduler: Any
+    manager: FixedBudgetManager
+    run: Callable[[Callable, tuple], list]
+    records: dict[str, Record] = field(default_factory=dict)
+    ended: deque[tuple[str, Record]] = field(default_factory=lambda: deque(maxlen=ENDED))
+
+    def __post_init__(self):
+        self.policy = engine_policy(self.scheduler.vllm_config)
+        self.shape = self.policy.model.num_layers, self.policy.model.num_kv_heads
+
+    def update(self) -> None:
+        """Record what the running requests hold after the steps that have been started."""
+        self._forget_ended()
+        asked = []
+        for request in self.scheduler.running:
+            row, record = self._row(request), self._record(request)
+            if row.seen < row.protected + (not self.policy.compresses):
+                record.note(row.seen, np.ones((*self.shape, row.seen), bool))
+            else:
+                asked.append((row, record))
+        rows = [row for row, _ in asked]
+        found = self.run(held_in_worker, (rows,)) if rows else []
+        error = next((each for each in found if isinstance(each, str)), None)
+        for i, (row, record) in enumerate(asked):
+            record.error = error
+            if error is None:
+                record.note(row.seen, self._joined([layer for each in found for layer in each], i, row.seen))
+
+    def _row(self, request) -> Row:
+        blocks = [block.block_id for block in self.manager.req_to_blocks[request.request_id]]
+        return Row(request.num_computed_tokens, blocks, *self.manager.sizes(request))
+
+    def _record(self, request) -> Record:
+        """Return the record of a request, with its latest numbers and tokens."""
+        told = report(self.policy, self.manager.kv_cache_spec, request, use_of(self.scheduler, self.manager, request))
+        record = self.records.setdefault(request.request_id, Record({}, [], np.zeros((*self.shape, 0), np.int32)))
+        if record.starts != request.num_preemptions:  # its cache begins anew
+            record.starts, record.seen = request.num_preemptions, 0
+            record.left[:] = 0
+        record.report, record.tokens = told, list(request.all_token_ids)
+        return record
+
+    def _joined(self, layers: list[tuple], i: int, seen: int) -> np.ndarray:
+        """Return the tokens ``[layers, H, seen]`` that request i holds, from the layers and heads of all workers."""
+        held = np.zeros((*self.shape, seen), bool)
+        for layer, first, rows in layers:
+            bits = np.unpackbits(rows[i], axis=-1, count=seen).astype(bool)
+            held[layer, first : first + len(bits)] = bits
+        return held
+
+    def _forget_ended(self) -> None:
+        """Move the records of requests that have ended out of the way."""
+        for name in self.records.keys() - self.scheduler.requests.keys():
+            self.ended.append((name, self.records.pop(name)))
+
+    def summaries(self) -> dict:
+        """Return the policy, the shape of the model, and the numbers of all requests, ended ones last."""
+        self._forget_ended()
+        running = {request.request_id for request in self.scheduler.running}
+        found = {}
+        for name, request in self.scheduler.requests.items():
+            found[name] = self._record(request).summary("running" if name in running else "waiting")
+        for name, record in reversed(self.ended):
+            found.setdefault(name, record.summary("ended"))
+        layers, heads = self.shape
+        told = {"policy": self.policy.name, "budget": self.policy.retention.budget, "layers": layers, "heads": heads}
+        return told | {"requests": [{"id": name} | numbers for name, numbers in found.items()]}
+
+    def details(self, name: str) -> dict | None:
+        """Return the tokens of a request and when they left each head, or None if it is not known."""
+        self._forget_ended()
+        if (request := self.scheduler.requests.get(name)) is not None:
+            record, state = self._record(request), "running" if request in self.scheduler.running else "waiting"
+        elif (record := next((record for each, record in reversed(self.ended) if each == name), None)) is not None:
+            state = "ended"
+        else:
+            return None
+        known = min(record.seen, len(record.tokens))
+        left = np.ascontiguousarray(record.left[..., :known], "<i4")
+        told = {"id": name, "tokens": record.tokens[:known], "left": left.tobytes()}
+        return record.summary(state) | told
+
+
+def apply() -> None:
+    """Have engines record what their requests hold; may be called more than once."""
+    from vllm.v1.engine.core import EngineCore
+
+    wrap("vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size", _start)
+    wrap("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", _update_from_output)
+    EngineCore.kvpop_inspect, EngineCore.kvpop_inspect_request = _inspect, _inspect_request
+
+
+def _start(original, self, *args, **kwargs) -> None:
+    original(self, *args, **kwargs)
+    manager, rpc = manager_of(self.scheduler), self.model_executor.collective_rpc
+    if manager is not None and manager.kv_cache_spec.inspect:
+        manager.inspector = Inspector(self.scheduler, manager, lambda function, told: rpc(function, args=told))
+
+
+def _update_from_output(original, self, scheduler_output, *args, **kwargs):
+    manager = manager_of(self)
+    if manager is not None and manager.inspector is not None and scheduler_output.total_num_scheduled_tokens:
+        manager.inspector.update()
+    return original(self, scheduler_output, *args, **kwargs)
+
+
+def _inspect(self) -> dict:
+    """Return the numbers of an engine's requests; see :meth:`Inspector.summaries`."""
+    return manager_of(self.scheduler).inspector.summaries()
+
+
+def _inspect_request(self, name: str) -> dict | None:
+    """Return what a request holds; see :meth:`Inspector.details`."""
+    return manager_of(self.scheduler).inspector.details(name)
+
+
+# workers
+
+
+def held_in_worker(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndarray]]] | str:
+    """Return the tokens that requests hold in each layer of a worker.
+
+    Returns:
+        For each layer its index, the first of its KV heads here, and for each request ``[H, bytes]`` with one bit per
+        token; or the text of an error, as replies behind an exception would stay unread.
+    """
+    try:
+        return _held(worker, rows)
+    except Exception as error:
+        return str(error) or type(error).__name__
+
+
+def _held(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndarray]]]:
+    from kvpop_vllm.vllm_glue.run.backend import for_config
+
+    heads_of, found, plan, batch = for_config(worker.vllm_config).heads, [], None, None
+    for impl, pages, regions, blocks in layers_of(worker):
+        if plan is None:
+            plan = _next_step(impl, rows)
+            plan.tails = plan.tails.to(pages.raw.device)
+        if batch is None or regions is not None:
+            batch = plan.batch(regions, impl.layer)
+        held = [_held_by(impl, pages, blocks, row, batch.table[i], batch.budgets[i]) for i, row in enumerate(rows)]
+        bits = [np.packbits(each.numpy(), axis=-1) for each in held]
+        found.append((impl.layer, heads_of(impl.num_kv_heads).start, bits))
+    return found
+
+
+def _next_step(impl, rows: list[Row]) -> StepPlan:
+    """Return the plan of a step with one more token of each request, which says where their pages lie."""
+    _, _, protected, budgets, windows = map(list, zip(*rows, strict=True))
+    table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.int32)
+    for i, row in enumerate(rows):
+        table[i, : len(row.blocks)] = torch.tensor(row.blocks)
+    lengths = torch.tensor([row.seen + 1 for row in rows])
+    sizes = RequestSettings(protected, budgets, windows, compression=impl.policy.compression)
+    return StepPlan(impl.attention.layout, impl.policy.retention, [1] * len(rows), lengths, table, sizes)
+
+
+def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
+    """Return which tokens ``[H, seen]`` a request holds in one layer, whose pages are ``table [H, P]``."""
+    if pages.raw.device.type != "cpu":  # copy the pages of this request alone
+        used, table = table.unique(return_inverse=True)
+        pages, table = pages.layout.view(pages.raw[used.long()].cpu()), table.cpu()
+    rule, budgets = impl.attention.rule, budgets.cpu()
+    if (compression := impl.policy.compression) is None:
+        return held_tokens(pages, table, row.seen, replace(rule, window=row.window), budgets, row.protected)
+    after = compression.after(row.protected, row.budget, row.window)
+    first = cdiv(row.protected, pages.layout.block_slots)
+    made = torch.tensor(row.blocks[first : first + cdiv(after.made, pages.layout.block_slots)])
+    rule = replace(rule, window=after.window)
+    return held_behind_prompt(pages, table, row.seen, rule, budgets, after, blocks, made)

@@ -1,0 +1,173 @@
+"""Numbers of requests' caches, counted by the scheduler: reports in responses, and the source of the metrics.
+
+The scheduler knows length, prefix, budget and blocks of each request. How many tokens a head holds follows from these,
+since a head's slots in use are its held tokens. Policies that evict while slots are free (``drops_early``) are an
+exception: theirs are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvpop_vllm.cache.accounting import kept_tokens
+from kvpop_vllm.policies import Policy
+from kvpop_vllm.requests import REPORT, of_params, wants_report
+from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
+
+if TYPE_CHECKING:
+    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager, FixedBudgetSpec
+
+STATS = "kvpop"
+"""Key of ``SchedulerStats.kv_connector_stats`` under which the numbers travel to the front end."""
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """Cache of one request at one time.
+
+    Attributes:
+        seen: tokens that the cache has processed.
+        protected: p, tokens of the protected prefix among them.
+        kept: numbers of held tokens, each with the number of KV heads that hold as many; None if they are not known.
+        blocks: blocks that the request holds, shared ones included.
+        bound: most blocks that it can come to hold.
+    """
+
+    seen: int
+    protected: int
+    kept: dict[int, int] | None
+    blocks: int
+    bound: int
+
+    @property
+    def mean_kept(self) -> float | None:
+        """Mean number of held tokens per KV head, or None if it is not known."""
+        if self.kept is None:
+            return None
+        return sum(tokens * heads for tokens, heads in self.kept.items()) / sum(self.kept.values())
+
+
+def bytes_per_block(policy: Policy, spec: FixedBudgetSpec) -> int:
+    """Return the bytes of a block of all layers and heads, on all ranks together."""
+    return policy.model.num_layers * policy.model.num_kv_heads * spec.block_size * spec.state_content_bytes
+
+
+def dense_bytes_per_token(policy: Policy, spec: FixedBudgetSpec) -> int:
+    """Return the bytes of a token's keys and values in all layers and heads, which a dense cache holds at least."""
+    return policy.model.num_layers * policy.model.num_kv_heads * 2 * spec.head_size * spec.dtype.itemsize
+
+
+def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
+    """Return the number of blocks that a request holds; those of a prompt that has been compressed are null blocks."""
+    row = manager.req_to_blocks.get(request_id, ())
+    if row and row[0].is_null:
+        *sizes, _ = manager.requests[request_id]
+        return len(row) - sum(last - first for first, last in manager.kv_cache_spec.dropped(*sizes))
+    return len(row)
+
+
+def tokens_seen(request) -> int:
+    """Return the tokens that a request's cache has processed, without those of steps that still run."""
+    return max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+
+
+def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:
+    """Return the most blocks that a request can come to hold."""
+    length = min(request.num_prompt_tokens + request.max_tokens, scheduler.max_model_len)
+    return manager.kv_cache_spec.blocks(length, *manager.sizes(request))
+
+
+def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
+    """Return what a request holds now."""
+    policy, spec, seen = engine_policy(scheduler.vllm_config), manager.kv_cache_spec, tokens_seen(request)
+    protected, budget, _ = manager.sizes(request)
+    prefix = min(protected, seen)
+    if spec.compression is not None and seen >= protected:
+        prefix = 0  # the prompt has been compressed
+    kept = None
+    if not policy.drops_early:
+        heads = policy.model.num_layers * policy.model.num_kv_heads
+        kept = kept_tokens(heads, seen, replace(policy.retention, budget=budget), spec.shares, prefix)
+    blocks = blocks_held(manager, request.request_id)
+    return CacheUse(
+        seen, prefix if spec.compression is None else 0, kept, blocks, most_blocks(scheduler, manager, request)
+    )
+
+
+def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dict:
+    """Return the report of a request, as documented in ``docs/operating.md``."""
+    asked = of_params(request.sampling_params)
+    kept = evicted = None
+    if use.kept is not None:
+        least, most = min(use.kept), max(use.kept)
+        kept = {"min": least, "mean": use.mean_kept, "max": most}
+        evicted = {"min": use.seen - most, "mean": use.seen - use.mean_kept, "max": use.seen - least}
+        if policy.adaptive_head_budgets and use.seen > spec.budget:
+            # heads have divided their slots by votes, which only the workers know
+            kept, evicted = ({**each, "min": None, "max": None} for each in (kept, evicted))
+    return {
+        "policy": policy.name,
+        "budget": policy.retention.budget if asked is None else asked.budget,
+        "prompt_tokens": request.num_prompt_tokens,
+        "cartridge_tokens": 0 if asked is None else asked.made,
+        "protected_tokens": use.protected,
+        "generated_tokens": request.num_output_tokens,
+        "seen_tokens": use.seen,
+        "kept_tokens_per_head": kept,
+        "evicted_tokens_per_head": evicted,
+        "blocks": use.blocks,
+        "blocks_bound": use.bound,
+        "bytes": use.blocks * bytes_per_block(policy, spec),
+        "dense_bytes": use.seen * dense_bytes_per_token(policy, spec),
+    }
+
+
+def apply() -> None:
+    """Have schedulers report what requests' caches did; may be called more than once."""
+    wrap("vllm.v1.core.sched.scheduler:Scheduler._free_request", _free_request)
+    wrap("vllm.v1.core.sched.scheduler:Scheduler.make_stats", _make_stats)
+
+
+def manager_of(scheduler) -> FixedBudgetManager | None:
+    """Return the block manager of a scheduler with a policy; its layers have one cache group."""
+    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
+
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return next((manager for manager in managers if isinstance(manager, FixedBudgetManager)), None)
+
+
+def _free_request(original, self, request, *args, **kwargs):
+    if (manager := manager_of(self)) is None:
+        return original(self, request, *args, **kwargs)
+    asks = wants_report(request.sampling_params)
+    use = use_of(self, manager, request) if asks or self.log_stats else None
+    connector, *more = original(self, request, *args, **kwargs)
+    if self.log_stats and use.seen:
+        manager.ended.append((use.seen, use.mean_kept, use.protected))
+    if asks:
+        policy = engine_policy(self.vllm_config)
+        connector = {**(connector or {}), REPORT: report(policy, manager.kv_cache_spec, request, use)}
+    return connector, *more
+
+
+def _make_stats(original, self, *args, **kwargs):
+    stats, manager = original(self, *args, **kwargs), manager_of(self)
+    if stats is None or manager is None:
+        return stats
+    policy, spec = engine_policy(self.vllm_config), manager.kv_cache_spec
+    blocks = sum(blocks_held(manager, request.request_id) for request in self.running)
+    for request in self.running:
+        if request.request_id not in manager.bounds:
+            manager.bounds[request.request_id] = most_blocks(self, manager, request)
+    numbers = {
+        "blocks_held": blocks,
+        "blocks_bound": sum(manager.bounds.values()),
+        "bytes_held": blocks * bytes_per_block(policy, spec),
+        "dense_bytes": sum(map(tokens_seen, self.running)) * dense_bytes_per_token(policy, spec),
+        "ended": manager.ended,
+    }
+    manager.ended = []
+    stats.kv_connector_stats = {STATS: numbers}  # connectors are refused, so nobody else uses this field
+    return stats

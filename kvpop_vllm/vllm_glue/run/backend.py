@@ -1,0 +1,475 @@
+"""Attention backend of engines with a policy, imported only by those."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch, StepPlan
+from kvpop_vllm.compaction.cartridge import read_config
+from kvpop_vllm.config import ConfigError, protected_tokens
+from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.kernels.divided import DividedRegions
+from kvpop_vllm.kernels.draws import request_seed, signed
+from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
+from kvpop_vllm.kernels.regions import RegionMap, region_map
+from kvpop_vllm.requests import RequestCache
+from kvpop_vllm.supported import DTYPES
+from kvpop_vllm.vllm_glue.run import cpu_seeds, step_requests
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
+
+logger = init_logger("vllm.kvpop_vllm")
+
+
+class FixedBudgetBackend(AttentionBackend):
+    """Replacement of vLLM's CPU attention while a policy is on; :func:`for_config` binds it to one engine.
+
+    For GPUs see :mod:`kvpop_vllm.vllm_glue.run.cuda_backend`.
+    """
+
+    policy: ClassVar = None
+    block_slots: ClassVar[int] = BLOCK_SLOTS
+
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list] = [getattr(torch, name) for name in DTYPES["cpu"]]
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name of the backend that this one replaces."""
+        return "CPU_ATTN"
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec=None):
+        """Return the block sizes that the kernels take: multiples of 16."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):
+        """Return the cache layouts that the kernels take."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Return False: KV connectors are refused."""
+        return False
+
+    @staticmethod
+    def get_impl_cls():
+        """Return the implementation class."""
+        return FixedBudgetImpl
+
+    @staticmethod
+    def get_builder_cls():
+        """Return the metadata builder class."""
+        return FixedBudgetMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec):
+        """Return the cache spec of a layer with full attention.
+
+        Raises:
+            ConfigError: the layer is of another kind, or of another shape than the model's config says.
+        """
+        if type(spec).__name__ != "FullAttentionSpec":
+            raise ConfigError(
+                f"--kv-policy {cls.policy.settings.policy} cannot serve layers of kind {type(spec).__name__}: leave --kv-policy out"
+            )
+        model, ranks = cls.policy.model, get_tensor_model_parallel_world_size()
+        expected, shape = (max(1, model.num_kv_heads // ranks), model.head_dim), (spec.num_kv_heads, spec.head_size)
+        if shape != expected:
+            raise ConfigError(
+                f"--kv-policy {cls.policy.settings.policy} cannot serve a layer with {shape[0]} KV heads of size {shape[1]} where"
+                f" the model's config says {expected[0]} of {expected[1]}: leave --kv-policy out"
+            )
+        layout = cls.layout(spec.num_kv_heads, spec.head_size, spec.dtype)
+        return FixedBudgetSpec(
+            block_size=layout.block_slots,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            state_content_bytes=layout.slot_bytes,
+            budget=cls.policy.retention.budget,
+            sinks=cls.policy.retention.sinks,
+            state_blocks=layout.state_blocks,
+            shares=cls.policy.checked_shares(cls.heads(spec.num_kv_heads)),
+            protect=cls.policy.protect,
+            max_budget=cls.policy.max_budget,
+            max_protect=cls.policy.max_protect,
+            reserve=bool(cls.policy.settings.reserve),
+            inspect=bool(cls.policy.settings.inspect),
+            compression=cls.policy.compression,
+            window=cls.policy.retention.window,
+            max_window=cls.policy.max_window,
+            cartridges=(room := cartridge_room(cls.policy))[0],
+            loads=room[1],
+            max_tp_shards=spec.max_tp_shards,
+        )
+
+    @classmethod
+    def heads(cls, held: int) -> slice:
+        """Return the KV heads of this rank, which holds ``held`` of them."""
+        ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return heads_of_rank(*ranks, cls.policy.model.num_kv_heads, held)
+
+    @classmethod
+    def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
+        """Return the page layout of one layer on this rank."""
+        return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats)
+
+
+def for_config(vllm_config, base: type[FixedBudgetBackend] = FixedBudgetBackend) -> type[FixedBudgetBackend]:
+    """Return the backend class of one engine, with its policy and its slots per block."""
+    cache = vllm_config.cache_config
+    slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
+    return type(base.__name__, (base,), {"policy": engine_policy(vllm_config), "block_slots": slots})
+
+
+def cartridge_room(policy) -> tuple[tuple[int, ...], bool]:
+    """Return the slots of each cartridge with which an engine starts, and whether others may be loaded."""
+    folders = (policy.settings.cartridge or {}).values()
+    loads = bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING) and not policy.compresses
+    return tuple(read_config(folder).slots for folder in folders), loads
+
+
+def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
+    """Return the KV heads that a tensor-parallel rank holds.
+
+    With more ranks than heads, several ranks hold the same head.
+
+    Args:
+        rank: the rank.
+        ranks: number of ranks.
+        total: KV heads of the model.
+        held: KV heads of each rank.
+    """
+    first = rank * total // ranks
+    return slice(first, first + held)
+
+
+def _log_kernels(like: torch.Tensor) -> None:
+    """Log once which implementations run on tensors like this one, because the reference is slow."""
+    for op, doing in (("decode_step", "decoding"), ("prefill_chunk", "prefilling")):
+        chosen = dispatch.select(op, like)
+        if chosen == "reference":
+            lacking = "kvpop_vllm._C is not built, or has" if like.device.type == "cpu" else "Triton has"
+            logger.warning_once("%s with the slow reference kernels: %s none for %s", doing, lacking, like.dtype)
+        elif op == "decode_step":
+            isa = f" ({dispatch.load_extension().current_isa()})" if chosen == "cpp" else ""
+            logger.info_once("decoding with the %s kernels%s", chosen, isa)
+
+
+@dataclass
+class FixedBudgetMetadata:
+    """Metadata of one engine step.
+
+    A layer's batch is built anew each time it is asked for if heads have unequal shares, so that a CUDA graph
+    records how the batch is built and not its values. Only the first layer's has starts to be checked, because all
+    layers have seen the same tokens.
+
+    Attributes:
+        build: builds the batch of one layer from the regions of its pages and its index.
+        num_tokens: tokens of the step.
+        shared: the batch of all layers where heads have equal shares, else None.
+        checked: True after the first layer.
+    """
+
+    build: Callable[[RegionMap | DividedRegions | None, int], StepBatch]
+    num_tokens: int
+    shared: StepBatch | None
+    checked: bool = False
+
+    def batch(self, layer: int, regions: RegionMap | DividedRegions | None) -> StepBatch:
+        """Return the batch of a layer.
+
+        Args:
+            layer: index of the layer.
+            regions: location of the layer's pages if shares are unequal, else None.
+        """
+        batch = self.shared if regions is None else self.build(regions, layer)
+        if self.checked and batch.starts is not None:
+            batch = dataclasses.replace(batch, starts=None, slot_zero=None)
+        if regions is None:
+            self.shared = batch
+        self.checked = True
+        return batch
+
+
+class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
+    """Metadata builder that has the runner put one-token requests first, and splits the batch there."""
+
+    reorder_batch_threshold = 1
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        backend = for_config(vllm_config)
+        self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
+        self.retention = backend.policy.retention
+        self.policy, self.seed = backend.policy, vllm_config.model_config.seed
+        self.unequal = kv_cache_spec.shares is not None or self.policy.adaptive_head_budgets
+        # Set before each build: prompt lengths and seeds of the requests, both ``[requests]`` int64, and the
+        # options that each request asked for.
+        self.prompts = self.seeds = None
+        self.asked: list[RequestCache | None] = []
+        step_requests.apply()
+        cpu_seeds.apply()
+
+    def sizes(self, requests: int, dummy: bool = False) -> RequestSettings:
+        """Return the sizes of the step's requests.
+
+        Requests beyond those that the model runner has described are padding, which protects nothing.
+
+        Args:
+            requests: number of requests, padding included.
+            dummy: True for a dummy run, which may come before the model runner has described anything.
+
+        Raises:
+            RuntimeError: the model runner does not pass what requests asked for.
+        """
+        if self.prompts is None and not dummy:
+            raise RuntimeError("this model runner does not say what requests ask for: leave --worker-cls out")
+        kept, protect = self.retention, self.policy.protect
+        prompts = [] if self.prompts is None else self.prompts[:requests].tolist()
+        prompts += [0] * (requests - len(prompts))
+        asked = self.asked[:requests] + [None] * (requests - len(self.asked))
+        rows = [
+            RequestCache(protected_tokens(protect, prompt), kept.budget, kept.window) if own is None else own
+            for prompt, own in zip(prompts, asked, strict=True)
+        ]
+        return RequestSettings(
+            [row.protected for row in rows],
+            [row.budget for row in rows],
+            [row.window for row in rows],
+            self._seeds(rows) if self.policy.draws else None,
+            self.policy.compression,
+            [row.made for row in rows],
+        )
+
+    def _seeds(self, rows: list[RequestCache]) -> torch.Tensor:
+        """Return the seeds of the draws of a step's requests, ``[requests]`` int64."""
+        seeds = torch.zeros(len(rows), dtype=torch.int64)
+        if self.seeds is not None:
+            known = self.seeds[: len(rows)]
+            seeds[: len(known)] = known + request_seed(self.seed, 0)
+        for i, row in enumerate(rows):
+            if row.seed is not None:
+                seeds[i] = request_seed(self.seed, signed(row.seed))
+        return seeds
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
+        """Return the metadata of a step from vLLM's common metadata."""
+        common = common_attn_metadata
+        starts = common.query_start_loc_cpu
+        query_lens = (starts[1:] - starts[:-1]).tolist()
+        sizes = self.sizes(len(query_lens))
+        plan = StepPlan(self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, sizes)
+        return self.finish(plan.batch, int(starts[-1]))
+
+    def finish(
+        self, build: Callable[[RegionMap | DividedRegions | None, int], StepBatch], num_tokens: int
+    ) -> FixedBudgetMetadata:
+        """Return a step's metadata, with the shared batch already built if all heads have equal shares."""
+        return FixedBudgetMetadata(build, num_tokens, None if self.unequal else build(None, 0))
+
+
+class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads=None,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type=AttentionType.DECODER,
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+        **unsupported,
+    ):
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.vllm_config = get_current_vllm_config()
+        self.policy = engine_policy(self.vllm_config)
+        longest = self.vllm_config.model_config.max_model_len
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            "sliding-window layers of its own": sliding_window is not None and sliding_window < longest,
+            "logit soft-capping": bool(logits_soft_cap),
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "cross-layer KV sharing": kv_sharing_target_layer_name is not None,
+            "attention sinks of its own": sinks is not None,
+            f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            **{f"the attention option {name}": value is not None for name, value in unsupported.items()},
+        }
+        if reasons := [what for what, there in refused.items() if there]:
+            raise ConfigError(
+                f"--kv-policy {self.policy.settings.policy} cannot serve a model with {', '.join(reasons)}: leave --kv-policy out"
+            )
+        self.cartridges = cartridge_room(self.policy)
+        self.attention: FixedBudgetAttention | None = None
+        self.layer, self.shares = None, None
+        self.gates: torch.nn.ModuleList | None = None
+        self._pages = WeakTensorKeyDictionary()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Build the layer's rule; a scorer's tensors have been loaded by then.
+
+        Raises:
+            RuntimeError: the rule has other slot roles than the policy's retention.
+        """
+        context = self.vllm_config.compilation_config.static_forward_context
+        name = next(n for n, layer in context.items() if getattr(layer, "impl", None) is self)
+        context[name].sliding_window = None  # no request exceeds it, and vLLM asks for a cache spec by it
+        backend = for_config(self.vllm_config)
+        heads = backend.heads(self.num_kv_heads)
+        self.layer, self.shares = extract_layer_index(name), self.policy.checked_shares(heads)
+        if self.policy.gated:
+            self._add_gate(self.layer, heads)
+        rule = self.policy.layer_rule(self.layer, heads)
+        kept = self.policy.retention
+        if (rule.sinks, rule.window) != (kept.sinks, kept.window):
+            raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
+        layout = backend.layout(self.num_kv_heads, self.head_size, act_dtype)
+        device = self.vllm_config.device_config.device_type
+        rule = rule.to(device)
+        if self.attention is not None and self.attention.layout == layout:  # weights are loaded again
+            _copy_tensors(rule, self.attention.rule)
+            return
+        self.attention = FixedBudgetAttention(layout, rule, self.scale)
+        _log_kernels(torch.empty(0, self.head_size, dtype=act_dtype, device=device))
+
+    def _add_gate(self, layer: int, heads: slice) -> None:
+        """Add the layer's gate to its attention module.
+
+        Raises:
+            ConfigError: the module does not pass what a gate reads.
+        """
+        if self.gates is None:
+            raise ConfigError(
+                f"--kv-policy {self.policy.name} needs a model whose attention hands over {', '.join(sorted(s.value for s in self.policy.signals))}:"
+                " choose a Llama or Qwen3 model, or another policy"
+            )
+        gate = self.policy.gate(layer, heads).to(self.vllm_config.device_config.device_type)
+        if len(self.gates):  # weights are loaded again
+            self.gates[0].load_state_dict(gate.state_dict())
+        else:
+            self.gates.append(gate)
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, gate_scores=None, **more):
+        """Write the layer's attention to ``output`` and return it.
+
+        Args:
+            layer: vLLM's attention layer, unused.
+            query: ``[T, Hq, D]``.
+            key: ``[T, H, D]``.
+            value: ``[T, H, D]``.
+            kv_cache: ``[blocks, H, N, C / itemsize]``.
+            attn_metadata: metadata of the step, None in a profiling run.
+            output: ``[T, Hq, D]``.
+            scales: unused.
+            gate_scores: ``[T, H]`` float32, gate scores of a policy with a gate, else None.
+            more: unused.
+        """
+        if attn_metadata is None:  # profiling run
+            return output.fill_(0)
+        n = attn_metadata.num_tokens
+        pages, regions, blocks = self._bind(kv_cache)
+        batch = attn_metadata.batch(self.layer, regions)
+        self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, blocks)
+        return output
+
+    def attend(self, q, k, v, pages: Pages, batch: StepBatch, out, gate_scores, blocks: Pages) -> None:
+        """Run one step.
+
+        Args:
+            q: ``[n, Hq, D]``, for the n tokens of the step.
+            k: ``[n, H, D]``.
+            v: ``[n, H, D]``.
+            pages: the layer's pages, by block or by region.
+            batch: the step's batch.
+            out: ``[n, Hq, D]``, overwritten.
+            gate_scores: ``[T, H]`` float32 gate scores with T >= n, or None.
+            blocks: the layer's pages by block.
+        """
+        gate_scores = None if gate_scores is None else gate_scores[: len(q)]
+        if self.policy.shifted:
+            gate_scores = shift(gate_scores, pages, batch, self.attention.rule.sinks)
+        self.attention.forward(q, k, v, pages, batch, out, gate_scores, blocks)
+
+    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
+        """Return typed views of this layer's cache, made once per cache and forgotten with it.
+
+        vLLM allocates a cache to measure CUDA graphs, and frees it before it allocates the real one.
+
+        Returns:
+            The pages, by region if heads have unequal shares; the regions, or None; the layer's own pages by
+            block.
+        """
+        if kv_cache not in self._pages:
+            self._pages[kv_cache] = self._view(kv_cache)
+        return self._pages[kv_cache]
+
+    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
+        """View the storage of the cache; the tensor itself is freed when vLLM drops it."""
+        layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
+        raw = kv_cache.view(torch.uint8)
+        place = raw.storage_offset(), raw.shape, raw.stride()
+        own = layout.view(torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place))
+        if self.policy.adaptive_head_budgets:
+            divided = DividedRegions(own, self.attention.rule.compression, self.policy.retention.budget)
+            return divided.pages, divided, own
+        if self.shares is None:
+            return own, None, own
+        regions = region_map(self.shares, layout, blocks, kv_cache.device)
+        return regions.view(_all_layers(kv_cache, self.layer)), regions, own
+
+
+def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
+    """Copy a rule's and its scorer's tensors into those of an equal rule, which CUDA graphs have recorded."""
+    target.log_gamma.copy_(source.log_gamma)
+    for name, tensor in vars(target.scorer).items():
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(getattr(source.scorer, name))
+
+
+def _all_layers(kv_cache: torch.Tensor, layer: int) -> torch.Tensor:
+    """Return the allocation that holds the caches of all layers, one after another.
+
+    Args:
+        kv_cache: the cache of layer ``layer``.
+        layer: index of the layer.
+
+    Raises:
+        RuntimeError: the caches do not lie one after another.
+    """
+    at = kv_cache.storage_offset() * kv_cache.element_size()
+    if not kv_cache.is_contiguous() or at != layer * kv_cache.nbytes:
+        raise RuntimeError(
+            f"layer {layer}'s cache starts at byte {at}: unequal shares need the layers one after another"
+        )
+    return torch.empty(0, dtype=torch.uint8, device=kv_cache.device).set_(kv_cache.untyped_storage())

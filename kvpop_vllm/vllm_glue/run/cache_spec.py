@@ -1,0 +1,332 @@
+"""Cache spec and block manager of a fixed-budget cache.
+
+Importing this module registers both. The engine core imports it when it unpickles a worker's spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
+
+from kvpop_vllm.cache.accounting import worst_prompts
+from kvpop_vllm.config import protected_tokens
+from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
+from kvpop_vllm.kernels.regions import Shares, divided_blocks
+from kvpop_vllm.requests import RequestCache, of_params
+from kvpop_vllm.vllm_glue.extras import reports
+from kvpop_vllm.vllm_glue.run import manager_requests
+from kvpop_vllm.vllm_glue.start import front_ends
+
+logger = init_logger("vllm.kvpop_vllm")
+
+TYPICAL = 1024
+"""Prompt length, in tokens, of the logged concurrency; vLLM's own line is for the worst case."""
+
+
+def longest_prefix(length: int, max_protect: bool | int, cartridges: Sequence[int], loads: bool) -> int:
+    """Return the most tokens of a request that are protected, slots of cartridges included.
+
+    Args:
+        length: tokens of the request.
+        max_protect: most prompt tokens that a request may protect, True for whole prompts.
+        cartridges: slots of each cartridge.
+        loads: True if others may be loaded.
+    """
+    return length if loads else min(length, protected_tokens(max_protect, length) + sum(cartridges))
+
+
+class FixedBudgetManager(SingleTypeKVCacheManager):
+    """Block manager that claims the blocks of a request as it grows.
+
+    It claims blocks of the protected prefix first, which vLLM's prefix cache shares, then those of state and
+    tail, which are private and bounded.
+    """
+
+    def __init__(self, kv_cache_spec, *args, **kwargs):
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        self.requests: dict[str, tuple[int, int, int, int]] = {}  # p, B, w and least counted length of each request
+        self.made: dict[str, int] = {}  # slots of cartridges, of requests that begin with some
+        self.waits: set[str] = set()  # requests for whose cartridges there is no room now
+        self.cartridges = None  # set by the engine, after the scheduler is made
+        self.inspector = None  # likewise, where what requests hold is recorded
+        self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
+        self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
+        front_ends.apply_to_engine()
+        manager_requests.apply()
+        reports.apply()
+        if kv_cache_spec.may_have_cartridges:
+            from kvpop_vllm.vllm_glue.extras import cartridges
+
+            cartridges.apply()
+        if kv_cache_spec.inspect:
+            from kvpop_vllm.vllm_glue.extras import inspector
+
+            inspector.apply()
+        if kv_cache_spec.protect and kv_cache_spec.compression is None:
+            protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
+            length = TYPICAL + kv_cache_spec.budget
+            fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
+            logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
+
+    def admit(self, request) -> list:
+        """Record p, B and w of a request: those that it asked for, else the server's.
+
+        Where blocks are reserved, it is counted with its final length from the start.
+
+        Returns:
+            The blocks of its cartridges, with which it begins.
+        """
+        waiting = set(self.made) - set(self.req_to_blocks) - {request.request_id}
+        for name in waiting:
+            self._forget_cartridges(name)  # a request that was not admitted must not hold what others wait for
+        asked = of_params(request.sampling_params)
+        final = request.num_prompt_tokens + request.max_tokens if self.kv_cache_spec.reserve else 0
+        self.requests[request.request_id] = *self.sizes(request), final
+        return [] if asked is None or not asked.cartridges else self._place(request.request_id, asked)
+
+    def sizes(self, request) -> tuple[int, int, int]:
+        """Return p, B and w of a request: those that it asked for, else the server's."""
+        if (asked := of_params(request.sampling_params)) is not None:
+            return asked.protected, asked.budget, asked.window
+        spec = self.kv_cache_spec
+        return protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget, spec.window
+
+    def _place(self, request_id: str, asked: RequestCache) -> list:
+        """Return the blocks of a request's cartridges; if there is no room for them, have it wait."""
+        blocks = self.cartridges.place(request_id, asked.cartridges)
+        self.made[request_id] = asked.made
+        (self.waits.add if blocks is None else self.waits.discard)(request_id)
+        return blocks or []
+
+    def _forget_cartridges(self, request_id: str) -> None:
+        """Release the copies of a request, if it begins with cartridges."""
+        self.waits.discard(request_id)
+        if self.made.pop(request_id, 0):
+            self.cartridges.release(request_id)
+
+    def protected(self, request_id: str) -> int:
+        """Return p of a request, in tokens."""
+        return self.requests.get(request_id, (0,))[0]
+
+    def _blocks(self, request_id: str, num_tokens: int) -> int:
+        *sizes, least = self.requests.get(request_id, (0, None, None, 0))
+        return self.kv_cache_spec.blocks(max(least, num_tokens), *sizes)
+
+    def get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, *args, **kwargs) -> int:
+        """Return the blocks that a request needs from the pool: missing ones, and evictable ones of a hit."""
+        if request_id in self.waits:
+            return self.block_pool.num_gpu_blocks
+        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        evictable = self._get_num_evictable_blocks(new_computed_blocks)
+        return max(0, self._blocks(request_id, num_tokens) - held) + evictable
+
+    def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
+        """Allocate and return the blocks that a request needs in addition to those that it holds."""
+        held = self.req_to_blocks[request_id]
+        missing = self._blocks(request_id, num_tokens) - len(held)
+        if missing <= 0:
+            return []
+        blocks = self.block_pool.get_new_blocks(missing)
+        held.extend(blocks)
+        return blocks
+
+    def reusable(self, request_id: str) -> int:
+        """Return the number of prompt tokens that a request may take from the prefix cache.
+
+        These are all protected tokens but the last. The request computes the last one itself, in a step
+        before the one in which its tail begins, because the blocks of a hit may be written by another request
+        of the same step. Cartridges are not. Where prompts are compressed, they are the tokens before the queries
+        that are stored.
+        """
+        compression = self.kv_cache_spec.compression
+        own = 1 if compression is None else compression.queries
+        return max(self.made.get(request_id, 0), self.protected(request_id) - own)
+
+    def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
+        """Free what a prompt that has been compressed leaves behind; its full blocks stay in the prefix cache."""
+        prompt, *sizes, _ = self.requests.get(request_id, (0, 0))
+        if self.kv_cache_spec.compression is not None and 0 < prompt <= processed_computed_tokens:
+            for first, last in self.kv_cache_spec.dropped(prompt, *sizes):
+                self._remove_blocks_in_range(request_id, first, last)
+
+    def allocate_external_computed_blocks(
+        self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=True
+    ):
+        """Refuse KV blocks from outside.
+
+        Raises:
+            RuntimeError: tokens were computed outside.
+        """
+        if num_external_computed_tokens > 0:
+            raise RuntimeError("a fixed-budget cache cannot take in KV blocks from outside: remove the KV connector")
+
+    def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries=()):
+        """Hash the full blocks of the protected prefix, as far as it has been scheduled."""
+        prefix = min(num_tokens, self.protected(request.request_id))
+        super().cache_blocks(request, prefix, retention_interval, replay_boundaries=replay_boundaries)
+
+    def pop_blocks_for_free(self, request_id):
+        """Forget a request and return its blocks."""
+        self.requests.pop(request_id, None)
+        self.bounds.pop(request_id, None)
+        self._forget_cartridges(request_id)
+        return super().pop_blocks_for_free(request_id)
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
+    ):
+        """Look up prefix blocks as full attention does, whose code takes only a spec of its own."""
+        dense = FullAttentionSpec(
+            block_size=kv_cache_spec.block_size,
+            num_kv_heads=kv_cache_spec.num_kv_heads,
+            head_size=kv_cache_spec.head_size,
+            dtype=kv_cache_spec.dtype,
+        )
+        look = FullAttentionManager.find_longest_cache_hit
+        return look(block_hashes, max_length, kv_cache_group_ids, block_pool, dense, *args, **kwargs)
+
+
+# The registry fills itself only while it is empty: registering first would hide the built-in specs.
+KVCacheSpecRegistry._ensure_registered()
+
+
+@register_kv_cache_spec(manager_class=FixedBudgetManager)
+@dataclass(frozen=True, kw_only=True)
+class FixedBudgetSpec(AttentionSpec):
+    """Cache spec of one layer.
+
+    A request of n tokens, p of them protected, holds ``cdiv(min(n, p), N)`` prefix blocks and, once n exceeds
+    p, ``state_blocks + cdiv(min(n - p, T), N)`` blocks of its own; T = B - s behind a prefix, B without.
+    Where heads have unequal shares, tails are counted by these, rounded up
+    (:class:`kvpop_vllm.kernels.regions.Shares`).
+
+    Where prompts are compressed at their end, a request with a prompt of p tokens holds its prefix and, from
+    the first stored query on, its state. At the prompt's end it holds a tail of B slots as well. After that
+    it holds no prefix; the prefix's entries in its row of the block table are null blocks. Where slots are made of
+    prompts, their blocks lie between prefix and state and are claimed with the state, which is given up with the prefix.
+    Where heads divide their slots (at the end of a prompt longer than the budget), each head's last page may be filled in part.
+
+    The inherited fields ``block_size`` and ``state_content_bytes`` are N, slots per block, and C, bytes per
+    slot and head.
+
+    Attributes:
+        budget: B of the server.
+        sinks: s.
+        state_blocks: blocks of state per request.
+        protect: value of ``--kv-protect-prompt``, True for whole prompts.
+        max_budget: largest budget that a request may ask for.
+        max_protect: most prompt tokens that a request may ask to protect, True for whole prompts.
+        window: w of the server.
+        max_window: w of a request with the largest budget.
+        compression: way in which prompts are compressed at their end, None if they are not.
+        shares: budgets of all heads where they are unequal, else None.
+        reserve: True if a request claims all blocks that it will ever hold at once.
+        inspect: True if what requests hold is recorded for the inspect page.
+        cartridges: slots of each cartridge with which the engine starts.
+        loads: True if others may be loaded later.
+    """
+
+    budget: int
+    sinks: int
+    state_blocks: int
+    protect: bool | int
+    max_budget: int
+    max_protect: bool | int
+    window: int = 1
+    max_window: int = 1
+    compression: PromptVotes | PromptMatching | None = None
+    shares: Shares | None = None
+    reserve: bool = False
+    inspect: bool = False
+    cartridges: tuple[int, ...] = ()
+    loads: bool = False
+
+    def blocks(self, length: int, protected: int = 0, budget: int | None = None, window: int | None = None) -> int:
+        """Return the number of blocks of a request, entries of a dropped prefix included.
+
+        Args:
+            length: tokens of the request.
+            protected: p, tokens of its protected prefix.
+            budget: B of the request; default: the server's.
+            window: w of the request; default: the server's.
+        """
+        prefix, own = cdiv(min(length, protected), self.block_size), length - protected
+        budget, compression = budget or self.budget, self.compression
+        tail = budget - self.sinks if protected else budget
+        if compression is not None and protected:
+            if length <= protected - compression.queries:
+                return prefix
+            prefix = cdiv(protected, self.block_size)
+            if compression.adaptive_head_budgets and length >= protected > self.budget:
+                return prefix + self.state_blocks + divided_blocks(self.num_kv_heads, budget, self.block_size)
+            after = compression.after(protected, budget, window or self.window)
+            prefix += cdiv(after.made, self.block_size)
+            own, tail = length - after.shift - after.made if length >= protected else 0, budget - after.made
+        elif own <= 0:
+            return prefix
+        if self.shares is not None:
+            return prefix + self.shares.blocks(self.state_blocks, self.block_size, own)
+        return prefix + self.state_blocks + cdiv(min(own, tail), self.block_size)
+
+    def dropped(self, prompt: int, budget: int, window: int) -> list[tuple[int, int]]:
+        """Return the columns of a request's row that it no longer needs behind the end of its prompt, first and last + 1.
+
+        They are those of the prompt and, where slots were made of it, those of the state.
+        """
+        prefix, compression = cdiv(prompt, self.block_size), self.compression
+        if not compression.makes_slots:
+            return [(0, prefix)]
+        state = prefix + cdiv(compression.after(prompt, budget, window).made, self.block_size)
+        return [(0, prefix), (state, state + self.state_blocks)]
+
+    def most_blocks(self, length: int) -> int:
+        """Return the most blocks that a request of ``length`` tokens can hold, beside those of cartridges.
+
+        The prompt may have any length up to ``length``, and the request may ask for anything that is allowed.
+        """
+        longest = protected_tokens(self.max_protect, length)  # a prompt may have this length
+        prompts = worst_prompts(longest, length, self.block_size)
+        most = max(self.blocks(length, protected, self.max_budget, self.max_window) for protected in prompts)
+        # a smaller window may divide the slots of a short prompt such that both parts have a block filled in part
+        return most + (self.compression is not None and self.compression.makes_slots)
+
+    def longest_prefix(self, length: int) -> int:
+        """Return the most tokens of a request of ``length`` tokens that are protected, slots of cartridges included."""
+        return longest_prefix(length, self.max_protect, self.cartridges, self.loads)
+
+    @property
+    def may_have_cartridges(self) -> bool:
+        """Return whether a request may begin with cartridges."""
+        return self.loads or bool(self.cartridges)
+
+    def set_aside(self, cartridges: Sequence[int]) -> int:
+        """Return the blocks of cartridges with so many slots, and of the copies that one request may need.
+
+        The first cartridge of a request needs no copy.
+        """
+        return sum(cartridges) // self.block_size * (1 if len(cartridges) == 1 else 2)
+
+    def max_memory_usage_bytes(self, vllm_config) -> int:
+        """Return the bytes of the cartridges, and of a request's worst case at max-model-len."""
+        blocks = self.set_aside(self.cartridges) + self.most_blocks(vllm_config.model_config.max_model_len)
+        return blocks * self.page_size_bytes
+
+    def max_num_blocks_per_req(self, vllm_config, max_len: int) -> int:
+        """Return the width of a request's row in the block table."""
+        # Model runner V1 computes a slot mapping for every position from this row, without bounds checks. The
+        # mapping is not used here, but with a row narrower than the positions the runner would read the next
+        # row.
+        made = max_len if self.loads else sum(self.cartridges)
+        return max(cdiv(max_len, self.block_size), self.most_blocks(max_len) + cdiv(made, self.block_size))
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        """Return whether any request may have prefix blocks that can be shared."""
+        return self.longest_prefix(1) > 0

@@ -1,0 +1,43 @@
+"""Wrapper that passes each request to our block manager; vLLM itself passes only the request's name.
+
+It is listed with its reason in :mod:`kvpop_vllm.vllm_glue.patches`.
+"""
+
+from __future__ import annotations
+
+from kvpop_vllm.vllm_glue.patches import wrap
+
+
+def apply() -> None:
+    """Wrap the look-up of prefix hits, which precedes the allocation of a request's first blocks.
+
+    May be called more than once.
+    """
+    wrap("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", _get_computed_blocks)
+
+
+def _get_computed_blocks(original, self, request, *args, **kwargs):
+    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
+
+    ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
+    placed = [block for manager in ours for block in manager.admit(request)]
+    if placed:
+        return _behind_cartridges(self, request, placed)
+    blocks, hit, boundary = original(self, request, *args, **kwargs)
+    for manager in ours:  # blocks beyond its own prefix belong to another request's prompt
+        most = manager.reusable(request.request_id) // manager.block_size
+        if hit > most * manager.block_size:
+            blocks = self.create_kv_cache_blocks(tuple(list(group)[:most] for group in blocks.blocks))
+            hit = most * manager.block_size
+    return blocks, hit, boundary
+
+
+def _behind_cartridges(self, request, placed: list):
+    """Return the blocks of a request's cartridges, and those behind them that the prefix cache has."""
+    (manager,) = self.coordinator.single_type_managers
+    found, first = [], len(placed)
+    if self.prefix_cache_lookup_enabled(request):
+        length = request.num_tokens - 1 - first * manager.block_size
+        (found,), _, _ = self.coordinator.find_longest_cache_hit(request.block_hashes[first:], length)
+    blocks = [*placed, *found][: manager.reusable(request.request_id) // manager.block_size]
+    return self.create_kv_cache_blocks((blocks,)), len(blocks) * manager.block_size, 0

@@ -1,0 +1,207 @@
+"""Contract with vLLM: its version, the functions that are wrapped, and the names that are imported from it.
+
+vLLM's modules are read, not imported. The same checks work on an installation and on a folder of sources:
+``python -m kvpop_vllm.vllm_glue.start.contract FOLDER``, where FOLDER is the ``vllm`` of another version.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING
+
+from kvpop_vllm import config
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.supported import VLLM
+
+if TYPE_CHECKING:
+    from kvpop_vllm.vllm_glue.patches import Patch
+
+GLUE = Path(__file__).parents[1]
+
+
+def check_version(version: str) -> None:
+    """Check a version of vLLM; see :func:`kvpop_vllm.config.check_version`."""
+    config.check_version("vLLM", version, VLLM)
+
+
+def check_functions(vllm: Path, ledger: Iterable[Patch]) -> None:
+    """Check that vLLM has the functions of the ledger.
+
+    Args:
+        vllm: folder of the package ``vllm``.
+        ledger: the ledger.
+
+    Raises:
+        ConfigError: one is missing, or a parameter that its wrapper relies on.
+    """
+    if found := missing_functions(vllm, ledger):
+        raise missing(found)
+
+
+def check_imports(vllm: Path) -> None:
+    """Check that vLLM has every name that the glue imports.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    if found := missing_names(vllm):
+        raise missing(found)
+
+
+def missing(what: Sequence[str]) -> ConfigError:
+    """Return the error for functions or names that vLLM does not have."""
+    more = f" and {len(what) - 1} others" if what[1:] else ""
+    return ConfigError(f"this vLLM lacks {what[0]}{more}, which kvpop_vllm relies on: install a stock vllm{VLLM}")
+
+
+def described(patch: Patch) -> str:
+    """Return a function of the ledger with the parameters that are relied on."""
+    return f"{patch.target}({patch.takes})"
+
+
+def missing_functions(vllm: Path, ledger: Iterable[Patch]) -> list[str]:
+    """Return the functions of the ledger that vLLM lacks, or has without a parameter that is relied on."""
+    return [described(each) for each in ledger if not fits(each.takes, parameters(vllm, each.target))]
+
+
+def missing_names(vllm: Path) -> list[str]:
+    """Return the names that the glue imports from vLLM and vLLM lacks."""
+    return [f"{module}.{name}" for module, name in sorted(set(imported_names())) if not defines(vllm, module, name)]
+
+
+def fits(takes: str, names: Sequence[str] | None) -> bool:
+    """Return whether a function has the parameters that its wrapper relies on.
+
+    Args:
+        takes: parameters as in the ledger.
+        names: names of the function's parameters in their order, None if there is no such function.
+    """
+    if names is None:
+        return False
+    leading, named = split(takes)
+    return list(names[: len(leading)]) == leading and set(named) <= set(names)
+
+
+def split(takes: str) -> tuple[list[str], list[str]]:
+    """Return the leading and the other parameters of ``takes`` of a ledger entry."""
+    leading, _, named = takes.partition("*")
+    return tuple([name.strip() for name in part.split(",") if name.strip()] for part in (leading, named))
+
+
+def parameters(vllm: Path, target: str) -> tuple[str, ...] | None:
+    """Return the names of a function's parameters, None if there is no such function.
+
+    Args:
+        vllm: folder of the package ``vllm``.
+        target: ``module:function`` or ``module:Class.method``.
+    """
+    module, path = target.split(":")
+    code = _code(vllm, module)
+    for name in path.split("."):
+        code = _inside(code, name)
+    if code is None and (origin := _imported_from(vllm, module, path)) is not None:
+        return parameters(vllm, f"{origin}:{path}")
+    return None if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def imported_names() -> Iterator[tuple[str, str]]:
+    """Yield module and name of everything that the glue imports from vLLM, also inside functions."""
+    for file in sorted(GLUE.rglob("*.py")):
+        for module, names in _imports(file):
+            if module.split(".")[0] == "vllm":
+                yield from ((module, name) for name in names)
+
+
+def defines(vllm: Path, module: str, name: str) -> bool:
+    """Return whether a module of vLLM has a name: one of its own, of its ``__getattr__``, or of a submodule."""
+    if _file(vllm, f"{module}.{name}") is not None:
+        return True
+    code = _code(vllm, module)
+    if code is None:
+        return False
+    late = _inside(code, "__getattr__")
+    return name in code.co_names or (late is not None and name in late.co_consts)
+
+
+def _imports(file: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the module and the names of every ``from ... import ...`` with an absolute module."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module, [alias.name for alias in node.names]
+
+
+def _imported_from(vllm: Path, module: str, name: str) -> str | None:
+    """Return the module that a module of vLLM imports a name from, None if it does not import it."""
+    file = _file(vllm, module)
+    return None if file is None else next((origin for origin, names in _imports(file) if name in names), None)
+
+
+def _inside(code: CodeType | None, name: str) -> CodeType | None:
+    """Return the code of a class or function in that of a module or class, None if there is none."""
+    inner = () if code is None else code.co_consts
+    return next((each for each in inner if isinstance(each, CodeType) and each.co_name == name), None)
+
+
+def _file(vllm: Path, module: str) -> Path | None:
+    """Return the source of a module of vLLM, None if there is none."""
+    path = vllm.joinpath(*module.split(".")[1:])
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+@functools.lru_cache(maxsize=2)
+def _code(vllm: Path, module: str) -> CodeType | None:
+    """Return the compiled code of a module of vLLM, from Python's cache where it has it, None if there is none."""
+    file = _file(vllm, module)
+    return None if file is None else SourceFileLoader(module, str(file)).get_code(module)
+
+
+def missing_overrides(vllm: Path) -> list[str]:
+    """Return the methods that classes of the glue override, and that vLLM lacks or calls with other parameters.
+
+    The installed vLLM is imported for this, because it says which classes are the bases.
+    """
+    from kvpop_vllm.vllm_glue.extras import metrics
+    from kvpop_vllm.vllm_glue.run import backend, cache_spec, cuda_backend, gated_attention, models
+
+    rooms = backend, cache_spec, cuda_backend, gated_attention, metrics, models
+    classes = {cls for room in rooms for cls in vars(room).values() if inspect.isclass(cls)}
+    found = set()
+    for cls in classes:
+        for name, ours in vars(cls).items():
+            ours = getattr(ours, "__func__", ours)
+            if not inspect.isfunction(ours) or GLUE not in Path(ours.__code__.co_filename).parents:
+                continue
+            takes = inspect.signature(ours).parameters
+            anything = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in takes.values())
+            for base in cls.__mro__:
+                if base.__module__.split(".")[0] == "vllm" and inspect.isroutine(vars(base).get(name)):
+                    target = f"{base.__module__}:{base.__qualname__}.{name}"
+                    names = parameters(vllm, target)
+                    if names is None or not (anything or set(names) <= set(takes)):
+                        found.add(target if names is None else f"{target}({', '.join(takes)})")
+                    break  # the nearest says how it is called
+    return sorted(found)
+
+
+def main(folder: str) -> int:
+    """Print what the ``vllm`` in a folder lacks; return 1 if it lacks anything."""
+    from kvpop_vllm.vllm_glue.patches import LEDGER
+
+    if _file(Path(folder), "vllm") is None:
+        raise SystemExit(f"{folder} has no __init__.py: give the folder vllm of unpacked sources")
+    lacking = missing_functions(Path(folder), LEDGER) + missing_names(Path(folder)) + missing_overrides(Path(folder))
+    for each in lacking:
+        print(f"lacks {each}")
+    print(f"{len(LEDGER)} wrapped functions, {len(set(imported_names()))} imported names: {len(lacking)} lacking")
+    return bool(lacking)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

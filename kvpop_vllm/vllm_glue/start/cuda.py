@@ -1,0 +1,173 @@
+"""Checks and settings for an engine with a policy on NVIDIA GPUs; imports no kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from kvpop_vllm.vllm_glue.start.refusals import refuse
+
+logger = init_logger("vllm.kvpop_vllm")
+
+BACKEND = "kvpop_vllm.vllm_glue.start.backend_choice.CudaBackend"
+"""Path that vLLM's backend CUSTOM is registered with."""
+ATTENTION_OP = "kvpop_vllm::attention_with_gate_scores"
+"""Name of the op of :mod:`kvpop_vllm.vllm_glue.run.gated_attention`."""
+PHASE_SECONDS = 15e-6
+"""Time that a token takes in one layer where prompts are prefilled token by token, beside reading keys and values.
+
+One program for each head goes through the phases of a decode step. By reckoning these are some 25 loads and barriers
+that wait for each other.
+"""
+READ_RATE = 100e9
+"""Bytes of keys and values that one multiprocessor reads a second, from the L2 cache, by reckoning."""
+RESIDUAL_RATE = 2e12
+"""Operations a second of one multiprocessor in the products of MomentKV's residuals, by reckoning."""
+STEP_SECONDS = 2
+"""Time of the attention of one request's tokens above which a step is cut, by reckoning, where these go one by one.
+
+Requests in decoding wait for the whole step. A step has room for a token of each of ``--max-num-seqs`` whatever that takes.
+"""
+SLOW = 2000
+"""Tokens a second of prefill below which a server says so when it starts."""
+GRAPH_STRIDE = 32
+"""Difference between sizes of CUDA graphs above vLLM's own."""
+_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
+
+
+def chooses_graphs(engine_args: Any) -> bool:
+    """Return whether the user says which CUDA graphs are captured."""
+    names, compilation = ("cudagraph_capture_sizes", "max_cudagraph_capture_size"), engine_args.compilation_config
+    return any(getattr(of, name) is not None for of in (engine_args, compilation) for name in names)
+
+
+def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
+    """Configure an engine for our attention backend on a GPU.
+
+    Select the backend CUSTOM, run the gated attention op outside of piecewise graphs, capture graphs for as many
+    requests as may run together, and bound the tokens of a step where prompts are prefilled token by token.
+
+    Args:
+        vllm_config: a ``vllm.config.VllmConfig``.
+        policy: the engine's policy.
+        graphs_chosen: True to leave the sizes of CUDA graphs as they are.
+
+    Raises:
+        ConfigError: one line with every reason why the config cannot be served.
+    """
+    _check(vllm_config, policy)
+    vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    splits = vllm_config.compilation_config.splitting_ops
+    if policy.gated and splits and ATTENTION_OP not in splits:
+        splits.append(ATTENTION_OP)
+    scheduler = vllm_config.scheduler_config
+    if not graphs_chosen:
+        _capture_all(vllm_config.compilation_config, scheduler.max_num_seqs)
+    # an image may be longer than a step
+    cuts = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input
+    if not _one_by_one(policy):
+        return
+    model = vllm_config.model_config
+    seconds = _token_seconds(policy, model) * model.get_num_layers(vllm_config.parallel_config)
+    most = max(int(STEP_SECONDS / seconds), scheduler.max_num_seqs)
+    if scheduler.max_num_scheduled_tokens is None and cuts and most < scheduler.max_num_batched_tokens:
+        scheduler.max_num_scheduled_tokens = most
+        logger.info("--kv-policy %s: at most %d tokens a step (--max-num-scheduled-tokens)", policy.name, most)
+    if 1 / seconds < SLOW:
+        logger.warning(
+            "--kv-policy %s: prompts are prefilled token by token, by reckoning at %.0f tokens a second for each of the"
+            " requests that are prefilled together",
+            policy.name,
+            1 / seconds,
+        )
+
+
+def _token_seconds(policy: Any, model: Any) -> float:
+    """Return the time that a token takes in one layer where prompts are prefilled token by token, by reckoning.
+
+    Protected tokens, which take as long as slots, and the state of a scorer with a correction (some 6 us) are left out.
+
+    Args:
+        policy: the engine's policy.
+        model: a ``vllm.config.ModelConfig``.
+    """
+    from kvpop_vllm.policies.base import Order
+
+    size = model.get_head_size()
+    slot = 2 * size * model.dtype.itemsize / READ_RATE
+    if policy.order is Order.COUPLED and policy.layer_rule(0, slice(None)).scorer.keeps_moments:
+        slot += 3 * 2 * size**2 / RESIDUAL_RATE  # three products of TF32 for one of float32
+    return PHASE_SECONDS + policy.max_budget * slot
+
+
+def _capture_all(compilation: Any, requests: int) -> None:
+    """Add sizes of CUDA graphs up to as many requests as run together; vLLM's own end at 512 on most GPUs.
+
+    A dense cache is full long before so many requests run, a small one is not.
+    """
+    sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    if sizes and largest < requests:
+        sizes += [*range(largest + GRAPH_STRIDE, requests, GRAPH_STRIDE), requests]
+        compilation.max_cudagraph_capture_size = requests
+
+
+def _one_by_one(policy: Any) -> bool:
+    """Return whether prompts are prefilled token by token.
+
+    Only the rule of a gated policy is built for this, because no other one depends on the files of a scorer.
+    """
+    from kvpop_vllm.policies.base import Order
+
+    if policy.order is Order.COUPLED or policy.uses_moment_correction:
+        return True
+    return policy.gated and policy.layer_rule(0, slice(None)).sequential
+
+
+def _check(vllm_config: Any, policy: Any) -> None:
+    """Check that nothing excludes the policy on a GPU.
+
+    Raises:
+        ConfigError: one line with every reason.
+    """
+    from kvpop_vllm.policies.base import Order
+
+    attention, worker = vllm_config.attention_config, vllm_config.parallel_config.worker_cls
+    chosen = getattr(attention.backend, "name", None)
+    custom = AttentionBackendEnum.CUSTOM
+    path = custom.get_path() if custom.is_overridden() else None
+    lacking = _ops_without_kernels(vllm_config.model_config)
+    refuse(
+        {
+            f"the attention backend {chosen}: leave --attention-backend out": chosen not in (None, "CUSTOM"),
+            "attention backends by kind of layer: leave backend_per_kind out": attention.backend_per_kind,
+            f"the attention backend CUSTOM of another plugin ({path}): set VLLM_PLUGINS=kvpop": path != BACKEND,
+            "an installation without Triton: install the package triton": importlib.util.find_spec("triton") is None,
+            f"what has no kernel in Triton ({', '.join(lacking)}): serve on a CPU": lacking,
+            f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out": (
+                worker not in _WORKERS
+            ),
+            "compression of prompts at their end, which only the CPU's path does: serve on a CPU": policy.compresses,
+            "scores made anew in rounds, which only the CPU's path does: serve on a CPU": policy.order is Order.ROUNDS,
+            "batch-invariant kernels: unset VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        },
+        f"--kv-policy {policy.name} on a GPU",
+    )
+
+
+def _ops_without_kernels(model: Any) -> list[str]:
+    """Return the serving ops without a Triton kernel for this model.
+
+    They would run as the reference, which waits for the device at every step.
+    """
+    from kvpop_vllm.kernels.dispatch import TRITON_DTYPES, TRITON_LARGEST_HEAD
+
+    size = model.get_head_size()
+    return [
+        f"{op} of {str(model.dtype).removeprefix('torch.')} heads of {size}"
+        for op in ("decode_step", "prefill_chunk")
+        if model.dtype not in TRITON_DTYPES.get(op, ()) or size > TRITON_LARGEST_HEAD.get(op, size)
+    ]

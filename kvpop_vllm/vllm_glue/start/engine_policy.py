@@ -1,0 +1,153 @@
+"""Resolution of a VllmConfig into a policy, once per config and process."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from torch.utils.weak import WeakIdKeyDictionary
+from vllm.config import get_current_vllm_config_or_none
+
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
+from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvpop_vllm.policies import Policy
+
+_policies = WeakIdKeyDictionary()
+"""Resolved policy of each config."""
+
+
+def requested(config: VllmConfig | EngineArgs) -> bool:
+    """Return whether a policy was asked for; imports nothing of this package but the settings."""
+    additional = config.additional_config
+    return isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None
+
+
+def current_config() -> VllmConfig | None:
+    """Return the config that vLLM sets up an engine with now if it asks for a policy, else None."""
+    vllm_config = get_current_vllm_config_or_none()
+    return vllm_config if vllm_config is not None and requested(vllm_config) else None
+
+
+def engine_policy(vllm_config: VllmConfig) -> Policy:
+    """Return the resolved policy of this engine, which is the same object for every layer.
+
+    Raises:
+        ConfigError: the policy cannot work with this model.
+    """
+    if vllm_config not in _policies:
+        _policies[vllm_config] = _resolve(vllm_config)
+    return _policies[vllm_config]
+
+
+def describe(policy: Policy) -> list[str]:
+    """Return what a policy keeps of each request, in one or two lines."""
+    kept = policy.retention
+    shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
+    corrected = ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else ""
+    lines = [
+        f"--kv-policy {policy.name}: {kept.budget} tokens per KV head ({kept.sinks} sinks, window {kept.window},"
+        f" {kept.topk} long-range){shared}{corrected}"
+    ]
+    if policy.compresses:
+        lines.append("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
+    elif policy.protect:
+        part = "all" if policy.protect is True else f"the first {policy.protect} tokens"
+        lines.append(
+            f"protected: {part} of each prompt (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is"
+            " too small"
+        )
+    return lines
+
+
+def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
+    """Return the ``kvpop`` section of a full checkpoint's ``config.json``, or None."""
+    return getattr(vllm_config.model_config.hf_text_config, "kvpop", None)
+
+
+def policy_from_checkpoint(vllm_config: VllmConfig) -> Policy | None:
+    """Return the engine's policy if its scorer is part of the model's own weights, else None."""
+    if not requested(vllm_config):
+        return None
+    policy = engine_policy(vllm_config)
+    return policy if policy.scorer_kind is not None and policy.settings.scorer is None else None
+
+
+def check_checkpoint(vllm_config: VllmConfig) -> None:
+    """Check names and shapes of a full checkpoint's scorer tensors before any weight is loaded.
+
+    They are read from the headers of the safetensors files. Weights that are stored elsewhere or in another
+    format are checked when they are loaded.
+
+    Raises:
+        ConfigError: a tensor is missing or has a wrong name or shape, the architecture does not carry
+            scorers, the files cannot be read, or ``--load-format dummy`` skips the weights.
+    """
+    policy = policy_from_checkpoint(vllm_config)
+    if policy is None:
+        return
+    from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+    from kvpop_vllm.scorers import checkpoint
+
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        raise ConfigError(
+            f"--load-format dummy brings no scorer for --kv-policy {policy.name}: leave it out, or give --kv-scorer DIR"
+        )
+    if not set(model.architectures) & set(ARCHITECTURES.values()):
+        raise ConfigError(
+            f"{model.model}: config.json has a kvpop section, so architectures must be one of {', '.join(ARCHITECTURES.values())}, not {', '.join(model.architectures)}"
+        )
+    try:
+        header = get_safetensors_params_metadata(model.model, revision=model.revision)
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"--model {model.model}: its safetensors files cannot be read ({error})") from None
+    shapes = {name: tuple(info["shape"]) for name, info in header.items() if name != "__metadata__"}
+    if shapes:
+        checkpoint.layers_of(policy.config, shapes, model.model, checkpoint.check_shapes)
+
+
+def choose_model_class(vllm_config: VllmConfig) -> None:
+    """Select the gated model class if the policy has a gate.
+
+    An architecture that carries scorers is kept, because its class has the gate already.
+
+    Raises:
+        ConfigError: no gated class exists for this model, or the policy needs all heads in one rank.
+    """
+    policy, model = engine_policy(vllm_config), vllm_config.model_config
+    policy.check_ranks(vllm_config.parallel_config.tensor_parallel_size)
+    if not policy.gated or set(model.architectures) & set(ARCHITECTURES.values()):
+        return
+    if unknown := set(model.architectures) - set(STOCK_ARCHITECTURES):
+        raise ConfigError(
+            f"--kv-policy {policy.name} scores from {', '.join(sorted(s.value for s in policy.signals))}, which"
+            f" {', '.join(sorted(unknown))} does not hand over: serve {' or '.join(STOCK_ARCHITECTURES)}, or choose another policy"
+        )
+    model.hf_config.architectures = [STOCK_ARCHITECTURES[name] for name in model.architectures]
+
+
+def _resolve(vllm_config: VllmConfig) -> Policy:
+    from kvpop_vllm import policies
+    from kvpop_vllm.model_shape import ModelShape
+    from kvpop_vllm.scorers import parse_config
+
+    settings = policies.parse_settings(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+    cls = policies.get(settings.policy)
+    model = vllm_config.model_config
+    if model.original_max_model_len == -1 and settings.compression is not None and not cls.keeps_all:
+        raise ConfigError(
+            "--kv-compression makes the budget of --max-model-len, which -1 and auto fit to the memory only later: give a "
+            "fixed --max-model-len, or --kv-budget"
+        )
+    shape = ModelShape.of_engine(model)
+    if cls.scorer_kind is None:
+        return cls(settings, shape)
+    section = checkpoint_section(vllm_config)
+    checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
+    return cls(settings, shape, checkpoint=checkpoint)

@@ -1,0 +1,122 @@
+"""Checks that all processes of a server have the settings with which it was started.
+
+A server has one or several front ends, which answer HTTP, and one or several engines, which may run on other machines
+with command lines of their own. vLLM does not compare their configs. A front end with a policy compares its settings with
+those of its engines before it serves. An engine with a policy refuses requests of front ends without one: nobody has
+checked what such requests ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpop_vllm.calibration.shares import NAME as CALIBRATION
+from kvpop_vllm.compaction.cartridge import digest_of
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
+from kvpop_vllm.flags import FLAGS
+from kvpop_vllm.requests import is_checked
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
+from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.start import fallback, flags
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.protocol import EngineClient
+
+
+def apply() -> None:
+    """Have the HTTP server of this process check its settings before it serves; may be called more than once."""
+    wrap("vllm.entrypoints.generate.api_router:init_generate_state", _init_generate_state)
+
+
+def apply_to_engine() -> None:
+    """Have the engine of this process say its settings and refuse unchecked requests; may be called more than once."""
+    from vllm.v1.engine.core import EngineCore
+
+    EngineCore.kvpop_settings = _settings
+    wrap("vllm.v1.engine.core:EngineCore.preprocess_add_request", _preprocess_add_request)
+
+
+def _settings(self) -> dict:
+    """Return the settings of an engine; see :func:`settings_of`."""
+    return settings_of(self.vllm_config)
+
+
+def _preprocess_add_request(original, self, request, *args, **kwargs):
+    if requested(self.vllm_config) and not is_checked(request.sampling_params):
+        raise ConfigError(
+            f"the front end that sent this request does not serve --kv-policy {engine_policy(self.vllm_config).name}, as this"
+            " engine does: start every node with the same --kv- flags, and with this plugin"
+        )
+    return original(self, request, *args, **kwargs)
+
+
+async def _init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
+    with fallback.one_line_errors():
+        check_flags(args, engine_client.vllm_config)
+        if requested(engine_client.vllm_config):
+            await check_engines(engine_client)
+    await original(engine_client, state, args, *more, **kwargs)
+
+
+def check_flags(args: argparse.Namespace, vllm_config: VllmConfig) -> None:
+    """Check that the flags of a server's arguments are settings of its config.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    merged = flags.merge(args, vllm_config.additional_config)
+    if merged != vllm_config.additional_config:
+        names = " and ".join(FLAGS[name] for name in flags.flags_in(args))
+        settings = json.dumps({ADDITIONAL_CONFIG_KEY: merged[ADDITIONAL_CONFIG_KEY]})
+        raise ConfigError(f"{names} did not reach this API server: give --additional-config '{settings}' instead")
+
+
+async def check_engines(engine_client: EngineClient) -> None:
+    """Check that every engine of a front end has the front end's settings.
+
+    Raises:
+        ConfigError: one has others, or no policy.
+    """
+    ours = settings_of(engine_client.vllm_config)
+    try:
+        engines = await engine_client.engine_core.call_utility_all_async("kvpop_settings")
+    except Exception as error:  # an engine's error comes as an exception of another class
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"an engine of this API server does not serve --kv-policy {ours['policy']} ({text}): start every node with the"
+            " same --kv- flags"
+        ) from None
+    for theirs in engines:
+        if other := [name for name in ours if theirs.get(name) != ours[name]]:
+            raise ConfigError(
+                f"an engine of this API server has {FLAGS[other[0]]} {theirs.get(other[0])}, not {ours[other[0]]}: start every"
+                " node with the same --kv- flags"
+            )
+
+
+def settings_of(vllm_config: VllmConfig) -> dict:
+    """Return the resolved settings that all processes of a server share, by name.
+
+    Scorers, calibrations, cartridges and files of shares are compared by their content, since their folders may differ between
+    machines. ``compression`` is resolved into the budget.
+    """
+    from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
+
+    policy = engine_policy(vllm_config)
+    settings = asdict(policy.settings) | asdict(policy.retention)
+    settings |= {"max_budget": policy.max_budget, "protect_prompt": policy.protect, "max_protect": policy.max_protect}
+    settings["cartridge"] = {name: f"{placed.digest:.12}" for name, placed in names_of(vllm_config).placed.items()}
+    if (scorer := policy.settings.scorer) is not None:
+        settings["scorer"] = f"sha256 {digest_of(Path(scorer), CONFIG_NAME, TENSORS_NAME):.12}"
+    if policy.settings.calibration is not None:
+        settings["calibration"] = f"sha256 {digest_of(Path(policy.settings.calibration), CALIBRATION):.12}"
+    settings["allocator"] = policy.allocator
+    if (shares := Path(policy.allocator)).is_file():
+        settings["allocator"] = f"sha256 {digest_of(shares.parent, shares.name):.12}"
+    return {name: settings[name] for name in FLAGS if name != "compression"}

@@ -1,0 +1,206 @@
+"""Checks of what cannot be served with a policy, made before any weight is loaded.
+
+Each reason names the option to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm import envs
+from vllm.config import CompilationMode
+from vllm.platforms import current_platform
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.supported import DTYPES, HEAD_SIZES, REFUSED, Refused, refused, sliding_window
+
+
+def refuse(reasons: Mapping[str, Any], what: str = "--kv-policy") -> None:
+    """Refuse everything that is there.
+
+    Args:
+        reasons: text of each reason -> whether it holds.
+        what: what the reasons cannot be combined with.
+
+    Raises:
+        ConfigError: one line with every reason that holds.
+    """
+    if present := [text for text, holds in reasons.items() if holds]:
+        raise ConfigError(f"{what} cannot be combined with {'; nor with '.join(present)}")
+
+
+def check_arguments(args: Any) -> None:
+    """Check that no engine argument excludes a policy, before vLLM itself acts on the arguments.
+
+    Args:
+        args: a ``vllm.engine.arg_utils.EngineArgs``.
+
+    Raises:
+        ConfigError: one line with every reason.
+    """
+    slots = args.block_size
+    refuse(
+        {
+            "speculative decoding: leave --speculative-config out": args.speculative_config is not None,
+            "a KV connector: leave --kv-transfer-config out": args.kv_transfer_config is not None,
+            "KV offloading: leave --kv-offloading-size out": args.kv_offloading_size,
+            "decode context parallelism: set --decode-context-parallel-size 1": args.decode_context_parallel_size > 1,
+            "prefill context parallelism: set --prefill-context-parallel-size 1": args.prefill_context_parallel_size
+            > 1,
+            "dual-batch overlap: leave --enable-dbo and --ubatch-size out": args.enable_dbo or args.ubatch_size > 1,
+            "cross-layer KV sharing: leave --kv-sharing-fast-prefill out": args.kv_sharing_fast_prefill,
+            "Ray on a CPU, for which vLLM has no Ray workers: leave --distributed-executor-backend and"
+            " --data-parallel-backend out": (
+                current_platform.is_cpu() and "ray" in (args.distributed_executor_backend, args.data_parallel_backend)
+            ),
+            "the Rust front end, which does not check what requests ask for: unset VLLM_USE_RUST_FRONTEND": (
+                envs.VLLM_USE_RUST_FRONTEND
+            ),
+            f"--block-size {slots}: use a multiple of 16": slots is not None and slots % 16 != 0,
+        }
+    )
+
+
+def check_config(vllm_config: Any) -> None:
+    """Check that neither the model nor the resolved settings exclude a policy.
+
+    Args:
+        vllm_config: a ``vllm.config.VllmConfig``.
+
+    Raises:
+        ConfigError: one line with every reason.
+    """
+    model = vllm_config.model_config
+    model_features = {
+        "MLA": model.use_mla,
+        "encoder-decoder": model.is_encoder_decoder,
+        "ALiBi": model.uses_alibi or "Step1ForCausalLM" in model.architectures,
+        "bidirectional images": model.is_mm_prefix_lm,
+        "bidirectional attention": model.is_diffusion,
+        "recurrent": model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        "sliding-window": model.rswa_window,
+    }
+    features = refused(model.hf_text_config, model_features, model.max_model_len)
+    cache, model_dtype = _cache_dtype(vllm_config), str(model.dtype).removeprefix("torch.")
+    platform, size = _platform(vllm_config), model.get_head_size()
+    refuse(
+        {f"{feature.models}: leave --kv-policy out{_or_shorten(feature, model)}": True for feature in features}
+        | {
+            f"--runner {model.runner_type}: only text generation has a KV cache to bound": (
+                model.runner_type != "generate"
+            ),
+            f"a quantised KV cache ({cache}): set --kv-cache-dtype to the model's own dtype": (
+                cache not in ("auto", *DTYPES["cuda"])
+            ),
+            f"a {cache} KV cache beside a {model_dtype} model: leave --kv-cache-dtype out": (
+                cache in DTYPES["cuda"] and cache != model_dtype
+            ),
+            f"the {platform} platform yet: serve on a CPU or an NVIDIA GPU, or leave --kv-policy out": (
+                platform not in DTYPES
+            ),
+            f"{model_dtype} on a CPU: use --dtype {' or '.join(DTYPES['cpu'])}": (
+                platform == "cpu" and model_dtype not in DTYPES["cpu"]
+            ),
+            "a KV connector: leave --kv-transfer-config out": vllm_config.kv_transfer_config is not None,
+            "speculative decoding, which this checkpoint asks for: serve its base model with --model": (
+                vllm_config.speculative_config is not None
+            ),
+            "pipeline stages that are not compiled on a CPU, where vLLM stops at the first request: leave --enforce-eager"
+            " and --enable-lora out, or set --pipeline-parallel-size 1": (
+                platform == "cpu"
+                and vllm_config.parallel_config.pipeline_parallel_size > 1
+                and vllm_config.compilation_config.mode == CompilationMode.NONE
+            ),
+            f"head size {size}: sizes {HEAD_SIZES} are supported": size not in HEAD_SIZES,
+        }
+    )
+
+
+def _or_shorten(feature: Refused, model: Any) -> str:
+    """Return the other remedy for a model whose sliding windows are no hindrance to requests within them."""
+    text = model.hf_text_config
+    kind, window = REFUSED["sliding-window"], sliding_window(text)
+    if feature is not kind or not window or kind in refused(text, {}, window):
+        return ""
+    return f", or lower --max-model-len to the window of {window} tokens"
+
+
+def check_layers(specs: Mapping[str, Any]) -> None:
+    """Check that every layer with a cache has one of the policy.
+
+    Args:
+        specs: vLLM's cache spec of each layer that has a cache, by the layer's name.
+
+    Raises:
+        ConfigError: names the layers that bring an attention backend of their own.
+    """
+    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
+
+    uncovered = [name for name, spec in specs.items() if not isinstance(spec, FixedBudgetSpec)]
+    if uncovered:
+        more = f" and {len(uncovered) - 1} others" if len(uncovered) > 1 else ""
+        refuse(
+            {f"layers that bring an attention backend of their own ({uncovered[0]}{more}): leave --kv-policy out": True}
+        )
+
+
+def check_pipeline(vllm_config: Any, policy: Any) -> None:
+    """Check that the policy works with as many pipeline stages.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return
+    if policy.checked_shares(slice(None)) is not None:
+        raise ConfigError(
+            "--kv-allocator shares blocks among all layers: set it to uniform, or --pipeline-parallel-size 1"
+        )
+    if policy.draws:  # in model runner V2 only the last rank knows the seeds
+        raise ConfigError(f"--kv-policy {policy.name} draws by seeds of requests: set --pipeline-parallel-size 1")
+
+
+def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
+    """Return how much of a prompt may be protected, which is all that a prefix cache can share.
+
+    Args:
+        args: a ``vllm.engine.arg_utils.EngineArgs``.
+        policy: the policy class.
+        settings: a ``PolicySettings``.
+
+    Returns:
+        A number of tokens, or True for the whole prompt.
+
+    Raises:
+        ConfigError: prefix caching is asked for and nothing is protected.
+    """
+    protects = policy.default_protect if settings.protect_prompt is None else settings.protect_prompt
+    protects = protects if settings.max_protect is None else settings.max_protect
+    if policy.compresses or settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        protects = True  # a prompt until its end, or the slots of cartridges
+    if args.enable_prefix_caching and not protects:
+        raise ConfigError(
+            "--enable-prefix-caching has nothing to share while prompts are evicted from: add --kv-protect-prompt all, or leave it out"
+        )
+    return protects
+
+
+def _platform(vllm_config: Any) -> str:
+    """Return the platform's name; device type "cuda" is also used by platforms other than NVIDIA's."""
+    kind = vllm_config.device_config.device_type
+    if kind != "cuda" or current_platform.is_cuda():
+        return kind
+    return "rocm" if current_platform.is_rocm() else type(current_platform).__name__
+
+
+def _cache_dtype(vllm_config: Any) -> str:
+    """Return the KV-cache dtype in force.
+
+    A checkpoint's own KV-cache scheme counts only if the user left the choice to it.
+    """
+    chosen = vllm_config.cache_config.cache_dtype
+    quantization = vllm_config.quant_config
+    if chosen == "auto" and getattr(quantization, "kv_cache_scheme", None) is not None:
+        return "fp8, chosen by the checkpoint"
+    return str(chosen)
