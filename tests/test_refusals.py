@@ -82,7 +82,7 @@ SETTINGS = [
         (
             {key: 1},
             f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, correction, "
-            "allocator, protect_prompt, max_budget, max_protect, reserve, inspect, cartridge",
+            "allocator, calibration, protect_prompt, max_budget, max_protect, reserve, inspect, cartridge",
         )
         for key in ("bugdet", "decide_every")
     ),
