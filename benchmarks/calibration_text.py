@@ -1,7 +1,7 @@
 """Make the text of `kvpop calibrate`: 36 documents of prose, code and chat from Python's manual and library.
 
 The prose is of the tutorial and the how-tos, the code is of the standard library, and each chat is of questions and
-answers of the FAQ. All of it has Python's licence (PSF-2.0), which lies beside the text.
+answers of the FAQ. All of it has Python's licence (PSF-2.0), which is written next to the text.
 
     python benchmarks/calibration_text.py kvpop_vllm/calibrate
 """
@@ -79,8 +79,8 @@ def main(folder: str) -> None:
     }
     records = [{"text": cut(plain(sources[name])), "group": f"prose: {name}"} for name in PROSE]
     records += [{"text": cut(modules[f"{name}.py"]), "group": f"code: {name}.py"} for name in CODE]
-    made = [messages for _, messages in zip(range(CHATS), chats(sources), strict=False)]
-    records += [{"messages": messages, "group": f"chat: FAQ {i}"} for i, messages in enumerate(made, 1)]
+    talks = [messages for _, messages in zip(range(CHATS), chats(sources), strict=False)]
+    records += [{"messages": messages, "group": f"chat: FAQ {i}"} for i, messages in enumerate(talks, 1)]
     turns = zip(
         records[: len(PROSE)], records[len(PROSE) :][: len(CODE)], records[len(PROSE) + len(CODE) :], strict=True
     )

@@ -64,7 +64,8 @@ def run_calibrate(options) -> None:
         import torch
 
         torch.set_num_threads(options.threads)
-    from kvpop_vllm.calibrate.run import Options, calibrate, dry_run
+    from kvpop_vllm.calibrate.plan import Options
+    from kvpop_vllm.calibrate.run import calibrate, dry_run
 
     chosen = {name: getattr(options, name) for name in ("length", "rows", "dtype") if getattr(options, name)}
     chosen |= {"unit": options.shares, "protect": options.protect_prompt}

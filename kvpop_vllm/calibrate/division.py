@@ -35,28 +35,29 @@ def divide(curves: Sequence[Curve], sizes: Sequence[int], mean: float) -> list[f
     """
     falls = []
     for number, curve in enumerate(curves):
-        at = 0
-        while at < len(sizes) - 1:
-            slopes = ((curve.losses[at] - curve.losses[j]) / (sizes[j] - sizes[at]) for j in range(at + 1, len(sizes)))
-            slope, end = max((slope, j) for j, slope in enumerate(slopes, at + 1))
+        i, losses = 0, curve.losses
+        while i < len(sizes) - 1:
+            slope, j = max(((losses[i] - losses[j]) / (sizes[j] - sizes[i]), j) for j in range(i + 1, len(sizes)))
             if slope <= 0:
                 break
-            falls.append((slope / len(curve.heads), number, sizes[end] - sizes[at]))
-            at = end
+            falls.append((slope / len(curve.heads), number, sizes[j] - sizes[i]))
+            i = j
     heads = sum(len(curve.heads) for curve in curves)
     slots, left = [float(sizes[0])] * len(curves), (mean - sizes[0]) * heads
     for _, number, size in sorted(falls, reverse=True):
-        taken = min(size, left / len(curves[number].heads))
-        slots[number] += taken
-        left -= taken * len(curves[number].heads)
-    return [each + left / heads for each in slots]
+        more = min(size, left / len(curves[number].heads))
+        slots[number] += more
+        left -= more * len(curves[number].heads)
+    return [count + left / heads for count in slots]
 
 
-def shares_of(curves: Sequence[Curve], slots: Sequence[float], least: float, layers: int, heads: int) -> torch.Tensor:
-    """Return shares ``[layers, H]`` float64 with mean 1 of the slots beyond ``least``."""
+def shares_of(
+    curves: Sequence[Curve], slots: Sequence[float], smallest: float, layers: int, heads: int
+) -> torch.Tensor:
+    """Return shares ``[layers, H]`` float64 with mean 1 of the slots beyond ``smallest``."""
     shares = torch.zeros(layers, heads, dtype=torch.float64)
     for curve, size in zip(curves, slots, strict=True):
-        shares[curve.layer, list(curve.heads)] = size - least
+        shares[curve.layer, list(curve.heads)] = size - smallest
     return shares / shares.mean()
 
 

@@ -56,8 +56,8 @@ class RowReplay:
             return type(value)(map(self._last, value))
         if not isinstance(value, torch.Tensor):
             return value
-        at = next((i for i, size in enumerate(value.shape[:2]) if size == self.length), None)
-        return value if at is None else value.narrow(at, self.length - self.queries, self.queries)
+        axis = next((i for i, size in enumerate(value.shape[:2]) if size == self.length), None)
+        return value if axis is None else value.narrow(axis, self.length - self.queries, self.queries)
 
     def _dense(self, layer, q, k, v, scale):
         self.keys.append((k, v))
@@ -92,24 +92,26 @@ class RowReplay:
     def _over_dense(self, layer, q, k, v, scale):
         return Dense()(layer, q, *self.joined(layer, k, v), scale)
 
-    def seen(self, first: int, windows: torch.Tensor) -> torch.Tensor:
+    def visible(self, first: int, windows: torch.Tensor) -> torch.Tensor:
         """Return which tokens the last queries see, ``[..., Q, S]`` booleans: the first ones and a window.
 
         Args:
             first: number of first tokens.
             windows: ``[...]`` tokens of a window.
         """
-        at = torch.arange(self.length, device=self.exact.device)
-        queries = at[-self.queries :, None]
-        return (at <= queries) & ((at < first) | (at > queries - windows.to(at.device)[..., None, None]))
+        tokens = torch.arange(self.length, device=self.exact.device)
+        queries = tokens[-self.queries :, None]
+        recent = tokens > queries - windows.to(tokens.device)[..., None, None]
+        return (tokens <= queries) & (recent | (tokens < first))
 
     def divergence(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return KL(dense || variant) of hidden states ``[V, Q, E]``, mean over predictions, ``[V]`` float64."""
-        found = []
-        for variant in hidden:
-            own = self._log_probabilities(variant)
-            found.append(F.kl_div(own, self.exact, reduction="none", log_target=True).sum(-1).double().mean().cpu())
-        return torch.stack(found).clamp_min(0)
+        losses = []
+        for variant in map(self._log_probabilities, hidden):
+            losses.append(
+                F.kl_div(variant, self.exact, reduction="none", log_target=True).sum(-1).double().mean().cpu()
+            )
+        return torch.stack(losses).clamp_min(0)
 
 
 class Shrunk:
@@ -143,9 +145,9 @@ class Shrunk:
         return torch.cat(outs)
 
     def _windowed(self, q, window: int | None, scale) -> torch.Tensor:
-        seen = self.row.seen(self.first, torch.tensor(self.row.length if window is None else window))
+        mask = self.row.visible(self.first, torch.tensor(self.row.length if window is None else window))
         gqa = q.shape[1] != self.k.shape[1]
-        return F.scaled_dot_product_attention(q, self.k, self.v, attn_mask=seen, scale=scale, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(q, self.k, self.v, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
 class Shared:
@@ -165,9 +167,9 @@ class Shared:
     def __call__(self, layer, q, k, v, scale):
         """Return the attention ``[V, Hq, Q, D]`` of all variants."""
         group = q.shape[1] // k.shape[1]
-        seen = self.row.seen(self.first, self.windows[:, layer].repeat_interleave(group, 1))
+        mask = self.row.visible(self.first, self.windows[:, layer].repeat_interleave(group, 1))
         k, v = self.row.joined(layer, k, v)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=group > 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1)
 
 
 @torch.inference_mode()
@@ -187,8 +189,8 @@ def layer_losses(row: RowReplay, layer: int, first: int, windows: list[int]) -> 
 def head_losses(row: RowReplay, layer: int, first: int, windows: list[int]) -> list[list[float]]:
     """Return the KL at each window of each KV head of a layer alone, in nats per token."""
     heads = row.keys[layer][0].shape[1]
-    found = iter(_losses(row, layer, first, [(head, window) for head in range(heads) for window in windows]))
-    return [[next(found) for _ in windows] for _ in range(heads)]
+    losses = iter(_losses(row, layer, first, [(head, window) for head in range(heads) for window in windows]))
+    return [[next(losses) for _ in windows] for _ in range(heads)]
 
 
 def _losses(row: RowReplay, layer: int, first: int, variants: list) -> list[float]:

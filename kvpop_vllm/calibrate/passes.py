@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,6 +62,10 @@ class Passes:
         self.tables.mkdir(exist_ok=True)
         write_whole(self.tables / f"{name}.json", f'{{"shares": {shares.tolist()}}}\n')
 
+    def read_table(self, name: str) -> list[list[float]]:
+        """Return a table of shares, ``[layers][H]``."""
+        return json.loads((self.tables / f"{name}.json").read_text())["shares"]
+
     def resolve(self, choice: Choice, prompt: int = 0) -> ResolvedPolicy:
         """Return the policy of a choice for rows with a prompt of so many tokens."""
         spec = PolicySpec(choice.policy, choice.policy, protect=prompt if self.protect else 0)
@@ -80,31 +85,31 @@ class Passes:
             side: name of the rows.
             rows: tokens ``[S]`` and the length of their prompt.
             choices: what to compare.
-            tick: called with the number of passes that are done.
+                tick: called after each pass.
 
         Returns:
             ``kl``, KL(dense || policy) in nats per token, and ``prefill``, CPU time of the pass over that of the dense model.
         """
-        found: list[list[dict]] = [[] for _ in choices]
+        measured: list[list[dict]] = [[] for _ in choices]
         for number, (tokens, prompt) in enumerate(rows):
             exact = None
-            for values, choice in zip(found, choices, strict=True):
+            for values, choice in zip(measured, choices, strict=True):
                 key = [side, number, *choice]
                 if key not in self.records:
                     exact = exact or self._log_probabilities(tokens, prompt, Dense())
-                    self.records.get(key, lambda: self._against(exact, tokens, prompt, choice))  # noqa: B023
-                    tick(1)
-                values.append(self.records.get(key, dict))
-        return found
+                    self.records.put(key, self._against(exact, tokens, prompt, choice))
+                    tick()
+                values.append(self.records[key])
+        return measured
 
     def _against(self, exact: tuple, tokens: torch.Tensor, prompt: int, choice: Choice) -> dict:
         """Return the measurement of a row under a choice."""
-        own, seconds = self._log_probabilities(tokens, prompt, Served(self.resolve(choice, prompt)))
-        losses = F.kl_div(own, exact[0], reduction="none", log_target=True).sum(-1)
+        inexact, seconds = self._log_probabilities(tokens, prompt, Served(self.resolve(choice, prompt)))
+        losses = F.kl_div(inexact, exact[0], reduction="none", log_target=True).sum(-1)
         return {"kl": float(losses.double().mean()), "prefill": seconds / exact[1]}
 
     def _log_probabilities(self, tokens: torch.Tensor, prompt: int, attend) -> tuple[torch.Tensor, float]:
-        """Return log-probabilities of a row's predictions behind its prompt, and the CPU time of the pass in seconds."""
+        """Return log-probabilities of a row's predictions after its prompt, and the CPU time of the pass in seconds."""
         device, began = next(self.model.parameters()).device, time.process_time()
         hidden = self.model.get_decoder()(input_ids=tokens[None].to(device), attend=attend).last_hidden_state
         seconds = time.process_time() - began

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
@@ -25,10 +24,11 @@ class Records:
     def __init__(self, folder: Path, settings: dict):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._values = folder / NAME, {}
-        if not (found := self._read() if self.path.exists() else []):
+        lines = self._read() if self.path.exists() else []
+        if not lines:
             self._append({"settings": settings})
             return
-        first, *lines = found
+        first, *lines = lines
         theirs = first.get("settings") if isinstance(first, dict) else None
         if theirs != settings:
             other = [name for name in settings if not isinstance(theirs, dict) or theirs.get(name) != settings[name]]
@@ -60,10 +60,11 @@ class Records:
         """Return whether there is a measurement with this key."""
         return json.dumps(key) in self._values
 
-    def get(self, key: list, measure: Callable[[], object]):
-        """Return the measurement with a key; it is made if there is none."""
-        name = json.dumps(key)
-        if name not in self._values:
-            self._values[name] = measure()
-            self._append({"key": key, "value": self._values[name]})
-        return self._values[name]
+    def __getitem__(self, key: list):
+        """Return the measurement with a key."""
+        return self._values[json.dumps(key)]
+
+    def put(self, key: list, value: object) -> None:
+        """Add a measurement, which can be written as JSON."""
+        self._append({"key": key, "value": value})
+        self._values[json.dumps(key)] = value

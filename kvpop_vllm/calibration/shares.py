@@ -60,9 +60,9 @@ class Calibration:
         for name in (*SIZES, "rotation"):
             ours, theirs = getattr(self, name), getattr(model, name)
             if theirs is not None and ours != theirs:
-                what = name.replace("_", " ").replace("num ", "number of ")
+                label = name.replace("_", " ").replace("num ", "number of ")
                 raise ConfigError(
-                    f"--kv-calibration {source} is of another model: its {what} is {ours}, the model's {theirs}: run 'kvpop"
+                    f"--kv-calibration {source} is of another model: its {label} is {ours}, the model's {theirs}: run 'kvpop"
                     " calibrate' on this model"
                 )
 
@@ -102,9 +102,9 @@ def recommended(settings: PolicySettings) -> PolicySettings:
         return settings
     if settings.calibration is None:
         raise ConfigError("--kv-policy auto serves what a calibration recommends: give --kv-calibration DIR")
-    found = read_calibration(settings.calibration)
+    calibration = read_calibration(settings.calibration)
     sized = settings.budget is not None or settings.compression is not None
-    return replace(settings, policy=found.policy, budget=settings.budget if sized else found.budget)
+    return replace(settings, policy=calibration.policy, budget=settings.budget if sized else calibration.budget)
 
 
 def _valid(content: dict) -> dict[str, bool]:

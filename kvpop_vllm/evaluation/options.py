@@ -98,7 +98,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     if options.allocator is not None:
         specs = [spec.allocated(name) for spec in specs for name in dict.fromkeys(options.allocator)]
     if options.calibration is not None:
-        specs = [each for spec in specs for each in (spec, spec.calibrated(options.calibration))]
+        specs += [spec.calibrated(options.calibration) for spec in specs]
     if options.protect_prompt is not None:
         specs = with_protection(specs, options.protect_prompt, options.task)
     elif options.task not in ANSWERED:

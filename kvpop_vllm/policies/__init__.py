@@ -73,9 +73,9 @@ def get(name: str) -> type[Policy]:
     return cls
 
 
-def parse_settings(given: Mapping) -> PolicySettings:
+def parse_settings(values: Mapping) -> PolicySettings:
     """Return the settings in a mapping (:meth:`PolicySettings.parse`), with what ``auto`` stands for in its place."""
-    return recommended(PolicySettings.parse(given))
+    return recommended(PolicySettings.parse(values))
 
 
 def loadable() -> tuple[list[type[Policy]], list[str]]:

@@ -33,14 +33,16 @@ def test_no_other_division_loses_less():
         mean = 6.5
         slots = divide(curves, SIZES, mean)
         weights = [len(curve.heads) for curve in curves]
-        assert sum(w * each for w, each in zip(weights, slots, strict=True)) == pytest.approx(4 * mean)
+        assert sum(w * count for w, count in zip(weights, slots, strict=True)) == pytest.approx(4 * mean)
         assert min(slots) >= SIZES[0]
-        found = sum(lost(curve, min(each, SIZES[-1])) for curve, each in zip(curves, slots, strict=True))
+        smallest = sum(lost(curve, min(count, SIZES[-1])) for curve, count in zip(curves, slots, strict=True))
         grid = [2 + i / 2 for i in range(29)]
         for a, b in itertools.product(grid, grid):
             c = 4 * mean - 2 * a - b
             if SIZES[0] <= c <= SIZES[-1]:
-                assert found <= sum(lost(curve, each) for curve, each in zip(curves, (a, b, c), strict=True)) + 1e-9
+                assert (
+                    smallest <= sum(lost(curve, count) for curve, count in zip(curves, (a, b, c), strict=True)) + 1e-9
+                )
 
 
 def test_slots_that_nobody_needs_go_to_all():

@@ -33,9 +33,9 @@ def naive(windows: torch.Tensor):
         for head in range(q.shape[1]):
             for p in range(q.shape[2]):
                 window = int(windows[layer, head // group]) if p >= LENGTH - QUERIES else LENGTH
-                seen = [t for t in range(p + 1) if t < FIRST or t > p - window]
-                weights = torch.softmax(q[0, head, p] @ k[0, head, seen].T * scale, -1)
-                out[0, head, p] = weights @ v[0, head, seen]
+                visible = [t for t in range(p + 1) if t < FIRST or t > p - window]
+                weights = torch.softmax(q[0, head, p] @ k[0, head, visible].T * scale, -1)
+                out[0, head, p] = weights @ v[0, head, visible]
         return out.float()
 
     return attend
@@ -44,11 +44,11 @@ def naive(windows: torch.Tensor):
 def divergence(model, tokens, windows: torch.Tensor) -> float:
     """Return KL(dense || windows) of the last queries' predictions."""
     with torch.inference_mode():
-        dense, own = (
-            model(tokens[None], attend=naive(each)).logits[0, -QUERIES:].double().log_softmax(-1)
-            for each in (torch.full_like(windows, LENGTH), windows)
+        dense, windowed = (
+            model(tokens[None], attend=naive(table)).logits[0, -QUERIES:].double().log_softmax(-1)
+            for table in (torch.full_like(windows, LENGTH), windows)
         )
-    return float(F.kl_div(own, dense, reduction="none", log_target=True).sum(-1).mean())
+    return float(F.kl_div(windowed, dense, reduction="none", log_target=True).sum(-1).mean())
 
 
 def test_layers_that_see_everything_lose_nothing(replay):
@@ -64,10 +64,10 @@ def of_all(row) -> torch.Tensor:
 @pytest.mark.parametrize("layer", range(3))
 def test_a_layer_loses_what_masks_say(replay, layer):
     row, tokens = replay
-    for window, found in zip(WINDOWS, layer_losses(row, layer, FIRST, WINDOWS), strict=True):
+    for window, loss in zip(WINDOWS, layer_losses(row, layer, FIRST, WINDOWS), strict=True):
         windows = of_all(row)
         windows[layer] = window
-        assert found == pytest.approx(divergence(row.model, tokens, windows), rel=1e-3, abs=1e-7) and found > 1e-6
+        assert loss == pytest.approx(divergence(row.model, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-6
 
 
 def test_a_head_loses_what_masks_say(replay):
@@ -75,14 +75,14 @@ def test_a_head_loses_what_masks_say(replay):
     losses = head_losses(row, 1, FIRST, WINDOWS)
     assert len(losses) == row.keys[0][0].shape[1]
     for head, of_head in enumerate(losses):
-        for window, found in zip(WINDOWS, of_head, strict=True):
+        for window, loss in zip(WINDOWS, of_head, strict=True):
             windows = of_all(row)
             windows[1, head] = window
-            assert found == pytest.approx(divergence(row.model, tokens, windows), rel=1e-3, abs=1e-7) and found > 1e-7
+            assert loss == pytest.approx(divergence(row.model, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-7
 
 
 def test_tables_lose_what_masks_say(replay):
     row, tokens = replay
     tables = torch.randint(2, 60, (3, *of_all(row).shape), generator=torch.Generator().manual_seed(0))
-    for table, found in zip(tables, shared_losses(row, FIRST, tables), strict=True):
-        assert found == pytest.approx(divergence(row.model, tokens, table), rel=1e-3)
+    for table, loss in zip(tables, shared_losses(row, FIRST, tables), strict=True):
+        assert loss == pytest.approx(divergence(row.model, tokens, table), rel=1e-3)

@@ -1,0 +1,172 @@
+"""Settings of a calibration, what follows from them, and the work that it takes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.sources import find_sources
+from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
+from kvpop_vllm.policies.base import Order
+
+VERSION = 1
+"""Version of what is measured."""
+LENGTH, SHORTEST = 2048, 64
+"""Default length and shortest length of a row, in tokens."""
+SIZES = 64, 16, 8, 4, 2
+"""Windows at which layers and heads are measured: the length over these."""
+QUERIES = 32
+"""The length over this is the number of queries that run again."""
+BUDGETS = 2, 4, 8
+"""Budgets of the report: the length over these. Shares are judged, and a policy is recommended, at the second."""
+WINDOWS = 1 / 16, 1 / 4, 1 / 2
+"""Windows that are tried for a policy, as fractions of ``B - s``."""
+SEARCHED = 3
+"""Rows that windows are chosen by."""
+PROBE = "streaming-llm"
+"""Policy that shares are chosen and judged with: a window, and the cheapest."""
+SERVED = 1.5
+"""Time of a pass under a policy, over that of a dense pass, as progress counts it."""
+AGAIN = 2.0
+"""Time of a query that runs again, over that of a token of a dense pass: it attends to the whole row."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a calibration.
+
+    Attributes:
+        model: folder of the model.
+        out: folder to write.
+        data: files and folders of text; empty for the text of this package.
+        unit: ``layer`` or ``head``.
+        policies: names of the policies of the report; empty for those that read prompts in chunks.
+        length: S, tokens of a row; no more than the model has positions.
+        rows: rows to measure on, and as many to judge by.
+        protect: True to protect the prompts of documents.
+        dtype: dtype of the model.
+    """
+
+    model: str
+    out: str
+    data: tuple[str, ...] = ()
+    unit: str = "layer"
+    policies: tuple[str, ...] = ()
+    length: int = LENGTH
+    rows: int = 12
+    protect: bool = False
+    dtype: str = "float32"
+
+
+def in_chunks() -> list[str]:
+    """Return the names of the policies that need no scorer and read prompts in chunks."""
+    classes = [cls for cls in policies.loadable()[0] if _takes_shares(cls) and not cls.draws]
+    return [cls.name for cls in classes if cls.order in (Order.STATIC, Order.AGED)]
+
+
+def _takes_shares(cls: type[policies.Policy]) -> bool:
+    return cls.scorer_kind is None and not cls.keeps_all and not cls.compresses
+
+
+def checked_policies(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the policies of a report, :data:`PROBE` first."""
+    for name in names:
+        cls = policies.get(name)
+        if not _takes_shares(cls):
+            why = "needs a scorer" if cls.scorer_kind else "takes no shares of layers"
+            raise ConfigError(f"--policies {name} {why}: leave it out")
+    return tuple(dict.fromkeys([PROBE, *(names or in_chunks())]))
+
+
+class Plan:
+    """What a calibration measures.
+
+    Args:
+        options: see :class:`Options`.
+
+    Attributes:
+        policies: names of the policies of the report.
+        length: S.
+        shape: the model as policies see it.
+        sizes: windows at which layers and heads are measured, in tokens.
+        queries: number of last queries of a row that run again.
+        budgets: budgets of the report, in tokens.
+        text: rows of tokens.
+        split: number of layers whose heads are measured.
+    """
+
+    def __init__(self, options: Options):
+        self.options, self.policies = options, checked_policies(options.policies)
+        positions = positions_of(read_model_config(options.model))
+        self.length = length = min(options.length, positions or options.length)
+        if length < SHORTEST:
+            raise ConfigError(f"--length {length} is too short to shrink: give at least {SHORTEST}")
+        self.shape, self.dtype = ModelShape.of(options.model, length), getattr(torch, options.dtype)
+        if options.unit == "head" and self.shape.num_kv_heads == 1:
+            raise ConfigError("the model has one KV head per layer: give --shares layer")
+        self.sizes, self.queries = [max(2, length // part) for part in SIZES], max(8, length // QUERIES)
+        self.budgets = [length // part for part in BUDGETS]
+        self.vocabulary, tokenizer = vocabulary_of(options.model), load_tokenizer(options.model)
+        sizes = {"vocab_size": self.vocabulary, "protect": options.protect}
+        self.text: Text = read_text(list(options.data), tokenizer, length, options.rows, **sizes)
+        prompt = max(prompt for _, prompt in self.text.measured + self.text.held_out)
+        if prompt > length // 2:
+            raise ConfigError(f"a prompt has {prompt} of {length} tokens, more than half: raise --length")
+        self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
+
+    @property
+    def settings(self) -> dict:
+        """Settings that measurements depend on."""
+        files = sorted(
+            file for suffix in ("safetensors", "bin") for file in Path(self.options.model).glob(f"*.{suffix}")
+        )
+        return {
+            "version": VERSION,
+            "model": [self.shape.model_type, self.shape.rotation, [[file.name, _sample(file)] for file in files]],
+            "data": [source.fingerprint() for source in find_sources(self.options.data or [TEXT])],
+            "length": self.length,
+            "rows": self.options.rows,
+            "protect-prompt": self.options.protect,
+            "dtype": self.options.dtype,
+        }
+
+    def layer_cost(self, layer: int, variants: int) -> float:
+        """Return the work of measuring variants of a layer on a row, in dense passes of a row."""
+        layers = self.shape.num_layers
+        return AGAIN * variants * self.queries / self.length * (layers - layer) / layers
+
+    def search_cost(self, tables: int) -> float:
+        """Return the work of a row with so many tables of windows, in dense passes of a row."""
+        return 1 + self.layer_cost(0, tables)
+
+    @property
+    def replays(self) -> float:
+        """Work of measuring and searching, in dense passes of a row."""
+        layers, count, heads = self.shape.num_layers, len(self.sizes), self.shape.num_kv_heads
+        measured = 1 + sum(self.layer_cost(layer, count) for layer in range(layers))
+        if self.split:  # which layers is not known beforehand
+            measured += 1 + sum(self.layer_cost(layer, count * heads) for layer in range(layers)) * self.split / layers
+        return len(self.text.measured) * (measured + self.search_cost(len(BUDGETS) * (2 * len(BUDGETS) + 1)))
+
+    @property
+    def passes(self) -> float:
+        """Work of passes under policies, in dense passes of a row."""
+        windows = SEARCHED * len(WINDOWS) * (len(self.policies) - 1)
+        return SERVED * (windows + 2 * len(self.text.held_out) * len(BUDGETS) * len(self.policies))
+
+
+def _sample(file: Path) -> str:
+    """Return a hash of a file's size, its beginning and its end."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        begin = opened.read(1 << 16)
+        opened.seek(max(0, size - (1 << 16)))
+        return hashlib.sha256(str(size).encode() + begin + opened.read()).hexdigest()[:16]
