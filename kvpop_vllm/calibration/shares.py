@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -122,4 +121,4 @@ def _size(value: object) -> bool:
 
 
 def _fraction(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and 0 < value <= 1
+    return type(value) in (int, float) and 0 < value <= 1
