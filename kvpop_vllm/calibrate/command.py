@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpop_vllm.argument_types import positive
+from kvpop_vllm.argument_types import add_setting, positive
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import DTYPES
 
@@ -36,14 +36,15 @@ def add_calibrate(commands) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="policies of the report, besides streaming-llm (default: those that read prompts in chunks)",
+        help="policies of the report, besides streaming-llm (default: none; those that read token by token take long)",
     )
+    add_setting(command, "scorer", "its policy is in the report, and decides whether shares are kept")
     command.add_argument("--length", type=positive, metavar="S", help="tokens of a row (default 2048)")
     command.add_argument(
         "--rows",
         type=positive,
         metavar="N",
-        help="rows to measure on, and as many to judge by (default 12, at least 8)",
+        help="rows to measure on, and as many to judge by (default 10, at least 8)",
     )
     command.add_argument(
         "--protect-prompt", action="store_true", help="rows are documents, whose prompts are never evicted"
@@ -67,7 +68,7 @@ def run_calibrate(options) -> None:
     from kvpop_vllm.calibrate.plan import Options
     from kvpop_vllm.calibrate.run import calibrate, dry_run
 
-    chosen = {name: getattr(options, name) for name in ("length", "rows", "dtype") if getattr(options, name)}
+    chosen = {name: getattr(options, name) for name in ("length", "rows", "dtype", "scorer") if getattr(options, name)}
     chosen |= {"unit": options.shares, "protect": options.protect_prompt}
     settings = Options(options.model, options.out, tuple(options.data), policies=tuple(options.policies), **chosen)
     (dry_run if options.dry_run else calibrate)(settings)

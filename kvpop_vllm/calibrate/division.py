@@ -9,7 +9,7 @@ import torch
 
 
 class Curve(NamedTuple):
-    """What some heads lose with each number of slots.
+    """Losses of some heads with each number of slots.
 
     Attributes:
         layer: index of their layer.

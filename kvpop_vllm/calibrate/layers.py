@@ -1,6 +1,6 @@
-"""What one layer, or one head, loses when its slots shrink, by the divergence of the output.
+"""Losses of one layer, or of one head, when its slots shrink: the divergence of the model's output.
 
-A row is read once with dense attention. What lies below a layer is then known, and the layers from there on run again for
+A row is read once with dense attention. The input of a layer is then known, and the layers from there on run again for
 the last queries of the row, with dense keys and values of everything before. Several variants run as one batch.
 """
 

@@ -49,13 +49,23 @@ class Passes:
     Args:
         model: from :func:`kvpop_vllm.model_hook.load_model`.
         shape: the model as policies see it.
+        specs: the policies by name.
         protect: True to protect the prompts of rows.
         records: where measurements are kept.
         tables: folder of tables of shares.
     """
 
-    def __init__(self, model: torch.nn.Module, shape: ModelShape, protect: bool, records: Records, tables: Path):
-        self.model, self.shape, self.protect, self.records, self.tables = model, shape, protect, records, tables
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        shape: ModelShape,
+        specs: dict[str, PolicySpec],
+        protect: bool,
+        records: Records,
+        tables: Path,
+    ):
+        self.model, self.shape, self.specs, self.protect = model, shape, specs, protect
+        self.records, self.tables = records, tables
 
     def write_table(self, name: str, shares: torch.Tensor) -> None:
         """Write a table of shares ``[layers, H]`` that choices may name."""
@@ -68,9 +78,8 @@ class Passes:
 
     def resolve(self, choice: Choice, prompt: int = 0) -> ResolvedPolicy:
         """Return the policy of a choice for rows with a prompt of so many tokens."""
-        spec = PolicySpec(choice.policy, choice.policy, protect=prompt if self.protect else 0)
-        if choice.shares != EQUAL:
-            spec = replace(spec, allocator=str(self.tables / f"{choice.shares}.json"))
+        allocator = "uniform" if choice.shares == EQUAL else str(self.tables / f"{choice.shares}.json")
+        spec = replace(self.specs[choice.policy], allocator=allocator, protect=prompt if self.protect else 0)
         return spec.resolve(self.shape, choice.budget, window=choice.window)
 
     def missing(self, side: str, count: int, choices: Sequence[Choice]) -> int:

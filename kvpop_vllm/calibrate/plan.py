@@ -14,8 +14,9 @@ from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
+from kvpop_vllm.evaluation.policies import PolicySpec, learned
 from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
-from kvpop_vllm.policies.base import Order
+from kvpop_vllm.policies.base import GATED
 
 VERSION = 1
 """Version of what is measured."""
@@ -30,9 +31,11 @@ BUDGETS = 2, 4, 8
 WINDOWS = 1 / 16, 1 / 4, 1 / 2
 """Windows that are tried for a policy, as fractions of ``B - s``."""
 SEARCHED = 3
-"""Rows that windows are chosen by."""
+"""Rows that tables and windows are chosen by, on the kernels of serving."""
 PROBE = "streaming-llm"
-"""Policy that shares are chosen and judged with: a window, and the cheapest."""
+"""Policy that shares are chosen and judged with, and the only one of a report by default: a window, and the cheapest."""
+SHORTLIST = 3
+"""Tables of shares that are tried on the kernels of serving; with a scorer all are."""
 SERVED = 1.5
 """Time of a pass under a policy, over that of a dense pass, as progress counts it."""
 AGAIN = 2.0
@@ -48,7 +51,8 @@ class Options:
         out: folder to write.
         data: files and folders of text; empty for the text of this package.
         unit: ``layer`` or ``head``.
-        policies: names of the policies of the report; empty for those that read prompts in chunks.
+        policies: names of further policies of the report.
+        scorer: folder of a scorer whose policy decides instead of :data:`PROBE`, or None.
         length: S, tokens of a row; no more than the model has positions.
         rows: rows to measure on, and as many to judge by.
         protect: True to protect the prompts of documents.
@@ -60,40 +64,35 @@ class Options:
     data: tuple[str, ...] = ()
     unit: str = "layer"
     policies: tuple[str, ...] = ()
+    scorer: str | None = None
     length: int = LENGTH
-    rows: int = 12
+    rows: int = 10
     protect: bool = False
     dtype: str = "float32"
 
 
-def in_chunks() -> list[str]:
-    """Return the names of the policies that need no scorer and read prompts in chunks."""
-    classes = [cls for cls in policies.loadable()[0] if _takes_shares(cls) and not cls.draws]
-    return [cls.name for cls in classes if cls.order in (Order.STATIC, Order.AGED)]
-
-
-def _takes_shares(cls: type[policies.Policy]) -> bool:
-    return cls.scorer_kind is None and not cls.keeps_all and not cls.compresses
-
-
-def checked_policies(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the policies of a report, :data:`PROBE` first."""
-    for name in names:
+def specs_of(options: Options) -> dict[str, PolicySpec]:
+    """Return the policies of a report by name, first the one that decides."""
+    for name in options.policies:
         cls = policies.get(name)
-        if not _takes_shares(cls):
-            why = "needs a scorer" if cls.scorer_kind else "takes no shares of layers"
-            raise ConfigError(f"--policies {name} {why}: leave it out")
-    return tuple(dict.fromkeys([PROBE, *(names or in_chunks())]))
+        if cls.scorer_kind or cls.keeps_all or cls.compresses:
+            why = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
+            raise ConfigError(f"--policies {name} {why}")
+    specs = [] if options.scorer is None else [learned(options.scorer, options.model)[0]]
+    if specs and policies.get(specs[0].policy).signals & GATED:
+        raise ConfigError(f"--scorer {options.scorer} holds a gate, and shares are for scorers of keys and values")
+    specs += [PolicySpec(name, name) for name in (PROBE, *options.policies)]
+    return {spec.policy: spec for spec in specs}
 
 
 class Plan:
-    """What a calibration measures.
+    """Sizes, budgets, policies and rows of a calibration.
 
     Args:
         options: see :class:`Options`.
 
     Attributes:
-        policies: names of the policies of the report.
+        specs: policies of the report by name, first the one that decides.
         length: S.
         shape: the model as policies see it.
         sizes: windows at which layers and heads are measured, in tokens.
@@ -104,7 +103,7 @@ class Plan:
     """
 
     def __init__(self, options: Options):
-        self.options, self.policies = options, checked_policies(options.policies)
+        self.options, self.specs = options, specs_of(options)
         positions = positions_of(read_model_config(options.model))
         self.length = length = min(options.length, positions or options.length)
         if length < SHORTEST:
@@ -159,8 +158,10 @@ class Plan:
     @property
     def passes(self) -> float:
         """Work of passes under policies, in dense passes of a row."""
-        windows = SEARCHED * len(WINDOWS) * (len(self.policies) - 1)
-        return SERVED * (windows + 2 * len(self.text.held_out) * len(BUDGETS) * len(self.policies))
+        tables = 1 + (SHORTLIST if self.options.scorer is None else 2 * len(BUDGETS))
+        windows = len(WINDOWS) * sum(name != PROBE and spec.scorer is None for name, spec in self.specs.items())
+        judged = 2 * len(self.text.held_out) * len(BUDGETS) * len(self.specs)
+        return SERVED * (SEARCHED * (tables * len(BUDGETS) + windows) + judged)
 
 
 def _sample(file: Path) -> str:

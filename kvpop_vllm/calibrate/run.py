@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvpop_vllm import __version__
+from kvpop_vllm import __version__, policies
 from kvpop_vllm.calibrate.layers import BATCH, POSITIONS, layer_losses
 from kvpop_vllm.calibrate.passes import STRIDE, Passes
 from kvpop_vllm.calibrate.plan import Options, Plan
@@ -33,7 +33,7 @@ def calibrate(options: Options) -> dict:
         note(f"intervals are over {PASSAGES}")
     model, began = _loaded(plan), time.process_time()
     records = Records(out, plan.settings)
-    passes = Passes(model, plan.shape, options.protect, records, out / "tables")
+    passes = Passes(model, plan.shape, plan.specs, options.protect, records, out / "tables")
     with progress(plan.replays + plan.passes, "calibrate") as tick:
         stages = Stages(plan, model, records, passes, tick)
         table = stages.search(stages.curves())
@@ -83,6 +83,8 @@ def _calibration(plan: Plan, verdict: Verdict, shares: list[list[float]], window
 def command(options: Options, calibration: Calibration) -> str:
     """Return the command that serves the recommendation."""
     words = ["vllm", "serve", options.model, "--kv-policy", AUTO, "--kv-calibration", options.out]
+    if options.scorer is not None and policies.get(calibration.policy).scorer_kind is not None:
+        words += ["--kv-scorer", options.scorer]
     words += ["--kv-protect-prompt", "all"] if options.protect else []
     if default_device().type == "cpu":
         words += ["--kv-cache-memory-bytes", str(1 << 30)]

@@ -12,7 +12,7 @@ from kvpop_vllm import policies
 from kvpop_vllm.calibrate.division import Curve, damped, divide, shares_of
 from kvpop_vllm.calibrate.layers import RowReplay, head_losses, layer_losses, shared_losses
 from kvpop_vllm.calibrate.passes import EQUAL, Choice, Passes
-from kvpop_vllm.calibrate.plan import BUDGETS, PROBE, SEARCHED, SERVED, WINDOWS, Plan
+from kvpop_vllm.calibrate.plan import BUDGETS, PROBE, SEARCHED, SERVED, SHORTLIST, WINDOWS, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
 from kvpop_vllm.evaluation.statistics import bootstrap_ratio, estimate
@@ -23,8 +23,13 @@ TINY = 1e-12
 """Divergence below which tables of shares count as equal."""
 
 
+def _scores(losses: torch.Tensor, names: list[str]) -> dict[str, float]:
+    """Return the mean logarithm over budgets of the losses ``[names * budgets]`` of tables of shares, by name."""
+    return dict(zip(names, losses.view(len(names), -1).clamp_min(TINY).log().mean(1).tolist(), strict=True))
+
+
 class Verdict(NamedTuple):
-    """What rows that were not measured say.
+    """Verdict of rows that were not measured.
 
     Attributes:
         lines: lines of the report.
@@ -100,7 +105,8 @@ class Stages:
         """Return the name of the table of shares that measured rows like best, :data:`EQUAL` for none.
 
         Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The
-        geometric mean over budgets of the divergence with all heads' windows shrunk decides.
+        geometric mean over budgets of the divergence decides: first with all heads' windows shrunk for the last queries,
+        then, among the best, under the policy that decides and on the kernels of serving.
         """
         plan, unit = self.plan, self.plan.options.unit
         sizes, shape = [*plan.sizes, plan.length - DEFAULT_SINKS], (plan.shape.num_layers, plan.shape.num_kv_heads)
@@ -112,8 +118,24 @@ class Stages:
             self.passes.write_table(name, shares)
         windows = torch.stack([self._windows(budget, table) for table in tables.values() for budget in plan.budgets])
         losses = [self._search(number, windows) for number in range(len(plan.text.measured))]
-        means = torch.tensor(losses, dtype=torch.float64).mean(0).view(len(tables), len(plan.budgets))
-        return list(tables)[int(means.clamp_min(TINY).log().mean(1).argmin())]
+        scores = _scores(torch.tensor(losses, dtype=torch.float64).mean(0), list(tables))
+        unequal = sorted(list(tables)[1:], key=scores.get)
+        names = [EQUAL, *(unequal if plan.options.scorer else unequal[:SHORTLIST])]
+        choices = [self._choice(self.decides, budget, WINDOWS[0], name) for name in names for budget in plan.budgets]
+        measured = self._over("search", plan.text.measured[:SEARCHED], choices)
+        means = torch.tensor([fmean(record["kl"] for record in records) for records in measured], dtype=torch.float64)
+        scores = _scores(means, names)
+        return min(scores, key=scores.get)
+
+    @property
+    def decides(self) -> str:
+        """Name of the policy that decides about tables."""
+        return next(iter(self.plan.specs))
+
+    def _choice(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
+        """Return a policy with a table of shares and a window, a fraction of ``B - s``; None for its own."""
+        fitted = fraction is None or table == EQUAL or self.plan.specs[name].scorer
+        return Choice(name, budget, None if fitted else self._window(name, fraction, budget), table)
 
     def _windows(self, budget: int, shares: torch.Tensor) -> torch.Tensor:
         """Return the window ``[layers, H]`` of each head in tokens, as serving divides a budget."""
@@ -136,8 +158,10 @@ class Stages:
     def windows(self, table: str) -> dict[str, float]:
         """Return the best window of each policy with a table of shares, as a fraction of ``B - s``."""
         budget, best = self.plan.budgets[1], {PROBE: WINDOWS[0]}
-        for name in self.plan.policies[1:]:
-            choices = [Choice(name, budget, self._window(name, part, budget), table) for part in WINDOWS]
+        for name, spec in self.plan.specs.items():
+            if name == PROBE or spec.scorer or table == EQUAL:
+                continue
+            choices = [self._choice(name, budget, part, table) for part in WINDOWS]
             measured = self._over("search", self.plan.text.measured[:SEARCHED], choices)
             means = [fmean(record["kl"] for record in records) for records in measured]
             best[name] = WINDOWS[means.index(min(means))]
@@ -146,13 +170,13 @@ class Stages:
     def judge(self, table: str, windows: dict[str, float]) -> Verdict:
         """Return the lines of the report, by rows that were not measured.
 
-        A table is better if the window of :data:`PROBE` diverges less at the middle budget, with an interval below 1, and at
-        no budget more, with an interval above 1. Lines of a table that is not better are left out.
+        A table is better if the policy that decides diverges less at the middle budget, with an interval below 1, and at no
+        budget more, with an interval above 1. Lines of a table that is not better are left out.
         """
         text, pairs, ratios, lines = self.plan.text, [], [], []
-        for name in self.plan.policies:
+        for name in self.plan.specs:
             for budget in self.plan.budgets:
-                shared = Choice(name, budget, self._window(name, windows[name], budget), table)
+                shared = self._choice(name, budget, windows.get(name), table)
                 pairs.append((Choice(name, budget, None, EQUAL), *([shared] if table != EQUAL else [])))
         choices = [choice for pair in pairs for choice in pair]
         measured = dict(zip(choices, self._over("held-out", text.held_out, choices), strict=True))
@@ -161,7 +185,7 @@ class Stages:
             lines.append(self._line(equal, measured[equal]))
             for choice in shared:
                 lines.append(self._line(choice, measured[choice], losses[equal]))
-                if equal.policy == PROBE:
+                if equal.policy == self.decides:
                     ratios.append(bootstrap_ratio(losses[choice], losses[equal], units=text.units))
         better = bool(ratios) and ratios[1].high < 1 and not any(ratio.low > 1 for ratio in ratios)
         return Verdict([line for line in lines if better or line["shares"] == EQUAL], better)

@@ -15,7 +15,7 @@ from kvpop_vllm.files import read_json, write_whole
 NAME = "shares.json"
 FORMAT, VERSION = "kvpop-calibration", 1
 UNITS = "uniform", "layer", "head"
-"""What differs in its share of the slots: nothing, layers, or heads too."""
+"""Things that may differ in their share of the slots: none, layers, or heads too."""
 AUTO = "auto"
 """Value of ``--kv-policy`` that serves the recommendation of a calibration."""
 SIZES = "model_type", "num_layers", "num_kv_heads", "head_dim"

@@ -14,7 +14,7 @@ from kvpop_vllm.testing import write_tiny_model
 
 KINDS = {"qwen3": 2, "llama": 4}
 """KV heads of each model."""
-WORDS = "--data text.jsonl --length 128 --rows 8 --threads 1".split()
+WORDS = "--data text.jsonl --length 128 --rows 8 --policies l2norm --threads 1".split()
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_a_dry_run_writes_nothing(kvpop):
 def test_shares_that_do_not_help_are_not_kept(kvpop, folder):
     """In a model whose layers are alike nothing is won by unequal shares."""
     write_byte_tokenizer(write_tiny_model("alike", "llama", layers=1, vocab=VOCABULARY, kv_heads=2))
-    status, _, errors = kvpop("calibrate", "alike", "--out", "alike-layer", *WORDS, "--policies", "streaming-llm")
+    status, _, errors = kvpop("calibrate", "alike", "--out", "alike-layer", *WORDS, "--policies", "tova")
     assert status == 0, errors
     calibration = read_calibration("alike-layer")
     assert (calibration.unit, calibration.shares, calibration.windows) == ("uniform", None, {})
@@ -96,6 +96,18 @@ def test_policies_take_shares_and_windows(calibrated):
     assert learned.retention.window == 6 and (learned.shares() != 32).all()
     rounds = KVpopCache(network, "rkv", calibration="llama-layer", budget=256).policy
     assert rounds.shares()[0].max() < 256 < rounds.shares()[1].min()
+
+
+def test_a_scorers_policy_decides(kvpop):
+    write_random_scorer("deciding", "llama", "mlp", sinks=2, window=6, topk=24)
+    status, output, errors = kvpop("calibrate", "llama", "--out", "decided", *WORDS[:-4], "--scorer", "deciding")
+    assert status == 0, errors
+    report, calibration = json.loads(Path("decided", "report.json").read_text()), read_calibration("decided")
+    assert {line["policy"] for line in report["lines"]} == {"kvpop-mlp", "streaming-llm"}
+    assert calibration.unit == "layer" and calibration.shares[0][0] < 0.51 and "kvpop-mlp" not in calibration.windows
+    ours = next(line for line in report["lines"] if line["policy"] == "kvpop-mlp" and line["shares"] == "equal")
+    assert ours["window"] == 6
+    assert ("--kv-scorer deciding" in output) == (calibration.policy == "kvpop-mlp")
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "attention-matching", "full"])
@@ -147,12 +159,12 @@ def test_refusals_of_the_command(kvpop, calibrated):
     calibrated("llama")
     words = " ".join(WORDS)
     start = "calibrate llama --out refused"
-    refused(kvpop, f"{start} {words} --policies kvpop", "--policies kvpop needs a scorer: leave it out")
+    refused(kvpop, f"{start} {words} --policies kvpop", "--policies kvpop needs a scorer: give --scorer DIR")
     refused(kvpop, f"{start} {words} --policies snapkv", "--policies snapkv takes no shares of layers: leave it out")
     refused(kvpop, f"{start} {words} --rows 7", "--rows 7 is too few for an interval: give at least 8")
     refused(kvpop, f"{start} --data text.jsonl --length 32", "--length 32 is too short to shrink")
     refused(kvpop, f"{start} --data text.jsonl --length 4096", "and 16 are needed, half of them to judge by")
-    refused(kvpop, f"calibrate missing --out refused {words}", "missing/config.json cannot be read as JSON")
+    refused(kvpop, f"calibrate missing --out refused {words}", "missing has no config.json")
     shutil.copytree("llama", "broken", dirs_exist_ok=True)
     Path("broken/model.safetensors").write_bytes(b"no weights")
     refused(kvpop, f"calibrate broken --out refused-weights {words}", "broken cannot be loaded")
@@ -161,6 +173,9 @@ def test_refusals_of_the_command(kvpop, calibrated):
     weights["lm_head.weight"].fill_(math.nan)
     save_file(weights, "nan/model.safetensors", metadata={"format": "pt"})
     refused(kvpop, f"calibrate nan --out refused-nan {words}", "the model's predictions are not finite")
+    write_random_scorer("gate", "llama", "trimkv", sinks=2, window=6, topk=24)
+    refused(kvpop, f"{start} {words} --scorer gate", "--scorer gate holds a gate, and shares are for scorers of keys")
+    refused(kvpop, f"{start} {words} --scorer nothing", "no scorer at 'nothing'")
     with pytest.raises(ConfigError, match="^policy auto serves what a calibration recommends: give calibration DIR$"):
         KVpopCache(load_model("llama", torch.float32), "auto", budget=64)
 
@@ -169,7 +184,7 @@ def test_plan_and_eval_take_a_calibration(kvpop, calibrated):
     calibrated("llama")
     status, output, _ = kvpop(*"plan --model llama --kv-memory 1MiB --budget 128 --calibration llama-layer".split())
     assert status == 0 and "streaming-llm" in output
-    assert "snapkv, 128 tokens: --policy snapkv compresses prompts, for which nothing is calibrated" in output
+    assert "snapkv, 128 tokens: --policy snapkv compresses prompts, for which nothing is calibrated" in output, output
     words = "--split all --policies streaming-llm --calibration llama-layer --length 128 --budget 32 --rows 1 --equal k"
     start = "eval --task replay --model llama --dtype float32 --data text.jsonl --out records.jsonl"
     status, output, errors = kvpop(*start.split(), *words.split())

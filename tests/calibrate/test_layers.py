@@ -1,4 +1,4 @@
-"""What layers and heads lose is what attention with masks loses, computed naively in float64."""
+"""Losses of layers and heads equal those of attention with masks, computed naively in float64."""
 
 from __future__ import annotations
 
