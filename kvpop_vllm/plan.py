@@ -177,6 +177,7 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
         scorer=mine,
         correction=options.correction,
         allocator=options.allocator,
+        calibration=options.calibration,
         protect_prompt=options.protect_prompt,
     )
     if cls.scorer_kind is None or mine:
