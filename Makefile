@@ -28,7 +28,7 @@ GPU_SITE := build/gpu/bundle/site.tar.xz
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu gpu-bundle gpu-rehearse oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu gpu-bundle gpu-rehearse gpu-machine oldest-triton clean
 
 help:
 	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | newest | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | browser | gpu | gpu-bundle | gpu-rehearse | oldest-triton | clean"
@@ -83,6 +83,7 @@ browser:
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
 
 nightly: lm-eval peers gpu-rehearse test-all oldest-triton mutations newest
+	@$(MAKE) --no-print-directory gpu-rehearse VLLM=0.33
 
 # Plants faults, and fails where no test finds one. MUTATIONS: words that files or faults must contain.
 mutations: setup
@@ -131,14 +132,18 @@ gpu:
 	@PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m gpu.run $(PARTS)
 
 # What a GPU machine without vLLM lacks: packages, and the kernels that a rehearsal compiles. PYTHON312: a Python 3.12.
-gpu-bundle: $(GPU_SITE)
+gpu-bundle:
+	@test "$(VLLM)" = 0.32 || { echo "the bundle is of vLLM 0.32: leave VLLM out" >&2; exit 1; }
 	@rm -rf build/gpu/bundle/caches.* build/gpu/rehearsal
-	@$(PYTHON) benchmarks/gpu/rehearse.py --python312 $(PYTHON312)
+	@$(MAKE) --no-print-directory gpu-rehearse
 	@$(PYTHON) benchmarks/gpu/bundle.py caches
 
-# `make gpu` on a pretended H100.
-gpu-rehearse: $(GPU_SITE)
-	@$(PYTHON) benchmarks/gpu/rehearse.py --python312 $(PYTHON312)
+# `make gpu` on a pretended H100: with vLLM from the bundle, or installed (VLLM=0.33). PARTS: names of parts.
+gpu-rehearse: gpu-machine $(if $(filter 0.32,$(VLLM)),$(GPU_SITE))
+	@$(PYTHON) benchmarks/gpu/rehearse.py --vllm $(VLLM) --python312 $(PYTHON312) $(PARTS)
+
+gpu-machine:
+	@$(PYTHON) benchmarks/gpu/machine.py --vllm $(VLLM) --python312 $(PYTHON312)
 
 $(GPU_SITE): benchmarks/gpu/bundle.py benchmarks/gpu/fatbin.py benchmarks/gpu/packages.txt
 	@$(PYTHON) benchmarks/gpu/bundle.py site

@@ -14,10 +14,10 @@ from itertools import islice
 
 import torch
 
+from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.compactor_training import StillOptions, example_of, still_losses
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.compaction.still import Compactor
-from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.haystack import rows_in_turn, single_documents, units_of

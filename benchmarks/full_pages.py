@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.pages import PageLayout, Pages
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Pages
 
 
 def empty_pages(layout: PageLayout, requests: int, budget: int, ahead: int = 0) -> tuple[Pages, torch.Tensor]:

@@ -7,11 +7,11 @@ import time
 import torch
 from full_pages import empty_pages
 
+from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.pages import PageLayout, Pages
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Pages
 
 
 class Steps:

@@ -23,11 +23,11 @@ import record
 import torch
 from full_pages import empty_pages, fill
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.evaluation.output import format_table
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.scorers import build, make_config
 
 RESULTS = record.RESULTS / "roofline.csv"

@@ -14,9 +14,9 @@ from serving import Server, ServerError
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import dense_request_bytes, pool_bytes, request_bytes
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.model_shape import ModelShape, scorer_sizes
+from kvpop_vllm.model_shape import ModelShape, folder_sizes
 from kvpop_vllm.policies.base import Policy
 
 MIB = 2**20
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     scorer = str(args.scorer) if args.policy == "kvpop" else None
     if scorer:
         flags += ["--kv-scorer", scorer]
-    shape = ModelShape(**scorer_sizes(args.model), max_model_len=args.max_model_len)
+    shape = ModelShape(**folder_sizes(args.model), max_model_len=args.max_model_len)
     policy = policies.get(args.policy)(PolicySettings(args.policy, args.budget, scorer=scorer), shape)
     print(f"$ vllm serve {args.model.name} {' '.join(flags + common)}", flush=True)
     with Server(str(args.model), *flags, *common) as server:

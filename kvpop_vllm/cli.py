@@ -264,6 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["doctor"] and not {"-h", "--help"} & set(arguments):
             return doctor(arguments[1:])
         options = make_parser().parse_args(arguments)
+        if getattr(options, "threads", None):
+            import torch
+
+            torch.set_num_threads(options.threads)
         options.run(options)
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -83,6 +83,24 @@ def read_json(path: str | Path, advice: str) -> object:
         raise ConfigError(f"{path} cannot be read as JSON ({reason}): {advice}") from None
 
 
+def check_new(folder: str | Path) -> None:
+    """Check that a folder to write does not exist or is empty.
+
+    Raises:
+        ConfigError: it holds files, or is a file.
+    """
+    folder = Path(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"{folder} holds something already: choose another folder")
+
+
+def add_file(digest, path: Path) -> None:
+    """Add the contents of a file to a digest of hashlib."""
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+
+
 def remove(path: Path) -> None:
     """Remove a file or folder, if it exists."""
     if path.is_dir():

@@ -65,18 +65,21 @@ class ModelShape:
     rotation: str | None = None
 
     @classmethod
-    def of(cls, model: str | PathLike, max_model_len: int) -> ModelShape:
-        """Return the shape given by the ``config.json`` of a model folder.
+    def of(cls, model: Any, max_model_len: int) -> ModelShape:
+        """Return the shape given by the ``config.json`` of a model folder, or by a config.
 
         Args:
-            model: Hugging Face folder.
+            model: Hugging Face folder, or a config; see :func:`resolve`.
             max_model_len: longest sequence, in tokens.
 
         Raises:
             ConfigError: the file cannot be read, or does not describe a language model.
         """
-        rotation = rotation_of(read_model_config(model))
-        return cls(**folder_sizes(model), max_model_len=max_model_len, rotation=rotation)
+        folder = isinstance(model, str | PathLike)
+        source = Path(model) / "config.json" if folder else "the model's config"
+        config = read_model_config(model) if folder else resolve(model, source)
+        sizes = shape_of(config, source)
+        return cls(**sizes, max_model_len=max_model_len, rotation=rotation_of(config))
 
     @classmethod
     def of_engine(cls, model: Any) -> ModelShape:
@@ -210,15 +213,6 @@ def folder_sizes(model: str | PathLike) -> dict:
         ConfigError: ``config.json`` cannot be read, or as :func:`shape_of`.
     """
     return shape_of(read_model_config(model), Path(model) / "config.json")
-
-
-def scorer_sizes(model: str | PathLike) -> dict:
-    """Return the sizes of a model folder that scorers depend on: those of :func:`folder_sizes` without ``num_heads``.
-
-    Raises:
-        ConfigError: as :func:`folder_sizes`.
-    """
-    return {name: number for name, number in folder_sizes(model).items() if name != "num_heads"}
 
 
 def vocabulary_of(folder: str | PathLike) -> int:

@@ -18,14 +18,14 @@ from kvpop_vllm.cache.accounting import (
     request_bytes,
     worst_prompts,
 )
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.model_shape import (
     ModelShape,
+    folder_sizes,
     positions_of,
     read_model_config,
     rotation_of,
-    scorer_sizes,
     shape_of,
     text_config,
 )
@@ -51,7 +51,9 @@ def plan(options) -> None:
     """
     config = read_model_config(options.model)
     text, sizes = text_config(config), shape_of(config, Path(options.model) / "config.json")
-    length = options.max_model_len or _positions(options.model, config)
+    length = options.max_model_len or positions_of(config)
+    if length is None:
+        raise ConfigError(f"{options.model}: config.json has no max_position_embeddings: give --max-model-len")
     shape = ModelShape(**sizes, max_model_len=length, rotation=rotation_of(config))
     _check_served(options.model, shape, config)
     if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
@@ -67,7 +69,7 @@ def plan(options) -> None:
     given = None
     if options.scorer:
         config = read_scorer(options.scorer)[0]
-        check_model(config, **scorer_sizes(options.model), source=options.scorer)
+        check_model(config, **folder_sizes(options.model), source=options.scorer)
         given = config.scorer
     if options.prompt_length is not None and options.prompt_length > length:
         raise ConfigError(
@@ -132,18 +134,6 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
         return request_bytes(*lengths, retention, shares, own)
     prompts = worst_prompts(longest, length, lengths[0].block_slots)
     return max((request_bytes(*lengths, retention, shares, own) for own in prompts), key=lambda held: held.blocks)
-
-
-def _positions(folder: str, config: Any) -> int:
-    """Return the number of positions of a model, in tokens.
-
-    Raises:
-        ConfigError: its config does not say.
-    """
-    positions = positions_of(config)
-    if positions is None:
-        raise ConfigError(f"{folder}: config.json has no max_position_embeddings: give --max-model-len")
-    return positions
 
 
 def _check_served(folder: str, shape: ModelShape, config: Any) -> None:

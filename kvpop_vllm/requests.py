@@ -1,19 +1,16 @@
-"""Cache settings of a single request.
+"""Slots of a single request: the record of its numbers, and the settings that it is resolved from.
 
-They are keys of ``SamplingParams.extra_args``, which are ``vllm_xargs`` over HTTP. They are checked and
-resolved once, when the request arrives. The resolved numbers are passed with the request to the block manager
-and to the workers (:data:`RESOLVED`). This module does not import vLLM.
+Settings are keys of ``SamplingParams.extra_args``, which are ``vllm_xargs`` over HTTP. They are checked and resolved
+once, when the request arrives. The record is passed with the request to the block manager and to the workers
+(:data:`RESOLVED`), and the planner of a step reads it. This module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvpop_vllm.config import ConfigError, protected_tokens, protection
-
-if TYPE_CHECKING:
-    from kvpop_vllm.policies import Policy
 
 BUDGET, PROTECT, CARTRIDGES, SEED, REPORT = KEYS = (
     "kv_budget",
@@ -24,13 +21,47 @@ BUDGET, PROTECT, CARTRIDGES, SEED, REPORT = KEYS = (
 )
 """Keys of a request."""
 RESOLVED = "kvpop"
-"""Key of ``extra_args`` of every checked request, with the resolved :class:`RequestCache`, None if it asked for nothing."""
+"""Key of ``extra_args`` of every request that a front end has checked; holds the resolved :class:`RequestSlots`."""
 OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")
 """Keys of vLLM with the same prefix as the keys of this package."""
 
 
 class UnknownCartridge(ConfigError):
     """Error for a request that names a cartridge that the server does not have."""
+
+
+class Compression(Protocol):
+    """Way in which prompts are compressed at their end, such as :class:`kvpop_vllm.kernels.ops.PromptVotes`.
+
+    Attributes:
+        queries: number of a prompt's last queries that are stored.
+        makes_slots: True if slots with biases are made of a prompt.
+        adaptive_head_budgets: True if the heads of a layer divide their slots.
+    """
+
+    queries: int
+    makes_slots: bool
+    adaptive_head_budgets: bool
+
+    def state_floats(self, head_size: int) -> int:
+        """Return the number of float32 values in one head's state."""
+
+    def after(self, prompt: int, budget: int, window: int) -> tuple[int, int, int]:
+        """Return made slots, window and shift of a request after the end of its prompt."""
+
+
+class ServerSlots(Protocol):
+    """Numbers of requests that ask for nothing, such as the cache spec of a layer.
+
+    Attributes:
+        protect: value of ``--kv-protect-prompt``, True for whole prompts.
+        budget: B.
+        window: w.
+    """
+
+    protect: bool | int
+    budget: int
+    window: int
 
 
 class Placed(NamedTuple):
@@ -45,38 +76,44 @@ class Placed(NamedTuple):
     slots: int
 
 
-class RequestCache(NamedTuple):
-    """Resolved numbers of one request.
+class RequestSlots(NamedTuple):
+    """Slots of one request, from its admission to the plan of a step.
 
     Attributes:
-        protected: p, in tokens, those of cartridges included.
+        prefix: p, tokens of the protected prefix, those of cartridges included. Where prompts are compressed, the prompt.
+        made: number of the prefix's first tokens that are made slots with biases, not tokens.
         budget: B, in tokens.
         window: w, in tokens.
         seed: seed of the request's draws, or None for the seed that it has anyway.
+        shift: number of tokens that the kernels do not count: those that a compressed prompt has left behind.
         cartridges: cartridges in front of the prompt, in order.
     """
 
-    protected: int
+    prefix: int
+    made: int
     budget: int
     window: int
     seed: int | None = None
+    shift: int = 0
     cartridges: tuple[Placed, ...] = ()
 
-    @property
-    def made(self) -> int:
-        """Number of the request's first tokens that are slots of cartridges."""
-        return sum(each.slots for each in self.cartridges)
+    def begins_tail(self, start: int, end: int) -> bool:
+        """Return whether the tail after the prefix begins with one of the tokens ``[start, end)``."""
+        return 0 < self.prefix and start <= self.prefix < end
+
+    def behind_prompt(self, compression: Compression) -> RequestSlots:
+        """Return what the request is after the end of its prompt, which is compressed there."""
+        made, window, shift = compression.after(self.prefix, self.budget, self.window)
+        return self._replace(prefix=made, made=made, budget=self.budget - made, window=window, shift=shift)
 
 
-def resolve(
-    policy: Policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Placed] = ()
-) -> RequestCache | None:
-    """Return the resolved settings of a request, or None if it asks for nothing.
+def resolve(policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Placed] = ()) -> RequestSlots:
+    """Return the slots of a request; what it does not ask for is the server's.
 
     Budget and window are resolved as for a server with that budget.
 
     Args:
-        policy: policy of the server.
+        policy: policy of the server, a :class:`kvpop_vllm.policies.Policy`.
         extra_args: what the request asks for.
         prompt: number of its own prompt tokens.
         placed: cartridges in front of them.
@@ -85,34 +122,42 @@ def resolve(
         ConfigError: a key is unknown, a value has the wrong type, is too large or too small, or the policy
             does not support it.
     """
-    asked = {
+    options = {
         key: value for key, value in (extra_args or {}).items() if str(key).startswith("kv_") and key not in OF_VLLM
     }
     if RESOLVED in (extra_args or {}):
         raise ConfigError(f"the key {RESOLVED!r} is reserved: leave it out")
-    if not asked:
-        return None
-    if unknown := sorted(set(asked) - set(KEYS)):
+    if unknown := sorted(set(options) - set(KEYS)):
         raise ConfigError(f"unknown key {unknown[0]!r}: use {', '.join(KEYS)}")
-    if (report := asked.get(REPORT)) is not None and not (isinstance(report, int) and report in (0, 1)):
+    if (report := options.get(REPORT)) is not None and not (isinstance(report, int) and report in (0, 1)):
         raise ConfigError(f"{REPORT} must be 0 or 1, got {report!r}")
-    kept = policy.retention if asked.get(BUDGET) is None else _retention(policy, asked[BUDGET])
-    protected, seed = _protected(policy, asked.get(PROTECT), prompt), _seed(policy, asked)
-    return RequestCache(protected + sum(p.slots for p in placed), kept.budget, kept.window, seed, tuple(placed))
+    roles = policy.retention if options.get(BUDGET) is None else _retention(policy, options[BUDGET])
+    protected, seed = _protected(policy, options.get(PROTECT), prompt), _seed(policy, options)
+    made = sum(cartridge.slots for cartridge in placed)
+    return RequestSlots(protected + made, made, roles.budget, roles.window, seed, cartridges=tuple(placed))
 
 
-def of_params(params: object) -> RequestCache | None:
-    """Return the resolved settings in sampling parameters, or None if the request asked for nothing."""
-    told = (getattr(params, "extra_args", None) or {}).get(RESOLVED)
-    if told is None:
-        return None
-    *numbers, cartridges = told
-    return RequestCache(*numbers, tuple(Placed(*each) for each in cartridges))
+def of_params(params: object) -> RequestSlots | None:
+    """Return the slots of a request from its sampling parameters, or None if nobody has resolved it."""
+    options = getattr(params, "extra_args", None) or {}
+    record = options.get(RESOLVED)
+    if record is not None and not isinstance(record, RequestSlots):  # as it comes from another process
+        *numbers, cartridges = record
+        record = options[RESOLVED] = RequestSlots(*numbers, tuple(Placed(*cartridge) for cartridge in cartridges))
+    return record
 
 
-def is_checked(params: object) -> bool:
-    """Return whether sampling parameters come from a front end that has checked what the request asks for."""
-    return RESOLVED in (getattr(params, "extra_args", None) or {})
+def of_request(params: object, server: ServerSlots, prompt: int) -> RequestSlots:
+    """Return the slots of a request; one that nobody has resolved has the server's.
+
+    Args:
+        params: its sampling parameters.
+        server: what holds for requests that ask for nothing.
+        prompt: number of its prompt tokens.
+    """
+    if (record := of_params(params)) is not None:
+        return record
+    return RequestSlots(protected_tokens(server.protect, prompt), 0, server.budget, server.window)
 
 
 def wants_report(params: object) -> bool:
@@ -124,7 +169,7 @@ def _integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _retention(policy: Policy, budget: object):
+def _retention(policy, budget: object):
     if not _integer(budget):
         raise ConfigError(f"{BUDGET} must be a whole number of tokens, got {budget!r}")
     if budget < 1:
@@ -137,7 +182,7 @@ def _retention(policy: Policy, budget: object):
         raise ConfigError(str(error).replace("--kv-budget", BUDGET)) from None
 
 
-def _protected(policy: Policy, asked: object, prompt: int) -> int:
+def _protected(policy, asked: object, prompt: int) -> int:
     if asked is None:
         return protected_tokens(policy.protect, prompt)
     if not (asked is True or asked == "all" or (_integer(asked) and asked >= 0)):
@@ -186,7 +231,7 @@ def named(extra_args: Mapping | None, known: Mapping[str, Placed]) -> dict[str, 
     return placed
 
 
-def _seed(policy: Policy, asked: Mapping) -> int | None:
+def _seed(policy, asked: Mapping) -> int | None:
     seed = asked.get(SEED)
     if seed is None:
         return None

@@ -9,46 +9,13 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-class SlotRoles:
-    """Roles of the slots of a KV head.
+@dataclass(frozen=True)
+class Retention:
+    """Roles of the slots of a KV head, ``budget = sinks + window + topk`` in number.
 
     Slots ``[0, s)`` are sinks, ``[s, s + w)`` a ring of the newest tokens, ``[s + w, B)`` long-range slots.
-    Behind a protected prefix of p tokens these are the slots of the tail, which begins with token p and has
+    After a protected prefix of p tokens these are the slots of the tail, which begins with token p and has
     no sinks.
-
-    Attributes:
-        sinks: s.
-        window: w.
-        first: p, the first token that has a slot here.
-    """
-
-    sinks: int
-    window: int
-    first: int = 0
-
-    @property
-    def first_long(self) -> int:
-        """Index of the first long-range slot, ``s + w``."""
-        return self.sinks + self.window
-
-    @property
-    def first_evictable(self) -> int:
-        """First token that may ever be evicted, ``p + s``."""
-        return self.first + self.sinks
-
-    def ring_slot(self, t: int) -> int:
-        """Return the slot that token t is written to: its sink slot or its ring slot."""
-        at = t - self.first_evictable
-        return self.sinks + at % self.window if at >= 0 else t - self.first
-
-    def behind(self, prefix: int) -> Self:
-        """Return the roles of the tail behind ``prefix`` protected tokens; unchanged if ``prefix`` is 0."""
-        return replace(self, sinks=0, first=prefix) if prefix else self
-
-
-@dataclass(frozen=True)
-class Retention(SlotRoles):
-    """Number of slots per KV head: ``budget = sinks + window + topk``.
 
     Attributes:
         budget: B.
@@ -69,6 +36,21 @@ class Retention(SlotRoles):
         """Number of long-range slots, k."""
         return self.budget - self.first_long
 
-    def behind(self, prefix: int) -> Retention:
-        """Return the retention of the tail behind ``prefix`` protected tokens: same w and k, no sinks."""
-        return replace(super().behind(prefix), budget=self.budget - self.sinks) if prefix else self
+    @property
+    def first_long(self) -> int:
+        """Index of the first long-range slot, ``s + w``."""
+        return self.sinks + self.window
+
+    @property
+    def first_evictable(self) -> int:
+        """First token that may ever be evicted, ``p + s``."""
+        return self.first + self.sinks
+
+    def ring_slot(self, t: int) -> int:
+        """Return the slot that token t is written to: its sink slot or its ring slot."""
+        at = t - self.first_evictable
+        return self.sinks + at % self.window if at >= 0 else t - self.first
+
+    def behind(self, prefix: int) -> Self:
+        """Return the roles of the tail after ``prefix`` protected tokens: same w and k, no sinks."""
+        return replace(self, sinks=0, first=prefix, budget=self.budget - self.sinks) if prefix else self

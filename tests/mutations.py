@@ -26,7 +26,16 @@ DECODE, PREFILL = "tests/kernels/test_decode_step.py", "tests/kernels/test_prefi
 PREFIX, PRODUCT = "tests/kernels/test_prefix.py", "tests/policies/test_product.py"
 CONTRACT, FAIL_SAFE = "tests/engine/test_contract.py", "tests/engine/test_fail_safe.py"
 SERVING, TRITON_PREFILL = "tests/kernels/test_triton_serving.py", "tests/kernels/test_triton_prefill.py"
-
+GPU = "tests/engine/test_cuda.py"
+DRIVERS = {
+    "prefix": (
+        "tests/engine/test_fidelity.py -k 'test_chunks and protected'",
+        GPU,
+        "tests/hf/test_protected.py -k alone",
+    ),
+    "sizes": ("tests/engine/test_requests.py -k sixteen", GPU, "tests/hf/test_rows.py -k of_their_own"),
+}
+"""Tests of vLLM on a CPU, of vLLM on a GPU and of transformers, for faults that each of them must find."""
 
 FAULTS = {
     # Environments
@@ -95,7 +104,7 @@ FAULTS = {
         ("= torch.where(q «==→<» sinks + window + topk,", "tests/kernels/test_boundary_loss.py -k first_decision"),
     ],
     # Shared code of the kernels
-    f"{KERNELS}/rounds.py": [
+    "kvpop_vllm/rules/rounds.py": [
         # the first round is too late
         ("m == 0 and end - 1 + m >«=→» full and end >", f"{PRODUCT} -k 'protected_prompts and (vase or rkv)'"),
         # the oldest alike is spared
@@ -105,11 +114,11 @@ FAULTS = {
         # seeds are ignored
         ("return mix(mix(«→0 * »seeds + GOLDEN).unsqueeze(-1)", "tests/kernels/test_draws.py -k 'definition or seed'"),
     ],
-    f"{KERNELS}/divided.py": [
+    "kvpop_vllm/rules/compress.py": [
         # of equal votes the older wins
         ("newest_first = votes«.flip(1)→»\n", "tests/kernels/test_divided.py -k division"),
     ],
-    f"{KERNELS}/regions.py": [
+    "kvpop_vllm/cache/shares.py": [
         # a page too few
         ("return «cdiv(pages, →pages // (»self.layers * self", "tests/kernels/test_regions.py -k regions_of_their_own"),
     ],
@@ -197,20 +206,30 @@ FAULTS = {
         ("tl.«where(q > 0, tl.load(m_at), -1e30→load(m_at»)", f"{SERVING} -k 'holds and once'"),
     ],
     # Attention, cache, glue and policies
-    "kvpop_vllm/attention/step_batch.py": [
-        # no state behind p
-        ("[i] and start <«=→» protected[i] < start +", "tests/engine/test_fidelity.py -k 'test_chunks and sharing'"),
+    "kvpop_vllm/requests.py": [
+        # no state after p
+        ("and start <«=→» self.prefix < end", "tests/engine/test_fidelity.py -k 'test_chunks and sharing'"),
+    ],
+    "kvpop_vllm/attention/layer.py": [
         # replays pass
-        ("wrong = (seen «!=→<» batch.starts.unsqueeze(1)) & (", "tests/attention/test_step_batch.py -k one_bad_start"),
+        ("wrong = (seen «!=→<» batch.starts.unsqueeze(1)) & (", "tests/attention/test_step.py -k one_bad_start"),
+    ],
+    "kvpop_vllm/cache/step.py": [
         # a third prefix block is missed
         (
-            "+ torch.tensor(first, dtype=torch.int64)«→.clamp_max(2)».unsqueeze(1)",
-            "tests/attention/test_device_batch.py -k 'protected and prompts'",
+            "+ send(columns, table.device)«→.clamp_max(2)».unsqueeze(1)",
+            "tests/attention/test_device_rows.py -k 'protected and prompts'",
         ),
+        # the last protected token of a chunk is not written; for each of the planner's drivers
+        *(("min(self.length, self.slots.prefix - self.start«→ - 1»)", tests) for tests in DRIVERS["prefix"]),
+        # tails that begin in chunks alone have no state
+        *(("if not rows «and→or» not chunks:", tests) for tests in DRIVERS["prefix"]),
+        # all chunks have the window of the first
+        *(("[«own→slots[0]».window for own in slots],", tests) for tests in DRIVERS["sizes"]),
     ],
     "kvpop_vllm/attention/shifted_scores.py": [
         # a score too few is moved
-        ("- «1→2»] = gate_scores[chunk.first + 1 : chunk.last«→ - 1»]", f"{PRODUCT} -k 'dms-late'"),
+        ("length - «1→2»] = gate_scores[first + 1 : first + length«→ - 1»]", f"{PRODUCT} -k 'dms-late'"),
     ],
     "kvpop_vllm/cache/accounting.py": [
         # sinks that a tail behind a prefix lacks
@@ -219,7 +238,7 @@ FAULTS = {
     ],
     "kvpop_vllm/vllm_glue/run/cache_spec.py": [
         # a page too few
-        ("prefix, own = cdiv(min(length, protected)«→ - 1», self.block_size)", "tests/cache/test_protected.py"),
+        ("prefix, tokens = cdiv(min(length, slots.prefix)«→ - 1», self.block_size)", "tests/cache/test_protected.py"),
     ],
     "kvpop_vllm/vllm_glue/start/contract.py": [
         ("list(names[: len(leading)]) == leading «and→or» set(named)", f"{CONTRACT} -k parameters"),

@@ -6,7 +6,7 @@ the newest releases that the bounds allow, and one for each release that is newe
 bound is lifted and the others are as installed here. The newest torch has one as well, because the first has torch
 for CPUs. These environments hold no vLLM, which would choose the versions of the others, so tests that need it are
 left out there. They run with the newest vLLM in the environment of ``make setup VLLM=...``. A vLLM that this cannot
-install is read (``vllm_glue/start/contract.py``).
+install is read (``engine/compare_vllm.py``).
 
 The last lines are a table with a line per release. The exit code is 1 if a release within the bounds breaks a test.
 """
@@ -274,7 +274,7 @@ def read_vllm(release: Release) -> Outcome:
         return Outcome("pip cannot download it (see above)", False)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith(".py")])
-    command = [sys.executable, "-m", "kvpop_vllm.vllm_glue.start.contract", folder / "vllm"]
+    command = [sys.executable, ROOT / "tests/engine/compare_vllm.py", folder / "vllm"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return Outcome("read, not run: " + "; ".join(done.stdout.splitlines()[-4:]), done.returncode == 0)
 

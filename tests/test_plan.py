@@ -60,6 +60,13 @@ def test_a_window_that_no_request_exceeds(planned):
     assert planned(DEMO | {"sliding_window": 4096}, *options) == planned(DEMO, *options)
 
 
+def test_positions_of_a_stretched_rotation(planned):
+    """Without --max-model-len requests have all positions of the model, as an engine would give them."""
+    stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 1e4}
+    model = DEMO | {"max_position_embeddings": 2048, "rope_parameters": stretched}
+    assert "requests of 8192 tokens" in planned(model, "--kv-memory", "512MiB", "--budget", "1024")[0][0]
+
+
 def test_the_extract_in_the_documents(planned):
     """Each line of the extract is a line of its command's output, up to blanks."""
     text = (ROOT / "docs" / "operating.md").read_text()

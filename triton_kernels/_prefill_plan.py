@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton.delayed_mlstm import LARGEST_CHUNK
 
-from kvpop_vllm.kernels.chunks import Chunks, send
+from kvpop_vllm.cache.chunks import Chunks, send
 from kvpop_vllm.kernels.ops import RetentionRule
 
 PIECE = 8192

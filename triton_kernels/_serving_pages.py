@@ -42,7 +42,7 @@ def state_places(pages, table, heads, requests):
 class Cache(NamedTuple):
     """Pages of a layer and their page table, with strides in elements of their array; no table stands for no pages.
 
-    Pages of protected tokens (:class:`kvpop_vllm.kernels.pages.Prefix`) have the table of all heads and the arrays k, v
+    Pages of protected tokens (:class:`kvpop_vllm.cache.pages.Prefix`) have the table of all heads and the arrays k, v
     and, if some have a bias, score.
     """
 

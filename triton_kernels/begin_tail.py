@@ -8,7 +8,7 @@ from kvpop_vllm.kernels.triton._prefill_plan import PIECE, ROWS
 from kvpop_vllm.kernels.triton._serving_pages import state_places
 from kvpop_vllm.kernels.triton.delayed_mlstm import mlstm_of_segments
 
-from kvpop_vllm.kernels.chunks import send
+from kvpop_vllm.cache.chunks import send
 
 
 @torch.no_grad()

@@ -17,9 +17,9 @@ from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, kernel_c
 from kvpop_vllm.kernels.triton.delayed_mlstm import mlstm_of_segments
 from kvpop_vllm.kernels.triton.online_topk import eviction_times
 
-from kvpop_vllm.kernels.chunks import Chunks, send
+from kvpop_vllm.cache.chunks import Chunks, send
+from kvpop_vllm.cache.pages import Prefix
 from kvpop_vllm.kernels.ops.rules import STATE_M_START, NoScore
-from kvpop_vllm.kernels.pages import Prefix
 
 WIDTH = 1024
 """Entries that a program looks at together."""

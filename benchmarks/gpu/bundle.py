@@ -94,7 +94,7 @@ def download(folder: Path) -> list[Path]:
         name, version = requirement.split("==")
         pattern = f"{name.replace('-', '[-_]')}-{version}-*.whl"
         if not list(folder.glob(pattern)):
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+            command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
             command += ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--abi", "abi3"]
             command += ["--abi", "none", *(f"--platform={platform}" for platform in PLATFORMS)]
             subprocess.run([*command, "-d", str(folder), requirement], check=True)

@@ -68,7 +68,7 @@ def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
         for name, forced in (("triton", "triton" if bench.small else None), ("reference", "reference")):
             with ops_take(forced) as calls:
                 trainer = made(bench, model, recipe, Path(folder) / name, vocab=256)
-                results.append([trainer._step(i) for i in range(steps)])
+                results.append([trainer.step(i) for i in range(steps)])
             assert calls >= {(op, name) for op in OPS}, f"steps took the kernels {sorted(calls)}"
     wrong = 0.0
     for step, expected in zip(*results, strict=True):
@@ -110,7 +110,7 @@ def step_times(bench: Bench, trains_base: bool) -> Iterator[dict]:
         trainer = made(bench, Path(folder) / "model", recipe, Path(folder) / "out", CONFIG.vocab_size)
         steps = itertools.count()
         torch.cuda.reset_peak_memory_stats()
-        value = milliseconds(lambda: trainer._step(next(steps)))
+        value = milliseconds(lambda: trainer.step(next(steps)))
     yield bench.row("tokens a second", 1e3 * LENGTH / value, "1/s")
     yield bench.row("a step", value, "ms")
     yield bench.row("peak memory", torch.cuda.max_memory_allocated() / (1 << 30), "GiB")

@@ -14,9 +14,9 @@ from kernels.factories import random_rule, random_scorer
 
 from gpu.clock import graph_of
 from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, within
+from kvpop_vllm.cache.pages import PageLayout, Pages
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Pages
 
 SINKS, WINDOW, SEEN, BUDGET, SLOTS = 4, 256, 16384, 4096, 64
 STEPS = 50
@@ -142,8 +142,13 @@ def steps_right(bench: Bench, kind: str, requests: int) -> Iterator[dict]:
         assert (same | (own.margin < CLOSE)).all(), (
             f"other tokens after step {i}, margins {own.margin[~same].tolist()[:5]}"
         )
-        rows = same.repeat_interleave(group, 1)
-        sides.append([[x[rows] for x in side] for side in (found, wide, eager)])
+        compared = same.repeat_interleave(group, 1)  # other heads count as equal
+        sides.append(
+            [
+                (torch.where(compared[..., None], out, 0), torch.where(compared, lse, 0))
+                for out, lse in (found, wide, eager)
+            ]
+        )
     yield bench.row("steps", count, "count")
     yield bench.row("heads that evicted another token by a close decision", int((~same).sum()), "count")
     for i, name in enumerate(("out", "lse")):

@@ -22,10 +22,10 @@ from gpu.clock import bandwidth, device_times, milliseconds, wall_milliseconds
 from gpu.exact import CASES, serve_right
 from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, Case
 from gpu.training import check_same, compiled_flex, dense, visible_share
+from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout
 
 SINKS, WINDOW, LENGTH = 4, 256, 16384
 LAYERS, LARGE = 36, 4096

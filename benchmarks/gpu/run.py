@@ -3,8 +3,9 @@
 The parts run one after another in processes of their own, the most valuable first, each under its time limit. What a
 part has measured is in a CSV file before the next case begins, so a part that overruns loses only what is missing.
 
-With ``build/gpu/bundle`` from `make gpu-bundle` the machine needs torch, Triton and transformers; without it, vLLM as
-well. OUT names the folder of results (default: build/gpu/results). A part that is done there is not run again.
+The machine needs vLLM; or torch, Triton and transformers, and then ``build/gpu/bundle`` from `make gpu-bundle`. Where vLLM is
+installed, that one is measured and the bundle is not used. OUT names the folder of results (default: build/gpu/results). A
+part that is done there is not run again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -22,6 +24,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +44,8 @@ BUNDLE_IS_FOR = "3.12", "9.0"
 """Python and compute capability of the bundle's compiled code."""
 SECONDS = 480
 """Limit of all parts together."""
+LAST_CASE = 30
+"""Seconds of a section in which no case begins."""
 SOURCES = "benchmarks/gpu", "kvpop_vllm", "triton_kernels"
 """Folders whose code the results depend on."""
 REASONER = ROOT / "examples" / "reasoner" / "model"
@@ -112,21 +117,20 @@ class Part(NamedTuple):
     """Part of the run.
 
     Attributes:
+        name: name on the command line.
         seconds: time limit.
         commands: yields the arguments of ``python -m`` of each process; they run side by side.
         needs_vllm: True if it cannot run without vLLM.
         report: writes what the part's processes have found.
+        by_name_only: True if it runs only where the command line names it.
     """
 
+    name: str
     seconds: float
     commands: Callable[[Run], Iterator[list]]
     needs_vllm: bool = True
     report: Callable[[Run], None] | None = None
-
-    @property
-    def name(self) -> str:
-        """Name on the command line."""
-        return self.commands.__name__.replace("_", "-")
+    by_name_only: bool = False
 
 
 class Run:
@@ -152,7 +156,8 @@ class Run:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
-        if BUNDLE.exists():
+        bundled = BUNDLE.exists() and not has_vllm()
+        if bundled:
             unpack(BUNDLE, WORK)
             paths.insert(1, WORK / "site")
             self.environment |= {
@@ -165,11 +170,13 @@ class Run:
         self.environment["PYTHONPATH"] = ":".join([*map(str, paths), *([inherited] if inherited else [])])
         self.machine = self._machine()
         compiled = self.machine["python"], self.machine["capability"]
-        if BUNDLE.exists() and compiled != BUNDLE_IS_FOR:
-            message = "{} is for Python {} and compute capability {}, not {} and {}: remove it, and install vLLM"
+        if bundled and compiled != BUNDLE_IS_FOR:
+            message = "{} is for Python {} and compute capability {}, not {} and {}: install vLLM"
             sys.exit(message.format(BUNDLE, *BUNDLE_IS_FOR, *compiled))
         self.done = self._parts_done()
         self._write_state()
+        if BUNDLE.exists() and not bundled:
+            self.say(f"[gpu] vLLM {self.machine['vllm']} is installed, so {BUNDLE} is not used")
 
     def say(self, line: str) -> None:
         """Print a line and write it to the log."""
@@ -257,6 +264,11 @@ class Run:
         return done
 
 
+def has_vllm() -> bool:
+    """Return whether vLLM is installed."""
+    return importlib.util.find_spec("vllm") is not None
+
+
 def digest_of_sources() -> str:
     """Return a digest of the code that results depend on."""
     digest = hashlib.sha256()
@@ -296,7 +308,13 @@ def place_package(folder: Path) -> None:
 
 def correct(run: Run) -> Iterator[list]:
     """Yield the command that checks the kernels of serving against float64."""
-    yield ["gpu.sections", "--sections", "serving-kernels", "prefill-kernels", "--out", run.out, "--cases", *CHECKS]
+    yield ["gpu.sections", "serving-kernels", "prefill-kernels", "--out", run.out, "--cases", *CHECKS]
+
+
+def section(name: str, run: Run) -> Iterator[list]:
+    """Yield the command that runs a section of the kernels."""
+    seconds = SECTIONS[name] * run.slack - LAST_CASE
+    yield ["gpu.sections", name, "--minutes", f"{seconds / 60:.2f}", "--out", run.out]
 
 
 def attention(run: Run) -> Iterator[list]:
@@ -360,12 +378,26 @@ def report_answers(run: Run) -> None:
             writer.writerow((name, len(of_engine), sum(record["exact"] for record in of_engine), *counts))
 
 
+SECTIONS = {
+    "serving-kernels": 240,
+    "prefill-kernels": 480,
+    "training-kernels": 180,
+    "tiles": 150,
+    "generation": 180,
+    "distillation": 120,
+    "sanitizers": 270,
+}
+"""Seconds of the sections of :mod:`gpu.sections`, which are parts that run by name only."""
 PARTS = (
-    Part(75, correct, needs_vllm=False),
-    Part(40, attention, needs_vllm=False),
-    Part(195, kvpop_engine),
-    Part(110, stock_engine),
-    Part(60, answers, report=report_answers),
+    Part("correct", 75, correct, needs_vllm=False),
+    Part("attention", 40, attention, needs_vllm=False),
+    Part("kvpop-engine", 195, kvpop_engine),
+    Part("stock-engine", 110, stock_engine),
+    Part("answers", 60, answers, report=report_answers),
+    *(
+        Part(name, seconds, partial(section, name), needs_vllm=False, by_name_only=True)
+        for name, seconds in SECTIONS.items()
+    ),
 )
 TABLES = "attention.csv", "engines.csv", "answers.csv"
 
@@ -373,16 +405,18 @@ TABLES = "attention.csv", "engines.csv", "answers.csv"
 def main() -> int:
     """Run the parts of the command line; return 0 if all ended well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usual = [part.name for part in PARTS if not part.by_name_only]
     names = [part.name for part in PARTS]
     parser.add_argument(
-        "parts", nargs="*", choices=[*names, []], metavar="PART", help=f"only these: {', '.join(names)}"
-    )
+        "parts", nargs="*", choices=[*names, []], metavar="PART",
+        help=f"only these of {', '.join(names)}; usually the first {len(usual)}",
+    )  # fmt: skip
     parser.add_argument("--slack", type=float, default=1.0, help="multiplies all time limits")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that parts are ended, too
     run = Run(Path(os.environ.get("OUT") or ROOT / "build" / "gpu" / "results").resolve(), options.slack)
     run.say(f"[gpu] {run.machine}")
-    outcomes = [run.do(part) for part in PARTS if not options.parts or part.name in options.parts]
+    outcomes = [run.do(part) for part in PARTS if part.name in (options.parts or usual)]
     for table in (run.out / name for name in TABLES):
         if table.exists():
             run.say(table.read_text())

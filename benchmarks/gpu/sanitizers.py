@@ -42,8 +42,16 @@ def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
     limit = max(LEAST, left - LEAST) if tool == TOOLS[0] else left
     with tempfile.TemporaryDirectory() as folder:
         command = ["timeout", "--signal=KILL", str(limit), program, "--tool", tool, "--error-exitcode", "9"]
-        command += [sys.executable, "-m", "gpu.sections", "--watched", "--out", folder]
-        command += ["--sections", "serving-kernels", "prefill-kernels"]
+        command += [
+            sys.executable,
+            "-m",
+            "gpu.sections",
+            "serving-kernels",
+            "prefill-kernels",
+            "--watched",
+            "--out",
+            folder,
+        ]
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else memory next to a tensor is valid too
         environment["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -2,13 +2,13 @@
 
 The machine needs torch, Triton and transformers, neither vLLM nor a network.
 
-There are three parts, each useful alone, the most valuable first. Their sections run one after another, each case on its
-own: its results are in the CSV file and in the log before the next case begins. Cases that there is no time for are named in
-the log. A run takes up where one of the same commit, machine and versions was stopped. Correctness comes first, in bfloat16
-against float64. A case of times whose checks have failed is timed all the same, and its rows say so.
+Its sections run one after another, the most valuable first, each case on its own: its results are in the CSV file and in the
+log before the next case begins. Cases that there is no time for are named in the log. A run takes up where one of the same
+commit, machine and versions was stopped. Correctness comes first, in bfloat16 against float64. A case of times whose checks
+have failed is timed all the same, and its rows say so.
 
-No case of a part begins after its ``--minutes``, and a sanitizer is ended then. The default of 8.5 keeps a part within 9
-minutes if no case takes more than half a minute.
+No case of a section begins after its share of ``--minutes`` and those of the sections before it, and a sanitizer is ended
+then. :data:`gpu.run.SECTIONS` lists the sections, each of which is also a part of `make gpu` that runs by name.
 
 With ``--interpret`` the same code runs on a CPU at reduced shapes in float32 with Triton's interpreter.
 Nothing is timed then, and no CUDA graph is made.
@@ -35,6 +35,8 @@ from unittest.mock import patch
 
 import record
 from record import RESULTS, ROOT
+
+from gpu.run import SECTIONS
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 """Attention shape of Qwen3-8B."""
@@ -107,19 +109,6 @@ class Case(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-PARTS = {
-    "a": {"serving-kernels": 3.5, "tiles": 2, "generation": 2.5},
-    "b": {"prefill-kernels": 8},
-    "c": {"training-kernels": 2.5, "distillation": 1.5, "sanitizers": 4},
-}
-"""Part -> section -> eighths of the part's time, in the order in which they run.
-
-No case of a section begins after the section's own share and those before it. Time that is left goes to later
-sections. The module of ``serving-kernels`` is ``gpu.serving``.
-"""
-SECTIONS = [section for part in PARTS.values() for section in part]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the sections of the command line and return the exit code."""
     options = parse_arguments(arguments)
@@ -147,21 +136,24 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"# {record.KEY['date']} {about}")
         kind = ("cpu", torch.float32) if options.interpret else ("cuda", torch.bfloat16)
         few = options.interpret or options.watched
-        parts = [dict.fromkeys(options.sections, 8.0)] if options.sections else [PARTS[part] for part in options.parts]
-        bench = Bench(*kind, options.interpret, few, time.monotonic() + 60 * options.minutes * len(parts), say)
-        shares = {section: 60 * options.minutes / 8 * share for part in parts for section, share in part.items()}
+        shares = {section: float(SECTIONS[section]) for section in options.sections or SECTIONS}
+        if options.minutes:
+            scale = 60 * options.minutes / sum(shares.values())
+            shares = {section: scale * share for section, share in shares.items()}
+        bench = Bench(*kind, options.interpret, few, time.monotonic() + sum(shares.values()), say)
         return run_sections(bench, shares, out / "gpu.csv", about, options.cases)
 
 
 def parse_arguments(arguments):
     """Return the options of the command line."""
     parser = record.parser_of(__doc__)
+    parser.add_argument(
+        "sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION", help=f"only these of {', '.join(SECTIONS)}"
+    )
     parser.add_argument("--interpret", action="store_true", help="on the CPU, interpreted, at reduced shapes")
     parser.add_argument("--watched", action="store_true", help="only few right cases, under a sanitizer")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="only these")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="only these")
     parser.add_argument("--cases", nargs="+", help="only the cases of these names")
-    parser.add_argument("--minutes", type=float, default=8.5, help="of a part, after which no case of it begins")
+    parser.add_argument("--minutes", type=float, help="of all, after which no case begins (default: their limits)")
     parser.add_argument("--out", default=str(RESULTS), help="folder of gpu.csv and gpu.log")
     parser.add_argument("--commit", help="of rows, where there is no git")
     return parser.parse_args(arguments)

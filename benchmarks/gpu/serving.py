@@ -19,9 +19,9 @@ from gpu.clock import bandwidth, device_times, graph_of, milliseconds
 from gpu.exact import CASES, serve_right
 from gpu.full_size import steps_right
 from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, Case
+from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Prefix, cdiv
 
 APART = mock.patch("kvpop_vllm.kernels.triton.decode_step._dependent", lambda device: False)
 """Makes each launch of a step begin when the one before has ended, as on a GPU without dependent launches."""

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvpop_vllm.attention.allocate import allocate_pages
-from kvpop_vllm.attention.device_batch import PADDING
-from kvpop_vllm.attention.prefill_chunks import PrefillChunk
-from kvpop_vllm.attention.step_batch import Protection, StepBatch
+from kvpop_vllm.cache.allocate import allocate_pages
+from kvpop_vllm.cache.device_rows import DeviceRows
+from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
+from kvpop_vllm.cache.shares import EqualHeads
+from kvpop_vllm.cache.step import RequestBlocks, Span, StepBatch, StepPlan
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
+from kvpop_vllm.requests import RequestSlots
 
 SHORT = 64
 """Tokens of a chunk that take the most memory a token: a block of rows of the prefill kernels."""
@@ -58,59 +59,34 @@ def worst_case_batches(
         Pages, step and its number of tokens.
     """
     pages, table = allocate_pages(layout, most, length=length, device=device)
-    told = torch.tensor(budgets, dtype=torch.int32, device="cpu")
-    sized = told.to(device)
-    rows = min(tokens, requests)
-    positions = torch.full((rows,), PADDING, dtype=torch.int64, device=device)
-    prefix_table = torch.zeros(rows, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
-    protection = _protection(prefix_table, rows, table[:0], 0) if longest else None
-    windows = torch.full((rows,), rule.window, dtype=torch.int32, device=device)
-    decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, sized.expand(rows, -1).contiguous(), windows
-    seeds = torch.zeros(rows, dtype=torch.int64, device=device) if rule.seeded else None
-    yield pages, StepBatch(*decodes, (), None, None, protection, seeds), rows
+    heads, sizes = EqualHeads(layout.num_kv_heads), torch.tensor([budgets], dtype=torch.int32, device="cpu")
+    slots = RequestSlots(0, 0, max(budgets), rule.window, 0 if rule.seeded else None)
+    blocks = torch.zeros(1, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
 
-    def of_chunk(count: int, start: int, protected: int, several: int = 1):
-        """Return a step of chunks of ``count`` tokens from position ``start`` on.
+    def step(rows: int, spans: list[Span]) -> tuple[Pages, StepBatch, int]:
+        padding = DeviceRows(layout, slots, rows, table.shape[2], None, device, longest).view(rows, rule.seeded, False)
+        place = RequestBlocks(*(x.expand(max(1, len(spans)), -1) for x in (table[0, :1], blocks)))
+        own = sizes.expand(max(1, len(spans)), -1)
+        plan = StepPlan(layout, spans, place, rows=padding, budgets=own, checks=False)
+        return pages, plan.batch(heads), rows + sum(span.length for span in spans)
 
-        ``protected`` is p of their requests, and ``several`` their number.
-        """
-        own = (protected, prefix_table[0]) if longest else (0, None)
-        place = table[0], told, rule.window
-        seed, protection = 0 if rule.seeded else None, None
-        chunks = (PrefillChunk(i * count, (i + 1) * count, start, *place, *own, seed) for i in range(several))
-        if longest:
-            within = min(count, max(0, protected - start))
-            protection = _protection(prefix_table[:1], within, table[:1], protected)
-        none = slice(0, 0), table[:0], positions[:0], sized.expand(0, -1), windows[:0]
-        return pages, StepBatch(0, *none, tuple(chunks), None, None, protection), several * count
+    def chunks(length: int, start: int, prefix: int, several: int = 1) -> tuple[Pages, StepBatch, int]:
+        """Return a step of chunks of ``length`` tokens from position ``start`` on, after prefixes of ``prefix`` tokens."""
+        own = slots._replace(prefix=prefix)
+        return step(0, [Span(i, i * length, start, length, own) for i in range(several)])
 
+    yield step(min(tokens, requests), [])
     count, start, most_tokens = min(tokens, length), 0, min(tokens, length)
     if rule.sequential:
         count = min(count, 2)
-    protected = min(longest, length - count)
-    if protected or not rule.sequential:
-        start = min(protected + most, length - count)
+    prefix = min(longest, length - count)
+    if prefix or not rule.sequential:
+        start = min(prefix + most, length - count)
         pages.position[table[0, :, layout.state_blocks].long(), :, 0] = start  # tokens_seen
-    yield of_chunk(count, start, protected)
+    yield chunks(count, start, prefix)
     short = min(SHORT, length)
     if (several := min(requests, tokens // short)) > 1 and not rule.sequential:
-        yield of_chunk(short, 0, 0, several)
+        yield chunks(short, 0, 0, several)
     if longest:
         end = min(longest + 2, length)
-        yield of_chunk(min(most_tokens, end), max(0, end - most_tokens), min(longest, end - 2))
-
-
-def _protection(table: torch.Tensor, written: int, begun: torch.Tensor, protected: int) -> Protection:
-    """Return the protected-prompt part of a step whose prefixes are in ``table [R, F]``.
-
-    Args:
-        table: ``[R, F]``, prefix blocks of padding.
-        written: number of protected tokens that the step writes.
-        begun: ``[B, H, P]``, pages of the tails that begin in the step.
-        protected: p of the requests whose tails begin.
-    """
-    nothing = torch.zeros(len(table) + written, dtype=torch.int64, device=table.device)
-    tokens = torch.full((len(begun),), protected, dtype=torch.int64, device="cpu")
-    each = torch.arange(written, device=table.device)
-    places = nothing[:written], nothing[:written]
-    return Protection(table, nothing[: len(table)], each, *places, begun, table[: len(begun)], tokens)
+        yield chunks(min(most_tokens, end), max(0, end - most_tokens), min(longest, end - 2))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.attention.step_batch import StepBatch
-from kvpop_vllm.kernels.pages import Pages
+from kvpop_vllm.cache.chunks import send
+from kvpop_vllm.cache.pages import Pages
+from kvpop_vllm.cache.step import StepBatch
 
 
 def shift(gate_scores: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int) -> torch.Tensor:
@@ -25,16 +26,17 @@ def shift(gate_scores: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int)
     Returns:
         ``[T, H]``.
     """
-    shifted = gate_scores.clone()
+    shifted, chunks = gate_scores.clone(), batch.chunks
     if batch.decodes:
-        protected = None if batch.protection is None else batch.protection.tokens
-        _replace(gate_scores[batch.tokens], pages, batch.table, batch.positions, batch.windows, protected, sinks)
-    for chunk in batch.prefills:
-        shifted[chunk.first : chunk.last - 1] = gate_scores[chunk.first + 1 : chunk.last]
-        start = torch.full((1,), chunk.start, device=gate_scores.device)
-        protected = torch.full_like(start, chunk.protected)
-        own = chunk.row.unsqueeze(0), start, torch.full_like(start, chunk.window), protected, sinks
-        _replace(gate_scores[chunk.first].unsqueeze(0), pages, *own)
+        prefixes = None if batch.prefix is None else batch.prefix.tokens
+        _replace(gate_scores[batch.tokens], pages, batch.table, batch.positions, batch.windows, prefixes, sinks)
+    if len(chunks):
+        device, prefixes = gate_scores.device, [own.prefix for own in chunks.slots]
+        columns = chunks.firsts, chunks.starts, chunks.windows, prefixes
+        firsts, starts, windows, prefixes = chunks.once("first tokens", lambda: send(columns, device))
+        for first, length in zip(chunks.firsts, chunks.lengths, strict=True):
+            shifted[first : first + length - 1] = gate_scores[first + 1 : first + length]
+        _replace(gate_scores[firsts], pages, chunks.table, starts, windows, prefixes, sinks)
     return shifted
 
 
@@ -44,7 +46,7 @@ def _replace(
     table: torch.Tensor,
     starts: torch.Tensor,
     windows: torch.Tensor,
-    protected: torch.Tensor | None,
+    prefixes: torch.Tensor | None,
     sinks: int,
 ) -> None:
     """Write scores to the words of the tokens before ``starts``, where those tokens are in the ring.
@@ -55,14 +57,14 @@ def _replace(
         table: ``[R, H, P]``.
         starts: ``[R]``.
         windows: ``[R]``.
-        protected: ``[R]``, or None.
+        prefixes: ``[R]``, or None.
         sinks: s of requests without a prefix.
     """
     layout, words = pages.layout, pages.score
     seen = pages.position[table[:, 0, layout.state_blocks].long(), 0, 0]
     first = 0
-    if protected is not None:
-        sinks, first = torch.where(protected > 0, 0, sinks), protected
+    if prefixes is not None:
+        sinks, first = torch.where(prefixes > 0, 0, sinks), prefixes
     since = starts - 1 - first - sinks
     there = (since >= 0) & (seen == starts)
     # other rows write back their own word, because selecting rows would make the host wait for the device

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
-from kvpop_vllm.kernels.regions import Shares, divided_blocks
+from kvpop_vllm.cache.pages import PageLayout, cdiv
+from kvpop_vllm.cache.shares import Shares, divided_blocks
+from kvpop_vllm.requests import Compression
 from kvpop_vllm.roles import Retention
 
 
@@ -108,7 +108,7 @@ def compressed_bytes(
     prompt: int,
     length: int,
     retention: Retention,
-    compression: PromptVotes | PromptMatching,
+    compression: Compression,
     shares: Shares | None = None,
 ) -> CacheBytes:
     """Return the bytes of a request of ``length`` tokens behind the end of a prompt that has been compressed.
@@ -138,7 +138,7 @@ def compressing_bytes(
     num_layers: int,
     prompt: int,
     retention: Retention,
-    compression: PromptVotes | PromptMatching,
+    compression: Compression,
     shares: Shares | None = None,
 ) -> CacheBytes:
     """Return the bytes of a request at the end of a prompt that is compressed then: whole prompt, state and tail.

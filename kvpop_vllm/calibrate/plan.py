@@ -36,9 +36,9 @@ PROBE = "streaming-llm"
 """Policy that shares are chosen and judged with, and the only one of a report by default: a window, and the cheapest."""
 SHORTLIST = 3
 """Tables of shares that are tried on the kernels of serving; with a scorer all are."""
-SERVED = 1.5
+SERVED = 0.9
 """Time of a pass under a policy, over that of a dense pass, as progress counts it."""
-AGAIN = 2.0
+AGAIN = 1.7
 """Time of a query that runs again, over that of a token of a dense pass: it attends to the whole row."""
 
 

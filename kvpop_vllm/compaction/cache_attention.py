@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.model_hook import Dense
+from kvpop_vllm.model_hook import Attend, Dense
 
 ROWS = 256
 """Queries whose mask is in memory at once."""
+
+
+def log_probabilities(
+    model, ids: list | torch.Tensor, positions: list | torch.Tensor, attend: Attend, index
+) -> torch.Tensor:
+    """Return log-probabilities ``[R, V]`` float32 that follow R of a row's tokens.
+
+    Args:
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
+        ids: ``[T]``.
+        positions: ``[T]``.
+        attend: attention of the layers.
+        index: which R of the tokens, a list or a slice.
+    """
+    device = next(model.parameters()).device
+    row = {"input_ids": ids, "position_ids": positions}
+    row = {name: torch.as_tensor(values, device=device).unsqueeze(0) for name, values in row.items()}
+    hidden = model.get_decoder()(**row, use_cache=False, attend=attend).last_hidden_state[0, index]
+    return model.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
 class Recorder(Dense):

@@ -19,18 +19,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.rope import check_rope, rope_at, rope_of, turned
-from kvpop_vllm.config import MAX_BUDGET, ConfigError
-from kvpop_vllm.files import read_json, replacing
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import add_file, check_new, read_json
 from kvpop_vllm.model_shape import read_model_config, shape_of, text_config
+from kvpop_vllm.schemas import NAME, Schema, integer
+from kvpop_vllm.tensor_files import reading, write_folder
 
 __all__ = [
     "Cartridge",
@@ -47,7 +49,9 @@ __all__ = [
     "write_cartridge",
 ]
 
-FORMAT = {"format": "kvpop-cartridge", "version": 1}
+SCHEMA = Schema(
+    "cartridge", "{name} is {value!r}, not {rule}", "there is no {name!r}", advice=": write the cartridge again"
+)
 CONFIG_NAME = "kvpop_cartridge.json"
 TENSORS_NAME = "kvpop_cartridge.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -56,6 +60,11 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 """Suffixes of files that hold pickles."""
 MAX_POSITION = 2**31 - 1
 """Largest position, because positions are int32 in the pages."""
+
+MODEL_RULES = {"model_type": NAME, **{name: integer(1, 1 << 14) for name in ("num_layers", "num_kv_heads", "head_dim")}}
+"""Rules of the fields for the base model."""
+RULES = MODEL_RULES | {"method": NAME, "slots": integer(1), "next_position": integer(0, MAX_POSITION)}
+"""Rules of single fields of a cartridge's config."""
 
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Keys ``[H, P, D]``, values ``[H, P, D]`` and biases ``[H, P]`` or None."""
@@ -99,17 +108,9 @@ class CartridgeConfig:
         Raises:
             ConfigError: a key is missing, unknown or has an impossible value.
         """
-        if not isinstance(raw, Mapping) or raw.get("format") != FORMAT["format"]:
-            raise ConfigError(f"{source} is not a cartridge's: format must be {FORMAT['format']!r}")
-        if raw.get("version") != FORMAT["version"] or isinstance(raw["version"], bool):
-            raise ConfigError(f"{source} has version {raw.get('version')!r}, this kvpop reads 1: use a newer kvpop")
-        names = [own.name for own in fields(cls)]
-        optional = [own.name for own in fields(cls) if own.default_factory is not MISSING]
-        if unknown := sorted(set(raw) - set(names) - set(FORMAT), key=str):
-            raise ConfigError(f"{source} has an unknown key {unknown[0]!r}: remove it, or use a newer kvpop")
-        if missing := [name for name in names if name not in raw and name not in optional]:
-            raise ConfigError(f"{source} has no {missing[0]!r}: write the cartridge again")
-        config = cls(**{name: raw[name] for name in names if name in raw})
+        values = SCHEMA.body(raw, source)
+        SCHEMA.check_keys(values, [own.name for own in fields(cls)], ["head"], source)
+        config = cls(**values)
         config.check(source)
         return config
 
@@ -120,7 +121,7 @@ class CartridgeConfig:
             ConfigError: a value is impossible.
         """
         self.check("this cartridge")
-        return FORMAT | asdict(self)
+        return SCHEMA.header | asdict(self)
 
     def check(self, source: str) -> None:
         """Check all values.
@@ -128,31 +129,31 @@ class CartridgeConfig:
         Raises:
             ConfigError: one is impossible; ``source`` is named.
         """
-        for name in ("model_type", "method"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ConfigError(f"{source}: {name} is {getattr(self, name)!r}, not a name: write the cartridge again")
-        most = {"num_layers": 1 << 14, "num_kv_heads": 1 << 14, "head_dim": 1 << 14, "slots": MAX_BUDGET}
-        for name, largest in (most | {"next_position": MAX_POSITION}).items():
-            value, least = getattr(self, name), 0 if name == "next_position" else 1
-            if type(value) is not int or not least <= value <= largest:
-                raise ConfigError(
-                    f"{source}: {name} is {value!r}, not an integer from {least} to {largest}: write the cartridge again"
-                )
+        SCHEMA.check(vars(self), RULES, source)
+        check_made_for(self, SCHEMA, source)
         if self.slots % BLOCK_SLOTS:
             raise ConfigError(
                 f"{source}: {self.slots} slots are no multiple of {BLOCK_SLOTS}: pad with slots of bias -1e30"
             )
-        check_rope(self.rope, source)
-        if not isinstance(self.base, Mapping) or set(self.base) != {"config", "weights"}:
-            raise ConfigError(f"{source}: base must hold the digests config and weights: write the cartridge again")
-        if not isinstance(self.base["config"], str) or not isinstance(self.base["weights"], str | None):
-            raise ConfigError(f"{source}: the digests of base must be text: write the cartridge again")
-        if not isinstance(self.provenance, Mapping):
-            raise ConfigError(f"{source}: provenance must be an object: write the cartridge again")
         if not isinstance(self.head, list) or not all(type(token) is int and token >= 0 for token in self.head):
-            raise ConfigError(f"{source}: head must be a list of token ids: write the cartridge again")
+            raise ConfigError(f"{source}: head must be a list of token ids{SCHEMA.advice}")
         if len(self.head) > self.next_position:
             raise ConfigError(f"{source}: head has more tokens than next_position: write the cartridge again")
+
+
+def check_made_for(config: object, schema: Schema, source: str) -> None:
+    """Check rope parameters, digests of the base model and provenance of a cartridge's or compactor's config.
+
+    Raises:
+        ConfigError: one is impossible; ``source`` is named.
+    """
+    check_rope(config.rope, source)
+    if not isinstance(config.base, Mapping) or set(config.base) != {"config", "weights"}:
+        raise ConfigError(f"{source}: base must hold the digests config and weights{schema.advice}")
+    if not isinstance(config.base["config"], str | None) or not isinstance(config.base["weights"], str | None):
+        raise ConfigError(f"{source}: the digests of base must be text{schema.advice}")
+    if not isinstance(config.provenance, Mapping):
+        raise ConfigError(f"{source}: provenance must be an object{schema.advice}")
 
 
 class Cartridge(NamedTuple):
@@ -228,31 +229,13 @@ def read_cartridge(folder: str | Path) -> Cartridge:
     if not path.is_file():
         _refuse_pickle(path.parent)
         raise ConfigError(f"no cartridge at {str(folder)!r}: {TENSORS_NAME} is missing; copy the whole folder")
-    try:
-        with safe_open(path, "pt") as file:
-            headers = {name: file.get_slice(name) for name in file.keys()}
-            found = {name: (tuple(own.get_shape()), own.get_dtype()) for name, own in headers.items()}
-            names = _check_headers(config, found, str(path))
-            layers = [tuple(name and file.get_tensor(name) for name in own) for own in names]
-    except (SafetensorError, OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise incomplete(path, error) from None
+    with reading(path), safe_open(path, "pt") as file:
+        headers = {name: file.get_slice(name) for name in file.keys()}
+        found = {name: (tuple(own.get_shape()), own.get_dtype()) for name, own in headers.items()}
+        names = _check_headers(config, found, str(path))
+        layers = [tuple(name and file.get_tensor(name) for name in own) for own in names]
     _check_values(layers, str(path))
     return Cartridge(config, layers, digest_of(Path(folder), CONFIG_NAME, TENSORS_NAME))
-
-
-def incomplete(path: Path, error: Exception) -> ConfigError:
-    """Return the error for a tensor file that cannot be read because of ``error``."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ConfigError(f"{path} is not a complete safetensors file ({reason}): {_advice(path)}")
-
-
-def _advice(path: Path) -> str:
-    with open(path, "rb") as file:
-        start = file.read(2)
-    pickled = start == b"PK" or start[:1] == b"\x80"
-    return "it is a pickle, convert it with 'kvpop import'" if pickled else "copy or write it again"
 
 
 def _check_headers(config: CartridgeConfig, found: dict, source: str) -> list[tuple[str, str, str | None]]:
@@ -299,9 +282,7 @@ def digest_of(folder: Path, *names: str) -> str:
     digest = hashlib.sha256()
     for name in names:
         digest.update((folder / name).stat().st_size.to_bytes(8, "little"))
-        with open(folder / name, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        add_file(digest, folder / name)
     return digest.hexdigest()
 
 
@@ -312,8 +293,6 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
         ConfigError: the folder holds files already, or a tensor is wrong (see :func:`read_cartridge`).
         OSError: a file cannot be written.
     """
-    from kvpop_vllm.scorers.checkpoint import save_tensors
-
     folder = Path(folder)
     check_new(folder)
     named = {
@@ -324,25 +303,10 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
     }
     codes = {dtype: code for code, dtype in DTYPES.items()}
     found = {name: (tuple(own.shape), codes.get(own.dtype, str(own.dtype))) for name, own in named.items()}
-    text = json.dumps(config.to_dict(), indent=2) + "\n"
+    content = config.to_dict()
     _check_headers(config, found, str(folder))
     _check_values(layers, str(folder))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(folder) as draft:
-        draft.mkdir()
-        (draft / CONFIG_NAME).write_text(text, encoding="utf-8")
-        save_tensors(named, draft / TENSORS_NAME, mode_of=draft / CONFIG_NAME)
-
-
-def check_new(folder: str | Path) -> None:
-    """Check that a folder to write does not exist or is empty.
-
-    Raises:
-        ConfigError: it holds files, or is a file.
-    """
-    folder = Path(folder)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ConfigError(f"{folder} holds something already: choose another folder")
+    write_folder(folder, CONFIG_NAME, content, TENSORS_NAME, named)
 
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -402,12 +366,13 @@ def base_of(folder: str | Path) -> dict:
     """Return the fields of a :class:`CartridgeConfig` that follow from a base model's folder.
 
     Raises:
-        ConfigError: as :func:`base_digests`.
+        ConfigError: as :func:`base_digests`, or keys of the model cannot be turned (:func:`check_rope`).
     """
     config = _resolved(folder)
-    shape = shape_of(config, folder)
+    shape, rope = shape_of(config, folder), rope_of(config)
+    check_rope(rope, str(folder))
     sizes = {name: shape[name] for name in ("model_type", "num_layers", "num_kv_heads", "head_dim")}
-    return sizes | {"rope": rope_of(config), "base": base_digests(folder)}
+    return sizes | {"rope": rope, "base": base_digests(folder)}
 
 
 def check_base(

@@ -35,15 +35,15 @@ from kvpop_vllm.compaction.conversations import (
     make_conversations,
     read_conversations,
 )
-from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
 from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
+from kvpop_vllm.compaction.rope import rope_at, turned
 from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.trained_cache import TrainedCache, losses, packs
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.training_loop import CosineLoop, check_same_run, write_next_to_run
 from kvpop_vllm.model_shape import positions_of, read_model_config
 
 Engine = Callable[[str, str, int, set[int]], AbstractContextManager[Sampler]]
@@ -89,7 +89,6 @@ def train_cartridge(
     *,
     engine: Engine | None = None,
     save_every: int = 50,
-    threads: int | None = None,
     quiet: bool = False,
 ) -> CartridgeConfig:
     """Start or continue the training of a cartridge, write it, print one line, and return its config.
@@ -102,7 +101,6 @@ def train_cartridge(
         training: further options.
         engine: makes conversations; None for transformers.
         save_every: optimiser steps between checkpoints.
-        threads: CPU threads; None for all.
         quiet: True to hide the progress bar.
 
     Raises:
@@ -111,10 +109,7 @@ def train_cartridge(
     """
     began = time.monotonic()
     training.check()
-    if threads:
-        torch.set_num_threads(threads)
     base = base_of(model)
-    check_rope(base["rope"], str(model))
     slots, _ = slots_of(options, base["num_layers"], base["num_kv_heads"])
     tokenizer, positions = load_tokenizer(model), positions_of(read_model_config(model))
     place = place_of(tokenizer, options.place, options.system)
@@ -155,8 +150,8 @@ def train_cartridge(
     loaded = load(model, options.dtype) if loaded is None else loaded
     layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
     cache = TrainedCache(layers).to(next(loaded.parameters()).device)
-    trainer = CacheTrainer(loaded, cache, conversations, run, training, slots, options.seed, save_every, quiet)
-    last = trainer.run()
+    watched = {"save_every": save_every, "quiet": quiet}
+    last = CacheTrainer(loaded, cache, conversations, run, training, slots, options.seed, **watched).run()
 
     provenance = {"kvpop": __version__, "corpus": corpus, "arguments": arguments}
     config = CartridgeConfig(
@@ -164,7 +159,7 @@ def train_cartridge(
     )
     with torch.no_grad():
         layers = cache.layers()
-    write_beside(Path(out), lambda draft: write_cartridge(draft, config, layers), TENSORS_NAME, CONFIG_NAME)
+    write_next_to_run(Path(out), lambda draft: write_cartridge(draft, config, layers), TENSORS_NAME, CONFIG_NAME)
     loss = f"loss {last['loss']:.4f}, " if last else ""
     print(f"{slots} slots for {len(tokens)} tokens, {loss}{time.monotonic() - began:.0f} s: wrote {out}")
     return config
@@ -213,8 +208,8 @@ def _rounds(path: Path, count: int) -> int:
     return -(-count // ROUND) if found == count else found // ROUND
 
 
-class CacheTrainer(Loop):
-    """Training of a cache on conversations; see :class:`kvpop_vllm.compaction.loop.Loop`.
+class CacheTrainer(CosineLoop):
+    """Training of a cache on conversations.
 
     Args:
         model: the frozen model.
@@ -224,8 +219,7 @@ class CacheTrainer(Loop):
         training: see :class:`Training`.
         position: position of the first token behind the cache.
         seed: seed of the order.
-        save_every: optimiser steps between checkpoints.
-        quiet: True to hide the progress bar.
+        options: ``save_every`` and ``quiet``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
     """
 
     def __init__(
@@ -237,10 +231,9 @@ class CacheTrainer(Loop):
         training: Training,
         position: int,
         seed: int = 0,
-        save_every: int = 50,
-        quiet: bool = False,
+        **options,
     ):
-        super().__init__(cache, folder, training.steps, training.lr, save_every, quiet)
+        super().__init__(cache, folder, training.steps, training.lr, **options)
         self.model, self.conversations, self.size = model, conversations, training.batch
         self.position, self.seed = position, seed
 

@@ -28,65 +28,62 @@ def add_compact(commands, engine: Callable) -> None:
     """
     summary = "write a cartridge of a corpus: a KV cache of a few slots that MODEL can use in place of the corpus"
     command = commands.add_parser("compact", help=summary, description=summary)
-    command.add_argument("model", metavar="MODEL", help="folder of the base model")
-    command.add_argument("--data", required=True, metavar="TEXT", help="the corpus: a text or JSONL file, or a folder")
-    command.add_argument(
-        "--out", required=True, metavar="DIR", help="folder to write; a stopped --method cartridge is continued"
-    )
-    command.add_argument(
+    add = command.add_argument
+    add("model", metavar="MODEL", help="folder of the base model")
+    add("--data", required=True, metavar="TEXT", help="the corpus: a text or JSONL file, or a folder")
+    add("--out", required=True, metavar="DIR", help="folder to write; a stopped --method cartridge is continued")
+    add(
         "--method",
         choices=("attention-matching", "cartridge", "still", "first", "last", "truncation"),
         default="attention-matching",
         help="attention-matching (default); cartridge: trained; still: by a trained compactor; first or last (the same as truncation): the corpus' own tokens, for comparison",
     )
     text = "slots per KV head (default 1024; still: those of the compactor)"
-    command.add_argument("--slots", type=positive, metavar="P", help=text)
+    add("--slots", type=positive, metavar="P", help=text)
     text = "still: folder of the compactor, from 'kvpop train-compactor'"
-    command.add_argument("--compactor", metavar="DIR", help=text)
-    command.add_argument(
+    add("--compactor", metavar="DIR", help=text)
+    add(
         "--queries",
         choices=("self-study", "repeat-prefill"),
         default="self-study",
         help="what the cache is fitted to: sampled answers about the corpus (default), or the corpus repeated",
     )
-    command.add_argument(
+    add(
         "--keys",
         choices=("highest", "omp"),
         default="highest",
         help="kept keys: of highest attention (default), or of a matching pursuit (slower)",
     )
-    command.add_argument(
+    add(
         "--chunk",
         type=positive,
         metavar="N",
         help="compact N tokens at a time (default: all at once); cartridge: most tokens that a conversation is about (default 2048)",
     )
-    command.add_argument(
-        "--reference", type=positive, default=4096, metavar="N", help="queries per head (default 4096)"
-    )
-    command.add_argument("--answers", type=positive, default=10, metavar="N", help="answers of self-study (default 10)")
-    command.add_argument(
+    add("--reference", type=positive, default=4096, metavar="N", help="queries per head (default 4096)")
+    add("--answers", type=positive, default=10, metavar="N", help="answers of self-study (default 10)")
+    add(
         "--on-policy",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="fit upper layers to queries that come from compacted lower ones (default)",
     )
-    command.add_argument(
+    add(
         "--place",
         choices=("message", "front"),
         help="where the corpus stands: in the first message of a chat (default), or in front of any prompt (default without a chat template)",
     )
     text = "system message of the chats (default: that of the chat template); requests must have the same"
-    command.add_argument("--system", metavar="TEXT", help=text)
-    command.add_argument("--kv-allocator", metavar="FILE", help="JSON with the heads' shares ('kvpop distill shares')")
-    command.add_argument(
+    add("--system", metavar="TEXT", help=text)
+    add("--kv-allocator", metavar="FILE", help="JSON with the heads' shares ('kvpop distill shares')")
+    add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
         help="of the model and of the cartridge (default float32)",
     )
-    command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
-    command.add_argument("--seed", type=int, default=0, help="of samples (default 0)")
+    add("--threads", type=positive, help="CPU threads (default: all)")
+    add("--seed", type=int, default=0, help="of samples (default 0)")
     add_training(command)
     command.set_defaults(run=lambda options: run_compact(options, engine, command.get_default))
 
@@ -139,13 +136,13 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
         run_training(options, engine)
         return
     from kvpop_vllm.compaction.run import CompactOptions, compact
-    from kvpop_vllm.kernels.matching import Matching
+    from kvpop_vllm.rules.matching import Matching
 
     names = ("method", "queries", "chunk", "reference", "answers", "on_policy", *COMMON, "compactor")
     chosen = {name: getattr(options, name) for name in names}
     chosen["slots"] = options.slots or (None if options.method == "still" else SLOTS)
     settings = CompactOptions(**chosen, allocator=options.kv_allocator, matching=Matching(keys=options.keys))
-    compact(options.model, options.data, options.out, settings, options.threads)
+    compact(options.model, options.data, options.out, settings)
 
 
 def run_training(options: argparse.Namespace, engine: Callable) -> None:
@@ -166,7 +163,6 @@ def run_training(options: argparse.Namespace, engine: Callable) -> None:
         training,
         engine=engine() if backend == "vllm" else None,
         save_every=options.save_every or 50,
-        threads=options.threads,
     )
 
 
@@ -199,5 +195,4 @@ def run_train_compactor(options: argparse.Namespace) -> None:
 
     names = ("slots", "window", "steps", "batch", "lr", "kl", "ce", "dtype", "seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    settings, rest = StillOptions(**given), {"save_every": options.save_every, "threads": options.threads}
-    train_compactor(options.model, options.data, options.out, settings, **rest)
+    train_compactor(options.model, options.data, options.out, StillOptions(**given), save_every=options.save_every)

@@ -11,19 +11,18 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import __version__
-from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder, log_probabilities
 from kvpop_vllm.compaction.cartridge import Layer, base_of
-from kvpop_vllm.compaction.loop import Loop, check_same_run, write_beside
+from kvpop_vllm.compaction.compactor_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.rope import check_rope
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.compaction.still import WIDTH, Compactor
-from kvpop_vllm.compaction.still_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.training_loop import CosineLoop, check_same_run, write_next_to_run
 from kvpop_vllm.files import remove
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
 from kvpop_vllm.model_shape import positions_of, read_model_config, vocabulary_of
 
 OWN = 4
@@ -113,23 +112,15 @@ def still_losses(
     tokens, positions = tokens.to(device), torch.arange(len(tokens), device=device)
     recorder = Recorder()
     with torch.no_grad():
-        teacher = _logp(model, tokens[:-1], positions[:-1], recorder, size)
+        teacher = log_probabilities(model, tokens[:-1], positions[:-1], recorder, slice(size, None))
     layers = compactor([(k[:, :size], v[:, :size]) for k, v in recorder.layers])
-    student = _logp(model, tokens[size:-1], positions[size:-1], CompactAttend(layers), 0)
+    student = log_probabilities(model, tokens[size:-1], positions[size:-1], CompactAttend(layers), slice(None))
     kl = (teacher.exp() * (teacher - student)).sum(-1).mean()
     return kl, -student.gather(1, tokens[size + 1 :, None]).mean()
 
 
-def _logp(model, tokens, positions, attend, first: int) -> torch.Tensor:
-    """Return log-probabilities ``[R, V]`` at the positions from number ``first`` on."""
-    hidden = model.get_decoder()(
-        input_ids=tokens[None], position_ids=positions[None], use_cache=False, attend=attend
-    ).last_hidden_state[0, first:]
-    return model.get_output_embeddings()(hidden).float().log_softmax(-1)
-
-
-class StillTrainer(Loop):
-    """Training of a compactor; see :class:`kvpop_vllm.compaction.loop.Loop`.
+class StillTrainer(CosineLoop):
+    """Training of a compactor.
 
     Args:
         model: the frozen model.
@@ -137,14 +128,11 @@ class StillTrainer(Loop):
         rows: rows of ids ``[window + own]``, for any number from 0 on.
         folder: folder of checkpoints and metrics.
         options: see :class:`StillOptions`.
-        save_every: optimiser steps between checkpoints.
-        quiet: True to hide the progress bar.
+        how_often: ``save_every`` and ``quiet``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
     """
 
-    def __init__(
-        self, model, compactor: Compactor, rows, folder: Path, options: StillOptions, save_every=50, quiet=False
-    ):
-        super().__init__(compactor, folder, options.steps, options.lr, save_every, quiet)
+    def __init__(self, model, compactor: Compactor, rows, folder: Path, options: StillOptions, **how_often):
+        super().__init__(compactor, folder, options.steps, options.lr, **how_often)
         self.model, self.rows, self.options = model, rows, options
 
     def backward(self, step: int) -> dict[str, float]:
@@ -165,7 +153,6 @@ def train_compactor(
     options: StillOptions,
     *,
     save_every: int = 50,
-    threads: int | None = None,
     quiet: bool = False,
 ) -> CompactorConfig:
     """Start or continue the training of a compactor, write it, print one line, and return its config.
@@ -176,7 +163,6 @@ def train_compactor(
         out: folder to write; ``out/run`` holds tokens, checkpoints and metrics.
         options: what to do.
         save_every: optimiser steps between checkpoints.
-        threads: CPU threads; None for all.
         quiet: True to hide the progress bar.
 
     Raises:
@@ -187,10 +173,7 @@ def train_compactor(
     slots = -(-options.slots // BLOCK_SLOTS) * BLOCK_SLOTS
     options = replace(options, slots=slots)
     options.check()
-    if threads:
-        torch.set_num_threads(threads)
     base = base_of(model)
-    check_rope(base["rope"], str(model))
     most = positions_of(read_model_config(model))
     if most is not None and options.window + options.own > most:
         raise ConfigError(f"the model has {most} positions: lower --window to {most * OWN // (OWN + 1)}")
@@ -212,8 +195,8 @@ def train_compactor(
     loaded = load(model, options.dtype)
     compactor = config.build().to(next(loaded.parameters()).device)
     compactor.measure(read_corpus(loaded, first))
-    last = StillTrainer(loaded, compactor, rows, run, options, save_every, quiet).run()
-    write_beside(Path(out), lambda draft: write_compactor(draft, config, compactor), TENSORS_NAME, CONFIG_NAME)
+    last = StillTrainer(loaded, compactor, rows, run, options, save_every=save_every, quiet=quiet).run()
+    write_next_to_run(Path(out), lambda draft: write_compactor(draft, config, compactor), TENSORS_NAME, CONFIG_NAME)
     loss = f"loss {last['loss']:.4f}, " if last else ""
     size = (Path(out) / TENSORS_NAME).stat().st_size
     print(f"a compactor to {slots} slots, {loss}{size} bytes, {time.monotonic() - began:.0f} s: wrote {out}")

@@ -22,18 +22,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvpop_vllm import __version__
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cartridge import (
     PICKLES,
     TENSORS_NAME,
     CartridgeConfig,
     Layer,
     base_of,
-    check_new,
     write_cartridge,
 )
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels.matching import padded
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.files import add_file, check_new
+from kvpop_vllm.rules.matching import padded
 
 SUFFIXES = (*PICKLES, ".torch")
 SECONDS = 600
@@ -79,7 +79,9 @@ def import_cartridge(source: str | Path, out: str | Path, model: str | Path) -> 
         tensors = _read_apart(source, Path(folder) / TENSORS_NAME)
         layers, tokens = layers_of(tensors, base, str(source))
     slots = layers[0][0].shape[1]
-    provenance = {"kvpop": __version__, "source": {"name": source.name, "sha256": _sha256(source)}}
+    digest = hashlib.sha256()
+    add_file(digest, source)
+    provenance = {"kvpop": __version__, "source": {"name": source.name, "sha256": digest.hexdigest()}}
     config = CartridgeConfig(**base, slots=slots, next_position=tokens, method="cartridges", provenance=provenance)
     write_cartridge(out, config, layers)
     return config
@@ -144,11 +146,3 @@ def layers_of(tensors: dict[str, torch.Tensor], base: dict, source: str) -> tupl
             f"{source} has {sorted(tensors)[0]}, a layer that the model lacks: give --model its base model"
         )
     return layers, tokens
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

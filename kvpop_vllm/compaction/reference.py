@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpop_vllm.compaction.cache_attention import Recorder, attend
-from kvpop_vllm.kernels.matching import Matching, match, padded
+from kvpop_vllm.rules.matching import Matching, match, padded
 
 
 @dataclass(frozen=True)

@@ -13,23 +13,24 @@ import torch
 from tqdm import tqdm
 
 from kvpop_vllm import __version__
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, check_new, write_cartridge
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, write_cartridge
+from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.prompt_place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
-from kvpop_vllm.compaction.rope import check_rope, rope_at, turned
+from kvpop_vllm.compaction.rope import rope_at, turned
 from kvpop_vllm.compaction.still import Compactor
-from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
-from kvpop_vllm.kernels.matching import Matching
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.files import check_new
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.model_shape import positions_of, read_model_config
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules.matching import Matching
 from kvpop_vllm.supported import unserved
 
 METHODS = ("attention-matching", "first", "last", "still")
@@ -111,7 +112,7 @@ def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
     return text, place.read(text)
 
 
-def compact(model: str, data: str, out: str, options: CompactOptions, threads: int | None = None) -> CartridgeConfig:
+def compact(model: str, data: str, out: str, options: CompactOptions) -> CartridgeConfig:
     """Write a cartridge of a corpus, print one line, and return its config.
 
     Args:
@@ -119,17 +120,13 @@ def compact(model: str, data: str, out: str, options: CompactOptions, threads: i
         data: text or JSONL file, or a folder of them.
         out: folder to write.
         options: what to do.
-        threads: CPU threads; None for all.
 
     Raises:
         ConfigError: an option is impossible, or model or data cannot be read or are too large or small.
     """
     began = time.monotonic()
     check_new(out)
-    if threads:
-        torch.set_num_threads(threads)
     base = base_of(model)
-    check_rope(base["rope"], str(model))
     still = None
     if options.method == "still":
         if options.compactor is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpop_vllm.compaction.cache_attention import attend
+from kvpop_vllm.compaction.cache_attention import attend, log_probabilities
 from kvpop_vllm.compaction.cartridge import Layer
 from kvpop_vllm.compaction.conversations import Conversation, sparse_teacher
 
@@ -90,13 +90,8 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
         used += range(first, first + len(own.answer))
         tokens += own.prompt + own.answer
         places += range(position, position + len(own.prompt) + len(own.answer))
-    hidden = model.get_decoder()(
-        input_ids=torch.tensor([tokens], device=device),
-        position_ids=torch.tensor([places], device=device),
-        use_cache=False,
-        attend=Packed(layers, [len(own.prompt) + len(own.answer) for own in pack]),
-    ).last_hidden_state[0, used]
-    logp = model.get_output_embeddings()(hidden).float().log_softmax(-1)
+    attend = Packed(layers, [len(own.prompt) + len(own.answer) for own in pack])
+    logp = log_probabilities(model, tokens, places, attend, used)
     total, entropy, place = logp.new_zeros(()), 0.0, 0
     for own in pack:
         ids, chances, rest = (told.to(device) for told in sparse_teacher(own))

@@ -23,25 +23,26 @@ def add_distill(commands) -> None:
         " heads should share the slots of a scorer; 'texts' fetches real text"
     )
     command = commands.add_parser("distill", help=summary, description=summary)
-    command.add_argument("action", nargs="?", choices=("train", "teacher", "shares", "texts"), default="train")
-    command.add_argument("--model", metavar="MODEL", help="folder of the base model")
-    command.add_argument("--data", nargs="+", metavar="TEXT", help="text, JSONL, Parquet or datasets folders")
-    command.add_argument(
+    add = command.add_argument
+    add("action", nargs="?", choices=("train", "teacher", "shares", "texts"), default="train")
+    add("--model", metavar="MODEL", help="folder of the base model")
+    add("--data", nargs="+", metavar="TEXT", help="text, JSONL, Parquet or datasets folders")
+    add(
         "--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued (shares: the scorer's)"
     )
-    command.add_argument("--recipe", choices=sorted(RECIPES), help="defaults of all that follows (default: paper)")
-    command.add_argument(
+    add("--recipe", choices=sorted(RECIPES), help="defaults of all that follows (default: paper)")
+    add(
         "--teacher",
         metavar="DIR",
         help="logits written by 'kvpop distill teacher', instead of a teacher (which only a base that is trained has)",
     )
-    command.add_argument("--save-every", type=positive, help="optimiser steps between checkpoints (default 50)")
-    command.add_argument(
+    add("--save-every", type=positive, help="optimiser steps between checkpoints (default 50)")
+    add(
         "--rows",
         type=positive,
         help="rows of tokens; teacher: to write (default: all that the recipe needs); shares: to measure on (default 6)",
     )
-    command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
+    add("--threads", type=positive, help="CPU threads (default: all)")
     group = command.add_argument_group("recipe", "each overrides the named recipe")
     hints = typing.get_type_hints(Recipe)
     for item in dataclasses.fields(Recipe):
@@ -128,7 +129,7 @@ def distill(options) -> None:
 
     if options.action == "shares":
         given = {name: getattr(options, name) for name in SHARES if getattr(options, name) is not None}
-        found = write_shares(options.model, options.data, options.out, given, options.rows or 6, options.threads)
+        found = write_shares(options.model, options.data, options.out, given, options.rows or 6)
         print(
             f"long-range slots of a head: {found['least']:.2f} to {found['most']:.2f} times the mean;"
             f" error of attention over that of equal heads: {found['error']:.2f}"
@@ -138,7 +139,7 @@ def distill(options) -> None:
     if options.action == "teacher":
         if recipe.phase == "uptrain":
             raise ConfigError("phase uptrain has no teacher: there are no logits to write for it")
-        write_teacher(options.model, options.data, options.out, recipe, rows=options.rows, threads=options.threads)
+        write_teacher(options.model, options.data, options.out, recipe, rows=options.rows)
     else:
         train(
             options.model,
@@ -147,5 +148,4 @@ def distill(options) -> None:
             recipe,
             teacher=options.teacher,
             save_every=options.save_every or 50,
-            threads=options.threads,
         )

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
 from kvpop_vllm.distill.recipe import Recipe
-from kvpop_vllm.distill.sparse import Pass, dense_attention
+from kvpop_vllm.distill.sparse_attention import Pass, dense_attention
 from kvpop_vllm.distill.targets import attention_from, retention_target
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.roles import Retention

@@ -23,22 +23,13 @@ _OF_NEW = "lr_new lr_new_end"
 _OF_TRIMKV = "gate_gated gate_width gate_bias capacity"
 _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
 READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query")}
+_AT_LEAST_1 = "length batch steps samples lists decay_step kl_top calibration_rows gate_width features value_size hidden compression"
+_AT_LEAST_0 = "kl ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead"
+_ABOVE_0 = "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau"
 RANGES = (
-    (
-        "at least 1",
-        lambda value: 1 <= value < math.inf,
-        "length batch steps samples lists decay_step kl_top calibration_rows gate_width features value_size hidden compression",
-    ),
-    (
-        "at least 0",
-        lambda value: 0 <= value < math.inf,
-        "kl ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead",
-    ),
-    (
-        "above 0",
-        lambda value: 0 < value < math.inf,
-        "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau",
-    ),
+    ("at least 1", lambda value: 1 <= value < math.inf, _AT_LEAST_1),
+    ("at least 0", lambda value: 0 <= value < math.inf, _AT_LEAST_0),
+    ("above 0", lambda value: 0 < value < math.inf, _ABOVE_0),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "beta1 beta2"),
 )
 """Ranges of fields that may also be None: in words, as a function, and the fields."""

@@ -19,7 +19,7 @@ from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.teacher import TeacherReader, settings_of, top_logits, write_rows
 from kvpop_vllm.distill.trainer import Process, Trainer
 from kvpop_vllm.model_hook import Dense, load_model
-from kvpop_vllm.model_shape import check_length, scorer_sizes, vocabulary_of
+from kvpop_vllm.model_shape import check_length, folder_sizes, vocabulary_of
 from kvpop_vllm.scorers import GATES, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer, write_scorer
 
@@ -78,7 +78,6 @@ def train(
     *,
     teacher: str | None = None,
     save_every: int = 50,
-    threads: int | None = None,
     quiet: bool = False,
 ) -> dict[str, float]:
     """Start or continue a training run; see :class:`kvpop_vllm.distill.trainer.Trainer`.
@@ -90,7 +89,6 @@ def train(
         recipe: see :class:`Recipe`.
         teacher: folder of stored teacher logits; default: the model itself.
         save_every: optimiser steps between checkpoints.
-        threads: CPU threads; default: torch's own number.
         quiet: True to hide the progress bar.
 
     Returns:
@@ -100,8 +98,6 @@ def train(
         ConfigError: model, data, recipe and folders do not fit each other.
         TrainingError: training cannot go on.
     """
-    if threads:
-        torch.set_num_threads(threads)
     with Process.start() as process:
         rows = rows_of(model, data, recipe, Path(out) / "run")
         asks = _teacher(teacher, model, rows, recipe, process.device)
@@ -140,9 +136,7 @@ def _teacher(folder: str | None, model: str, rows: Rows, recipe: Recipe, device)
     return None
 
 
-def write_teacher(
-    model: str, data: list[str], out: str, recipe: Recipe, *, rows: int | None = None, threads: int | None = None
-) -> None:
+def write_teacher(model: str, data: list[str], out: str, recipe: Recipe, *, rows: int | None = None) -> None:
     """Write the teacher's logits of a run's first ``rows`` rows (default: all).
 
     A folder that exists is continued.
@@ -152,8 +146,6 @@ def write_teacher(
             there are several processes.
         OSError: the disk is full; rows of files that were written before are safe.
     """
-    if threads:
-        torch.set_num_threads(threads)
     _check_alone("teacher")
     asked = OnlineTeacher(model, recipe, default_device())
     tokens = rows_of(model, data, recipe, Path(out))
@@ -163,9 +155,7 @@ def write_teacher(
     write_rows(asked.model, tokens, out, settings, count, vocab_size=vocabulary, attend=Dense())
 
 
-def write_shares(
-    model: str, data: list[str], scorer: str, options: dict, rows: int, threads: int | None = None
-) -> dict[str, float]:
+def write_shares(model: str, data: list[str], scorer: str, options: dict, rows: int) -> dict[str, float]:
     """Measure how heads should share the long-range slots of a scorer, and write that to the scorer's config.
 
     Args:
@@ -174,7 +164,6 @@ def write_shares(
         scorer: folder of the scorer.
         options: fields of a :class:`Recipe` for the rows and the budget; by default those of the scorer's config.
         rows: number of rows to measure on.
-        threads: CPU threads; default: torch's own number.
 
     Returns:
         ``least`` and ``most``, shares over the mean, and ``error`` that is left over that of equal shares.
@@ -183,11 +172,9 @@ def write_shares(
         ConfigError: model, scorer and data do not fit each other, the scorer is a gate or was not trained with the
             window, or there are several processes.
     """
-    if threads:
-        torch.set_num_threads(threads)
     _check_alone("shares")
     config, layers = read_scorer(scorer)
-    check_model(config, **scorer_sizes(model), source=scorer)
+    check_model(config, **folder_sizes(model), source=scorer)
     if config.scorer in GATES:
         raise ConfigError(
             f"{scorer} holds a gate ({config.scorer}), and shares are measured for scorers of keys and values"

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from kvpop_vllm.distill.cutoffs import running_cutoffs
-from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.kernels import ops
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from kvpop_vllm.distill.gates import DMSAttend, TrimKVAttend, eviction_target
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
-from kvpop_vllm.distill.sparse import Sparse, recency
+from kvpop_vllm.distill.sparse_attention import Sparse, recency
 from kvpop_vllm.kernels.ops.rules import REPLAY
 from kvpop_vllm.model_hook import POSITIONS, Attend, Dense, borrow_channel
 from kvpop_vllm.roles import Retention
@@ -80,7 +80,7 @@ class Student(nn.Module):
         return Retention(sinks + window + topk, sinks, window, step=r.decay_step)
 
     def score(self, layer: int, k: torch.Tensor, v: torch.Tensor, roles: Retention):
-        """Return scores of one layer; see :data:`kvpop_vllm.distill.sparse.Score`.
+        """Return scores of one layer; see :data:`kvpop_vllm.distill.sparse_attention.Score`.
 
         As in serving, a scorer's state begins at most ``REPLAY`` tokens before a protected prompt's end.
         """

@@ -1,4 +1,4 @@
-"""Training loop, for one process or many under torchrun with FSDP2."""
+"""Training of scorers, gates and the base model, for one process or many under torchrun with FSDP2."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import dataclasses
 import json
 import math
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.calibration import calibrate
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
-from kvpop_vllm.distill.metrics import Metrics
-from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
+from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.student import Student, Teacher
+from kvpop_vllm.distill.training_loop import Loop, check_settings, read_settings
 from kvpop_vllm.files import replacing, write_whole
 from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
-from kvpop_vllm.model_shape import BORROWED, borrows_channel, scorer_sizes
+from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import write_scorer
@@ -80,7 +77,7 @@ class Process:
             dist.destroy_process_group()
 
 
-class Trainer:
+class Trainer(Loop):
     """One run of a recipe in a folder; the same call continues a run that was stopped.
 
     Args:
@@ -111,18 +108,18 @@ class Trainer:
         quiet: bool = False,
     ):
         self.recipe, self.out, self.rows, self.teacher = recipe, Path(out), rows, teacher
-        self.process, self.save_every, self.quiet = process or Process(), save_every, quiet
+        self.process = process or Process()
         if recipe.batch % self.process.world:
             raise ConfigError(
                 f"batch {recipe.batch} cannot be shared by {self.process.world} processes evenly: change one"
             )
-        self.step = 0
         self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
-        self.config = self._scorer_config(model) if recipe.has_scorers else None
+        options = {"source": "the recipe"} | recipe.scorer_options()
+        self.config = make_config(folder_sizes(model), **options) if recipe.has_scorers else None
         self.student = self._student(model)
-        self.optimiser = self._optimiser()
-        self.checkpoints = Checkpoints(self.out / "run")
+        run = {"clip": recipe.clip, "save_every": save_every, "quiet": quiet}
+        super().__init__(self.student, self._optimiser(), self.out / "run", recipe.steps, **run)
 
     def _check_same_run(self, model: str) -> None:
         """Check that the folder holds nothing but this run, because a checkpoint found there is continued.
@@ -137,37 +134,28 @@ class Trainer:
                 raise ConfigError(
                     f"{self.out} holds {there} of something else, which would be overwritten: choose another --out"
                 )
-        # the data last, because it depends on some of the others
-        own = json.loads(json.dumps({"model": model} | self.recipe.to_json() | {"data": self.rows.fingerprint}))
+        settings = json.loads(json.dumps({"model": model} | self.recipe.to_json() | {"data": self.rows.fingerprint}))
         if path.exists() and started:
-            try:
-                before = json.loads(path.read_text())
-            except ValueError:
-                raise ConfigError(f"{path} is damaged, so nobody can tell what it was: choose another --out") from None
             # options that are newer than a run have their default there
-            before = self.recipe.defaults() | before
+            before = self.recipe.defaults() | read_settings(path)
             if "data" not in before:
                 raise ConfigError(
                     f"{self.out} holds a run of an older version, which shuffled text in another order: choose another"
                     " --out, or go on with that version"
                 )
-            if name := next((name for name in own if own[name] != before.get(name)), None):
-                if name == "data":
-                    raise ConfigError(
-                        "the data is not what the checkpoint was made with (files, tokenizer, length, split or seed have"
-                        " changed): restore it or start another run"
-                    )
+            # the data last, because it depends on some of the others
+            check_settings(
+                self.out, {name: before.get(name) for name in settings} | {"data": settings["data"]}, settings
+            )
+            if before["data"] != settings["data"]:
                 raise ConfigError(
-                    f"{self.out} holds a run with {name} = {before.get(name)!r}, not {own[name]!r}: choose another --out, or"
-                    " the same settings"
+                    "the data is not what the checkpoint was made with (files, tokenizer, length, split or seed have"
+                    " changed): restore it or start another run"
                 )
         elif is_main():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(own, indent=1))
+            write_whole(path, json.dumps(settings, indent=1))
         barrier()
-
-    def _scorer_config(self, model) -> ScorerConfig:
-        return make_config(scorer_sizes(model), source="the recipe", **self.recipe.scorer_options())
 
     def _student(self, model) -> Student:
         """Return the model with frozen parameters in the recipe's dtype and trained ones in float32.
@@ -225,44 +213,13 @@ class Trainer:
         progress = (step - warmup) / (last - warmup) if step < last else 1.0
         return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def run(self) -> dict[str, float]:
-        """Train to the recipe's last step, from the newest checkpoint if there is one.
-
-        Returns:
-            Metrics of the last step.
-
-        Raises:
-            ConfigError: the newest checkpoint cannot be loaded.
-            TrainingError: a score, loss or gradient is not finite, or a checkpoint cannot be written.
-        """
-        try:
-            self.step = step = self.checkpoints.load(self.student, self.optimiser)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        try:
-            with Metrics(self.out / "run", step) if is_main() else nullcontext() as metrics:
-                last = self._steps(step, metrics)
-            config, decays = self.config, None
-            if self.recipe.calibrates:
-                config, decays, lost = self._calibrated()
-                last = last | {"lost_mass": lost}
-            self._export(config, decays)
-        except (OSError, SafetensorError, NotFinite) as error:
-            raise TrainingError(self._stopped(self.step, str(error))) from None
-        return last
-
-    def _steps(self, first: int, metrics: Metrics | None) -> dict[str, float]:
-        total, quiet = self.recipe.steps, self.quiet or not is_main()
-        last = metrics.last() if metrics else {}
-        with tqdm(range(first, total), initial=first, total=total, disable=quiet) as steps:
-            for self.step in steps:
-                step = self.step
-                last = self._step(step)
-                if metrics:
-                    metrics.add(step, last)
-                    steps.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
-                if (step + 1) % self.save_every == 0 or step + 1 == total:
-                    self._save(step + 1)
+    def finish(self, last: dict[str, float]) -> dict[str, float]:
+        """Calibrate decays if asked, write what was trained, and return the metrics with ``lost_mass`` after calibration."""
+        config, decays = self.config, None
+        if self.recipe.calibrates:
+            config, decays, lost = self._calibrated()
+            last = last | {"lost_mass": lost}
+        self._export(config, decays)
         return last
 
     def _autocast(self):
@@ -286,11 +243,15 @@ class Trainer:
             write_whole(self.out / "run" / "calibration.json", json.dumps(found) + "\n")
         return dataclasses.replace(self.config, decay=decay), logits, lost
 
-    def _step(self, step: int) -> dict[str, float]:
-        recipe, process, student = self.recipe, self.process, self.student
+    def rates(self, step: int) -> list[float]:
+        """Return the learning rate of each group of parameters in a step."""
+        recipe = self.recipe
         rates = {True: (recipe.lr_new, recipe.lr_new_end), False: (recipe.lr_base, recipe.lr_base_end)}
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.rate(step, *rates[group["new"]])
+        return [self.rate(step, *rates[group["new"]]) for group in self.optimiser.param_groups]
+
+    def backward(self, step: int) -> dict[str, float]:
+        """Add the gradient of a step's rows, and return ``loss`` and its parts, means of the rows."""
+        recipe, process, student = self.recipe, self.process, self.student
         share = recipe.batch // process.world
         total: dict[str, float] = {}
         for i in range(share):
@@ -304,15 +265,7 @@ class Trainer:
             (loss / share).backward()
             for name, value in ({"loss": loss.item()} | parts).items():
                 total[name] = total.get(name, 0.0) + value / share
-        parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
-        total["grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        total = self._mean(total)
-        if not all(math.isfinite(total[name]) for name in ("loss", "grad_norm")):
-            raise TrainingError(self._stopped(step, f"loss {total['loss']}, gradient norm {total['grad_norm']}"))
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-        return total | {"lr": self.optimiser.param_groups[0]["lr"]}
+        return self._mean(total)
 
     def _mean(self, values: dict[str, float]) -> dict[str, float]:
         if self.process.world == 1:
@@ -320,17 +273,6 @@ class Trainer:
         stacked = torch.tensor(list(values.values()), dtype=torch.float64, device=self.process.device)
         dist.all_reduce(stacked)
         return dict(zip(values, (stacked / self.process.world).tolist(), strict=True))
-
-    def _stopped(self, step: int, why: str) -> str:
-        saved = self.checkpoints.steps()
-        safe = f"the checkpoint of step {saved[-1]} is good" if saved else "no checkpoint had been written"
-        return f"training stopped at step {step}: {why}; {safe} in {self.out}"
-
-    def _save(self, step: int) -> None:
-        try:
-            self.checkpoints.save(step, self.student, self.optimiser)
-        except OSError as error:
-            raise TrainingError(self._stopped(step, str(error))) from None
 
     def _export(self, config: ScorerConfig | None, decays: torch.Tensor | None) -> None:
         """Write the adapter folder and, if the base model was trained, its folder.

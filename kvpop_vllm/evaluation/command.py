@@ -13,20 +13,21 @@ from kvpop_vllm.supported import DTYPES
 TASKS = "text", "retrieval", "replay", "reasoning", "corpus"
 KINDS = {"retrieval": list(examples.KINDS), "reasoning": list(problems.KINDS)}
 """Kinds of questions of a task."""
-POLICIES = (
-    "policies",
-    "scorer",
-    "teacher",
-    "correction",
-    "allocator",
-    "calibration",
-    "protect_prompt",
-    "sinks",
-    "window",
-    "equal",
-    "report",
+OF_POLICIES = (
+    "policies scorer teacher correction allocator calibration protect_prompt sinks window equal report".split()
 )
 """Options of every task but corpus, whose caches are made before a question is known."""
+TASKS_OF = {
+    "kinds": tuple(KINDS),
+    "data": ("text", "retrieval", "replay", "corpus"),
+    **dict.fromkeys(("size", "requests", "samples", "temperature", "top_p"), ("reasoning",)),
+    "digits": ("retrieval",),
+    "bucket": ("replay",),
+    "against": ("text", "replay", "reasoning", "corpus"),
+    **dict.fromkeys(("methods", "compactor", "questions", "steps"), ("corpus",)),
+    **dict.fromkeys(OF_POLICIES, TASKS[:-1]),
+}
+"""Tasks of each option that not every task has."""
 
 
 def add_eval(commands, engine: Callable[[], type]) -> None:
@@ -41,20 +42,21 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         " problems that take long written steps; questions about documents that a small cache replaces"
     )
     command = commands.add_parser("eval", help=summary, description=summary)
-    command.add_argument("--model", required=True, metavar="MODEL", help="folder of the base model")
-    command.add_argument(
+    add = command.add_argument
+    add("--model", required=True, metavar="MODEL", help="folder of the base model")
+    add(
         "--teacher",
         metavar="MODEL",
         help="the model whose predictions are the dense ones, for a --model that was trained from it (default: --model itself)",
     )
-    command.add_argument(
+    add(
         "--data",
         nargs="+",
         default=[],
         metavar="TEXT",
         help="text, JSONL, Parquet, datasets folders; not for reasoning",
     )
-    command.add_argument(
+    add(
         "--task",
         choices=TASKS,
         default="text",
@@ -63,23 +65,21 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         " problems solved in about 1,000 written tokens; corpus: questions about documents behind caches as 'kvpop compact'"
         " makes them; all but text with each policy's own sinks and window",
     )
-    command.add_argument(
+    add(
         "--backend",
         choices=("transformers", "vllm"),
         default="transformers",
         help="what runs all tasks but text and corpus: transformers with the kernels of serving (default), or vLLM's engine",
     )
-    command.add_argument("--split", choices=("train", "validation", "test", "all"), default="test")
-    command.add_argument(
-        "--scorer", action="append", default=[], metavar="DIR", help="a scorer folder; may be repeated"
-    )
-    command.add_argument(
+    add("--split", choices=("train", "validation", "test", "all"), default="test")
+    add("--scorer", action="append", default=[], metavar="DIR", help="a scorer folder; may be repeated")
+    add(
         "--policies",
         nargs="*",
         metavar="NAME",
         help="default: streaming-llm, l2norm and random for text, else all that need no scorer",
     )
-    command.add_argument(
+    add(
         "--against",
         metavar="NAME",
         help="the compared policy that ratios of text and replay refer to (default: streaming-llm, if it is compared), or"
@@ -106,58 +106,40 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         nargs="+",
     )
     _add_settings(command)
-    command.add_argument(
-        "--kinds", nargs="+", choices=sum(KINDS.values(), []), help="of retrieval or reasoning (default: all)"
-    )
+    add("--kinds", nargs="+", choices=sum(KINDS.values(), []), help="of retrieval or reasoning (default: all)")
     _add_sampling(command)
     _add_methods(command)
-    command.add_argument(
-        "--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)"
-    )
-    command.add_argument(
-        "--bucket", type=positive, metavar="N", help="positions that replay takes together (default: S / 16)"
-    )
-    command.add_argument(
-        "--out", metavar="FILE.jsonl", help="all records, one per line (until all are there, in FILE.jsonl.draft)"
-    )
-    command.add_argument(
-        "--report", metavar="DIR", help="write table.md, figure.png and a map of what each layer retains into DIR"
-    )
-    command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
+    add("--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)")
+    add("--bucket", type=positive, metavar="N", help="positions that replay takes together (default: S / 16)")
+    add("--out", metavar="FILE.jsonl", help="all records, one per line (until all are there, in FILE.jsonl.draft)")
+    add("--report", metavar="DIR", help="write table.md, figure.png and a map of what each layer retains into DIR")
+    add("--threads", type=positive, help="CPU threads (default: all)")
     command.set_defaults(run=lambda options: run_eval(options, engine))
 
 
 def _add_sampling(command) -> None:
     """Add the options of reasoning."""
-    command.add_argument(
-        "--size", type=positive, metavar="N", help="reasoning: steps of a problem (default: about 1,000 tokens)"
-    )
-    command.add_argument(
-        "--samples", type=positive, metavar="N", help="reasoning: solutions of each problem (default 1)"
-    )
-    command.add_argument(
-        "--temperature", type=temperature, metavar="T", help="reasoning: of sampling (default 0: greedy)"
-    )
-    command.add_argument(
-        "--requests", type=positive, metavar="N", help="reasoning: problems that are solved at once (default 16)"
-    )
-    command.add_argument("--top-p", type=share, metavar="P", help="reasoning: of sampling (default 1)")
+    add = command.add_argument
+    add("--size", type=positive, metavar="N", help="reasoning: steps of a problem (default: about 1,000 tokens)")
+    add("--samples", type=positive, metavar="N", help="reasoning: solutions of each problem (default 1)")
+    add("--temperature", type=temperature, metavar="T", help="reasoning: of sampling (default 0: greedy)")
+    add("--requests", type=positive, metavar="N", help="reasoning: problems that are solved at once (default 16)")
+    add("--top-p", type=share, metavar="P", help="reasoning: of sampling (default 1)")
 
 
 def _add_methods(command) -> None:
     """Add the options of corpus."""
-    command.add_argument(
+    add = command.add_argument
+    add(
         "--methods",
         nargs="+",
         metavar="NAME",
         help="corpus: truncation, first, attention-matching, cartridge, still, or policies that compress prompts"
         " (policy:attention-matching is the policy; default: truncation, snapkv, attention-matching)",
     )
-    command.add_argument("--compactor", metavar="DIR", help="corpus: of still, for as many slots as --budget")
-    command.add_argument(
-        "--questions", type=positive, metavar="N", help="corpus: most of each kind about a document (default 4)"
-    )
-    command.add_argument(
+    add("--compactor", metavar="DIR", help="corpus: of still, for as many slots as --budget")
+    add("--questions", type=positive, metavar="N", help="corpus: most of each kind about a document (default 4)")
+    add(
         "--steps",
         type=positive,
         metavar="N",
@@ -167,7 +149,8 @@ def _add_methods(command) -> None:
 
 def _add_settings(command) -> None:
     """Add options for lengths, budgets and their slot roles, rows and dtype."""
-    command.add_argument(
+    add = command.add_argument
+    add(
         "--length",
         nargs="+",
         type=positive,
@@ -188,15 +171,15 @@ def _add_settings(command) -> None:
         "w of all policies alike (default for text: what the scorer was trained with at each budget, else 64; otherwise"
         " each policy's own)",
     )
-    command.add_argument(
+    add(
         "--rows",
         type=positive,
         default=4,
         help="rows of text, documents, or examples of each kind (default 4; intervals need 8, a figure to quote 16)",
     )
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--dtype", choices=DTYPES["cpu"], default="bfloat16")
-    command.add_argument(
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=DTYPES["cpu"], default="bfloat16")
+    add(
         "--equal",
         nargs="+",
         choices=("k", "bytes"),
@@ -213,10 +196,6 @@ def run_eval(options, engine: Callable[[], type]) -> None:
     _check_options(options)
     if options.backend == "vllm":  # stdout holds the table alone
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if options.threads:
-        import torch
-
-        torch.set_num_threads(options.threads)
     from kvpop_vllm.evaluation.backends import TransformersBackend
     from kvpop_vllm.evaluation.corpus_task import evaluate_corpus
     from kvpop_vllm.evaluation.tasks import evaluate_task
@@ -229,27 +208,15 @@ def run_eval(options, engine: Callable[[], type]) -> None:
 
 
 def _check_options(options) -> None:
-    beside = {
-        "--backend vllm": (options.backend == "vllm", ("retrieval", "replay", "reasoning")),
-        "--kinds": (options.kinds is not None, tuple(KINDS)),
-        "--data": (bool(options.data), ("text", "retrieval", "replay", "corpus")),
-        "--size": (options.size is not None, ("reasoning",)),
-        "--requests": (options.requests is not None, ("reasoning",)),
-        "--samples": (options.samples is not None, ("reasoning",)),
-        "--temperature": (options.temperature is not None, ("reasoning",)),
-        "--top-p": (options.top_p is not None, ("reasoning",)),
-        "--digits": (options.digits is not None, ("retrieval",)),
-        "--bucket": (options.bucket is not None, ("replay",)),
-        "--against": (options.against is not None, ("text", "replay", "reasoning", "corpus")),
-        "--methods": (options.methods is not None, ("corpus",)),
-        "--compactor": (options.compactor is not None, ("corpus",)),
-        "--questions": (options.questions is not None, ("corpus",)),
-        "--steps": (options.steps is not None, ("corpus",)),
+    given = {
+        f"--{name.replace('_', '-')}": tasks
+        for name, tasks in TASKS_OF.items()
+        if getattr(options, name) not in (None, [])
     }
-    for name in POLICIES:
-        beside[f"--{name.replace('_', '-')}"] = getattr(options, name) not in (None, []), TASKS[:-1]
-    for name, (given, tasks) in beside.items():
-        if given and options.task not in tasks:
+    if options.backend == "vllm":
+        given = {"--backend vllm": ("retrieval", "replay", "reasoning")} | given
+    for name, tasks in given.items():
+        if options.task not in tasks:
             raise ConfigError(f"{name} says nothing to --task {options.task}: leave it out, or give --task {tasks[0]}")
     if options.task != "reasoning" and not options.data:
         raise ConfigError(f"--task {options.task} needs text: give --data")

@@ -7,6 +7,7 @@ document in the same place.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import tempfile
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm import policies
+from kvpop_vllm.compaction.cache_attention import log_probabilities
 from kvpop_vllm.compaction.cartridge import Layer
 from kvpop_vllm.compaction.cartridge_training import CacheTrainer, Training, stop_tokens
 from kvpop_vllm.compaction.conversations import (
@@ -38,8 +40,8 @@ from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.corpus_questions import Question
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.statistics import estimate
-from kvpop_vllm.kernels.matching import NO_WEIGHT, padded
 from kvpop_vllm.model_shape import positions_of
+from kvpop_vllm.rules.matching import NO_WEIGHT, padded
 
 FULL, NOTHING = "full context", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge", "still"
@@ -171,19 +173,11 @@ class Corpus:
         They are on the CPU.
         """
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        device, lengths = cache.layers[0][0].device, [len(row) for row in rows]
+        lengths, ends = [len(row) for row in rows], list(itertools.accumulate(map(len, rows)))
         places = [cache.position + i for length in lengths for i in range(length)]
-        hidden = self.model.get_decoder()(
-            input_ids=torch.tensor([sum(rows, [])], device=device),
-            position_ids=torch.tensor([places], device=device),
-            use_cache=False,
-            attend=Packed(cache.layers, lengths),
-        ).last_hidden_state[0]
-        own = [h[-len(a) - 1 : -1] for h, a in zip(hidden.split(lengths), answers, strict=True)]
-        return [
-            part.log_softmax(-1).cpu()
-            for part in self.model.get_output_embeddings()(torch.cat(own)).float().split(list(map(len, answers)))
-        ]
+        index = [i for end, answer in zip(ends, answers, strict=True) for i in range(end - len(answer) - 1, end - 1)]
+        logp = log_probabilities(self.model, sum(rows, []), places, Packed(cache.layers, lengths), index)
+        return list(logp.cpu().split(list(map(len, answers))))
 
     def make(self, method: str, slots: int, exam: Examination) -> Cache:
         """Return a document's cache of P slots per KV head.
@@ -241,8 +235,8 @@ class Corpus:
             make_conversations(path, self.place, tokens, many, sampler, longest=chunk, seed=seed)
             first = self.place.around(tokens)[:slots]
             cache = TrainedCache([(k, v, None) for k, v in read_corpus(self.model, first)]).to(self.device)
-            conversations = read_conversations(path)
-            CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, 10**9, True).run()
+            conversations, rarely = read_conversations(path), {"save_every": 10**9, "quiet": True}
+            CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, **rarely).run()
         with torch.no_grad():
             return cache.layers()
 

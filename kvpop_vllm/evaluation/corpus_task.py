@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 
 import torch
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.conversations import ROOM
 from kvpop_vllm.compaction.prompt_place import place_of
-from kvpop_vllm.compaction.still_files import read_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import corpus
 from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.haystack import single_documents
 from kvpop_vllm.evaluation.options import budgets
-from kvpop_vllm.evaluation.output import format_table, progress, records_file
-from kvpop_vllm.evaluation.tasks import about_run, note_few, rows_of, writer
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.evaluation.output import format_table, records_file
+from kvpop_vllm.evaluation.tasks import collected, note_few, rows_of
 from kvpop_vllm.model_shape import positions_of, read_model_config
 
 
@@ -63,15 +64,11 @@ def evaluate_corpus(options) -> list[dict]:
     material = [(row.tokens.tolist(), unit) for row, unit in zip(rows, units, strict=True)]
     backend = TransformersBackend(options.model, getattr(torch, options.dtype), length + ROOM)
     settings = options.questions or 4, options.seed, options.steps or 64, compactor and compactor.module
-    model, found = corpus.Corpus(backend, options.model, tokenizer, *settings), []
+    work = corpus.Corpus(backend, options.model, tokenizer, *settings), material, methods, slots
+    total = len(material) * (2 + len(slots) * len(methods))
     with records_file(options.out) if options.out else nullcontext() as file:
-        write = writer(file)
-        write({"run": about_run(options) | about})
-        with progress(len(material) * (2 + len(slots) * len(methods)), "corpus") as tick:
-            for record in corpus.records_of(model, material, methods, slots, tick):
-                found.append(record)
-                write(record)
-    table = corpus.summarise(found, against)
+        records = collected(file, options, about, total, functools.partial(corpus.records_of, *work))
+    table = corpus.summarise(records, against)
     print(format_table(table, corpus.COLUMNS), flush=True)
     note_few(units)
     return table

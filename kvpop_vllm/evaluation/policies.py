@@ -12,13 +12,13 @@ from torch import nn
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, compressed_bytes, request_bytes
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, protected_tokens
 from kvpop_vllm.evaluation.recall import Judge, Recall
 from kvpop_vllm.evaluation.serving_kernels import attend_and_keep
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.model_hook import borrowed_share
-from kvpop_vllm.model_shape import ModelShape, scorer_sizes
+from kvpop_vllm.model_shape import ModelShape, folder_sizes
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
@@ -256,7 +256,7 @@ def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
         ConfigError: the folder holds no scorer, or one of another model.
     """
     config, _ = read_scorer(folder)
-    check_model(config, **scorer_sizes(model), source=folder)
+    check_model(config, **folder_sizes(model), source=folder)
     (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)
     return PolicySpec(folder, policy, scorer=folder), config.retention
 

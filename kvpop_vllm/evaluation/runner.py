@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from kvpop_vllm.cache.accounting import dense_request_bytes, request_bytes
+from kvpop_vllm.cache.pages import PageLayout, cdiv
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.replay import Predictions, token_measures
 from kvpop_vllm.evaluation.serving_kernels import Served
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.model_hook import Dense, GateInputs
-from kvpop_vllm.model_shape import ModelShape, shape_of
+from kvpop_vllm.model_shape import ModelShape
 
 DENSE, OWN = "dense", "dense (own)"
 """Names of the dense model that policies are compared with, and of the evaluated one if that is another."""
@@ -178,7 +178,7 @@ def dense_bytes(shape: ModelShape, dtype: torch.dtype, length: int) -> int:
 
 
 def _dense_size(model: nn.Module, length: int) -> dict:
-    shape = ModelShape(**shape_of(model.config, "the model's config"), max_model_len=length)
+    shape = ModelShape.of(model.config, length)
     return {"allocated": dense_bytes(shape, next(model.parameters()).dtype, length)}
 
 

@@ -22,8 +22,8 @@ from kvpop_vllm.evaluation import reasoning, replay, retrieval, summaries
 from kvpop_vllm.evaluation.backends import Backend, Run, Sampling, TransformersBackend
 from kvpop_vllm.evaluation.haystack import Row, replay_rows, rows_in_turn, sentences, units_of
 from kvpop_vllm.evaluation.output import format_table, note, progress, records_file
-from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
+from kvpop_vllm.evaluation.report import Report
 from kvpop_vllm.evaluation.runner import DENSE, OWN, Runs, Setting, dense_bytes, described, evaluate, resolve_all
 from kvpop_vllm.evaluation.statistics import LEAST
 from kvpop_vllm.model_shape import ModelShape, check_length, vocabulary_of
@@ -105,20 +105,17 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     runs = _runs(options, specs, settings, ModelShape.of(options.model, longest), dtype)
     against = asked.reference_of(options, [resolved.spec for resolved, _ in runs])
     task = tasks[options.task](options, against)
-    report, found = Report(options.report) if options.report else None, []
+    report, teacher = Report(options.report) if options.report else None, None
     with records_file(options.out) if options.out else nullcontext() as file:
-        write = writer(file)
-        teacher = None
         if options.teacher is not None:
             teacher = TransformersBackend(options.teacher, dtype, longest, options.requests)
         models = Models(backend_class(options.model, dtype, longest, options.requests), teacher)
-        write({"run": about_run(options) | task.about})
-        with progress(task.total(runs, options.length, teacher is not None), options.task) as tick:
-            for record in task.records(models, runs, tick):
-                record = {"task": options.task, "backend": options.backend} | record
-                found.append(record)
-                write(record)
-    table = task.summarise(found)
+        first = {"task": options.task, "backend": options.backend}
+        total = task.total(runs, options.length, teacher is not None)
+        records = collected(
+            file, options, task.about, total, lambda tick: (first | one for one in task.records(models, runs, tick))
+        )
+    table = task.summarise(records)
     print(format_table(table, task.columns), flush=True)
     note_few(task.units)
     if report:
@@ -139,15 +136,28 @@ def note_few(units: list[int]) -> None:
         note(f"{few}: raise --rows or give more text")
 
 
-def writer(file) -> Callable[[dict], None]:
-    """Return a function that writes a line to a file of records at once, or nothing if there is none."""
+def collected(
+    file, options, about: dict, total: float, records: Callable[[Callable[[float], object]], Iterable[dict]]
+) -> list[dict]:
+    """Return the records of a run, each of which is written at once.
 
-    def write(line: dict) -> None:
+    Args:
+        file: file of records, or None.
+        options: options of the command line.
+        about: what else the file's first line says.
+        total: passes of the run.
+        records: yields the records, and calls its argument with the number of passes done.
+    """
+
+    def write(line: dict) -> dict:
         if file:
             file.write(json.dumps(line) + "\n")
             file.flush()
+        return line
 
-    return write
+    write({"run": about_run(options) | about})
+    with progress(total, options.task) as tick:
+        return [write(record) for record in records(tick)]
 
 
 def about_run(options) -> dict:

@@ -43,11 +43,17 @@ class AttentionCache:
         borrows: True if a query channel is removed from the queries in passes with this cache.
         passes: number of passes so far.
         columns: columns seen so far, pads included.
+        text: ``[R, L]`` ids of the first columns and of tokens not read yet, None if ``generate()`` did not tell them.
     """
 
     borrows: bool
     passes: int
     columns: int
+    text: torch.Tensor | None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of columns that a longer text need not bring again, pads included."""
+        raise NotImplementedError
 
 
 def cache_in(named: Mapping[str, object]) -> AttentionCache | None:
@@ -179,12 +185,13 @@ class _TakesPart(StoppingCriteria):
                 " at their original_max_position_embeddings: shorten the text, or choose another model"
             )
         self.passes = cache.passes
+        cache.text = input_ids if cache.columns == text else None
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @functools.cache
 def _watch_generate() -> None:
-    """Have ``generate()`` of all models take a KVpopCache under both names, and check that none is set aside."""
+    """Have ``generate()`` of all models take a KVpopCache under both names, and check that it is used as it should be."""
     original = GenerationMixin.generate
     signature = inspect.signature(original)
 
@@ -194,10 +201,32 @@ def _watch_generate() -> None:
             return original(model, *positional, **named)
         by_name = list(signature.bind_partial(model, *positional).arguments.items())[1:]
         named = with_cache(dict(by_name) | named, cache)
+        _check_text(cache, named)
         criteria = [_TakesPart(cache), *(named.get("stopping_criteria") or ())]
         return original(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
 
     GenerationMixin.generate = generate
+
+
+def _check_text(cache: AttentionCache, named: Mapping[str, object]) -> None:
+    """Check that the text of a call of ``generate()`` begins with what the cache has seen, where that is known.
+
+    Raises:
+        ValueError: it does not.
+    """
+    inputs = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
+    if cache.text is None or inputs is None or len(inputs) != len(cache.text):
+        return
+    length = min(cache.get_seq_length(), cache.text.shape[1], inputs.shape[1])
+    differs = inputs[:, :length] != cache.text[:, :length].to(inputs.device)
+    mask = named.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == inputs.shape:
+        differs = differs & mask[:, :length].to(inputs.device).bool()  # pads are no tokens
+    if bool(differs.any()):
+        raise ValueError(
+            f"the text does not begin with the {length} tokens that the KVpopCache has seen: give generate() the whole text so far,"
+            " rows whose turns differ in length in caches of their own, or reset() the cache for another text"
+        )
 
 
 class _Reached(Exception):

@@ -86,6 +86,7 @@ class KVpopCache(Cache, AttentionCache):
 
     Attributes:
         passes: passes so far.
+        text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins, or None.
         policy: policy, resolved as in an engine.
         protected: p of each row.
         head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
@@ -156,6 +157,7 @@ class KVpopCache(Cache, AttentionCache):
         self.attended: set[int] | None = None
         self._broken = False
         self._columns, self._lengths, self.passes = 0, [], 0
+        self.text: torch.Tensor | None = None
         self.protected: list[int] = []
 
     @property
@@ -300,6 +302,8 @@ class KVpopCache(Cache, AttentionCache):
                 each.positions.copy_(torch.tensor(lengths))
             if protected != self.protected:
                 each.protected.copy_(torch.tensor(protected))
+        if self.text is not None and columns < self._columns:
+            self.text = self.text[:, :columns]
         self._columns, self._lengths, self.protected = columns, lengths, protected
 
     def _begins_at(

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.model_shape import positions_of
+from kvpop_vllm.model_shape import positions_of, rotations
 from kvpop_vllm.supported import sliding_window, unserved
 
 WRAPPERS = {
@@ -73,8 +73,7 @@ def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:
 def long_rotation(model: torch.nn.Module) -> int | None:
     """Return the tokens of a text beyond which a model with LongRoPE rotates by other factors, or None."""
     text = model.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(parameters for parameters in rope.values() if isinstance(parameters, dict))]
+    kinds = list(rotations(text))
     if all(parameters.get("rope_type") != "longrope" for parameters in kinds):
         return None
     tokens = [fields.get("original_max_position_embeddings") for fields in (*kinds, vars(text))]

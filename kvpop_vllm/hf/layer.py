@@ -7,18 +7,18 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import pad
 
-from kvpop_vllm.attention.allocate import allocate_pages
-from kvpop_vllm.attention.prefill_chunks import PrefillChunk, as_kernels_count
+from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
-from kvpop_vllm.attention.step_batch import FixedBudgetAttention, Protection, StepBatch, protection_of
+from kvpop_vllm.cache.allocate import allocate_pages
+from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
+from kvpop_vllm.cache.shares import EqualHeads, SharesByVotes, divided_blocks
+from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.draws import request_seed
-from kvpop_vllm.kernels.ops import AfterPrompt, RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
-from kvpop_vllm.kernels.regions import divided_blocks
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 
 
 class SequenceLengths:
@@ -72,7 +72,7 @@ class LayerPages:
         shifted: bool = False,
     ):
         rows, heads, _, size = like.shape
-        self.sequence_lengths, self.shifted, self.budgets, self.windows = sequence_lengths, shifted, budgets, windows
+        self.sequence_lengths, self.shifted, self.budgets = sequence_lengths, shifted, budgets
         self.rule = rule = rule.to(like.device)
         layout, most = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size)), int(budgets.max())
         self.divided = rule.compresses and rule.compression.adaptive_head_budgets
@@ -84,8 +84,9 @@ class LayerPages:
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self._budgets = budgets.contiguous().to(like.device)
         self._windows = torch.tensor(windows, dtype=torch.int32, device=like.device)
-        self.attention, self.made = FixedBudgetAttention(layout, rule, scale), 0
-        self.prompts = [0] * rows  # tokens of each row's prompt, if the rule compresses prompts
+        self.attention = FixedBudgetAttention(layout, rule, scale)
+        sizes = zip(budgets.amax(1).tolist(), windows, sequence_lengths.row_seeds, strict=True)
+        self.slots = [RequestSlots(0, 0, *size) for size in sizes]  # prefixes are those of the last prefill
 
     def place(self, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> None:
         """Have all rows begin with the same slots, before anything else is in their prefixes.
@@ -101,7 +102,8 @@ class LayerPages:
         for array, values in ((self.pages.k, k), (self.pages.v, v), (self.pages.score, bias)):
             array[first:] = values.to(array).unflatten(1, (count, size)).transpose(0, 1)
         blocks = torch.arange(first, first + count, dtype=torch.int32, device=k.device)
-        self.prefix_table, self.made = blocks.expand(rows, -1).contiguous(), k.shape[1]
+        self.prefix_table = blocks.expand(rows, -1).contiguous()
+        self.slots = [slots._replace(made=k.shape[1]) for slots in self.slots]
 
     def _extend(self, blocks: int) -> None:
         """Add blocks behind the existing ones, which are moved."""
@@ -134,18 +136,18 @@ class LayerPages:
 
         ``protected`` is p of each row; a rule that compresses prompts has compressed them.
         """
-        rows, lengths = len(self.table), self.sequence_lengths
-        none, protection, (budgets, table) = lengths.positions[:0], None, self._tails([True] * rows)
-        positions, windows, prefix = lengths.positions, self._windows, (self.prefix_table, lengths.protected)
-        made = lengths.made
-        if self.rule.compresses:
-            made, own, shift = torch.tensor([self._after_prompt(row) for row in range(rows)]).unbind(1)
-            positions, windows, budgets = positions - shift, own.int(), budgets - made.int().unsqueeze(1)
-            prefix, protected = (self._made_table, made), made.tolist()
+        rows, clock = len(self.table), self.sequence_lengths
+        positions, budgets, windows, prefix = clock.positions, self._budgets, self._windows, None
         if any(protected):
-            protection = Protection(*prefix, none, none, none, self.table[:0], prefix[0][:0], none, made)
-        sizes = table, positions, budgets, windows
-        return StepBatch(rows, slice(0, rows), *sizes, (), none, none, protection, lengths.seeds)
+            prefix = Prefix(None, self.prefix_table, clock.protected, clock.made)
+        if self.rule.compresses:
+            after = [slots.behind_prompt(self.rule.compression) for slots in self.slots]
+            shift, made, windows = torch.tensor([(own.shift, own.made, own.window) for own in after]).unbind(1)
+            positions, budgets, windows = positions - shift, budgets - made.int().unsqueeze(1), windows.int()
+            prefix = Prefix(None, self._made_table, made, made) if any(made) else None
+        numbers = {"budget": budgets, "window": windows, "seed": clock.seeds}
+        decoded = DecodeRows(slice(0, rows), self.table[:, 0], positions, numbers, [True] * rows, prefix)
+        return self._plan([], rows=decoded, checks=False).batch(self._shares)
 
     def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
         """Return the step of the last ``counts[r]`` of the ``length`` tokens of each row r.
@@ -156,56 +158,43 @@ class LayerPages:
             length: number of columns.
             protected: p of each row. A rule that compresses prompts does so behind token p - 1.
         """
-        behind = [start >= p for start, p in zip(starts, protected, strict=True)]
-        rows, windows, made = len(behind), self.windows, [self.made] * len(behind)
-        prefixes, after, fewer = self.prefix_table, [], [0] * rows
-        if self.rule.compresses:
-            told = zip(behind, self.prompts, protected, strict=True)
-            self.prompts = [prompt if past else p for past, prompt, p in told]
-            after = [self._after_prompt(row) for row in range(rows)]
-            fewer, windows, _ = zip(*after, strict=True)
-            starts, protected, made = as_kernels_count(after, starts, protected)
-            width = max(table.shape[1] for table in (prefixes, self._made_table))
-            whole, made_rows = (pad(x, (0, width - x.shape[1])) for x in (prefixes, self._made_table))
-            prefixes = torch.where(torch.tensor(behind).unsqueeze(1), made_rows, whole)
-        busy = [r for r, count in enumerate(counts) if count]
-        spans = [((r + 1) * length - count, starts[r], count) for r, count in enumerate(counts)]
-        budgets, table = self._tails(behind)
-        chunks = []
-        for r in busy:
-            first, start, count = spans[r]
-            seed = self.sequence_lengths.row_seeds[r]
-            own = budgets[r] if self.divided else self.budgets[r]  # on the CPU, as heads that divide are
-            sizes = table[r], own - fewer[r], windows[r], protected[r], prefixes[r], seed
-            chunk = PrefillChunk(first, first + count, start, *sizes, made=made[r])
-            held = self.rule.compresses and not behind[r]
-            chunks += chunk.cut_at_prompts_end(after[r], made_rows[r]) if held else [chunk]
-        device, none = table.device, self.sequence_lengths.positions[:0]
-        slot_zero = table[torch.tensor(busy, dtype=torch.int64, device=device), :, self.pages.layout.state_blocks]
-        goes_on = [starts[r] if starts[r] > protected[r] else 0 for r in busy]
-        first = torch.tensor(goes_on, dtype=torch.int64, device=device)
-        size, protection = self.pages.layout.block_slots, None
-        if any(protected):
-            # tails begin one token early, because the next token may be part of a CUDA graph
-            protection = protection_of(size, spans, protected, prefixes, table, slice(0, 0), ahead=1, made=made)
-        decoded = table[:0], none, budgets[:0], self._windows[:0]
-        return StepBatch(0, slice(0, 0), *decoded, tuple(chunks), first, slot_zero.long(), protection)
+        # a rule that compresses prompts keeps the number of their tokens, which the cache forgets
+        kept = [self.rule.compresses and start >= p for start, p in zip(starts, protected, strict=True)]
+        told = zip(self.slots, protected, kept, strict=True)
+        self.slots = [slots if past else slots._replace(prefix=p) for slots, p, past in told]
+        spans = [
+            Span(r, (r + 1) * length - count, start, count, slots)
+            for r, (start, count, slots) in enumerate(zip(starts, counts, self.slots, strict=True))
+        ]
+        none = self.sequence_lengths.positions[:0]
+        decoded = DecodeRows(slice(0, 0), self.table[:0, 0], none, {"budget": self._budgets[:0]})
+        # tails begin one token early, because the next token may be part of a CUDA graph
+        return self._plan(spans, rows=decoded, budgets=self.budgets, ahead=1).batch(self._shares)
 
-    def _after_prompt(self, row: int) -> AfterPrompt:
-        """Return the sizes of a row behind the end of its prompt, under a rule that compresses prompts."""
-        return self.rule.compression.after(self.prompts[row], int(self.budgets[row].max()), self.windows[row])
+    def _plan(self, spans: list[Span], **options) -> StepPlan:
+        """Return the plan of a step; ``options`` are those of :class:`StepPlan`."""
+        prefixes, made = self.prefix_table, None
+        if self.rule.compresses:
+            width = max(table.shape[1] for table in (prefixes, self._made_table))
+            prefixes, made = (pad(x, (0, width - x.shape[1])) for x in (prefixes, self._made_table))
+        blocks = RequestBlocks(self.table[:, 0], prefixes, made)
+        return StepPlan(self.pages.layout, spans, blocks, self.rule.compression, **options)
+
+    def _after_prompt(self, row: int) -> RequestSlots:
+        """Return what a row is after the end of its prompt, under a rule that compresses prompts."""
+        return self.slots[row].behind_prompt(self.rule.compression)
 
     @property
     def _made_table(self) -> torch.Tensor:
         """Blocks ``[R, P]`` of the slots that are made of the rows' prompts: those of the tails, from the last one on."""
         return self.table[:, 0].flip(1)
 
-    def _tails(self, compressed: list[bool]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the budgets ``[R, H]`` and the pages ``[R, H, P]`` of the rows' tails, int32."""
-        if not self.divided:
-            return self._budgets, self.table
-        regions = DividedRegions(self.pages, self.rule.compression, int(self.budgets[0, 0]))
-        return regions.place(0, self.table[:, 0], compressed)
+    @property
+    def _shares(self) -> EqualHeads:
+        """Shares of the heads in the slots."""
+        if self.divided:
+            return SharesByVotes(self.pages, self.rule.compression, int(self.budgets[0, 0]))
+        return EqualHeads(self.pages.layout.num_kv_heads)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, gate_scores=None
@@ -236,12 +225,13 @@ class LayerPages:
     def held(self, row: int, seen: int, protected: int) -> torch.Tensor:
         """Return which of a row's tokens are held, ``[H, seen]`` booleans on the CPU."""
         compressed = self.rule.compresses and seen >= protected
-        budgets, table = (each[row].cpu() for each in self._tails([compressed] * len(self.table)))
+        place = 0, self.table[:, 0], [compressed] * len(self.table), self._budgets
+        budgets, table = (each[row].cpu() for each in self._shares.place(*place))
         pages = self.pages.by_region() if self.divided else self.pages
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
         if not compressed:
-            rule = replace(self.rule, window=self.windows[row])
+            rule = replace(self.rule, window=self.slots[row].window)
             return held_tokens(pages, table, seen, rule, budgets, protected)
         after = self._after_prompt(row)
         rule, made = replace(self.rule, window=after.window), (self.pages, self._made_table[row])

@@ -9,7 +9,7 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
 from kvpop_vllm.hf.full_checkpoint import scorer_tensors
-from kvpop_vllm.model_shape import ModelShape, positions_of, rotation_of, shape_of
+from kvpop_vllm.model_shape import ModelShape, positions_of
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.scorers import parse_config
 
@@ -31,7 +31,7 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
         raise ConfigError(f"max_length must be an integer of at least 1, got {max_length!r}")
     if length is None:
         raise ConfigError("the model's config does not say how many positions it has: give max_length")
-    shape = ModelShape(**shape_of(config, "the model's config"), max_model_len=length, rotation=rotation_of(config))
+    shape = ModelShape.of(config, length)
     section = getattr(config, "kvpop", None)
     if cls.scorer_kind is None or settings.scorer is not None or section is None:
         return cls(settings, shape)

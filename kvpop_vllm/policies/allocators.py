@@ -91,5 +91,5 @@ ALLOCATORS: dict[str, Allocator] = {
 """Allocators by the name that ``--kv-allocator`` takes.
 
 Under ``ada`` the budgets are equal until the prompt's end, when the heads of a layer divide their slots by votes
-(:func:`kvpop_vllm.kernels.divided.divide`).
+(:func:`kvpop_vllm.rules.compress.divide`).
 """

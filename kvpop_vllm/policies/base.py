@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvpop_vllm.cache.shares import Shares
 from kvpop_vllm.calibration.shares import Calibration, read_calibration
 from kvpop_vllm.config import ConfigError, PolicySettings, Retention, resolve_retention
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.policies.allocators import CALIBRATED, Allocator, allocator_of, proportional
 from kvpop_vllm.policies.declaration import GATED, Declaration, Order, Signal

@@ -44,8 +44,7 @@ class Learned(Policy):
             raise ConfigError(
                 f"--kv-policy {self.name} needs a scorer of kind {self.scorer_kind!r}, {source} holds {self.config.scorer!r}: use --kv-policy {self._policy_of(self.config.scorer)}"
             )
-        sizes = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size")
-        check_model(self.config, **{name: getattr(self.model, name) for name in sizes}, source=source)
+        check_model(self.config, **vars(self.model), source=source)
 
     @staticmethod
     def _policy_of(kind: str) -> str:

@@ -16,7 +16,7 @@ from kvpop_vllm.scorers.dms import DMSGate
 from kvpop_vllm.scorers.linear import LinearScorer
 from kvpop_vllm.scorers.mlp import MLPScorer
 from kvpop_vllm.scorers.mlstm import MLSTMScorer
-from kvpop_vllm.scorers.scorer_config import FORMAT, VERSION, Decay, ScorerConfig
+from kvpop_vllm.scorers.scorer_config import SCHEMA, Decay, ScorerConfig
 from kvpop_vllm.scorers.trimkv import TrimKVGate
 
 SCORERS: dict[str, type[Scorer]] = {cls.config_class.scorer: cls for cls in (MLSTMScorer, MLPScorer, LinearScorer)}
@@ -31,7 +31,7 @@ def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> Scorer
     """Return the checked config of a scorer.
 
     Args:
-        shape: sizes of the model (:func:`kvpop_vllm.model_shape.scorer_sizes`); those that the kind has no key
+        shape: sizes of the model (:func:`kvpop_vllm.model_shape.folder_sizes`); those that the kind has no key
             for are left out.
         scorer: kind.
         source: names the values in errors.
@@ -56,14 +56,8 @@ def parse_config(raw: object, source: str) -> ScorerConfig:
     Raises:
         ConfigError: wrong format or version, unknown kind, unknown or missing keys, or invalid values.
     """
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{source} must hold a JSON object")
-    values = dict(raw)
-    form, version, kind = (values.pop(key, None) for key in ("format", "version", "scorer"))
-    if form != FORMAT or version != VERSION:
-        raise ConfigError(
-            f"{source} says format {form!r} version {version!r}; this kvpop_vllm reads {FORMAT!r} version {VERSION}"
-        )
+    values = SCHEMA.body(raw, source)
+    kind = values.pop("scorer", None)
     if kind not in list(KINDS):
         raise ConfigError(f"{source}: scorer must be one of {', '.join(KINDS)}, got {kind!r}")
     return KINDS[kind].config_class.from_json(values, source)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.scorers import ScorerConfig, parse_config
+from kvpop_vllm.tensor_files import reading, save_tensors
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
@@ -117,10 +117,8 @@ def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.
     config, path = read_config(folder), Path(folder) / TENSORS_NAME
     if not path.is_file():
         raise ConfigError(f"no scorer at {str(folder)!r}: {TENSORS_NAME} is missing")
-    try:
+    with reading(path):
         tensors = load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not a complete safetensors file: {error}") from None
     layers = split_layers(config, tensors.items(), str(path))
     check_tensors(config, layers, str(path))
     return config, layers
@@ -166,21 +164,6 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     with replacing(folder / CONFIG_NAME) as own, replacing(folder / TENSORS_NAME) as tensors:
         own.write_text(json.dumps(config.to_json(), indent=2) + "\n")
         save_tensors(flat, tensors, mode_of=own)
-
-
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) -> None:
-    """Write a safetensors file with the permissions of the file ``mode_of``.
-
-    safetensors itself would make the file readable for its owner only.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from None
-    shutil.copymode(mode_of, path)
 
 
 def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
@@ -257,26 +240,15 @@ def layers_of(
     return layers
 
 
-def check_model(
-    config: ScorerConfig,
-    *,
-    model_type: str,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    hidden_size: int | None = None,
-    source: str,
-) -> None:
-    """Check that a scorer was made for the given model; ``source`` names the scorer in errors.
+def check_model(config: ScorerConfig, *, source: str, **model) -> None:
+    """Check that a scorer was made for the model of the given sizes; ``source`` names the scorer in errors.
 
     Raises:
         ConfigError: names the first property that differs.
     """
-    model = {"model_type": model_type, "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    if hasattr(config, "hidden_size"):
-        model["hidden_size"] = hidden_size
-    for key, value in model.items():
-        if getattr(config, key) != value:
+    for key in ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size"):
+        made_for, value = getattr(config, key, None), model.get(key)
+        if hasattr(config, key) and made_for != value:
             raise ConfigError(
-                f"{source} was made for a model with {key} = {getattr(config, key)!r}, this one has {value!r}: give a scorer for this model with --kv-scorer"
+                f"{source} was made for a model with {key} = {made_for!r}, this one has {value!r}: give a scorer for this model with --kv-scorer"
             )

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.schemas import FLAG, Rule, integer, one_of
 from kvpop_vllm.scorers.base import Gate, Signals
-from kvpop_vllm.scorers.scorer_config import ScorerConfig, check_choice, check_flags, is_positive
+from kvpop_vllm.scorers.scorer_config import POSITIVE, ScorerConfig
 
 EVICTION_OFFSET = -5.0
 """DMS's initial bias of the eviction logit: ``sigmoid(-5) = 0.0067``, so that almost nothing is evicted."""
@@ -33,20 +33,18 @@ class DMSConfig(ScorerConfig):
     """
 
     scorer: ClassVar[str] = "dms"
-    least: ClassVar[dict[str, int]] = ScorerConfig.least | {"hidden_size": 1, "window": 2}
-    inputs: ClassVar[tuple[str, ...]] = ("hidden", "query")
+    rules: ClassVar[dict[str, Rule]] = ScorerConfig.rules | {
+        "hidden_size": integer(1),
+        "window": integer(2),
+        "reads": one_of(("hidden", "query")),
+        "scale": POSITIVE,
+        "shifted": FLAG,
+    }
 
     hidden_size: int
     reads: str = "hidden"
     scale: float = 100.0
     shifted: bool = False
-
-    @classmethod
-    def check(cls, given, source):
-        check_choice(given, "reads", cls.inputs, source)
-        check_flags(given, ("shifted",), source)
-        if not is_positive(given["scale"]):
-            raise ConfigError(f"{source}: scale must be a positive float32 number, got {given['scale']!r}")
 
     def shapes(self, names=()):
         heads = self.num_kv_heads

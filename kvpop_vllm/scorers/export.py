@@ -13,15 +13,15 @@ from safetensors import SafetensorError, safe_open
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import replacing
-from kvpop_vllm.model_shape import scorer_sizes
+from kvpop_vllm.model_shape import folder_sizes
 from kvpop_vllm.scorers.checkpoint import (
     check_model,
     full_checkpoint_target,
     looks_like_scorer,
     read_scorer,
-    save_tensors,
 )
 from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX
+from kvpop_vllm.tensor_files import save_tensors
 
 INDEX = "model.safetensors.index.json"
 SCORER_SHARD = "model-kvpop.safetensors"
@@ -46,7 +46,7 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
     base, adapter, out = Path(base), Path(adapter), Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder: name another one")
-    shape = scorer_sizes(base)
+    shape = folder_sizes(base)
     kind = shape["model_type"]
     if kind not in list(ARCHITECTURES):  # kind may be unhashable, such as a list
         raise ConfigError(

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import TokenScorer
+from kvpop_vllm.schemas import FLAG, Rule, one_of
 from kvpop_vllm.scorers.base import Dense, Scorer, headwise
-from kvpop_vllm.scorers.scorer_config import DecayedConfig, check_flags, is_positive
+from kvpop_vllm.scorers.scorer_config import POSITIVE, DecayedConfig
 
 FORGET_BIAS = 4.0
 """Initial forget-gate bias: sigmoid(4) = 0.982 per token."""
@@ -34,6 +34,11 @@ class MLSTMConfig(DecayedConfig):
     """
 
     scorer: ClassVar[str] = "mlstm"
+    rules: ClassVar[dict[str, Rule]] = DecayedConfig.rules | {
+        "feature_map": one_of(FEATURE_MAPS),
+        "gate_softcap": (lambda cap: cap is None or POSITIVE[0](cap), f"null or {POSITIVE[1]}"),
+        **{name: FLAG for name in ("norm", "skip", "delayed")},
+    }
 
     feature_map: str = "hedgehog"
     gate_softcap: float | None = None
@@ -45,16 +50,6 @@ class MLSTMConfig(DecayedConfig):
     def retention(self):
         """Retention settings: sinks, window, long-range slots, delay, trained budgets."""
         return replace(super().retention, delayed=self.delayed)
-
-    @classmethod
-    def check(cls, given, source):
-        super().check(given, source)
-        if given["feature_map"] not in FEATURE_MAPS:
-            raise ConfigError(f"{source}: feature_map must be 'hedgehog' or 'softmax', got {given['feature_map']!r}")
-        cap = given["gate_softcap"]
-        if cap is not None and not is_positive(cap):
-            raise ConfigError(f"{source}: gate_softcap must be null or a positive float32 number, got {cap!r}")
-        check_flags(given, ("norm", "skip", "delayed"), source)
 
     def shapes(self, names=("v_proj",)):
         """Return the shapes of one layer's tensors; ``v_proj`` is optional. See :meth:`ScorerConfig.shapes`."""

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
-from kvpop_vllm.model_shape import scorer_sizes
+from kvpop_vllm.model_shape import folder_sizes
 from kvpop_vllm.scorers import ScorerConfig, make_config
 from kvpop_vllm.scorers.checkpoint import (
     CONFIG_NAME,
@@ -60,7 +60,7 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
     source = Path(source)
     if (Path(out) / CONFIG_NAME).exists():
         raise ConfigError(f"{out} holds a scorer already: choose another folder")
-    shape = scorer_sizes(source)
+    shape = folder_sizes(source)
     raw = json.loads((source / "config.json").read_text())
     if "retention_gate" in raw:
         config, layers = _trimkv(source, raw, shape, sinks, window, topk)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
 import torch
 
-from kvpop_vllm.config import MAX_BUDGET, ConfigError, ScorerShape, TrainedBudget, check_head_shares
+from kvpop_vllm.config import ConfigError, ScorerShape, TrainedBudget, check_head_shares
+from kvpop_vllm.schemas import Rule, Schema, integer
 
-FORMAT, VERSION = "kvpop-scorer", 1
+SCHEMA = Schema("scorer")
 _INT32_MAX = 2**31 - 1
 _OPTIONAL = ("trained", "shares")
 """Keys that a file may lack, all of them lists."""
+
+
+WINDOWS = {"window": integer(1), "topk": integer(0)}
+"""Rules of a trained budget."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class ScorerConfig:
 
     Attributes:
         scorer: kind, the ``scorer`` key.
-        least: smallest values of integer keys.
+        rules: rules of single values.
         model_type: model type of the base model.
         num_layers: number of layers.
         num_kv_heads: H, KV heads.
@@ -53,13 +58,11 @@ class ScorerConfig:
     """
 
     scorer: ClassVar[str]
-    least: ClassVar[dict[str, int]] = {
-        "num_layers": 1,
-        "num_kv_heads": 1,
-        "head_dim": 1,
-        "sinks": 0,
-        "window": 1,
-        "topk": 0,
+    rules: ClassVar[dict[str, Rule]] = {
+        **{name: integer(1) for name in ("num_layers", "num_kv_heads", "head_dim")},
+        **WINDOWS,
+        "sinks": integer(0),
+        "model_type": (lambda value: isinstance(value, str), "a string"),
     }
 
     model_type: str
@@ -108,16 +111,11 @@ class ScorerConfig:
         given = dict(raw)
         if given.get("decide_every") == 1:  # files of an earlier version may have this key
             del given["decide_every"]
-        if unknown := sorted(set(given) - set(keys)):
-            raise ConfigError(f"{source}: unknown key {unknown[0]!r}")
-        if missing := [key for key in keys if key not in given and key not in _OPTIONAL]:
-            raise ConfigError(f"{source}: key {missing[0]!r} is missing")
-        check_integers(given, cls.least, source)
+        SCHEMA.check_keys(given, keys, _OPTIONAL, source)
+        SCHEMA.check(given, cls.rules, source)
         _check_trained(given, source)
         if given.get("shares", []) != []:
             check_head_shares(given["shares"], given["num_layers"], given["num_kv_heads"], source)
-        if not isinstance(given["model_type"], str):
-            raise ConfigError(f"{source}: model_type must be a string, got {given['model_type']!r}")
         cls.check(given, source)
         decay = {"decay": Decay(**given["decay"])} if "decay" in given else {}
         trained = tuple(TrainedBudget(**budget) for budget in given.get("trained", ()))
@@ -126,7 +124,7 @@ class ScorerConfig:
 
     @classmethod
     def check(cls, given: Mapping, source: str) -> None:
-        """Check the values of the kind's own keys.
+        """Check what rules of single values cannot.
 
         Raises:
             ConfigError: a value has the wrong type or range; ``source`` names the file.
@@ -134,7 +132,7 @@ class ScorerConfig:
 
     def to_json(self) -> dict:
         """Return the contents of ``kvpop_config.json``."""
-        values = {"format": FORMAT, "version": VERSION, "scorer": self.scorer} | asdict(self)
+        values = SCHEMA.header | {"scorer": self.scorer} | asdict(self)
         lists = {name: list(values.pop(name)) for name in _OPTIONAL}
         return values | {name: found for name, found in lists.items() if found}
 
@@ -164,26 +162,6 @@ class DecayedConfig(ScorerConfig):
         return {"decay_logit": (self.num_kv_heads,)}
 
 
-def check_choice(given: Mapping, key: str, choices: Iterable[str], source: str) -> None:
-    """Raise ConfigError unless the value of ``key`` is one of ``choices``."""
-    if given[key] not in choices:
-        raise ConfigError(f"{source}: {key} must be one of {', '.join(choices)}, got {given[key]!r}")
-
-
-def check_flags(given: Mapping, keys: Iterable[str], source: str) -> None:
-    """Raise ConfigError unless the values of ``keys`` are booleans."""
-    for key in keys:
-        if not isinstance(given[key], bool):
-            raise ConfigError(f"{source}: {key} must be true or false, got {given[key]!r}")
-
-
-def check_integers(given: Mapping, least: Mapping[str, int], source: str) -> None:
-    """Raise ConfigError unless the values of ``least``'s keys are integers of at least its values."""
-    for key, low in least.items():
-        if not isinstance(given[key], int) or isinstance(given[key], bool) or not low <= given[key] <= MAX_BUDGET:
-            raise ConfigError(f"{source}: {key} must be an integer from {low} to {MAX_BUDGET}, got {given[key]!r}")
-
-
 def _check_trained(given: Mapping, source: str) -> None:
     budgets = given.get("trained", [])
     if not isinstance(budgets, list) or not all(
@@ -191,15 +169,18 @@ def _check_trained(given: Mapping, source: str) -> None:
     ):
         raise ConfigError(f"{source}: trained must be a list of objects with window and topk, got {budgets!r}")
     for budget in budgets:
-        check_integers(budget, {"window": 1, "topk": 0}, f"{source}: trained")
+        SCHEMA.check(budget, WINDOWS, f"{source}: trained")
     if budgets and budgets[0] != {"window": given["window"], "topk": given["topk"]}:
         raise ConfigError(
             f"{source}: trained must begin with window {given['window']} and topk {given['topk']}, got {budgets[0]!r}"
         )
 
 
-def is_positive(number: object) -> bool:
+def _is_positive(number: object) -> bool:
     """Return whether ``number`` is positive, finite and a normal float32, because the kernels use float32."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return False
     return torch.finfo(torch.float32).tiny <= number <= torch.finfo(torch.float32).max
+
+
+POSITIVE: Rule = (_is_positive, "a positive float32 number")

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kvpop_vllm.schemas import FLAG, Rule, integer, one_of
 from kvpop_vllm.scorers.base import Gate, Signals
-from kvpop_vllm.scorers.scorer_config import ScorerConfig, check_choice, check_flags
+from kvpop_vllm.scorers.scorer_config import ScorerConfig
 
 GATE_BIAS = 8.0
 """TRIM-KV's initial bias: ``beta = sigmoid(8) = 0.99966``, so that almost nothing decays before training."""
@@ -30,17 +31,15 @@ class TrimKVConfig(ScorerConfig):
     """
 
     scorer: ClassVar[str] = "trimkv"
-    least: ClassVar[dict[str, int]] = ScorerConfig.least | {"hidden_size": 1}
-    inputs: ClassVar[tuple[str, ...]] = ("hidden", "kv")
+    rules: ClassVar[dict[str, Rule]] = ScorerConfig.rules | {
+        "hidden_size": integer(1),
+        "reads": one_of(("hidden", "kv")),
+        "gated": FLAG,
+    }
 
     hidden_size: int
     reads: str = "hidden"
     gated: bool = False
-
-    @classmethod
-    def check(cls, given, source):
-        check_choice(given, "reads", cls.inputs, source)
-        check_flags(given, ("gated",), source)
 
     @property
     def width(self) -> int:

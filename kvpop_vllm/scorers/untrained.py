@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.model_shape import scorer_sizes
+from kvpop_vllm.model_shape import folder_sizes
 from kvpop_vllm.scorers import ScorerConfig, build, make_config
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, write_scorer
 
@@ -31,7 +31,7 @@ def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options)
     if (Path(out) / CONFIG_NAME).exists():
         raise ConfigError(f"{out} holds a scorer already: choose another folder")
     defaults = {"scorer": "mlstm", "sinks": 4, "window": 256, "topk": 764}
-    config = make_config(scorer_sizes(model), source="init-scorer options", **(defaults | options))
+    config = make_config(folder_sizes(model), source="init-scorer options", **(defaults | options))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = [dict(build(config).state_dict()) for _ in range(config.num_layers)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import VLLM
+from kvpop_vllm.vllm_glue.install import install
+from kvpop_vllm.vllm_glue.ledger import EVERY, FALLBACK, FUNCTIONS
 from kvpop_vllm.vllm_glue.start import contract, fallback
 
 
@@ -19,34 +22,12 @@ def register() -> None:
     if fallback.reason is not None:
         return
     try:
-        _register()
-    except ConfigError as error:
-        fallback.stand_aside(str(error))
+        import vllm
+
+        contract.check_version(vllm.__version__)
+        contract.check_functions(Path(vllm.__file__).parent, FUNCTIONS)
+        install(EVERY)
     except Exception as error:
-        found = " ".join(f"{type(error).__name__}: {error}".split())
-        fallback.stand_aside(f"{found}: install kvpop_vllm and vllm{VLLM} anew")
-
-
-def _register() -> None:
-    import vllm
-
-    contract.check_version(vllm.__version__)
-    from vllm import ModelRegistry
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    from kvpop_vllm import model_types
-    from kvpop_vllm.supported import ARCHITECTURES
-    from kvpop_vllm.vllm_glue import patches
-    from kvpop_vllm.vllm_glue.start import backend_choice, cuda
-
-    contract.check_functions(Path(vllm.__file__).parent, patches.LEDGER)
-    patches.apply()
-    register_backend(AttentionBackendEnum.CPU_ATTN, "kvpop_vllm.vllm_glue.start.backend_choice.Backend")
-    custom = AttentionBackendEnum.CUSTOM
-    before = custom.get_path() if custom.is_overridden() else None
-    if before != cuda.BACKEND:
-        backend_choice.custom_before = before
-        register_backend(custom, cuda.BACKEND)
-    model_types.register()
-    for name in set(ARCHITECTURES.values()) - set(ModelRegistry.get_supported_archs()):
-        ModelRegistry.register_model(name, f"kvpop_vllm.vllm_glue.run.models:{name}")
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        why = str(error) if isinstance(error, ConfigError) else f"{text}: install kvpop_vllm and vllm{VLLM} anew"
+        fallback.stand_aside(why, functools.partial(install, FALLBACK))

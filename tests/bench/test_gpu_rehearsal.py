@@ -100,5 +100,16 @@ def test_a_step_that_captures_no_graph(rehearse):
 
 
 def test_a_part_that_overruns(rehearse):
-    code, printed = rehearse("correct", "--slack", "0.02")
-    assert code == 1 and "[correct] FAILED overran" in printed
+    old = "    options = parse_arguments(arguments)\n"
+    new = f"{old}    time.sleep(3600)\n"
+    code, printed = rehearse("correct", "--slack", "0.1", file="benchmarks/gpu/sections.py", old=old, new=new)
+    assert code == 1 and "[correct] FAILED overran" in printed, printed[-4000:]
+
+
+def test_a_name_that_vllm_lacks(rehearse):
+    """The glue's imports are compared with the machine's vLLM, also those that nothing has run."""
+    old = "from __future__ import annotations\n"
+    new = f"{old}\n\ndef moved():\n    from vllm.v1.worker.gpu.model_runner import NoSuchRunner\n"
+    code, printed = rehearse("correct", file="kvpop_vllm/vllm_glue/plugin.py", old=old, new=new)
+    assert "[correct] done" in printed, printed[-4000:]
+    assert code == 1 and "NoSuchRunner" in printed and "FAULT: vLLM lacks what is printed above" in printed

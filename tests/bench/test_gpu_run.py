@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import threading
@@ -39,11 +40,7 @@ def start(tmp_path, monkeypatch):
 def part(name, *commands, seconds=60, **options):
     """Return a part of these commands."""
 
-    def yield_all(of_run):
-        yield from commands
-
-    yield_all.__name__ = name
-    return run.Part(seconds, yield_all, **{"needs_vllm": False} | options)
+    return run.Part(name, seconds, lambda of_run: iter(commands), **{"needs_vllm": False} | options)
 
 
 def test_a_part_that_overruns_is_ended_and_later_parts_run(start, tmp_path, capsys):
@@ -94,7 +91,7 @@ def test_a_part_that_cannot_start_costs_no_other(start, capsys):
         yield
 
     current = start(works="")
-    assert not current.do(run.Part(60, breaks, needs_vllm=False)) and current.do(part("next", ["works"]))
+    assert not current.do(run.Part("breaks", 60, breaks, needs_vllm=False)) and current.do(part("next", ["works"]))
     assert "[breaks] FAILED no space, 0 s" in capsys.readouterr().out
 
 
@@ -102,7 +99,7 @@ def test_the_limit_of_all_parts_ends_a_part(start):
     current = start(sleeps="import time; time.sleep(600)")
     current.until = time.monotonic() + 1
     assert not current.do(part("last", ["sleeps"])) and time.monotonic() - current.until < 30
-    assert sum(part.seconds for part in run.PARTS) <= run.SECONDS == 480
+    assert sum(part.seconds for part in run.PARTS if not part.by_name_only) <= run.SECONDS == 480
 
 
 def test_a_part_that_is_done_is_not_run_again(start, tmp_path, capsys):
@@ -134,13 +131,46 @@ def test_without_a_gpu_one_line_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("other", [{"capability": "8.0"}, {"python": "3.11"}])
-def test_a_bundle_for_another_gpu_or_python_is_refused(start, tmp_path, other):
+def test_a_bundle_for_another_gpu_or_python_is_refused(start, tmp_path, monkeypatch, other):
+    monkeypatch.setattr(run, "has_vllm", lambda: False)
     (tmp_path / "no bundle").mkdir()
     start()
-    with pytest.raises(
-        SystemExit, match="is for Python 3.12 and compute capability 9.0, not .*: remove it, and install"
-    ):
+    with pytest.raises(SystemExit, match="is for Python 3.12 and compute capability 9.0, not .*: install vLLM"):
         start(MACHINE | other)
+
+
+def test_where_vllm_is_installed_the_bundle_is_not_used(start, tmp_path, capsys):
+    """This environment has vLLM, and the bundle is damaged, so using it would end the run."""
+    (tmp_path / "no bundle").mkdir()
+    for name in ("site.tar.xz", "site.tar.xz.sha256"):
+        (tmp_path / "no bundle" / name).write_text("damaged")
+    current = start(MACHINE | {"vllm": "0.33.0", "capability": "8.0"})
+    assert f"[gpu] vLLM 0.33.0 is installed, so {tmp_path / 'no bundle'} is not used" in capsys.readouterr().out
+    paths = [str(run.MODULES), str(run.ROOT / "benchmarks")]
+    assert current.environment["PYTHONPATH"].split(":")[:2] == paths
+    assert {name for name in current.environment if name.endswith(("CACHE_DIR", "CACHE_ROOT"))} <= set(os.environ)
+
+
+def test_sections_run_by_name_only(start, tmp_path, monkeypatch, capsys):
+    """Every section of the kernels is a part, which takes the name's module and ends before its limit."""
+    current = start(MACHINE | {"vllm": "0.33.0"})
+    monkeypatch.setattr(run, "Run", lambda out, slack: current)
+    monkeypatch.setattr(current, "do", lambda part: print(part.name, *part.commands(current)) or True)
+    monkeypatch.setattr(run, "TABLES", ())
+
+    def parts(*arguments):
+        monkeypatch.setattr("sys.argv", ["run.py", *arguments])
+        capsys.readouterr()
+        assert run.main() == 0
+        return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("[gpu]")]
+
+    assert not {line.split()[0] for line in parts()} & run.SECTIONS.keys()
+    out = tmp_path / "out"
+    assert parts("tiles", "correct")[1:] == [f"tiles {['gpu.sections', 'tiles', '--minutes', '2.00', '--out', out]}"]
+    for name, seconds in run.SECTIONS.items():
+        (line,) = parts(name)
+        assert line.startswith(f"{name} ['gpu.sections', '{name}'") and seconds - run.LAST_CASE >= 60
+        assert importlib.util.find_spec(f"gpu.{name.removesuffix('-kernels')}")
 
 
 def test_a_users_packages_are_found_after_ours(start, monkeypatch):

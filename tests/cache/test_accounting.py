@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.cache.accounting import CacheBytes, PoolBytes, dense_request_bytes, pool_bytes, request_bytes
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.roles import Retention
 
 

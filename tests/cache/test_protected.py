@@ -11,13 +11,13 @@ from kernels.factories import random_page_table, random_rule, random_scorer
 from threads import one_thread
 
 from kvpop_vllm.cache.accounting import request_bytes
+from kvpop_vllm.cache.pages import PageLayout, Prefix
+from kvpop_vllm.cache.shares import Shares
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
-from kvpop_vllm.kernels.pages import PageLayout, Prefix
-from kvpop_vllm.kernels.regions import Shares
-from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules.retained import held_tokens
 
 HEADS, SIZE = 2, 32
 
@@ -45,7 +45,7 @@ def pages_and_keys(kind, protect, count, budget=14, sinks=2, window=4, threshold
     for t in range(count):
         token = keys[t : t + 1]
         if t < protect:
-            prefix.write(token, token, prefix_row[0, t // 16].view(1).long(), torch.tensor([t % 16]))
+            pages.write(token, token, prefix_row[0, t // 16].view(1).long(), torch.tensor([t % 16]))
         if t == protect:
             ops.begin_tail(pages, tail, prefix, rule=rule)
         gate_scores = token[..., 0].contiguous() if kind == "gate_scores" else None
@@ -105,8 +105,11 @@ def test_blocks_and_most_blocks(protect):
         for length in range(1, 90):
             for prompt in range(length + 1):  # 0: a request may protect nothing
                 p = protected_tokens(protect, prompt)
-                assert spec.blocks(length, p) == counted(length, p, budget, sinks, slots, state), (length, p)
-                worst = max(worst, spec.blocks(length, p))
+                assert spec.blocks(length, spec.slots(p)) == counted(length, p, budget, sinks, slots, state), (
+                    length,
+                    p,
+                )
+                worst = max(worst, spec.blocks(length, spec.slots(p)))
             assert spec.most_blocks(length) == worst, (budget, sinks, slots, state, length)
 
 
@@ -117,9 +120,9 @@ def test_most_blocks_of_what_requests_may_ask(most):
         spec = make_spec(budget, sinks, slots, state, most, max_budget=2 * budget)
         for length in range(1, 70):
             asked = itertools.product(range(protected_tokens(most, length) + 1), range(sinks + 2, 2 * budget + 1))
-            assert spec.most_blocks(length) == max(spec.blocks(length, p, own) for p, own in asked)
+            assert spec.most_blocks(length) == max(spec.blocks(length, spec.slots(p, own)) for p, own in asked)
             for p, own in ((0, 2 * budget), (min(5, length), sinks + 2)):
-                assert spec.blocks(length, p, own) == counted(length, p, own, sinks, slots, state)
+                assert spec.blocks(length, spec.slots(p, own)) == counted(length, p, own, sinks, slots, state)
 
 
 @pytest.mark.parametrize("protect", [1, 16, 33, True])
@@ -137,7 +140,7 @@ def test_most_blocks_of_unequal_shares(protect):
                 p = protected_tokens(protect, prompt)
                 own = length - p
                 pages = sum(state + -(-min(own, budget - (sinks if p else 0)) // 16) for budget in (30, 30, 12, 12))
-                counts.append(spec.blocks(length, p))
+                counts.append(spec.blocks(length, spec.slots(p)))
                 assert counts[-1] >= -(-p // 16) + (-(-pages // 4) if own else 0)
             assert spec.most_blocks(length) >= max(counts)
 
@@ -185,16 +188,18 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
                 expected = whole + 1
             else:
                 expected = whole + 1 + (-(-budget // 16) + more if prompt > budget and adaptive else -(-at // 16))
-            assert spec.blocks(length, prompt) == expected, (prompt, length)
+            assert spec.blocks(length, spec.slots(prompt)) == expected, (prompt, length)
 
 
 def test_requests_of_less_budget_fit_where_slots_are_made():
     """A smaller window may divide a short prompt's slots less well; the example of 130 tokens needs the block beyond."""
     spec = dataclasses.replace(make_spec(136, 0, 16, 3, True), compression=PromptMatching(2, 8))
     spec = dataclasses.replace(spec, window=34, max_window=34)
-    assert spec.blocks(130, 130, 135, 33) == 1 + max(spec.blocks(130, p, 136, 34) for p in range(131))
+    assert spec.blocks(130, spec.slots(130, 135, 33)) == 1 + max(
+        spec.blocks(130, spec.slots(p, 136, 34)) for p in range(131)
+    )
     for length, budget in itertools.product((1, 30, 64, 65, 97, 130, 150), range(4, 137)):
-        needed = max(spec.blocks(length, prompt, budget, budget // 4) for prompt in range(length + 1))
+        needed = max(spec.blocks(length, spec.slots(prompt, budget, budget // 4)) for prompt in range(length + 1))
         assert needed <= spec.most_blocks(length), (length, budget)
 
 
@@ -209,15 +214,17 @@ def test_blocks_of_prompts_that_slots_are_made_of(budget, window):
     worst = dict.fromkeys(range(1, 130), 0)
     for prompt, length in itertools.product(range(130), range(1, 130)):
         if prompt > length + 8:
-            assert spec.blocks(length, prompt) == -(-length // 16)
+            assert spec.blocks(length, spec.slots(prompt)) == -(-length // 16)
             continue
         made = max(0, min(prompt - window, budget - window))
         slots = {t - min(t, max(0, prompt - budget)) for t in range(length)}  # made slots first, then the ring
         ring = {(slot - made) % (budget - made) for slot in slots if slot >= made} if length >= prompt else ()
         if prompt - 8 < length or not prompt:
             expected = -(-prompt // 16) + -(-made // 16) + 3 + -(-len(ring) // 16)
-            assert spec.blocks(length, prompt) == expected, (prompt, length)
-        worst[length] = max(worst[length], spec.blocks(length, prompt)) if prompt <= length else worst[length]
+            assert spec.blocks(length, spec.slots(prompt)) == expected, (prompt, length)
+        worst[length] = (
+            max(worst[length], spec.blocks(length, spec.slots(prompt))) if prompt <= length else worst[length]
+        )
     assert all(spec.most_blocks(length) - most in (0, 1) for length, most in worst.items())
-    ((first, last), state) = spec.dropped(100, budget, window)
+    ((first, last), state) = spec.dropped(spec.slots(100, budget, window))
     assert (first, last) == (0, 7) and state[0] == 7 + -(-(budget - window) // 16) and state[1] == state[0] + 3

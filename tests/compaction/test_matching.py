@@ -7,7 +7,7 @@ import torch
 
 from kvpop_vllm.compaction.cache_attention import attend
 from kvpop_vllm.compaction.reference import Fitting, Reference
-from kvpop_vllm.kernels.matching import NO_WEIGHT, Matching, bounded_least_squares, fit_factors, match
+from kvpop_vllm.rules.matching import NO_WEIGHT, Matching, bounded_least_squares, fit_factors, match
 
 HEADS, GROUP, TOKENS, DIM = 2, 3, 200, 16
 SCALE = DIM**-0.5

@@ -8,9 +8,9 @@ import pytest
 import torch
 from compactor_kl import truncated, untrained
 
+from kvpop_vllm.compaction.compactor_files import TENSORS_NAME, read_compactor
 from kvpop_vllm.compaction.compactor_training import StillOptions, example_of, still_losses
 from kvpop_vllm.compaction.run import load
-from kvpop_vllm.compaction.still_files import TENSORS_NAME, read_compactor
 from kvpop_vllm.distill.run import load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.compaction.cartridge import read_cartridge
+from kvpop_vllm.compaction.compactor_files import CONFIG_NAME, TENSORS_NAME, read_compactor
 from kvpop_vllm.compaction.compactor_training import StillOptions, StillTrainer, example_of, still_losses
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.compaction.still import Compactor, LayerCompactor, latent_positions
-from kvpop_vllm.compaction.still_files import CONFIG_NAME, TENSORS_NAME, read_compactor
 from kvpop_vllm.hf import KVpopCache
 
 SLOTS, TOKENS = 64, 300

@@ -9,13 +9,13 @@ from distill.byte_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.compaction import loop
 from kvpop_vllm.compaction.cartridge import read_cartridge, turned
 from kvpop_vllm.compaction.cartridge_training import CacheTrainer, Training
 from kvpop_vllm.compaction.conversations import TOP, Conversation, read_conversations, sparse_teacher
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.trained_cache import TrainedCache, losses, packs
+from kvpop_vllm.distill import training_loop
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.testing.models import write_tiny_model
 
@@ -321,5 +321,7 @@ def test_rate_rises_and_falls():
     )
     rates = [trainer.rate(step) for step in range(40)]
     assert (
-        rates[:3] == [0.5, 1.0, 1.0] and rates[-1] == pytest.approx(loop.END) and sorted(rates[2:])[::-1] == rates[2:]
+        rates[:3] == [0.5, 1.0, 1.0]
+        and rates[-1] == pytest.approx(training_loop.END)
+        and sorted(rates[2:])[::-1] == rates[2:]
     )

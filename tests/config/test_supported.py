@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.supported import ARCHITECTURES, DTYPES, HEAD_SIZES, KERNELS, REFUSED, STOCK_ARCHITECTURES, refused
+from kvpop_vllm.supported import (
+    ARCHITECTURES,
+    DTYPES,
+    HEAD_SIZES,
+    KERNELS,
+    REFUSED,
+    STOCK_ARCHITECTURES,
+    refused,
+    unserved,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,3 +89,12 @@ def test_what_only_the_reader_or_an_unknown_key_says():
     """tests/test_refusals.py has configs of models."""
     assert refused(SimpleNamespace(), {"MLA": True, "recurrent": 0}) == [REFUSED["MLA"]]
     assert refused(SimpleNamespace(use_attention_sinks=True), {}) == [REFUSED["attention sinks"]]
+
+
+@pytest.mark.parametrize("name", ["layer_types", "layers_block_type"])
+def test_layers_of_kinds_that_are_not_served(name):
+    """The feature is named once, whether it is seen in the kinds of layers, in the window or in both."""
+    other, full = REFUSED["recurrent"].feature, {name: ["full_attention", "attention", "sliding_attention"]}
+    assert unserved(SimpleNamespace(**full, sliding_window=64), {}, 64) == []
+    assert unserved(SimpleNamespace(**{name: ["full_attention", "mamba"]}, sliding_window=64), {}, 100) == [other]
+    assert unserved(SimpleNamespace(**{name: ["attention"]}), {"MLA": True}, 64) == [REFUSED["MLA"].feature]

@@ -28,11 +28,11 @@ def noisy_student(model, recipe):
     """Return a model of two layers with scorers that rank tokens at random."""
     from kvpop_vllm.distill.student import Student
     from kvpop_vllm.model_hook import load_model
-    from kvpop_vllm.model_shape import scorer_sizes
+    from kvpop_vllm.model_shape import folder_sizes
     from kvpop_vllm.scorers import build, make_config
 
     torch.manual_seed(3)
-    config = make_config(scorer_sizes(model), source="the test", **recipe.scorer_options())
+    config = make_config(folder_sizes(model), source="the test", **recipe.scorer_options())
     student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
     with torch.no_grad():
         for name, p in student.scorers.named_parameters():

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from kvpop_vllm.distill import run
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.recipe import Recipe
-from kvpop_vllm.distill.sparse import Sparse
+from kvpop_vllm.distill.sparse_attention import Sparse
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.trainer import Process
 from kvpop_vllm.kernels.ops.rules import REPLAY

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.sparse import Sparse, dense_attention
+from kvpop_vllm.distill.sparse_attention import Sparse, dense_attention
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.model_shape import positions_of
 from kvpop_vllm.roles import Retention

@@ -14,7 +14,7 @@ from kernels.naive import masked_attention
 from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
 from kvpop_vllm.distill.losses import RetentionLoss, listwise_loss, top_kl
 from kvpop_vllm.distill.recipes import PAPER
-from kvpop_vllm.distill.sparse import Sparse, dense_attention
+from kvpop_vllm.distill.sparse_attention import Sparse, dense_attention
 from kvpop_vllm.distill.targets import attention_from, retention_target
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops

@@ -11,7 +11,7 @@ from distill.rows import Rows
 from distill.train_tiny import LENGTH, RECIPES
 from transformers import AutoModelForCausalLM
 
-from kvpop_vllm.distill.sparse import Sparse, recency
+from kvpop_vllm.distill.sparse_attention import Sparse, recency
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.teacher import top_logits
 from kvpop_vllm.model_hook import Dense, load_model

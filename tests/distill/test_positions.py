@@ -12,7 +12,7 @@ from distill.rows import Rows
 from distill.train_tiny import LENGTH, RECIPE
 
 from kvpop_vllm.config import ConfigError, TrainedBudget
-from kvpop_vllm.distill.sparse import Sparse
+from kvpop_vllm.distill.sparse_attention import Sparse
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.model_hook import Dense, check_positions, load_model
 from kvpop_vllm.roles import Retention

@@ -7,10 +7,10 @@ import torch
 from kernels.factories import random_page_table
 from kernels.naive import visible_keys
 
+from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.distill.cutoffs import running_cutoffs
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.chunks import Chunks
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers.linear import LinearWeights
 from kvpop_vllm.testing import retained_sets

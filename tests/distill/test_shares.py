@@ -14,7 +14,7 @@ from distill.train_tiny import LENGTH, RECIPE
 from distill.typed import evaluated, refused
 
 from kvpop_vllm.distill.shares import PARTS, divide_slots, expected_error, measure_errors
-from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.scorers.checkpoint import read_config, read_scorer

@@ -18,8 +18,8 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.calibration import decay_grid
 from kvpop_vllm.distill.checkpoints import Checkpoints
 from kvpop_vllm.distill.metrics import read_metrics
-from kvpop_vllm.distill.recipe import Recipe
-from kvpop_vllm.distill.trainer import Trainer, TrainingError
+from kvpop_vllm.distill.recipe import Recipe, TrainingError
+from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.scorers import Decay, log_gamma
 from kvpop_vllm.scorers.checkpoint import read_scorer

@@ -16,7 +16,7 @@ from engine.recorder import Recorder
 from engine.tiny_engine import quick, start, stop
 from threads import one_thread
 
-from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.cache.pages import cdiv
 from kvpop_vllm.testing import random_prompt
 
 TOP_LOGPROBS = 3
@@ -190,12 +190,16 @@ class Watched:
             own, shared = [], set()
             for name, (tokens, last, (protected, *sizes), row) in step.running.items():
                 counted = last if self.spec.reserve else tokens
-                assert len(row) == self.spec.blocks(counted, protected, *sizes), (
+                assert len(row) == self.spec.blocks(counted, self.spec.slots(protected, *sizes)), (
                     f"{tokens} tokens, {protected} protected"
                 )
                 prefix, full = cdiv(min(tokens, protected), BLOCK), min(tokens, protected) // BLOCK
                 if self.votes and tokens > protected and row[0] == 0:
-                    dropped = {column for part in self.spec.dropped(protected, *sizes) for column in range(*part)}
+                    dropped = {
+                        column
+                        for part in self.spec.dropped(self.spec.slots(protected, *sizes))
+                        for column in range(*part)
+                    }
                     assert not any(row[column] for column in dropped) and dropped >= set(range(prefix))
                     row, full = [block for column, block in enumerate(row) if column not in dropped], 0
                 elif self.votes and tokens > protected:  # a resumed chunk may hold the prompt's end

@@ -10,7 +10,7 @@ from engine.judge import Judge
 from policies.matrix import MOMENTS, ROWS, allocated, random_scorer_folder
 
 from kvpop_vllm import policies
-from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.cache.pages import cdiv
 from kvpop_vllm.testing import OraclePolicy
 
 SINKS, WINDOW, TOPK = 4, 16, 36

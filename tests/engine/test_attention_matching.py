@@ -106,7 +106,7 @@ def test_a_small_pool_and_aborts(served):
     engine = served[0]
     engine.chunk(7)
     jobs = [Job(new=40, prompt=TEXT[i : i + 90 + i], scored=False) for i in range(5)]
-    with engine.small_pool(2 + 2 * engine.spec.blocks(130, 130)):
+    with engine.small_pool(2 + 2 * engine.spec.blocks(130, engine.spec.slots(130))):
         answers = engine.serve(jobs, lambda step: engine.engine.abort_request(["1"] if step == 8 else []))
         whole = {name: answer for name, answer in answers.items() if answer.outputs[0].finish_reason == "length"}
         assert {answer.request_id for answer in whole.values()} == {"0", "2", "3", "4"}

@@ -338,7 +338,8 @@ def test_a_request_that_waits_holds_no_copies(served):
     placed = [list(names_of(served.engine.engine.vllm_config).placed[name]) for name in ("plain", "biased")]
 
     def request(name: str, cartridges: list):
-        params = SimpleNamespace(extra_args={RESOLVED: [64 + 128, BUDGET, 16, None, cartridges]})
+        slots = [64 + 128, 64 + 128, BUDGET, 16, None, 0, cartridges]
+        params = SimpleNamespace(extra_args={RESOLVED: slots})
         return SimpleNamespace(request_id=name, sampling_params=params, num_prompt_tokens=200, max_tokens=5)
 
     assert len(manager.admit(request("waits", placed))) == (64 + 128) // BLOCK and len(manager.cartridges.copies) == 1

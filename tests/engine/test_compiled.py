@@ -71,7 +71,7 @@ def test_a_full_checkpoint_compiled(folder, compiler_cache):
 def test_the_shim_is_still_needed():
     """The shim in compile_cache.py is needed as long as torch's class lacks this method.
 
-    See the ledger in vllm_glue/patches.py.
+    See the ledger in vllm_glue/ledger.py.
     """
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
 
@@ -83,16 +83,19 @@ def test_gates_of_another_make_are_compiled_anew(folder, compiler_cache, monkeyp
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
 
-    from kvpop_vllm.vllm_glue.run import compile_cache
+    from kvpop_vllm.vllm_glue.install import install
+    from kvpop_vllm.vllm_glue.ledger import WORKER
+    from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
-    compile_cache.apply()
     model = str(write_tiny_model(folder / "one", "llama", layers=1))
 
     def factors(name, **options):
         settings = make_case(model, folder / f"{name}-{len(options)}", name, **options).settings
         arguments = EngineArgs(model, skip_tokenizer_init=True, additional_config={"kv_policy": settings})
-        return str(caching.aot_compile_hash_factors(arguments.create_engine_config()))
+        config = arguments.create_engine_config()
+        install(WORKER, engine_policy(config))
+        return str(caching.aot_compile_hash_factors(config))
 
     found = [factors("trimkv"), factors("trimkv", mlp_width=24), factors("trimkv-kv"), factors("dms")]
     assert len(set(found)) == 4 and factors("trimkv", seed=3, topk=50, mlp_width=24) == found[1]

@@ -9,7 +9,7 @@ import torch
 from engine.driving import Job, watched
 
 from kvpop_vllm.cache.accounting import dense_request_bytes, pool_bytes, request_bytes
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
+from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy

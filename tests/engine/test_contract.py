@@ -1,10 +1,12 @@
 """vLLM has what the package relies on, and the checks find what it lacks.
 
-For a version that is not installed: ``python -m kvpop_vllm.vllm_glue.start.contract FOLDER``.
+For a version that is not installed: ``python tests/engine/compare_vllm.py FOLDER``.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import multiprocessing
 import pickle
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engine import compare_vllm
 from engine.broken_vllm import VLLM, copy
 from engine.tiny_engine import configure
 from vllm.config import VllmConfig
@@ -22,7 +25,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from kvpop_vllm import supported
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_tiny_model
-from kvpop_vllm.vllm_glue import patches, plugin
+from kvpop_vllm.vllm_glue import install, plugin
+from kvpop_vllm.vllm_glue.ledger import ADDED, EVERY, FALLBACK, FUNCTIONS, LEDGER, REGISTERED
 from kvpop_vllm.vllm_glue.run import compile_cache
 from kvpop_vllm.vllm_glue.start import contract, fallback
 
@@ -30,14 +34,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_installed_vllm_has_all(capsys):
-    assert contract.main(str(VLLM)) == 0
-    assert f"{len(patches.LEDGER)} wrapped functions" in capsys.readouterr().out
+    assert compare_vllm.main(str(VLLM)) == 0
+    assert f"{len(FUNCTIONS)} wrapped functions" in capsys.readouterr().out
     assert len(set(contract.imported_names())) > 40
 
 
 def test_every_lack_is_found(tmp_path, capsys):
     """Every function and every imported name is found missing where its modules call it something else."""
-    functions = {patch.target: patch.target.split(":") for patch in patches.LEDGER}
+    functions = {patch.target: patch.target.split(":") for patch in FUNCTIONS}
     relied = [(module, path.split(".")[-1]) for module, path in functions.values()]
     relied += contract.imported_names()
     names = "|".join(sorted({name for _, name in relied} - {"vllm"}, key=len, reverse=True))
@@ -48,17 +52,17 @@ def test_every_lack_is_found(tmp_path, capsys):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(re.sub(rf"\b({names})\b", r"\1_", source.read_text()))
     folder = tmp_path / "vllm"
-    assert contract.missing_functions(folder, patches.LEDGER) == [contract.described(each) for each in patches.LEDGER]
+    assert contract.missing_functions(folder, FUNCTIONS) == [contract.described(each) for each in FUNCTIONS]
     assert set(contract.missing_names(folder)) == {f"{module}.{name}" for module, name in contract.imported_names()}
-    assert contract.main(str(folder)) == 1 and "lacks vllm.engine.arg_utils:" in capsys.readouterr().out
+    assert compare_vllm.main(str(folder)) == 1 and "lacks vllm.engine.arg_utils:" in capsys.readouterr().out
     with pytest.raises(
         ConfigError, match=r"^this vLLM lacks .*add_cli_args\(parser\) and \d+ others, .*install a stock"
     ):
-        contract.check_functions(folder, patches.LEDGER)
+        contract.check_functions(folder, FUNCTIONS)
     with pytest.raises(ConfigError, match="^this vLLM lacks "):
         contract.check_imports(folder)
     with pytest.raises(SystemExit, match="give the folder vllm of unpacked sources"):
-        contract.main(str(tmp_path))
+        compare_vllm.main(str(tmp_path))
 
 
 SPEC = "v1.attention.backend:AttentionBackend.customize_spec"
@@ -69,10 +73,10 @@ SPEC = "v1.attention.backend:AttentionBackend.customize_spec"
 )
 def test_a_method_that_vllm_calls_in_another_way_is_found(now, found, tmp_path):
     folder = copy(tmp_path, {"v1/attention/backend.py": ("customize_spec(cls, spec", now)}) / "vllm"
-    assert contract.missing_overrides(folder) == [f"vllm.{SPEC}{found}"]
+    assert compare_vllm.missing_overrides(folder) == [f"vllm.{SPEC}{found}"]
 
 
-@pytest.mark.parametrize("patch", patches.LEDGER, ids=lambda patch: patch.target)
+@pytest.mark.parametrize("patch", FUNCTIONS, ids=lambda patch: patch.target)
 def test_parameters_that_are_relied_on(patch):
     """A relied-on parameter may be neither renamed nor, where it comes by its position, moved; others may be added."""
     names = contract.parameters(VLLM, patch.target)
@@ -116,17 +120,29 @@ def test_functions_of_this_process_are_looked_at_too(monkeypatch):
         else:
             monkeypatch.setattr(EngineArgs, "from_cli_args", broken)
         with pytest.raises(ConfigError, match=r"lacks vllm.engine.arg_utils:EngineArgs.from_cli_args\(cls, args\)"):
-            patches.apply()
+            install.install(EVERY)
         assert EngineArgs.add_cli_args is add
     monkeypatch.setattr(EngineArgs, "from_cli_args", their_classmethod("*args", "**kwargs"), raising=False)
-    patches._found(next(each for each in patches.LEDGER if each.target.endswith("from_cli_args")))
+    install.install(EVERY)
+    assert EngineArgs.__dict__["from_cli_args"].__func__._kvpop_row in LEDGER
 
 
-def test_a_wrapper_takes_what_the_ledger_says():
-    with pytest.raises(
-        LookupError, match=r"the wrapper of .*from_cli_args takes \['cls', 'namespace'\]: say so in LEDGER"
-    ):
-        patches.wrap("vllm.engine.arg_utils:EngineArgs.from_cli_args", lambda original, cls, namespace: None)
+@pytest.mark.parametrize("row", LEDGER, ids=lambda row: f"{row.target} {row.wrapper}")
+def test_rows_of_the_ledger(row):
+    """A wrapper takes what its row says, a row says why it is there, and vLLM has what is registered or changed."""
+    module, name = row.wrapper.split(":")
+    ours = getattr(importlib.import_module(f"kvpop_vllm.vllm_glue.{module}"), name)
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [each.name for each in inspect.signature(ours).parameters.values() if each.kind not in kinds]
+    leading = {ADDED: ["self"], REGISTERED: []}.get(row.kind, ["install"] * bool(row.opens) + ["original"])
+    if row.process != FALLBACK and row.kind != ADDED:
+        assert named == leading + contract.split(row.takes)[0]
+    else:
+        assert named[: len(leading)] == leading
+    assert row.why and row.goes and row.when in install.CONDITIONS
+    module, path = row.target.split(":")
+    owner, *inner = path.split(".")
+    assert contract.defines(VLLM, module, owner) and not (row.kind == ADDED and contract.parameters(VLLM, row.target))
 
 
 # Standing aside. Engines and servers do so in test_fail_safe.py.
@@ -138,7 +154,6 @@ def warnings(monkeypatch):
     said = []
     monkeypatch.setattr(fallback.logger, "warning", lambda text, *values: said.append(text % values))
     monkeypatch.setattr(fallback, "reason", None)
-    monkeypatch.setattr(fallback, "_guard", lambda: None)
     return said
 
 
@@ -150,7 +165,7 @@ def warnings(monkeypatch):
 def test_vllms_command_ends_if_it_has_a_flag(command, warnings, monkeypatch):
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="^kvpop: error: --kv-policy cannot be served: why$"):
-        fallback.stand_aside("why")
+        fallback.stand_aside("why", lambda: None)
     assert warnings == []
 
 
@@ -159,22 +174,21 @@ def test_vllms_command_ends_if_it_has_a_flag(command, warnings, monkeypatch):
 )
 def test_other_commands_go_on(command, warnings, monkeypatch):
     monkeypatch.setattr(sys, "argv", command)
-    fallback.stand_aside("why")
+    fallback.stand_aside("why", lambda: None)
     assert warnings == ["kvpop_vllm does nothing: why"] and fallback.reason == "why"
 
 
 def test_child_processes_do_not_warn_again(warnings, monkeypatch):
     monkeypatch.setattr(multiprocessing, "parent_process", object)
-    fallback.stand_aside("why")
+    fallback.stand_aside("why", lambda: None)
     assert warnings == []
 
 
-def test_a_server_starts_though_nothing_can_be_refused(warnings, monkeypatch):
+def test_a_server_starts_though_nothing_can_be_refused(warnings):
     def guard():
         raise ImportError("no VllmConfig")
 
-    monkeypatch.setattr(fallback, "_guard", guard)
-    fallback.stand_aside("why")
+    fallback.stand_aside("why", guard)
     assert warnings[1:] == ["kv_policy in additional_config has no effect, and cannot be refused: no VllmConfig"]
 
 
@@ -187,7 +201,7 @@ def test_a_config_that_comes_by_pickle_is_refused(monkeypatch):
     stock, asking = (VllmConfig.__new__(VllmConfig) for _ in range(2))
     stock.additional_config, asking.additional_config = {"other": 1}, {"kv_policy": {"policy": "h2o"}}
     sent = pickle.dumps(stock), pickle.dumps(asking)
-    fallback._guard()
+    install.install(FALLBACK)
     assert pickle.loads(sent[0]).additional_config == {"other": 1}
     with pytest.raises(ConfigError, match="^--kv-policy cannot be served: why$"):
         pickle.loads(sent[1])
@@ -217,7 +231,7 @@ MODEL = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={"kv_polic
 def test_torchs_artefact_has_the_method_while_it_is_loaded():
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as artefact
 
-    assert compile_cache._try_load(lambda model: hasattr(artefact, compile_cache._HOOK), MODEL)
+    assert compile_cache.try_load(lambda model: hasattr(artefact, compile_cache._HOOK), MODEL)
     assert not hasattr(artefact, compile_cache._HOOK)
 
 
@@ -232,6 +246,6 @@ def test_another_class_of_torch_costs_a_warning(there, monkeypatch):
         monkeypatch.delattr(types, "BundledAOTAutogradSerializableCallable")
     else:
         monkeypatch.setattr(types, "BundledAOTAutogradSerializableCallable", there)
-    assert compile_cache._try_load(lambda model: "as it is", MODEL) == "as it is"
+    assert compile_cache.try_load(lambda model: "as it is", MODEL) == "as it is"
     (line,) = said
     assert line.startswith("this torch is not the expected one, so that models are compiled at every start: ")

@@ -14,12 +14,13 @@ from engine.cuda_engine import GROUP, MOST, SIZE, SLOTS, attention_of, configure
 from engine.cuda_runners import RUNNERS
 from kernels.memory import peak_bytes
 
-from kvpop_vllm.attention import step_batch
+from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.profile_run import worst_case_batches
-from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepPlan
+from kvpop_vllm.cache.shares import EqualHeads, fixed_shares
+from kvpop_vllm.cache.step import plan_batch
 from kvpop_vllm.config import protected_tokens
-from kvpop_vllm.kernels.regions import region_map
-from kvpop_vllm.requests import RequestCache
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
@@ -71,19 +72,19 @@ class Layers:
         for i, impl in enumerate(self.impls):
             impl.forward(None, q[i], k[i], v[i], self.gpu[i], metadata, out[i])
 
-    def expected(self, q, k, v, counts, lengths, rows, sizes):
+    def expected(self, q, k, v, counts, lengths, rows, slots):
         """Return the outputs of the CPU's path with the reference kernels."""
-        out, seq_lens = torch.empty_like(q), torch.tensor(lengths, dtype=torch.int32)
+        out = torch.empty_like(q)
         for i, impl in enumerate(self.impls):
-            layout, regions = impl.attention.layout, None
+            layout, shares = impl.attention.layout, EqualHeads(HEADS)
             pages = blocks_of = layout.view(self.cpu[i].view(torch.uint8))
             if impl.shares is not None:
-                regions = region_map(impl.shares, layout, BLOCKS)
-                pages = regions.view(self.cpu.view(torch.uint8).view(-1))
+                shares = fixed_shares(impl.shares, layout, BLOCKS)
+                pages = shares.view(self.cpu.view(torch.uint8).view(-1))
             table = torch.zeros(len(counts), 32, dtype=torch.int32)
             for row, blocks in zip(table, rows, strict=True):
                 row[: len(blocks)] = torch.tensor(blocks)
-            step = StepPlan(layout, impl.policy.retention, counts, seq_lens, table, sizes).batch(regions, i)
+            step = plan_batch(layout, slots, counts, lengths, table).batch(shares, i)
             cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference")
             cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
         return out
@@ -121,13 +122,13 @@ class Requests:
         for name in names:
             self.lengths[name] = self.lengths.get(name, 0) + counts[name]
             row, own = self.rows.setdefault(name, []), self.sizes(name)
-            blocks = self.spec.blocks(self.lengths[name], own.protected, own.budget)
+            blocks = self.spec.blocks(self.lengths[name], own)
             row += [self.free.pop(0) for _ in range(blocks - len(row))]
         return [[x[name] for name in names] for x in (counts, self.lengths, self.rows)]
 
-    def sizes(self, name) -> RequestCache:
+    def sizes(self, name) -> RequestSlots:
         protected = protected_tokens(self.spec.protect, (self.prompts or self.lengths)[name])
-        return self.asks.get(name, RequestCache(protected, self.kept.budget, self.kept.window))
+        return self.asks.get(name, RequestSlots(protected, 0, self.kept.budget, self.kept.window))
 
     def finish(self, name):
         """End a request; its blocks are the next to be claimed."""
@@ -149,7 +150,7 @@ def serve(model, tmp_path, monkeypatch):
         if settings["policy"] == "kvpop":
             settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
         layers = Layers(configure(model, settings, compilation_config={"cudagraph_capture_sizes": [MOST]}))
-        prefill = step_batch.ops.prefill_chunk
+        prefill = ops.prefill_chunk
 
         def by_interpreter(*tensors, rule, impl, **more):
             """Run prefill by the interpreter, but sequential rules by the reference.
@@ -158,7 +159,7 @@ def serve(model, tmp_path, monkeypatch):
             """
             return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **more)
 
-        monkeypatch.setattr(step_batch.ops, "prefill_chunk", by_interpreter)
+        monkeypatch.setattr(ops, "prefill_chunk", by_interpreter)
         return Served(layers, prompts, RUNNERS[version])
 
     return start
@@ -186,9 +187,8 @@ class Served:
         asks = [self.requests.asks.get(name) for name in names]
         metadata = self.runner.step(counts, lengths, rows, prompts, asks)
         q, k, v = layers.tokens(n)
-        protected, budgets, windows, *_ = zip(*map(self.requests.sizes, names), strict=True)
-        sizes = RequestSettings(list(protected), list(budgets), list(windows))
-        expected = layers.expected(q, k, v, counts, lengths, rows, sizes)
+        slots = [self.requests.sizes(name) for name in names]
+        expected = layers.expected(q, k, v, counts, lengths, rows, slots)
         if graph:
             assert set(counts) == {1}
             for buffer, fresh in zip((self.q, self.k, self.v), (q, k, v), strict=True):
@@ -249,7 +249,7 @@ def test_protected_prompts(serve, name, version):
 def test_requests_with_sizes_of_their_own(serve, version):
     """Requests have their own budgets, windows and protection, and the steps of others keep nothing of them."""
     served = serve("own sizes", version=version)
-    served.requests.asks = {"a": RequestCache(0, 40, 10), "b": RequestCache(20, 24, 6)}
+    served.requests.asks = {"a": RequestSlots(0, 0, 40, 10), "b": RequestSlots(20, 0, 24, 6)}
     served.check(a=9, b=30)
     served.check(a=1, b=1, c=20)
     for _ in range(3):
@@ -257,7 +257,7 @@ def test_requests_with_sizes_of_their_own(serve, version):
     served.check(b=1, a=38, c=14)
     served.check(graph=True, b=1, a=1, c=1)
     served.requests.finish("b")
-    served.requests.asks = {"a": RequestCache(0, 40, 10)}
+    served.requests.asks = {"a": RequestSlots(0, 0, 40, 10)}
     served.check(a=1, b=35)
     served.check(graph=True, b=1, c=1)
     assert served.layers.same_pages()
@@ -291,7 +291,7 @@ def test_a_dummy_run_begins_no_tail(serve):
     before, builder = served.layers.gpu.clone().view(torch.int32), served.layers.group.get_metadata_builder()
     served.runner.dummy(MOST)
     with torch.inference_mode():
-        builder._begin_tails([0, 1], [9, 12], [0, 0])
+        builder._begin_tails([0, 1], [RequestSlots(p, 0, 32, 4) for p in (9, 12)])
     after = served.layers.gpu.view(torch.int32)
     assert torch.equal(before[:, 1:], after[:, 1:]) and not torch.equal(before, after)
 
@@ -377,11 +377,10 @@ def test_a_layer_lies_on_its_device(model, policy, tmp_path):
         assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (3, HEADS))
     width = impl.attention.layout.slot_bytes // 2
     cache = torch.empty(2, BLOCKS, HEADS, SLOTS, width, dtype=torch.bfloat16, device="meta")
-    pages, regions, _ = impl._bind(cache[1])
-    assert pages.k.device.type == "meta" and (regions is None) == (policy != "pyramid")
-    if regions is not None:
-        table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
-        assert {found.device.type for found in regions.place(1, table)} == {"meta"}
+    pages, shares, _ = impl._bind(cache[1])
+    assert pages.k.device.type == "meta" and shares.by_layer == (policy == "pyramid")
+    table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
+    assert {found.device.type for found in shares.place(1, table, (), table[:, 0])} == {"meta"}
 
 
 TOKENS, ROWS = 256, [[*range(1 + 6 * i, 7 + 6 * i)] for i in range(4)]
@@ -455,4 +454,4 @@ def test_kernels_run_on_pages_that_are_made_up(profiled):
         out = torch.full_like(q[:n], 7.0)
         impl.attend(q[:n], k[:n], v[:n], pages, batch, out, None, pages)
         assert (out == 0).all() if batch.decodes else (out.abs().amax((1, 2)) > 0).all()
-    assert batch.prefills[0].start == 80 and pages.position[pages.layout.state_blocks, 0, 0] == 80 + 9
+    assert batch.chunks.starts[0] == 80 and pages.position[pages.layout.state_blocks, 0, 0] == 80 + 9

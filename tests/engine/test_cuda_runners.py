@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.cuda_engine import LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of
+from engine.cuda_engine import HEADS, LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of
 from engine.cuda_runners import RUNNERS, without_a_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.cache.shares import EqualHeads, FixedShares
 from kvpop_vllm.kernels.draws import request_seed
-from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.testing import write_random_scorer
+from kvpop_vllm.vllm_glue.install import install
+from kvpop_vllm.vllm_glue.ledger import SCHEDULER
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
+EQUAL = EqualHeads(HEADS)
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34]]
 
 
@@ -43,12 +47,12 @@ def runner(model, version):
 def test_seeds(runner, version):
     """A row's seed is the server's plus the request's own, which only runner V2 has here."""
     runner = runner({"policy": "random", "budget": 64, "window": 16})
-    batch = runner.step([1, 1], [33, 5], ROWS[:2]).batch(0, None)
+    batch = runner.step([1, 1], [33, 5], ROWS[:2]).batch(0, EQUAL)
     own = set(range(100, 104)) if version == "V2" else {0}
     server = request_seed(runner.config.model_config.seed, 0)
     assert {seed - server for seed in batch.seeds[:2].tolist()} <= own
-    batch = runner.step([1, 30], [33, 35], [ROWS[0], ROWS[2]]).batch(0, None)
-    assert batch.prefills[0].seed - server in own
+    batch = runner.step([1, 30], [33, 35], [ROWS[0], ROWS[2]]).batch(0, EQUAL)
+    assert int(batch.chunks.seeds[0]) - server in own
 
 
 @pytest.mark.parametrize("protect", [None, True])
@@ -56,9 +60,9 @@ def test_seeds(runner, version):
 def test_dummy_runs_are_padding(runner, version, capture, protect):
     """Dummy runs are padding, also where runner V1 has block-table rows of live requests."""
     runner, rows = runner(STREAMING | {"protect_prompt": protect}), [[*row, 9] for row in (*ROWS, [41])]
-    before = runner.step([1] * MOST, [60] * MOST, rows, [1] * MOST).batch(0, None)
+    before = runner.step([1] * MOST, [60] * MOST, rows, [1] * MOST).batch(0, EQUAL)
     assert before.positions.tolist() == [59] * MOST
-    batch = runner.dummy(MOST, capture).batch(0, None)
+    batch = runner.dummy(MOST, capture).batch(0, EQUAL)
     if version == "V1":
         assert runner.runner.input_batch.block_table[0].block_table.gpu[:MOST, 0].tolist() == [11, 21, 31, 41]
     assert batch.decodes == MOST and batch.positions.tolist() == [-1] * MOST and (batch.table == 0).all()
@@ -75,7 +79,7 @@ def test_dummy_runs_of_longer_requests_are_left_out(model):
     v2 = RUNNERS["V2"](config, group)
     assert v2.recorded(3, 5, full=False) is None and v2.built(lambda: v2.runner._dummy_run(5)) is None
     for runner in (v2, RUNNERS["V1"](config, group)):
-        assert len(runner.step([1, 2, 2], [1, 2, 2], [[11], [21], [31]]).batch(0, None).prefills) == 2
+        assert len(runner.step([1, 2, 2], [1, 2, 2], [[11], [21], [31]]).batch(0, EQUAL).chunks) == 2
 
 
 @pytest.mark.parametrize("protect", [None, True, 1])
@@ -98,9 +102,9 @@ def test_the_warm_up_of_runner_v2(model, tmp_path, state, protect):
     def execute(output):
         if output.total_num_scheduled_tokens == 0:
             return runner.runner.finish_requests(output)
-        batch = runner.built(lambda: runner.runner.execute_model(output)).batch(0, None)
+        batch = runner.built(lambda: runner.runner.execute_model(output)).batch(0, EQUAL)
         positions.extend(batch.positions.tolist())
-        return starts.extend(chunk.start for chunk in batch.prefills)
+        return starts.extend(batch.chunks.starts)
 
     with without_a_gpu():
         warmup_kernels(runner.runner, execute, lambda grammar: None)
@@ -125,6 +129,7 @@ def test_a_recycled_block_is_started_anew_by_a_later_step(model):
     group, config.cache_config.num_gpu_blocks = group_of(config), 3
     assert config.scheduler_config.async_scheduling
     assert config.scheduler_config.get_scheduler_cls() is AsyncScheduler
+    install(SCHEDULER, engine_policy(config))
     scheduler = AsyncScheduler(config, cache_of(group, blocks=3), StructuredOutputManager(config), SLOTS)
     assert not scheduler.defer_block_free
 
@@ -173,13 +178,15 @@ def test_no_value_is_asked_for(model, name):
     """
     group = group_of(configure(model, POLICIES[name]), device="meta")
     builder, layout = group.get_metadata_builder(), group.get_metadata_builder().layout
-    regions = RegionMap(group.kv_cache_spec.shares, layout, 40, "meta") if name == "unequal" else None
+    shares = EqualHeads(layout.num_kv_heads)
+    if name == "unequal":
+        shares = FixedShares(group.kv_cache_spec.shares, layout, 40, "meta")
     pages = layout.view(torch.empty(40, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device="meta"))
-    builder.prompts = builder.seeds = torch.full((3,), 50)
+    builder.take_requests([None] * 3, [50] * 3, [50] * 3 if builder.policy.draws else None)
     for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):
         common, gate_scores = common_of(counts, rows), torch.empty(sum(counts), layout.num_kv_heads, device="meta")
         with NoWaiting():
-            batch = builder.build(0, common).batch(1, regions)
+            batch = builder.build(0, common).batch(1, shares)
             if len(counts) == rows:
                 assert shift(gate_scores, pages, batch, 2).shape == gate_scores.shape
         assert batch.table.device.type == batch.positions.device.type == batch.budgets.device.type == "meta"

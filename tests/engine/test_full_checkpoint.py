@@ -225,7 +225,7 @@ def test_export_leaves_nothing_half_done(qwen3, tmp_path, monkeypatch):
     def full(*args, **options):
         raise SafetensorError("disk full")
 
-    monkeypatch.setattr("kvpop_vllm.scorers.checkpoint.save_file", full)
+    monkeypatch.setattr("kvpop_vllm.tensor_files.save_file", full)
     with pytest.raises(OSError, match="disk full"):
         export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

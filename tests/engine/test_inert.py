@@ -13,25 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.stock_run import functions_of_ours_in_vllm
 from engine.tiny_engine import backend, complete, configure, generate, running
 from prometheus_client import REGISTRY
-from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
-from kvpop_vllm.vllm_glue import patches, plugin
+from kvpop_vllm.vllm_glue import plugin
+from kvpop_vllm.vllm_glue.ledger import EVERY, FRONT_END, LEDGER, REGISTERED, SCHEDULER, WORKER
 from kvpop_vllm.vllm_glue.start import flags
 
 TESTS = Path(__file__).resolve().parents[1]
 LIGHT = {"kvpop_vllm", "kvpop_vllm.vllm_glue", "kvpop_vllm.vllm_glue.start"} | {
-    *(f"kvpop_vllm.{name}" for name in ("config", "flags", "model_types", "requests", "roles", "supported")),
-    *(f"kvpop_vllm.vllm_glue.{name}" for name in ("plugin", "patches")),
+    *(f"kvpop_vllm.{name}" for name in ("config", "flags", "model_types", "roles", "supported")),
+    *(f"kvpop_vllm.vllm_glue.{name}" for name in ("plugin", "ledger", "install")),
     *(
         f"kvpop_vllm.vllm_glue.start.{name}"
-        for name in ("fallback", "contract", "flags", "refusals", "backend_choice", "cuda", "engine_policy")
+        for name in ("fallback contract flags engine_config refusals backend_choice cuda engine_policy".split())
     ),
 }
 """Modules of this package that an engine without a policy may import."""
@@ -75,7 +74,8 @@ def test_nothing_heavy_of_ours_is_imported(fresh_processes):
 
 
 def test_without_a_policy_only_what_the_ledger_says_is_wrapped(fresh_processes):
-    assert fresh_processes["with"]["wrapped"] == sorted(patch.target for patch in patches.LEDGER if patch.always)
+    always = sorted(row.target for row in LEDGER if row.process == EVERY and row.kind != REGISTERED)
+    assert fresh_processes["with"]["wrapped"] == always
     assert fresh_processes["without"]["wrapped"] == []
 
 
@@ -92,22 +92,33 @@ def test_metrics_of_a_policy_go_with_its_engine(model):
         assert len(names) == expected, names
 
 
-def test_with_a_policy_all_of_the_ledger_is_wrapped_and_nothing_else(model, monkeypatch):
-    """All patches of the ledger are applied with a policy that may load cartridges and the inspect page, and no others.
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory):
+    """Return the attributes of vLLM that differ after each step of :mod:`engine.vllm_changes`, in its own process."""
+    folder = tmp_path_factory.mktemp("changes")
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "VLLM_PLUGINS": ""}
+    command = [sys.executable, "-m", "engine.vllm_changes", str(folder / "model"), str(folder / "report")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+    return json.loads((folder / "report").read_text())
 
-    They are found by the file of each function's code, not by their own names.
-    """
-    monkeypatch.setattr(envs, "VLLM_ALLOW_RUNTIME_LORA_UPDATING", True)
-    generate(model, {"policy": "h2o", "budget": 64, "protect_prompt": True, "inspect": True}, tokens=1)
-    wrapped = [patch.target for patch in patches.LEDGER if not patch.on_gpus]
-    assert functions_of_ours_in_vllm() == sorted([*wrapped, *patches.ADDED])
-    assert all(patch.why and patch.goes for patch in patches.LEDGER)
+
+def targets(*conditions, processes=(FRONT_END, SCHEDULER, WORKER)):
+    """Return the targets of the ledger's rows with one of these conditions."""
+    return sorted({row.target for row in LEDGER if row.process in processes and row.when in conditions})
 
 
-def test_nothing_is_wrapped_outside_the_ledger(monkeypatch):
-    with pytest.raises(LookupError, match="EngineArgs.from_string is wrapped without being in the ledger"):
-        patches.wrap("vllm.engine.arg_utils:EngineArgs.from_string", lambda original: original)
-    assert "from_string" not in vars(EngineArgs)
+def test_without_a_policy_only_rows_of_every_process_differ(changes):
+    """All attributes of vLLM's modules and classes are compared; an HTTP server also has what checks its settings."""
+    assert changes["nothing"] == changes["again"] == changes["stock engine"] == []
+    assert changes["load"] == targets("always", processes=[EVERY])
+    assert changes["server"] == targets("HTTP server")
+
+
+def test_with_a_policy_all_rows_differ_and_nothing_else(changes):
+    """The engine has cartridges, which may be loaded, reports, seeds and the inspect page."""
+    conditions = {row.when for row in LEDGER} - {"always", "HTTP server", "model runner V2"}
+    assert changes["policy"] == targets(*conditions)
 
 
 def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, tmp_path):

@@ -12,7 +12,7 @@ from engine.test_cartridges import write
 from prometheus_client import REGISTRY
 from vllm.exceptions import VLLMValidationError
 
-from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.cache.pages import cdiv
 from kvpop_vllm.vllm_glue.extras.metrics import COUNTERS, GAUGES, KEPT
 
 PROTECTED = 33
@@ -163,7 +163,11 @@ def test_metrics_of_running_requests(served):
         assert published("blocks_held") == held and published("bytes_held") == held * block
         assert published("dense_bytes") == seen * token
         own = [engine.recorder.blocks[-1].running[name] for name in running]
-        assert published("blocks_bound") == sum(engine.spec.blocks(last, *sizes) for _, last, sizes, _ in own) >= held
+        assert (
+            published("blocks_bound")
+            == sum(engine.spec.blocks(last, engine.spec.slots(*sizes)) for _, last, sizes, _ in own)
+            >= held
+        )
         most.append(held)
 
     engine.serve(asking(JOBS), compare)

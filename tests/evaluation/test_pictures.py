@@ -9,8 +9,8 @@ import torch
 from matplotlib.figure import Figure
 
 from kvpop_vllm.evaluation.backends import TransformersBackend
-from kvpop_vllm.evaluation.pictures import Report, draw_reasoning, draw_replay, draw_retrieval
 from kvpop_vllm.evaluation.policies import training_free
+from kvpop_vllm.evaluation.report import Report, draw_reasoning, draw_replay, draw_retrieval
 from kvpop_vllm.evaluation.runner import Setting
 from kvpop_vllm.evaluation.summaries import summarise_replay, summarise_retrieval
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt

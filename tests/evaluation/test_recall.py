@@ -11,13 +11,13 @@ from kernels.naive import kept_sets
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.cache.accounting import request_bytes
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
-from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, resolve_all
 from kvpop_vllm.evaluation.summaries import summarise_text
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.roles import Retention

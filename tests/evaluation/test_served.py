@@ -9,7 +9,7 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.evaluation.policies import known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, resolve_all

@@ -17,7 +17,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.hf.layer import check_kernels
 from kvpop_vllm.kernels.ops import PromptVotes, Redundancy, RetentionRule
-from kvpop_vllm.model_hook import NAME
+from kvpop_vllm.model_hook import CACHE_NAME, NAME
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
 PROMPT = random_prompt(30)
@@ -34,7 +34,7 @@ def model(tiny):
 
 @pytest.fixture
 def used(model):
-    """Return a cache of two rows with 37 tokens each."""
+    """Return a cache of two rows with the same 37 tokens each."""
     cache = KVpopCache(model, **STREAMING)
     generate(model, cache, [PROMPT, PROMPT])
     return cache
@@ -304,18 +304,57 @@ def test_what_is_done_to_caches(used):
 
 
 def test_texts_that_do_not_go_on(model, used):
-    length = used.get_seq_length() + 5
-    longer = [random_prompt(length), random_prompt(length)]
+    text = used.text[0].tolist() + random_prompt(4)
+    longer = [text, text]
     for prompts, message in (
         ([longer[0]], "a batch of 1 rows for a KVpopCache of 2: call reset"),
         ([PROMPT, PROMPT], "(no new tokens|positions do not follow|attention_mask is .* and must be).* reset.. the"),
-        ([longer[0], longer[1][:-2]], "attention_mask says .*.37, 35. tokens, .* has seen .37, 37.*reset.. this one"),
+        ([longer[0], longer[1][:-2]], "text does not begin with the 37 tokens .* rows whose turns differ .* own"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(model, used, prompts)
+    uneven = padded([longer[0], longer[1][:-2]])
+    message = "attention_mask says .*.37, 35. tokens, .* has seen .37, 37.*reset.. this one"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        model(uneven["input_ids"][:, 37:], attention_mask=uneven["attention_mask"], **{CACHE_NAME: used})
     assert used.lengths == [37, 37] and len(generate(model, used, longer, new=1)) == 2
     with pytest.raises(ValueError, match="a batch of 3 rows for a KVpopCache with lists of 2: give one entry for each"):
         generate(model, KVpopCache(model, **LISTS), [PROMPT] * 3)
+
+
+@pytest.mark.parametrize("protect", [None, True, 8])
+def test_another_text(model, protect):
+    """A longer text that does not begin with what the cache has seen is refused, and the cache stays as it is.
+
+    With protected prompts the rest of the text may differ, since it is computed again.
+    """
+    cache, other = KVpopCache(model, **STREAMING, protect_prompt=protect), random_prompt(50, seed=1)
+    tokens = PROMPT + generate(model, cache, [PROMPT])[0]
+    seen = {None: 37, True: 30, 8: 8}[protect]
+    refused = [other, [PROMPT[0] ^ 1, *tokens[1:], *other]]
+    if protect is None:
+        refused.append([*tokens[:36], tokens[36] ^ 1, *other])
+    for text in refused:
+        with pytest.raises(ValueError, match=f"the text does not begin with the {seen} tokens .* or reset.. the cache"):
+            generate(model, cache, [text])
+        assert cache.lengths == [37]
+    longer = [*tokens[:seen], *other]
+    fresh = KVpopCache(model, **STREAMING, protect_prompt=protect)
+    generate(model, fresh, [PROMPT])
+    assert generate(model, cache, [longer]) == generate(model, fresh, [longer])
+    cache.reset()
+    assert len(generate(model, cache, [other])[0]) == 8
+
+
+def test_pads_are_no_text(model):
+    """Ids of pads do not count, and neither do tokens that no pass has read."""
+    cache, inputs = KVpopCache(model, **STREAMING), padded([PROMPT, PROMPT[:20]])
+    out = model.generate(**inputs, cache=cache, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    out[1, :10], out[:, -1] = 7, 7
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 5), value=1)
+    assert cache.lengths == [34, 24]
+    model.generate(out, attention_mask=mask, cache=cache, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert cache.lengths == [39, 29]
 
 
 @pytest.mark.parametrize(

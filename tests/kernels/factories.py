@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
     GateScore,
@@ -11,7 +12,6 @@ from kvpop_vllm.kernels.ops import (
     MomentResidual,
     RetentionRule,
 )
-from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 from kvpop_vllm.scorers.linear import LinearWeights
 from kvpop_vllm.scorers.mlp import MLPWeights
 from kvpop_vllm.scorers.mlstm import MLSTMWeights

@@ -11,8 +11,8 @@ import torch
 from kernels.exact import Exact
 from kernels.factories import given_scores, poisoned_pages, random_page_table, random_rule, random_scorer
 
+from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.testing import masked_lse
 
 CLOSE, CLOSE_MASS = 1e-4, 1e-6
@@ -184,7 +184,7 @@ class Problem:
         for i, (r, t) in enumerate(zip(active, positions, strict=True)):
             if 0 <= t < self.protects(r):
                 at = self.prefix_table[r, [t // self.slots]].long(), torch.tensor([t % self.slots])
-                self.prefix(pages, [r]).write(k[i : i + 1], v[i : i + 1], *at)
+                pages.write(k[i : i + 1], v[i : i + 1], *at)
                 if t < self.bias(r).shape[1]:
                     pages.score[at[0], :, at[1]] = self.bias(r)[:, t]
 

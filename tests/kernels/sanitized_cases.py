@@ -34,8 +34,8 @@ from kernels.test_prefix import test_attention_that_would_overrun_a_prefix_is_re
 from kernels.test_running_topk import test_cutoffs_by_name, test_infinite_and_negative_zero_priorities  # noqa: F401
 
 from kvpop_vllm import _C
+from kvpop_vllm.cache.chunks import Chunks
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.chunks import Chunks
 
 F32, BF16 = torch.float32, torch.bfloat16
 GAP = 36

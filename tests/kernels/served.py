@@ -11,9 +11,9 @@ import torch
 from kernels.factories import given_scores, poisoned_pages
 from kernels.problems import CLOSE, CLOSE_MASS, ExactRun, Problem
 
+from kvpop_vllm.cache.chunks import Chunks
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.chunks import Chunks
-from kvpop_vllm.kernels.retained import held_tokens
+from kvpop_vllm.rules.retained import held_tokens
 from kvpop_vllm.testing import DisturbedSums, assert_within_budget
 
 try:

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpop_vllm.kernels.divided import DividedRegions, build_page_table, divide, store_budgets
+from kvpop_vllm.cache.pages import PageLayout, cdiv
+from kvpop_vllm.cache.shares import SharesByVotes, build_page_table, divided_blocks, store_budgets
 from kvpop_vllm.kernels.ops import PromptVotes
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
-from kvpop_vllm.kernels.regions import divided_blocks
+from kvpop_vllm.rules.compress import divide
 
 N, SIZE = 16, 32
 
@@ -81,7 +81,7 @@ def test_what_was_divided_is_read_back():
     votes, heads, budget = PromptVotes(2, safe=0.2), 3, 40
     layout = PageLayout(heads, SIZE, torch.float32, N, votes.state_floats(SIZE))
     pages = layout.view(torch.full((40, heads, layout.region_bytes), 255, dtype=torch.uint8))
-    regions = DividedRegions(pages, votes, budget)
+    regions = SharesByVotes(pages, votes, budget)
     assert regions.pages.raw.data_ptr() == pages.raw.data_ptr() and regions.pages.num_blocks == 40 * heads
     tails = torch.arange(40).view(2, 20)[:, : layout.state_blocks + 4]
     natural = tails.unsqueeze(1) * heads + torch.arange(heads).unsqueeze(1)

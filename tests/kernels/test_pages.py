@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.cache.pages import PageLayout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

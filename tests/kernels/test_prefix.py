@@ -8,8 +8,8 @@ from kernels.problems import decided, problem
 from kernels.served import IMPLS, INTERPRETED, ISAS, Pool, check_roundings, check_same, serve
 
 from kvpop_vllm import _C
+from kvpop_vllm.cache.pages import Prefix
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import Prefix
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kernels.problems import Problem
 from kernels.served import INTERPRETED, Pool
 
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
-from kvpop_vllm.kernels.regions import RegionMap, Shares
+from kvpop_vllm.cache.pages import PageLayout, cdiv
+from kvpop_vllm.cache.shares import FixedShares, Shares
 
 N, SIZE = 16, 32
 
@@ -34,7 +34,7 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
     longest = shares.blocks(state, N, 10_000)
     num_blocks = 3 * longest + 1
     blocks = 1 + torch.randperm(3 * longest, generator=draw).view(3, longest)
-    regions = RegionMap(shares, layout, num_blocks)
+    regions = FixedShares(shares, layout, num_blocks)
     rows = [regions.place(layer, blocks.int())[1] for layer in range(layers)]
     for length in [*range(1, 140), 10_000]:
         held, seen = shares.blocks(state, N, length), set()
@@ -70,7 +70,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
     shares, layout = Shares.of(budgets, 64), problems[0].layout
     count = shares.blocks(layout.state_blocks, N, length)
     blocks = torch.randperm(count + 5, generator=torch.Generator().manual_seed(3))[:count].int().view(1, -1)
-    regions = RegionMap(shares, layout, count + 5)
+    regions = FixedShares(shares, layout, count + 5)
     memory = torch.full((layers * (count + 5) * 2 * layout.region_bytes,), 255, dtype=torch.uint8)
     for layer, p in enumerate(problems):
         p.budgets = budgets[layer : layer + 1]
@@ -83,6 +83,6 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
 
 def test_too_small_a_pool_is_refused():
     shares = Shares.of(torch.tensor([[20, 40]], dtype=torch.int32), 30)
-    regions = RegionMap(shares, PageLayout(2, SIZE, torch.float32, N), 4)
+    regions = FixedShares(shares, PageLayout(2, SIZE, torch.float32, N), 4)
     with pytest.raises(ValueError, match="100 bytes do not hold 4 blocks of 1 layers"):
         regions.view(torch.zeros(100, dtype=torch.uint8))

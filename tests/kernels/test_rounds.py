@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvpop_vllm.hf.layer import LayerRows
-from kvpop_vllm.kernels import rounds
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
-from kvpop_vllm.kernels.rounds import Tokens, cuts, interval, sampled_mass, without_redundancy
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules import rounds
+from kvpop_vllm.rules.rounds import Tokens, cuts, interval, sampled_mass, without_redundancy
 from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
 
 HEADS, GROUP, SIZE = 2, 2, 32

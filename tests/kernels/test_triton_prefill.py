@@ -13,8 +13,8 @@ from kernels.problems import SOME_CASES, problem
 from kernels.served import INTERPRETED, Pool, check_same, serve
 from kernels.test_prefill_chunk import DECODE, SEQUENTIAL
 
+from kvpop_vllm.cache.chunks import Chunks
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.testing import assert_within_budget, eager_runs
 
 F16, SHORT = torch.float16, (2, 3, 13)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 
 import pytest
 import torch
@@ -23,29 +23,55 @@ PROMPTS = (32, 16, 8, 2), (16, 1, 1, 39), (48, 5, 7, 1), (33, 15, 9, 3)
 """Chunks of later prompts: one token, sizes that 16 divides, and others."""
 
 
+class PretendedDriver:
+    """Driver of a GPU that is not there, which runs nothing."""
+
+    @staticmethod
+    def get_current_device() -> int:
+        return 0
+
+    @staticmethod
+    def get_current_stream(device: int) -> int:
+        return 0
+
+    @staticmethod
+    def get_current_target():
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
 @pytest.fixture
 def variants(monkeypatch):
-    """Return a set of the variants that launches ask for: names, and what Triton compiles for of each argument.
+    """Return a set of the variants that launches ask for: names, and keys under which Triton would cache them on a GPU.
 
-    The interpreter compiles nothing. Triton's own function says what a launch on a GPU would specialise.
+    The interpreter compiles nothing. Each launch is also one of Triton's own function for GPUs, whose compilation is
+    declined by a hook.
     """
-    from triton._C.libtriton import native_specialize_impl
-    from triton.backends.compiler import BaseBackend
+    from triton import JITFunction, knobs
+    from triton.runtime import driver
     from triton.runtime.interpreter import InterpretedFunction
 
     launched, run = set(), InterpretedFunction.run
 
+    @functools.cache
+    def on_gpus(interpreted: InterpretedFunction) -> JITFunction:
+        return JITFunction(interpreted.fn, **interpreted.kwargs)
+
+    def decline(*, fn, key: str, **more) -> bool:
+        launched.add((fn.name, key))
+        return True
+
     def record(self, *args, grid, warmup, **options):
-        parameters, fixed = inspect.signature(self.fn).parameters, self.kwargs.get("do_not_specialize") or ()
-        named = dict(zip(parameters, args, strict=False)) | options
-        variant = [self.fn.__name__]
-        for name, value in sorted(named.items()):
-            if name in parameters and "constexpr" not in str(parameters[name].annotation):
-                value = native_specialize_impl(BaseBackend, value, False, name not in fixed, True)
-            variant.append(f"{name}: {value}")
-        launched.add(tuple(variant))
+        kernel = on_gpus(self)
+        named = dict(zip(kernel.arg_names, args, strict=False)) | options
+        constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+        texts = {name: str(named[name]) for name in constants if name in named}  # the hook gets constants as JSON
+        kernel.warmup(grid=grid, **named | texts)
         return run(self, *args, grid=grid, warmup=warmup, **options)
 
+    monkeypatch.setattr(type(driver), "active", PretendedDriver)
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", decline)
     monkeypatch.setattr(InterpretedFunction, "run", record)
     return launched
 

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kernels.factories import given_scores, poisoned_pages  # noqa: E402
 from kernels.problems import Problem  # noqa: E402
 
-from kvpop_vllm.kernels.chunks import Chunks  # noqa: E402
-from kvpop_vllm.kernels.pages import Prefix  # noqa: E402
+from kvpop_vllm.cache.chunks import Chunks  # noqa: E402
+from kvpop_vllm.cache.pages import Prefix  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 STEPS = "mlstm-corrected", "moment"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpop_vllm.distill.sparse import recency, running_cutoffs
+from kvpop_vllm.distill.sparse_attention import recency, running_cutoffs
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import build, make_config
 

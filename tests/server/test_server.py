@@ -22,9 +22,9 @@ from serving import Server
 from transformers import AutoTokenizer
 
 from kvpop_vllm import _C, policies
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.model_shape import ModelShape, scorer_sizes
+from kvpop_vllm.model_shape import ModelShape, folder_sizes
 from kvpop_vllm.scorers.untrained import init_scorer
 
 MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
@@ -45,7 +45,7 @@ def served(request, scorer):
     import torch
 
     settings = PolicySettings(request.param, BUDGET, scorer=scorer if request.param == "kvpop" else None)
-    policy = policies.get(request.param)(settings, ModelShape(**scorer_sizes(MODEL), max_model_len=8192))
+    policy = policies.get(request.param)(settings, ModelShape(**folder_sizes(MODEL), max_model_len=8192))
     most = PageLayout(3, 64, torch.bfloat16, state_floats=policy.state_floats).blocks(8192, BUDGET)
     options = ["--kv-budget", str(BUDGET), "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)]
     options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

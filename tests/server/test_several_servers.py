@@ -1,4 +1,4 @@
-"""Real servers with several API servers, several engines, and both: each process has the settings of the command line.
+"""Real servers of several API servers, engines and nodes: each process has the settings of the command line.
 
 Every request goes to a chosen API server, over a connection that the process of this API server holds open.
 """
@@ -211,70 +211,93 @@ def test_the_inspect_page_is_that_of_the_engine(served):
     assert details[0] == details[1] and len(details[0]["tokens"]) == 200 + NEW - 1
 
 
-def node(model: str, port: int, *options: str, log: Path) -> subprocess.Popen:
-    """Start one of two nodes, each with an engine; ``port`` is that of their handshake."""
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", model, *SIZES, *ENGINES]
-    command += ["--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
-    command += ["--data-parallel-rpc-port", str(port), *options]
-    with log.open("w") as file:
-        return subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | environment()
-        )
-
-
 @contextmanager
-def two_nodes(model: str, folder: Path, serving: list[str], headless: list[str]):
-    """Yield a server whose second engine is that of a node without API server, and whether it came up.
+def nodes_of(model: str, folder: Path, engines: int, options: list[list[str]]) -> Iterator[list[SimpleNamespace]]:
+    """Yield the servers of nodes once those with an API server answer, or one has ended.
 
-    The logs of the nodes are ``head`` and ``headless`` in the folder.
+    A node has a URL, a process, and whether its server answers. Its log is ``node N`` in the folder.
+
+    Args:
+        model: folder of the model.
+        folder: folder of the logs.
+        engines: engines of each node.
+        options: options of each node. The first node is that of the handshake.
     """
-    http, handshake, log = free_port(), free_port(), folder / "head"
-    serving = ["--host", "127.0.0.1", "--port", str(http), *serving]
-    headless = ["--headless", "--data-parallel-start-rank", "1", *headless]
-    nodes = [
-        node(model, handshake, *serving, log=log),
-        node(model, handshake, *headless, log=folder / "headless"),
-    ]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", model, *SIZES, "--host", "127.0.0.1"]
+    command += ["--data-parallel-size", str(engines * len(options)), "--data-parallel-size-local", str(engines)]
+    command += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
+    nodes, serving = [], []
     try:
-        deadline, url = time.monotonic() + 600, f"http://127.0.0.1:{http}"
-        while (healthy := is_healthy(url)) is False and nodes[0].poll() is None:
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
+        for i, more in enumerate(options):
+            port, start = str(free_port()), ["--data-parallel-start-rank", str(engines * i)] if i else []
+            with (folder / f"node {i}").open("w") as log:
+                process = subprocess.Popen(
+                    [*command, "--port", port, *start, *more],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=os.environ | environment(),
+                )
+            nodes.append(SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, answers=False))
+            serving += [] if "--headless" in more else nodes[-1:]
+        deadline = time.monotonic() + 600
+        while not all(one.answers for one in serving) and all(one.process.poll() is None for one in serving):
+            assert time.monotonic() < deadline, (folder / "node 0").read_text()[-3000:]
             time.sleep(0.5)
-        yield SimpleNamespace(url=url, process=nodes[0]), healthy
+            for one in serving:
+                one.answers = is_healthy(one.url)
+        yield serving
     finally:
-        for process in nodes:
+        for one in nodes:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(one.process.pid, signal.SIGKILL)
+            one.process.wait()
+
+
+def check_budgets(front: Front, engines: int) -> None:
+    """Check that every engine of an API server keeps what a request asks for."""
+    for engine in range(engines):
+        kv_report = report(front.ask(random_prompt(300, seed=1), engine=engine, kv_budget=160, kv_report=1))
+        assert kv_report["kept_tokens_per_head"]["max"] == kv_report["budget"] == 160
+        assert front.ask([65], engine=engine, kv_budget=9999).status_code == 400
 
 
 def test_an_engine_of_another_node(model, tmp_path):
     """Two API servers serve an engine of theirs and one of a node without API server."""
-    with two_nodes(model, tmp_path, [*API_SERVERS, *POLICY], POLICY) as (server, healthy):
-        assert healthy, (tmp_path / "head").read_text()[-3000:]
+    with nodes_of(model, tmp_path, 1, [[*API_SERVERS, *POLICY], ["--headless", *POLICY]]) as (server,):
+        assert server.answers, (tmp_path / "node 0").read_text()[-3000:]
         with connected(server, 2) as fronts:
-            for front, engine in ((front, engine) for front in fronts for engine in range(2)):
-                kv_report = report(front.ask(random_prompt(300, seed=1), engine=engine, kv_budget=160, kv_report=1))
-                assert kv_report["kept_tokens_per_head"]["max"] == kv_report["budget"] == 160
+            for front in fronts:
+                check_budgets(front, 2)
+
+
+def test_nodes_with_engines_and_api_servers_of_their_own(model, tmp_path):
+    """Under hybrid load balancing each node is a server of its engines."""
+    hybrid = ["--data-parallel-hybrid-lb", "--api-server-count", "1", *POLICY]
+    with nodes_of(model, tmp_path, 2, [hybrid, hybrid]) as servers:
+        for i, server in enumerate(servers):
+            assert server.answers, (tmp_path / f"node {i}").read_text()[-3000:]
+            with connected(server, 1) as (front,):
+                check_budgets(front, 2)
 
 
 def test_an_engine_without_the_policy(model, tmp_path):
-    with two_nodes(model, tmp_path, POLICY, []) as (_, healthy):
-        assert not healthy
+    with nodes_of(model, tmp_path, 1, [POLICY, ["--headless"]]) as (server,):
+        assert not server.answers
     line = "kvpop: error: an engine of this API server does not serve --kv-policy streaming-llm"
-    assert line in (tmp_path / "head").read_text()
+    assert line in (tmp_path / "node 0").read_text()
 
 
 def test_an_api_server_without_the_policy(model, tmp_path):
     """Its own engine serves densely, as it asks. That of the other node refuses requests that nobody has checked."""
-    with two_nodes(model, tmp_path, [], POLICY) as (server, healthy):
-        assert healthy, (tmp_path / "head").read_text()[-3000:]
+    with nodes_of(model, tmp_path, 1, [[], ["--headless", *POLICY]]) as (server,):
+        assert server.answers, (tmp_path / "node 0").read_text()[-3000:]
         with connected(server, 1) as (front,):
             for settings in ({}, {"kv_budget": 9999}):
                 assert front.ask([65], engine=0, **settings).status_code == 200
                 assert front.ask([65], engine=1, **settings).status_code == 500
     line = "ConfigError: the front end that sent this request does not serve --kv-policy streaming-llm"
-    assert (tmp_path / "headless").read_text().count(line) == 2
+    assert (tmp_path / "node 1").read_text().count(line) == 2
 
 
 def is_healthy(url: str) -> bool:

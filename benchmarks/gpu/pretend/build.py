@@ -39,13 +39,15 @@ def build(out: Path, objects: list[Path], texts: list[Path], headers: list[Path]
     Args:
         out: folder of the libraries.
         objects: shared objects of torch and vLLM; every undefined symbol of theirs that is CUDA's gets a function.
-        texts: sources in which names of the driver's functions occur, as Triton's.
+        texts: sources and shared objects that look up the driver's and the management library's functions by name.
         headers: folders of CUDA's headers.
     """
     out.mkdir(parents=True, exist_ok=True)
     names, versions = lookups(objects)
     for text in texts:
-        names["libcuda.so.1"] |= set(re.findall(r"\b(cu[A-Z]\w+)\b", text.read_text()))
+        content = text.read_bytes()
+        names["libcuda.so.1"] |= {name.decode() for name in re.findall(rb"\bcu[A-Z]\w+", content)}
+        names["libnvidia-ml.so.1"] |= {name.decode() for name in re.findall(rb"\bnvml[A-Z]\w+", content)}
     for library in PREFIXES:
         compile_library(out, library, names[library], versions.get(library), headers)
     link = out / "libcuda.so"

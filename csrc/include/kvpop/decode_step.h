@@ -68,7 +68,7 @@ struct Scorer {
     int64_t state_floats() const { return kind == ScorerKind::MLSTM ? features * (values + 1) + 1 : 0; }
 };
 
-// Roles of the slots (kvpop_vllm/roles.py, SlotRoles).
+// Roles of the slots (kvpop_vllm/roles.py, Retention).
 struct Roles {
     int64_t sinks, window, first = 0;
 

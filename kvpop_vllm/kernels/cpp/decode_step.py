@@ -6,9 +6,9 @@ import weakref
 
 import torch
 
+from kvpop_vllm.cache.pages import Prefix
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
-from kvpop_vllm.kernels.pages import Prefix
 
 _C = load_extension()
 _packed: dict[int, _C.Rule] = {}  # by id of a live rule

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.chunks import one_by_one
+from kvpop_vllm.cache.pages import Prefix
 from kvpop_vllm.kernels.cpp.decode_step import check_dtype, packed, tensors_of
 from kvpop_vllm.kernels.dispatch import load_extension
+from kvpop_vllm.kernels.one_by_one import one_by_one
 from kvpop_vllm.kernels.ops import StepOrderError
-from kvpop_vllm.kernels.pages import Prefix
 
 _C = load_extension()
 Attended = tuple[torch.Tensor, torch.Tensor]

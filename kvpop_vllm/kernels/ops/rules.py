@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from kvpop_vllm.kernels.pages import moment_floats
-from kvpop_vllm.roles import SlotRoles
+from kvpop_vllm.cache.pages import moment_floats
+from kvpop_vllm.roles import Retention
 
 if TYPE_CHECKING:
     from typing import Self
@@ -189,7 +189,7 @@ class PromptVotes:
     """Votes of a prompt's last queries for its tokens, counted once at its end (SnapKV, arXiv:2404.14469).
 
     The whole prompt is still in memory when the votes are counted. In the tail every token that leaves the
-    window scores 0. Tokens of the prompt score less, by their votes (:mod:`kvpop_vllm.kernels.compress`).
+    window scores 0. Tokens of the prompt score less, by their votes (:mod:`kvpop_vllm.rules.compress`).
 
     Attributes:
         group: largest number G of query heads per KV head.
@@ -231,7 +231,7 @@ class PromptMatching:
     """Slots that are made of a prompt at its end by attention matching (arXiv:2602.16284).
 
     The last w tokens stay as they are. Those before them become ``B - w`` slots with biases, fitted to the prompt's last
-    queries (:mod:`kvpop_vllm.kernels.compress`). These slots are never evicted. The tail is a ring: each later token
+    queries (:mod:`kvpop_vllm.rules.compress`). These slots are never evicted. The tail is a ring: each later token
     takes the place of the oldest one in it. A prompt of at most B tokens is kept whole.
 
     Attributes:
@@ -265,7 +265,7 @@ class SampledMass:
     """Rounds of VaSE (arXiv:2606.03928): keep large values and a sample of the other tokens.
 
     The sample is weighted with the attention of the newest queries
-    (:func:`kvpop_vllm.kernels.rounds.sampled_mass`).
+    (:func:`kvpop_vllm.rules.rounds.sampled_mass`).
 
     Attributes:
         group: largest number G of query heads per KV head.
@@ -295,7 +295,7 @@ class SampledMass:
 class Redundancy:
     """Rounds of R-KV (arXiv:2505.24133): keep attended tokens whose keys resemble few others.
 
-    See :func:`kvpop_vllm.kernels.rounds.without_redundancy`.
+    See :func:`kvpop_vllm.rules.rounds.without_redundancy`.
 
     Attributes:
         group, every, queries: as in :class:`SampledMass`.
@@ -319,12 +319,13 @@ class Redundancy:
 
 
 @dataclass(frozen=True)
-class RetentionRule(SlotRoles):
+class RetentionRule(Retention):
     """Rule that decides which tokens a layer retains (DESIGN "The rule"; KVpop eq. 5).
 
     Retained are sinks, window, and the k best tokens by effective score, k = ``B - s - w``. The effective
     score is ``effective_t(q) = r_t + floor((q - t) / decay_step) * log_gamma[h]``, formed and compared in
-    float64. Of equal scores the older token is evicted. For the roles of slots see :class:`SlotRoles`.
+    float64. Of equal scores the older token is evicted. For the roles of slots see :class:`Retention`. A rule
+    has no budget, which each request and head has of its own.
 
     Behind a protected prefix of p tokens the rule is that of the tail (:meth:`behind`).
 
@@ -342,19 +343,21 @@ class RetentionRule(SlotRoles):
         replay: R, number of prefix tokens from which a scorer's state is built
             (:func:`kvpop_vllm.kernels.ops.begin_tail`).
         compression: if set, a prompt is retained until its end and then compressed once in this way.
-        rounds: if set, scores are recomputed at regular intervals (:mod:`kvpop_vllm.kernels.rounds`).
+        rounds: if set, scores are recomputed at regular intervals (:mod:`kvpop_vllm.rules.rounds`).
 
     Raises:
         ValueError: a threshold with a window of less than 2, or a scorer without a kernel that is not stateless.
     """
 
+    budget: int = field(default=0, init=False, repr=False)
     sinks: int
     window: int
+    first: int = field(default=0, kw_only=True)
+    step: int = field(default=1, init=False, repr=False)
     log_gamma: torch.Tensor
     decay_step: int = 1
     scorer: TokenScorer = NoScore()
     moment_correction: bool = False
-    first: int = 0
     replay: int = REPLAY
     compression: PromptVotes | PromptMatching | None = None
     rounds: SampledMass | Redundancy | None = None
@@ -369,6 +372,10 @@ class RetentionRule(SlotRoles):
             )
         if self.threshold is not None and self.window < 2:
             raise ValueError("a threshold needs a window of at least 2: set --kv-window to 2 or more")
+
+    def behind(self, prefix: int) -> RetentionRule:
+        """Return the rule of the tail after ``prefix`` protected tokens."""
+        return replace(self, sinks=0, first=prefix) if prefix else self
 
     def to(self, device: torch.device | str) -> RetentionRule:
         """Return this rule with its tensors, including those of the scorer and the rounds, on ``device``."""
@@ -420,7 +427,7 @@ class RetentionRule(SlotRoles):
     def keeps_moments(self) -> bool:
         """True if the state holds moments of evicted tokens behind the scorer's state.
 
-        See :func:`kvpop_vllm.kernels.pages.moment_floats`.
+        See :func:`kvpop_vllm.cache.pages.moment_floats`.
         """
         return self.moment_correction or self.scorer.keeps_moments
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.chunks import Chunks
+from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.pages import Pages, Prefix
 from kvpop_vllm.kernels.dispatch import resolve
 from kvpop_vllm.kernels.draws import head_keys
 from kvpop_vllm.kernels.ops.rules import RetentionRule
-from kvpop_vllm.kernels.pages import Pages, Prefix
 
 
 def decode_step(
@@ -43,7 +43,7 @@ def decode_step(
     them. A gate score is stored in its token's score field at insertion.
 
     A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the
-    tail (:class:`SlotRoles`). The tail begins anew at ``q = p``: earlier slot contents are ignored, except
+    tail (:class:`kvpop_vllm.roles.Retention`). The tail begins anew at ``q = p``: earlier slot contents are ignored, except
     the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages
     already. It attends to the tokens up to itself, and nothing is written. The first ``biased`` tokens of a
     prefix may have a bias per KV head, stored in their score fields: it is added to their scaled logits, so that

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.pages import moment_floats
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import moment_floats
 from kvpop_vllm.kernels.reference.paging import HeadSlots
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.pages import Pages, Prefix
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
-from kvpop_vllm.kernels.pages import Pages, Prefix
 
 
 def protected(prefix: Prefix | None, r: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels.chunks import one_by_one
+from kvpop_vllm.kernels.one_by_one import one_by_one
 from kvpop_vllm.kernels.reference.decode_step import decode_step
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
 from kvpop_vllm.kernels.reference.masked_attention import masked_attention

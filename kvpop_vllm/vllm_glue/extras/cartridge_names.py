@@ -15,12 +15,11 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
 from kvpop_vllm.compaction.prompt_place import begin_of_text
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
-from kvpop_vllm.requests import CARTRIDGES, Placed, RequestCache, UnknownCartridge, named, resolve
-from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.requests import CARTRIDGES, Placed, RequestSlots, UnknownCartridge, named, resolve
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -118,17 +117,13 @@ def names_of(vllm_config) -> CartridgeNames:
     return _names[vllm_config]
 
 
-def apply() -> None:
-    """Mark the engine's inputs that are chats; may be called more than once."""
-    wrap("vllm.renderers.base:BaseRenderer.render_chat", _render_chat)
-    wrap("vllm.renderers.base:BaseRenderer.render_chat_async", _render_chat_async)
-
-
-def _render_chat(original, self, *args, **kwargs):
+def render_chat(original, self, *args, **kwargs):
+    """Wrap the rendering of chats: mark the engine's inputs that are made of them."""
     return _marked(self.config, original(self, *args, **kwargs))
 
 
-async def _render_chat_async(original, self, *args, **kwargs):
+async def render_chat_async(original, self, *args, **kwargs):
+    """Wrap it in servers."""
     return _marked(self.config, await original(self, *args, **kwargs))
 
 
@@ -159,8 +154,8 @@ def begin_of_prompt(prompt, ids: Sequence[int], tokenizer) -> list[int]:
 
 def resolved(
     vllm_config, params, prompt: Sequence, adapter: LoRARequest | None, begin: Callable[[], Sequence[int]] = tuple
-) -> tuple[RequestCache | None, tuple[int, ...]]:
-    """Return the resolved cache options of a request, None if it asks for none, and the head of its cartridges.
+) -> tuple[RequestSlots, tuple[int, ...]]:
+    """Return the slots of a request, and the head of its cartridges.
 
     The head are ids with which the prompt begins. Its cartridges begin with them too, and hold them. After cartridges in
     front of everything they are those of ``begin``, which the fit of a cartridge has not.
@@ -192,7 +187,7 @@ def resolved(
         raise VLLMNotFoundError(str(error)) from None
     except ConfigError as error:
         raise VLLMValidationError(str(error)) from None
-    if found is not None and found.cartridges:
+    if found.cartridges:
         _check(found, params, own, adapter, vllm_config.model_config.max_model_len)
     return found, head
 
@@ -226,7 +221,7 @@ def _head_of(
     return head
 
 
-def _check(found: RequestCache, params, prompt: int, adapter: LoRARequest | None, longest: int) -> None:
+def _check(found: RequestSlots, params, prompt: int, adapter: LoRARequest | None, longest: int) -> None:
     """Check that a request that begins with cartridges can be served.
 
     Raises:
@@ -243,7 +238,7 @@ def _check(found: RequestCache, params, prompt: int, adapter: LoRARequest | None
         )
 
 
-def prepend(request, found: RequestCache, head: int, longest: int) -> None:
+def prepend(request, found: RequestSlots, head: int, longest: int) -> None:
     """Begin a request's prompt with a placeholder for each slot of its cartridges, in place of what they hold of it.
 
     Placeholders repeat the first token after them, so that penalties of prompt tokens see no other. Blocks after the
@@ -251,7 +246,7 @@ def prepend(request, found: RequestCache, head: int, longest: int) -> None:
 
     Args:
         request: an ``EngineCoreRequest``, changed in place.
-        found: resolved cache options of the request.
+        found: slots of the request.
         head: number of the prompt's first tokens that the cartridges hold.
         longest: ``--max-model-len``.
 

@@ -10,12 +10,10 @@ from typing import Annotated
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
-from vllm import envs
 from vllm.entrypoints.serve import create_error_response
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.vllm_glue.extras.cartridge_names import CartridgeNames, Known, NamedCartridge, names_of
-from kvpop_vllm.vllm_glue.patches import wrap
 from kvpop_vllm.vllm_glue.start.engine_policy import requested
 
 router = APIRouter()
@@ -36,14 +34,8 @@ class UnloadCartridge(BaseModel):
     name: Name
 
 
-def apply() -> None:
-    """Have the server list cartridges, and load them where vLLM loads LoRA adapters; may be called more than once."""
-    wrap("vllm.entrypoints.openai.models.serving:OpenAIServingModels.init_static_loras", _init_static_loras)
-    if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
-        wrap("vllm.entrypoints.launchers.app:attach_endpoint_plugins", _attach_endpoint_plugins)
-
-
-async def _init_static_loras(original, self, *args, **kwargs) -> None:
+async def init_static_loras(original, self, *args, **kwargs) -> None:
+    """Wrap the listing of LoRA adapters: list cartridges too."""
     await original(self, *args, **kwargs)
     if requested(self.engine_client.vllm_config):
         for name, known in names_of(self.engine_client.vllm_config).known.items():
@@ -58,7 +50,8 @@ def _list(models, name: str, known: Known) -> None:
     models.lora_requests[name] = NamedCartridge(name, number, known.folder, models.base_model_paths[0].name)
 
 
-def _attach_endpoint_plugins(original, app: FastAPI, *args, **kwargs) -> None:
+def attach_endpoint_plugins(original, app: FastAPI, *args, **kwargs) -> None:
+    """Wrap the adding of routes to a server: add those of this module."""
     original(app, *args, **kwargs)
     app.include_router(router)
 

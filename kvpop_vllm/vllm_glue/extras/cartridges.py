@@ -20,8 +20,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from kvpop_vllm.compaction.cartridge import layer_at, read_cartridge, read_config, rope_at, turned
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.requests import Placed, of_params
+from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
 from kvpop_vllm.vllm_glue.extras.reports import manager_of
-from kvpop_vllm.vllm_glue.patches import wrap
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
 
@@ -151,22 +151,8 @@ class CartridgeBlocks:
 # engine
 
 
-def apply() -> None:
-    """Have engines load their cartridges, and give them the methods to load and unload others.
-
-    May be called more than once.
-    """
-    from vllm.v1.engine.core import EngineCore
-
-    wrap("vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size", _start)
-    wrap("vllm.v1.engine.core:EngineCore.preprocess_add_request", _preprocess_add_request)
-    wrap("vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache", _reset_prefix_cache)
-    EngineCore.kvpop_load_cartridge, EngineCore.kvpop_unload_cartridge = _load, _unload
-
-
-def _start(original, self, *args, **kwargs) -> None:
-    from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
-
+def load_first(original, self, *args, **kwargs) -> None:
+    """Wrap a step of an engine's start: load the cartridges with which it starts."""
     original(self, *args, **kwargs)
     if (manager := manager_of(self.scheduler)) is None:
         return
@@ -177,27 +163,29 @@ def _start(original, self, *args, **kwargs) -> None:
         self.kvpop_load_cartridge(name, known.folder, *known.placed)
 
 
-def _preprocess_add_request(original, self, request, *args, **kwargs):
-    asked, manager = of_params(request.sampling_params), manager_of(self.scheduler)
-    for placed in () if asked is None or manager is None else asked.cartridges:
+def preprocess_add_request(original, self, request, *args, **kwargs):
+    """Wrap the intake of a request: refuse cartridges that the engine does not have."""
+    slots, manager = of_params(request.sampling_params), manager_of(self.scheduler)
+    for placed in () if slots is None or manager is None else slots.cartridges:
         if placed.digest not in manager.cartridges.loaded:
             raise ConfigError("the cartridge is not loaded any more: name another")
     return original(self, request, *args, **kwargs)
 
 
-def _reset_prefix_cache(original, self, *args, **kwargs) -> bool:
+def reset_prefix_cache(original, self, *args, **kwargs) -> bool:
+    """Wrap the reset of the prefix cache: no request's blocks are those of cartridges meanwhile."""
     if (manager := manager_of(self)) is None or manager.cartridges is None:
         return original(self, *args, **kwargs)
     with manager.cartridges.unpinned():
         return original(self, *args, **kwargs)
 
 
-def _load(self, name: str, folder: str, digest: str, slots: int) -> None:
+def load(self, name: str, folder: str, digest: str, slots: int) -> None:
     """Load a cartridge into an engine under a name; see :meth:`CartridgeBlocks.load`."""
     manager_of(self.scheduler).cartridges.load(name, folder, Placed(digest, slots))
 
 
-def _unload(self, name: str, digest: str) -> int:
+def unload(self, name: str, digest: str) -> int:
     """Unload a cartridge; return the number of unfinished requests that use it, in which case nothing is done."""
     cartridges = manager_of(self.scheduler).cartridges
     asked = [of_params(request.sampling_params) for request in self.scheduler.requests.values()]

@@ -13,14 +13,13 @@ from dataclasses import replace
 import torch
 
 from kvpop_vllm.cache.accounting import dense_request_bytes
+from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.evaluation.backends import GREEDY, Backend, Run
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
-from kvpop_vllm.kernels import divided
-from kvpop_vllm.kernels.ops import AfterPrompt
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.model_shape import borrows_channel, positions_of, read_model_config
-from kvpop_vllm.requests import SEED
+from kvpop_vllm.requests import SEED, RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 
 SPARE_BYTES = 32 << 20
 """KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
@@ -199,26 +198,27 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int
     Returns:
         ``[H, seen]`` booleans.
     """
-    rule, (pages, regions, blocks) = impl.attention.rule, impl._bind(kv_cache)
-    batch = metadata.batch(impl.layer, regions)
-    chunk = next((chunk for chunk in batch.prefills if chunk.last == last), None)
-    if chunk is None:
-        row = last - 1 if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(last - 1)
-        table, budgets, window = batch.table[row], batch.budgets[row], int(batch.windows[row])
-        protected, prefix, end = 0, None, int(batch.positions[row]) + 1
-        if batch.protection is not None:
-            protected, prefix = int(batch.protection.tokens[row]), batch.protection.table[row]
+    rule, (pages, shares, blocks) = impl.attention.rule, impl._bind(kv_cache)
+    batch, after, made_row = metadata.batch(impl.layer, shares), None, None
+    ends = [first + length for first, length in zip(batch.chunks.firsts, batch.chunks.lengths, strict=True)]
+    if last in ends:
+        part = batch.chunks.part(ends.index(last))
+        (after,), (window,), (end,), prefix = part.after, part.windows, part.ends, part.prefix
+        table, budgets, row = part.table[0], part.budgets[0], 0
+        if (after is not None or any(part.follows)) and rule.compression.adaptive_head_budgets:
+            (budgets,), (table,) = load_page_table(pages, part.table, rule.compression)
     else:
-        table, budgets, window = chunk.row, chunk.budgets, chunk.window
-        protected, prefix, end = chunk.protected, chunk.prefix_row, chunk.end
-        if (chunk.after is not None or chunk.follows) and rule.compression.adaptive_head_budgets:
-            (budgets,), (table,) = divided.load_page_table(pages, table.unsqueeze(0), rule.compression)
-    if rule.compresses and (chunk is None or chunk.after is None or end == protected):
-        after = AfterPrompt(protected, window, seen - end)
-        if chunk is not None and chunk.after is not None:
-            after, prefix = chunk.after, chunk.made_row
+        row = last - 1 if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(last - 1)
+        table, budgets, window, prefix = batch.table[row], batch.budgets[row], int(batch.windows[row]), batch.prefix
+        end = int(batch.positions[row]) + 1
+    tokens = 0 if prefix is None else int(prefix.tokens[row])
+    if rule.compresses and (after is None or end == tokens):
+        if after is None:
+            after, made_row = RequestSlots(tokens, tokens, 0, window, shift=seen - end), prefix and prefix.table[row]
+        else:
+            made_row = part.made_table[0]
         rule = replace(rule, window=after.window)
-        return held_behind_prompt(pages, table, seen, rule, budgets, after, blocks, prefix)
+        return held_behind_prompt(pages, table, seen, rule, budgets, after, blocks, made_row)
     if pages.raw.device.type != "cpu":
         pages = pages.layout.view(pages.raw.cpu())
-    return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), protected)
+    return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), tokens)

@@ -14,7 +14,6 @@ from vllm.logger import init_logger
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 import kvpop_vllm
-from kvpop_vllm.vllm_glue.patches import wrap
 
 logger = init_logger("vllm.kvpop_vllm")
 PAGE = Path(kvpop_vllm.__file__).with_name("inspect_page")
@@ -59,12 +58,8 @@ def check_local(request: Request) -> None:
 router = APIRouter(dependencies=[Depends(check_local)], include_in_schema=False)
 
 
-def apply() -> None:
-    """Have the server answer for the inspect page; may be called more than once."""
-    wrap("vllm.entrypoints.launchers.app:attach_endpoint_plugins", _attach_endpoint_plugins)
-
-
-def _attach_endpoint_plugins(original, app: FastAPI, *args, **kwargs) -> None:
+def attach_endpoint_plugins(original, app: FastAPI, *args, **kwargs) -> None:
+    """Wrap the adding of routes to a server: add those of the inspect page."""
     original(app, *args, **kwargs)
     app.include_router(router)
     logger.info("inspect page: http://localhost:%s/inspect on this machine (--kv-inspect)", app.state.args.port)

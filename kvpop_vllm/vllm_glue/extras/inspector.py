@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvpop_vllm.attention.step_batch import RequestSettings, StepPlan
-from kvpop_vllm.kernels.pages import Pages, cdiv
-from kvpop_vllm.kernels.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.cache.pages import Pages, cdiv
+from kvpop_vllm.cache.step import StepPlan, plan_batch
+from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.vllm_glue.extras.cartridges import layers_of
 from kvpop_vllm.vllm_glue.extras.reports import manager_of, report, use_of
-from kvpop_vllm.vllm_glue.patches import wrap
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -30,13 +30,11 @@ ROOM = 256
 
 
 class Row(NamedTuple):
-    """Request as the workers are asked for it, with tokens beyond its prefix: tokens seen, blocks, and p, B and w."""
+    """Request as the workers are asked for it, with tokens beyond its prefix: tokens seen, blocks and slots."""
 
     seen: int
     blocks: list[int]
-    protected: int
-    budget: int
-    window: int
+    slots: RequestSlots
 
 
 @dataclass
@@ -107,7 +105,7 @@ class Inspector:
         asked = []
         for request in self.scheduler.running:
             row, record = self._row(request), self._record(request)
-            if row.seen < row.protected + (not self.policy.compresses):
+            if row.seen < row.slots.prefix + (not self.policy.compresses):
                 record.note(row.seen, np.ones((*self.shape, row.seen), bool))
             else:
                 asked.append((row, record))
@@ -121,7 +119,7 @@ class Inspector:
 
     def _row(self, request) -> Row:
         blocks = [block.block_id for block in self.manager.req_to_blocks[request.request_id]]
-        return Row(request.num_computed_tokens, blocks, *self.manager.sizes(request))
+        return Row(request.num_computed_tokens, blocks, self.manager.slots(request))
 
     def _record(self, request) -> Record:
         """Return the record of a request, with its latest numbers and tokens."""
@@ -174,35 +172,28 @@ class Inspector:
         return record.summary(state) | told
 
 
-def apply() -> None:
-    """Have engines record what their requests hold; may be called more than once."""
-    from vllm.v1.engine.core import EngineCore
-
-    wrap("vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size", _start)
-    wrap("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", _update_from_output)
-    EngineCore.kvpop_inspect, EngineCore.kvpop_inspect_request = _inspect, _inspect_request
-
-
-def _start(original, self, *args, **kwargs) -> None:
+def start(original, self, *args, **kwargs) -> None:
+    """Wrap a step of an engine's start: give it a recorder."""
     original(self, *args, **kwargs)
     manager, rpc = manager_of(self.scheduler), self.model_executor.collective_rpc
     if manager is not None and manager.kv_cache_spec.inspect:
         manager.inspector = Inspector(self.scheduler, manager, lambda function, told: rpc(function, args=told))
 
 
-def _update_from_output(original, self, scheduler_output, *args, **kwargs):
+def update_from_output(original, self, scheduler_output, *args, **kwargs):
+    """Wrap the end of a step: record what its requests hold."""
     manager = manager_of(self)
     if manager is not None and manager.inspector is not None and scheduler_output.total_num_scheduled_tokens:
         manager.inspector.update()
     return original(self, scheduler_output, *args, **kwargs)
 
 
-def _inspect(self) -> dict:
+def summaries(self) -> dict:
     """Return the numbers of an engine's requests; see :meth:`Inspector.summaries`."""
     return manager_of(self.scheduler).inspector.summaries()
 
 
-def _inspect_request(self, name: str) -> dict | None:
+def details(self, name: str) -> dict | None:
     """Return what a request holds; see :meth:`Inspector.details`."""
     return manager_of(self.scheduler).inspector.details(name)
 
@@ -227,27 +218,24 @@ def _held(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndarray]]]:
     from kvpop_vllm.vllm_glue.run.backend import for_config
 
     heads_of, found, plan, batch = for_config(worker.vllm_config).heads, [], None, None
-    for impl, pages, regions, blocks in layers_of(worker):
-        if plan is None:
-            plan = _next_step(impl, rows)
-            plan.tails = plan.tails.to(pages.raw.device)
-        if batch is None or regions is not None:
-            batch = plan.batch(regions, impl.layer)
+    for impl, pages, shares, blocks in layers_of(worker):
+        plan = plan or _next_step(impl, rows, pages.raw.device)
+        if batch is None or shares.by_layer:
+            batch = plan.batch(shares, impl.layer)
         held = [_held_by(impl, pages, blocks, row, batch.table[i], batch.budgets[i]) for i, row in enumerate(rows)]
         bits = [np.packbits(each.numpy(), axis=-1) for each in held]
         found.append((impl.layer, heads_of(impl.num_kv_heads).start, bits))
     return found
 
 
-def _next_step(impl, rows: list[Row]) -> StepPlan:
+def _next_step(impl, rows: list[Row], device: torch.device) -> StepPlan:
     """Return the plan of a step with one more token of each request, which says where their pages lie."""
-    _, _, protected, budgets, windows = map(list, zip(*rows, strict=True))
     table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.int32)
     for i, row in enumerate(rows):
         table[i, : len(row.blocks)] = torch.tensor(row.blocks)
-    lengths = torch.tensor([row.seen + 1 for row in rows])
-    sizes = RequestSettings(protected, budgets, windows, compression=impl.policy.compression)
-    return StepPlan(impl.attention.layout, impl.policy.retention, [1] * len(rows), lengths, table, sizes)
+    slots, lengths = [row.slots for row in rows], [row.seen + 1 for row in rows]
+    step = slots, [1] * len(rows), lengths, table.to(device)
+    return plan_batch(impl.attention.layout, *step, impl.policy.compression)
 
 
 def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
@@ -255,11 +243,11 @@ def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, b
     if pages.raw.device.type != "cpu":  # copy the pages of this request alone
         used, table = table.unique(return_inverse=True)
         pages, table = pages.layout.view(pages.raw[used.long()].cpu()), table.cpu()
-    rule, budgets = impl.attention.rule, budgets.cpu()
+    rule, budgets, slots = impl.attention.rule, budgets.cpu(), row.slots
     if (compression := impl.policy.compression) is None:
-        return held_tokens(pages, table, row.seen, replace(rule, window=row.window), budgets, row.protected)
-    after = compression.after(row.protected, row.budget, row.window)
-    first = cdiv(row.protected, pages.layout.block_slots)
-    made = torch.tensor(row.blocks[first : first + cdiv(after.made, pages.layout.block_slots)])
+        return held_tokens(pages, table, row.seen, replace(rule, window=slots.window), budgets, slots.prefix)
+    after, size = slots.behind_prompt(compression), pages.layout.block_slots
+    first = cdiv(slots.prefix, size)
+    made = torch.tensor(row.blocks[first : first + cdiv(after.made, size)])
     rule = replace(rule, window=after.window)
     return held_behind_prompt(pages, table, row.seen, rule, budgets, after, blocks, made)

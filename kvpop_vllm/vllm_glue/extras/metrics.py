@@ -6,7 +6,6 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from kvpop_vllm.vllm_glue.extras.reports import STATS
-from kvpop_vllm.vllm_glue.patches import wrap
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.999, 1.0)
@@ -87,12 +86,8 @@ class PolicyStatLogger(AggregateStatLoggerBase):
                 own["retained_share"].observe(kept / seen)
 
 
-def apply() -> None:
-    """Have engines with a policy publish its metrics; may be called more than once."""
-    wrap("vllm.v1.metrics.loggers:StatLoggerManager.__init__", _add_logger)
-
-
-def _add_logger(original, self, vllm_config, *args, **kwargs):
+def add_logger(original, self, vllm_config, *args, **kwargs):
+    """Wrap the making of an engine's stat loggers: add that of its policy."""
     original(self, vllm_config, *args, **kwargs)
     if requested(vllm_config):  # first, so that vLLM's loggers do not see our numbers
         self.stat_loggers.insert(0, PolicyStatLogger(vllm_config, self.engine_indexes))

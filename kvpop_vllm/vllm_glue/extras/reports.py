@@ -8,16 +8,12 @@ exception: theirs are not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from kvpop_vllm.cache.accounting import kept_tokens
 from kvpop_vllm.policies import Policy
-from kvpop_vllm.requests import REPORT, of_params, wants_report
-from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.requests import REPORT, of_request, wants_report
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager, FixedBudgetSpec
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
-
-if TYPE_CHECKING:
-    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager, FixedBudgetSpec
 
 STATS = "kvpop"
 """Key of ``SchedulerStats.kv_connector_stats`` under which the numbers travel to the front end."""
@@ -63,8 +59,8 @@ def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
     """Return the number of blocks that a request holds; those of a prompt that has been compressed are null blocks."""
     row = manager.req_to_blocks.get(request_id, ())
     if row and row[0].is_null:
-        *sizes, _ = manager.requests[request_id]
-        return len(row) - sum(last - first for first, last in manager.kv_cache_spec.dropped(*sizes))
+        dropped = manager.kv_cache_spec.dropped(manager.requests[request_id])
+        return len(row) - sum(last - first for first, last in dropped)
     return len(row)
 
 
@@ -76,20 +72,20 @@ def tokens_seen(request) -> int:
 def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:
     """Return the most blocks that a request can come to hold."""
     length = min(request.num_prompt_tokens + request.max_tokens, scheduler.max_model_len)
-    return manager.kv_cache_spec.blocks(length, *manager.sizes(request))
+    return manager.kv_cache_spec.blocks(length, manager.slots(request))
 
 
 def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
     """Return what a request holds now."""
     policy, spec, seen = engine_policy(scheduler.vllm_config), manager.kv_cache_spec, tokens_seen(request)
-    protected, budget, _ = manager.sizes(request)
-    prefix = min(protected, seen)
-    if spec.compression is not None and seen >= protected:
+    slots = manager.slots(request)
+    prefix = min(slots.prefix, seen)
+    if spec.compression is not None and seen >= slots.prefix:
         prefix = 0  # the prompt has been compressed
     kept = None
     if not policy.drops_early:
         heads = policy.model.num_layers * policy.model.num_kv_heads
-        kept = kept_tokens(heads, seen, replace(policy.retention, budget=budget), spec.shares, prefix)
+        kept = kept_tokens(heads, seen, replace(policy.retention, budget=slots.budget), spec.shares, prefix)
     blocks = blocks_held(manager, request.request_id)
     return CacheUse(
         seen, prefix if spec.compression is None else 0, kept, blocks, most_blocks(scheduler, manager, request)
@@ -98,7 +94,7 @@ def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
 
 def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dict:
     """Return the report of a request, as documented in ``docs/operating.md``."""
-    asked = of_params(request.sampling_params)
+    slots = of_request(request.sampling_params, spec, request.num_prompt_tokens)
     kept = evicted = None
     if use.kept is not None:
         least, most = min(use.kept), max(use.kept)
@@ -109,9 +105,9 @@ def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dic
             kept, evicted = ({**each, "min": None, "max": None} for each in (kept, evicted))
     return {
         "policy": policy.name,
-        "budget": policy.retention.budget if asked is None else asked.budget,
+        "budget": slots.budget,
         "prompt_tokens": request.num_prompt_tokens,
-        "cartridge_tokens": 0 if asked is None else asked.made,
+        "cartridge_tokens": slots.made,
         "protected_tokens": use.protected,
         "generated_tokens": request.num_output_tokens,
         "seen_tokens": use.seen,
@@ -124,21 +120,14 @@ def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dic
     }
 
 
-def apply() -> None:
-    """Have schedulers report what requests' caches did; may be called more than once."""
-    wrap("vllm.v1.core.sched.scheduler:Scheduler._free_request", _free_request)
-    wrap("vllm.v1.core.sched.scheduler:Scheduler.make_stats", _make_stats)
-
-
 def manager_of(scheduler) -> FixedBudgetManager | None:
     """Return the block manager of a scheduler with a policy; its layers have one cache group."""
-    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
-
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return next((manager for manager in managers if isinstance(manager, FixedBudgetManager)), None)
 
 
-def _free_request(original, self, request, *args, **kwargs):
+def free_request(original, self, request, *args, **kwargs):
+    """Wrap the end of a request: keep the numbers of its cache, and report them if it asks."""
     if (manager := manager_of(self)) is None:
         return original(self, request, *args, **kwargs)
     asks = wants_report(request.sampling_params)
@@ -152,7 +141,8 @@ def _free_request(original, self, request, *args, **kwargs):
     return connector, *more
 
 
-def _make_stats(original, self, *args, **kwargs):
+def make_stats(original, self, *args, **kwargs):
+    """Wrap the making of a scheduler's statistics: add the numbers of its requests' caches."""
     stats, manager = original(self, *args, **kwargs), manager_of(self)
     if stats is None or manager is None:
         return stats

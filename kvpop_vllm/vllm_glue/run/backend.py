@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,19 +22,18 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
-from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch, StepPlan
+from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout, Pages
+from kvpop_vllm.cache.shares import EqualHeads, SharesByVotes, fixed_shares
+from kvpop_vllm.cache.step import StepBatch, StepPlan, plan_batch
 from kvpop_vllm.compaction.cartridge import read_config
-from kvpop_vllm.config import ConfigError, protected_tokens
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.draws import request_seed, signed
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
-from kvpop_vllm.kernels.regions import RegionMap, region_map
-from kvpop_vllm.requests import RequestCache
+from kvpop_vllm.requests import RequestSlots, of_request
 from kvpop_vllm.supported import DTYPES
-from kvpop_vllm.vllm_glue.run import cpu_seeds, step_requests
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -184,33 +182,27 @@ def _log_kernels(like: torch.Tensor) -> None:
 class FixedBudgetMetadata:
     """Metadata of one engine step.
 
-    A layer's batch is built anew each time it is asked for if heads have unequal shares, so that a CUDA graph
-    records how the batch is built and not its values. Only the first layer's has starts to be checked, because all
-    layers have seen the same tokens.
+    With unequal shares the batch is rebuilt per layer, so that a CUDA graph records how the batch is built and not its
+    values. Only the first layer's has starts to be checked, because all layers have seen the same tokens.
 
     Attributes:
-        build: builds the batch of one layer from the regions of its pages and its index.
+        plan: plan of the step.
         num_tokens: tokens of the step.
         shared: the batch of all layers where heads have equal shares, else None.
         checked: True after the first layer.
     """
 
-    build: Callable[[RegionMap | DividedRegions | None, int], StepBatch]
+    plan: StepPlan
     num_tokens: int
     shared: StepBatch | None
     checked: bool = False
 
-    def batch(self, layer: int, regions: RegionMap | DividedRegions | None) -> StepBatch:
-        """Return the batch of a layer.
-
-        Args:
-            layer: index of the layer.
-            regions: location of the layer's pages if shares are unequal, else None.
-        """
-        batch = self.shared if regions is None else self.build(regions, layer)
+    def batch(self, layer: int, shares: EqualHeads) -> StepBatch:
+        """Return the batch of a layer whose heads share slots as ``shares`` says."""
+        batch = self.plan.batch(shares, layer) if shares.by_layer else self.shared
         if self.checked and batch.starts is not None:
             batch = dataclasses.replace(batch, starts=None, slot_zero=None)
-        if regions is None:
+        if not shares.by_layer:
             self.shared = batch
         self.checked = True
         return batch
@@ -226,17 +218,32 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
-        self.policy, self.seed = backend.policy, vllm_config.model_config.seed
+        self.policy, self.seed = backend.policy, request_seed(vllm_config.model_config.seed, 0)
         self.unequal = kv_cache_spec.shares is not None or self.policy.adaptive_head_budgets
-        # Set before each build: prompt lengths and seeds of the requests, both ``[requests]`` int64, and the
-        # options that each request asked for.
-        self.prompts = self.seeds = None
-        self.asked: list[RequestCache | None] = []
-        step_requests.apply()
-        cpu_seeds.apply()
+        self.spec, self.shares = kv_cache_spec, EqualHeads(kv_cache_spec.num_kv_heads)
+        self.padding = kv_cache_spec.slots()._replace(seed=self.drawn(0) if self.policy.draws else None)
+        self.requests: list[RequestSlots] | None = None  # slots of the step's requests, set before each build
 
-    def sizes(self, requests: int, dummy: bool = False) -> RequestSettings:
-        """Return the sizes of the step's requests.
+    def take_requests(self, params: list, prompts: list[int], seeds: list[int] | None) -> None:
+        """Take the slots of the next step's requests.
+
+        Args:
+            params: sampling parameters of each request, or None.
+            prompts: tokens of each prompt.
+            seeds: sampling seed of each request, None if scores are not drawn.
+        """
+        slots = [of_request(own, self.spec, prompt) for own, prompt in zip(params, prompts, strict=True)]
+        if seeds is not None:
+            seeds = [sampled if own.seed is None else own.seed for own, sampled in zip(slots, seeds, strict=True)]
+            slots = [own._replace(seed=self.drawn(seed)) for own, seed in zip(slots, seeds, strict=True)]
+        self.requests = slots
+
+    def drawn(self, seed: int) -> int:
+        """Return the seed of the draws of a request with this seed."""
+        return signed(self.seed + signed(seed))
+
+    def slots(self, requests: int, dummy: bool = False) -> list[RequestSlots]:
+        """Return the slots of the step's requests.
 
         Requests beyond those that the model runner has described are padding, which protects nothing.
 
@@ -247,50 +254,22 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         Raises:
             RuntimeError: the model runner does not pass what requests asked for.
         """
-        if self.prompts is None and not dummy:
+        if self.requests is None and not dummy:
             raise RuntimeError("this model runner does not say what requests ask for: leave --worker-cls out")
-        kept, protect = self.retention, self.policy.protect
-        prompts = [] if self.prompts is None else self.prompts[:requests].tolist()
-        prompts += [0] * (requests - len(prompts))
-        asked = self.asked[:requests] + [None] * (requests - len(self.asked))
-        rows = [
-            RequestCache(protected_tokens(protect, prompt), kept.budget, kept.window) if own is None else own
-            for prompt, own in zip(prompts, asked, strict=True)
-        ]
-        return RequestSettings(
-            [row.protected for row in rows],
-            [row.budget for row in rows],
-            [row.window for row in rows],
-            self._seeds(rows) if self.policy.draws else None,
-            self.policy.compression,
-            [row.made for row in rows],
-        )
-
-    def _seeds(self, rows: list[RequestCache]) -> torch.Tensor:
-        """Return the seeds of the draws of a step's requests, ``[requests]`` int64."""
-        seeds = torch.zeros(len(rows), dtype=torch.int64)
-        if self.seeds is not None:
-            known = self.seeds[: len(rows)]
-            seeds[: len(known)] = known + request_seed(self.seed, 0)
-        for i, row in enumerate(rows):
-            if row.seed is not None:
-                seeds[i] = request_seed(self.seed, signed(row.seed))
-        return seeds
+        known = (self.requests or [])[:requests]
+        return known + [self.padding] * (requests - len(known))
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         """Return the metadata of a step from vLLM's common metadata."""
         common = common_attn_metadata
-        starts = common.query_start_loc_cpu
-        query_lens = (starts[1:] - starts[:-1]).tolist()
-        sizes = self.sizes(len(query_lens))
-        plan = StepPlan(self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, sizes)
-        return self.finish(plan.batch, int(starts[-1]))
+        starts, lengths = common.query_start_loc_cpu, common.seq_lens.tolist()
+        counts = (starts[1:] - starts[:-1]).tolist()
+        step = self.slots(len(counts)), counts, lengths, common.block_table_tensor
+        return self.finish(plan_batch(self.layout, *step, self.policy.compression), int(starts[-1]))
 
-    def finish(
-        self, build: Callable[[RegionMap | DividedRegions | None, int], StepBatch], num_tokens: int
-    ) -> FixedBudgetMetadata:
+    def finish(self, plan: StepPlan, num_tokens: int) -> FixedBudgetMetadata:
         """Return a step's metadata, with the shared batch already built if all heads have equal shares."""
-        return FixedBudgetMetadata(build, num_tokens, None if self.unequal else build(None, 0))
+        return FixedBudgetMetadata(plan, num_tokens, None if self.unequal else plan.batch(self.shares))
 
 
 class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
@@ -398,8 +377,8 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         if attn_metadata is None:  # profiling run
             return output.fill_(0)
         n = attn_metadata.num_tokens
-        pages, regions, blocks = self._bind(kv_cache)
-        batch = attn_metadata.batch(self.layer, regions)
+        pages, shares, blocks = self._bind(kv_cache)
+        batch = attn_metadata.batch(self.layer, shares)
         self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, blocks)
         return output
 
@@ -421,32 +400,31 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             gate_scores = shift(gate_scores, pages, batch, self.attention.rule.sinks)
         self.attention.forward(q, k, v, pages, batch, out, gate_scores, blocks)
 
-    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
+    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, EqualHeads, Pages]:
         """Return typed views of this layer's cache, made once per cache and forgotten with it.
 
         vLLM allocates a cache to measure CUDA graphs, and frees it before it allocates the real one.
 
         Returns:
-            The pages, by region if heads have unequal shares; the regions, or None; the layer's own pages by
-            block.
+            The pages, by region if heads have unequal shares; how heads share slots; the layer's own pages by block.
         """
         if kv_cache not in self._pages:
             self._pages[kv_cache] = self._view(kv_cache)
         return self._pages[kv_cache]
 
-    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
+    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, EqualHeads, Pages]:
         """View the storage of the cache; the tensor itself is freed when vLLM drops it."""
         layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
         raw = kv_cache.view(torch.uint8)
         place = raw.storage_offset(), raw.shape, raw.stride()
         own = layout.view(torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place))
         if self.policy.adaptive_head_budgets:
-            divided = DividedRegions(own, self.attention.rule.compression, self.policy.retention.budget)
+            divided = SharesByVotes(own, self.attention.rule.compression, self.policy.retention.budget)
             return divided.pages, divided, own
         if self.shares is None:
-            return own, None, own
-        regions = region_map(self.shares, layout, blocks, kv_cache.device)
-        return regions.view(_all_layers(kv_cache, self.layer)), regions, own
+            return own, EqualHeads(layout.num_kv_heads), own
+        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device)
+        return shares.view(_all_layers(kv_cache, self.layer)), shares, own
 
 
 def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:

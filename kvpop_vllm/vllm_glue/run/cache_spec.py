@@ -1,7 +1,4 @@
-"""Cache spec and block manager of a fixed-budget cache.
-
-Importing this module registers both. The engine core imports it when it unpickles a worker's spec.
-"""
+"""Cache spec and block manager of a fixed-budget cache."""
 
 from __future__ import annotations
 
@@ -12,16 +9,12 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpop_vllm.cache.accounting import worst_prompts
+from kvpop_vllm.cache.shares import Shares, divided_blocks
 from kvpop_vllm.config import protected_tokens
-from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
-from kvpop_vllm.kernels.regions import Shares, divided_blocks
-from kvpop_vllm.requests import RequestCache, of_params
-from kvpop_vllm.vllm_glue.extras import reports
-from kvpop_vllm.vllm_glue.run import manager_requests
-from kvpop_vllm.vllm_glue.start import front_ends
+from kvpop_vllm.requests import Compression, RequestSlots, of_request
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -50,73 +43,55 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec, *args, **kwargs):
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.requests: dict[str, tuple[int, int, int, int]] = {}  # p, B, w and least counted length of each request
-        self.made: dict[str, int] = {}  # slots of cartridges, of requests that begin with some
+        self.requests: dict[str, RequestSlots] = {}
+        self.final: dict[str, int] = {}  # final length of each request, where blocks are reserved
+        self.placed: set[str] = set()  # requests that begin with cartridges
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
         self.cartridges = None  # set by the engine, after the scheduler is made
         self.inspector = None  # likewise, where what requests hold is recorded
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
-        front_ends.apply_to_engine()
-        manager_requests.apply()
-        reports.apply()
-        if kv_cache_spec.may_have_cartridges:
-            from kvpop_vllm.vllm_glue.extras import cartridges
-
-            cartridges.apply()
-        if kv_cache_spec.inspect:
-            from kvpop_vllm.vllm_glue.extras import inspector
-
-            inspector.apply()
         if kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
-            fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
+            fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, kv_cache_spec.slots(protected))
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
     def admit(self, request) -> list:
-        """Record p, B and w of a request: those that it asked for, else the server's.
-
-        Where blocks are reserved, it is counted with its final length from the start.
+        """Keep the slots of a request. Where blocks are reserved, it is counted with its final length from the start.
 
         Returns:
             The blocks of its cartridges, with which it begins.
         """
-        waiting = set(self.made) - set(self.req_to_blocks) - {request.request_id}
-        for name in waiting:
-            self._forget_cartridges(name)  # a request that was not admitted must not hold what others wait for
-        asked = of_params(request.sampling_params)
-        final = request.num_prompt_tokens + request.max_tokens if self.kv_cache_spec.reserve else 0
-        self.requests[request.request_id] = *self.sizes(request), final
-        return [] if asked is None or not asked.cartridges else self._place(request.request_id, asked)
+        name, slots = request.request_id, self.slots(request)
+        for other in self.placed - set(self.req_to_blocks) - {name}:
+            self._forget_cartridges(other)  # a request that was not admitted must not hold what others wait for
+        self.requests[name] = slots
+        if self.kv_cache_spec.reserve:
+            self.final[name] = request.num_prompt_tokens + request.max_tokens
+        return self._place(name, slots) if slots.cartridges else []
 
-    def sizes(self, request) -> tuple[int, int, int]:
-        """Return p, B and w of a request: those that it asked for, else the server's."""
-        if (asked := of_params(request.sampling_params)) is not None:
-            return asked.protected, asked.budget, asked.window
-        spec = self.kv_cache_spec
-        return protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget, spec.window
+    def slots(self, request) -> RequestSlots:
+        """Return the slots of a request, admitted or not."""
+        return of_request(request.sampling_params, self.kv_cache_spec, request.num_prompt_tokens)
 
-    def _place(self, request_id: str, asked: RequestCache) -> list:
+    def _place(self, request_id: str, slots: RequestSlots) -> list:
         """Return the blocks of a request's cartridges; if there is no room for them, have it wait."""
-        blocks = self.cartridges.place(request_id, asked.cartridges)
-        self.made[request_id] = asked.made
+        blocks = self.cartridges.place(request_id, slots.cartridges)
+        self.placed.add(request_id)
         (self.waits.add if blocks is None else self.waits.discard)(request_id)
         return blocks or []
 
     def _forget_cartridges(self, request_id: str) -> None:
         """Release the copies of a request, if it begins with cartridges."""
         self.waits.discard(request_id)
-        if self.made.pop(request_id, 0):
+        if request_id in self.placed:
+            self.placed.discard(request_id)
             self.cartridges.release(request_id)
 
-    def protected(self, request_id: str) -> int:
-        """Return p of a request, in tokens."""
-        return self.requests.get(request_id, (0,))[0]
-
     def _blocks(self, request_id: str, num_tokens: int) -> int:
-        *sizes, least = self.requests.get(request_id, (0, None, None, 0))
-        return self.kv_cache_spec.blocks(max(least, num_tokens), *sizes)
+        length = max(self.final.get(request_id, 0), num_tokens)
+        return self.kv_cache_spec.blocks(length, self.requests.get(request_id))
 
     def get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, *args, **kwargs) -> int:
         """Return the blocks that a request needs from the pool: missing ones, and evictable ones of a hit."""
@@ -144,15 +119,15 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         of the same step. Cartridges are not. Where prompts are compressed, they are the tokens before the queries
         that are stored.
         """
-        compression = self.kv_cache_spec.compression
-        own = 1 if compression is None else compression.queries
-        return max(self.made.get(request_id, 0), self.protected(request_id) - own)
+        compression, slots = self.kv_cache_spec.compression, self.requests[request_id]
+        return max(slots.made, slots.prefix - (1 if compression is None else compression.queries))
 
     def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
         """Free what a prompt that has been compressed leaves behind; its full blocks stay in the prefix cache."""
-        prompt, *sizes, _ = self.requests.get(request_id, (0, 0))
-        if self.kv_cache_spec.compression is not None and 0 < prompt <= processed_computed_tokens:
-            for first, last in self.kv_cache_spec.dropped(prompt, *sizes):
+        slots = self.requests.get(request_id)
+        compresses = slots is not None and self.kv_cache_spec.compression is not None
+        if compresses and 0 < slots.prefix <= processed_computed_tokens:
+            for first, last in self.kv_cache_spec.dropped(slots):
                 self._remove_blocks_in_range(request_id, first, last)
 
     def allocate_external_computed_blocks(
@@ -168,13 +143,14 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries=()):
         """Hash the full blocks of the protected prefix, as far as it has been scheduled."""
-        prefix = min(num_tokens, self.protected(request.request_id))
+        slots = self.requests.get(request.request_id)
+        prefix = 0 if slots is None else min(num_tokens, slots.prefix)
         super().cache_blocks(request, prefix, retention_interval, replay_boundaries=replay_boundaries)
 
     def pop_blocks_for_free(self, request_id):
         """Forget a request and return its blocks."""
-        self.requests.pop(request_id, None)
-        self.bounds.pop(request_id, None)
+        for numbers in (self.requests, self.final, self.bounds):
+            numbers.pop(request_id, None)
         self._forget_cartridges(request_id)
         return super().pop_blocks_for_free(request_id)
 
@@ -193,11 +169,6 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         return look(block_hashes, max_length, kv_cache_group_ids, block_pool, dense, *args, **kwargs)
 
 
-# The registry fills itself only while it is empty: registering first would hide the built-in specs.
-KVCacheSpecRegistry._ensure_registered()
-
-
-@register_kv_cache_spec(manager_class=FixedBudgetManager)
 @dataclass(frozen=True, kw_only=True)
 class FixedBudgetSpec(AttentionSpec):
     """Cache spec of one layer.
@@ -205,7 +176,7 @@ class FixedBudgetSpec(AttentionSpec):
     A request of n tokens, p of them protected, holds ``cdiv(min(n, p), N)`` prefix blocks and, once n exceeds
     p, ``state_blocks + cdiv(min(n - p, T), N)`` blocks of its own; T = B - s behind a prefix, B without.
     Where heads have unequal shares, tails are counted by these, rounded up
-    (:class:`kvpop_vllm.kernels.regions.Shares`).
+    (:class:`kvpop_vllm.cache.shares.Shares`).
 
     Where prompts are compressed at their end, a request with a prompt of p tokens holds its prefix and, from
     the first stored query on, its state. At the prompt's end it holds a tail of B slots as well. After that
@@ -241,49 +212,48 @@ class FixedBudgetSpec(AttentionSpec):
     max_protect: bool | int
     window: int = 1
     max_window: int = 1
-    compression: PromptVotes | PromptMatching | None = None
+    compression: Compression | None = None
     shares: Shares | None = None
     reserve: bool = False
     inspect: bool = False
     cartridges: tuple[int, ...] = ()
     loads: bool = False
 
-    def blocks(self, length: int, protected: int = 0, budget: int | None = None, window: int | None = None) -> int:
-        """Return the number of blocks of a request, entries of a dropped prefix included.
+    def slots(self, prefix: int = 0, budget: int | None = None, window: int | None = None) -> RequestSlots:
+        """Return the slots of a request with these numbers, by default the server's."""
+        return RequestSlots(prefix, 0, budget or self.budget, window or self.window)
 
-        Args:
-            length: tokens of the request.
-            protected: p, tokens of its protected prefix.
-            budget: B of the request; default: the server's.
-            window: w of the request; default: the server's.
+    def blocks(self, length: int, slots: RequestSlots | None = None) -> int:
+        """Return the number of blocks of a request of ``length`` tokens, entries of a dropped prefix included.
+
+        ``slots`` are its own, by default those of an unprotected request with the server's numbers.
         """
-        prefix, own = cdiv(min(length, protected), self.block_size), length - protected
-        budget, compression = budget or self.budget, self.compression
-        tail = budget - self.sinks if protected else budget
-        if compression is not None and protected:
-            if length <= protected - compression.queries:
+        slots, compression = slots or self.slots(), self.compression
+        prefix, tokens = cdiv(min(length, slots.prefix), self.block_size), length - slots.prefix
+        tail = slots.budget - self.sinks if slots.prefix else slots.budget
+        if compression is not None and slots.prefix:
+            if tokens <= -compression.queries:
                 return prefix
-            prefix = cdiv(protected, self.block_size)
-            if compression.adaptive_head_budgets and length >= protected > self.budget:
-                return prefix + self.state_blocks + divided_blocks(self.num_kv_heads, budget, self.block_size)
-            after = compression.after(protected, budget, window or self.window)
-            prefix += cdiv(after.made, self.block_size)
-            own, tail = length - after.shift - after.made if length >= protected else 0, budget - after.made
-        elif own <= 0:
+            prefix, after = cdiv(slots.prefix, self.block_size), slots.behind_prompt(compression)
+            if compression.adaptive_head_budgets and tokens >= 0 and slots.prefix > self.budget:
+                return prefix + self.state_blocks + divided_blocks(self.num_kv_heads, slots.budget, self.block_size)
+            prefix, tail = prefix + cdiv(after.made, self.block_size), after.budget
+            tokens = length - after.shift - after.made if tokens >= 0 else 0
+        elif tokens <= 0:
             return prefix
         if self.shares is not None:
-            return prefix + self.shares.blocks(self.state_blocks, self.block_size, own)
-        return prefix + self.state_blocks + cdiv(min(own, tail), self.block_size)
+            return prefix + self.shares.blocks(self.state_blocks, self.block_size, tokens)
+        return prefix + self.state_blocks + cdiv(min(tokens, tail), self.block_size)
 
-    def dropped(self, prompt: int, budget: int, window: int) -> list[tuple[int, int]]:
+    def dropped(self, slots: RequestSlots) -> list[tuple[int, int]]:
         """Return the columns of a request's row that it no longer needs behind the end of its prompt, first and last + 1.
 
         They are those of the prompt and, where slots were made of it, those of the state.
         """
-        prefix, compression = cdiv(prompt, self.block_size), self.compression
-        if not compression.makes_slots:
+        prefix = cdiv(slots.prefix, self.block_size)
+        if not self.compression.makes_slots:
             return [(0, prefix)]
-        state = prefix + cdiv(compression.after(prompt, budget, window).made, self.block_size)
+        state = prefix + cdiv(slots.behind_prompt(self.compression).made, self.block_size)
         return [(0, prefix), (state, state + self.state_blocks)]
 
     def most_blocks(self, length: int) -> int:
@@ -293,7 +263,7 @@ class FixedBudgetSpec(AttentionSpec):
         """
         longest = protected_tokens(self.max_protect, length)  # a prompt may have this length
         prompts = worst_prompts(longest, length, self.block_size)
-        most = max(self.blocks(length, protected, self.max_budget, self.max_window) for protected in prompts)
+        most = max(self.blocks(length, self.slots(prompt, self.max_budget, self.max_window)) for prompt in prompts)
         # a smaller window may divide the slots of a short prompt such that both parts have a block filled in part
         return most + (self.compression is not None and self.compression.makes_slots)
 
@@ -330,3 +300,9 @@ class FixedBudgetSpec(AttentionSpec):
     def prefix_cacheable(self) -> bool:
         """Return whether any request may have prefix blocks that can be shared."""
         return self.longest_prefix(1) > 0
+
+
+def register() -> None:
+    """Register the spec and its block manager with vLLM."""
+    KVCacheSpecRegistry._ensure_registered()  # it fills itself only while it is empty, or would hide the built-in specs
+    KVCacheSpecRegistry.register(FixedBudgetSpec, FixedBudgetManager)

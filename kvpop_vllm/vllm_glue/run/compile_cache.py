@@ -1,4 +1,4 @@
-"""Reuse of compiled models on a CPU, by two wrappers listed in :mod:`kvpop_vllm.vllm_glue.patches`.
+"""Reuse of compiled models on a CPU.
 
 vLLM saves compiled models in its cache folder. On a CPU, where it compiles with torch's own inductor backend,
 loading them fails in 0.32 (``'function' object has no attribute 'finalize_loading'``), so every start
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from vllm.logger import init_logger
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY
-from kvpop_vllm.vllm_glue.patches import wrap
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -21,16 +20,8 @@ logger = init_logger("vllm.kvpop_vllm")
 _HOOK = "finalize_loading"
 
 
-def apply() -> None:
-    """Wrap the loading of compiled models and the computation of their cache key.
-
-    Called when an engine with a policy selects its backend. May be called more than once.
-    """
-    wrap("vllm.compilation.decorators:_try_load_aot_compiled_fn", _try_load)
-    wrap("vllm.compilation.caching:aot_compile_hash_factors", _hash_factors)
-
-
-def _try_load(original, model, *args, **kwargs):
+def try_load(original, model, *args, **kwargs):
+    """Wrap the loading of a compiled model."""
     if not requested(model.vllm_config):
         return original(model, *args, **kwargs)
     with _nothing_to_finalize():
@@ -60,7 +51,8 @@ def _nothing_to_finalize():
             delattr(lent, _HOOK)
 
 
-def _hash_factors(original, vllm_config, *args, **kwargs):
+def hash_factors(original, vllm_config, *args, **kwargs):
+    """Wrap the computation of a compiled model's key."""
     if not requested(vllm_config):
         return original(vllm_config, *args, **kwargs)
     neutral = copy.copy(vllm_config)

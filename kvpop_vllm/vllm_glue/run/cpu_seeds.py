@@ -2,26 +2,16 @@
 
 A step draws a token for every request in it. Where a prompt is not yet read to its end, the token is discarded, and the
 runner takes the draw back by ``Generator.set_offset``. Generators of a CPU have no offset, so the whole engine stops.
-The wrappers are listed with their reasons in :mod:`kvpop_vllm.vllm_glue.patches`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvpop_vllm.vllm_glue.patches import wrap
-
 _STATES = "_kvpop_states"
 
 
-def apply() -> None:
-    """Wrap what draws and what takes back; may be called more than once."""
-    runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-    wrap(f"{runner}._sample", _sample)
-    wrap(f"{runner}._bookkeeping_sync", _bookkeeping_sync)
-
-
-def _sample(original, self, *args, **kwargs):
+def sample(original, self, *args, **kwargs):
     """Keep the state of each generator whose draw will be discarded."""
     generators = self.input_batch.generators
     if self.device.type == "cpu" and generators:
@@ -30,7 +20,7 @@ def _sample(original, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
-def _bookkeeping_sync(original, self, *args, **kwargs):
+def bookkeeping_sync(original, self, *args, **kwargs):
     """Set the kept states again, and hide their generators from vLLM's own way."""
     states, generators = self.__dict__.pop(_STATES, {}), self.input_batch.generators
     hidden = {row: generators.pop(row) for row in states}

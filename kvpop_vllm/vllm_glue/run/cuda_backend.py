@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import ClassVar
 
 import torch
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from kvpop_vllm.attention.device_batch import DecodeRows, Split
-from kvpop_vllm.attention.prefill_chunks import made_of
 from kvpop_vllm.attention.profile_run import worst_case_batches
-from kvpop_vllm.attention.step_batch import RequestSettings
+from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
+from kvpop_vllm.cache.pages import Prefix
+from kvpop_vllm.cache.step import NUMBERS, RequestBlocks, Span, StepPlan, numbers_of, rows_of
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import Prefix
+from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
-from kvpop_vllm.vllm_glue.run import step_requests
 from kvpop_vllm.vllm_glue.run.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
@@ -25,6 +26,8 @@ from kvpop_vllm.vllm_glue.run.backend import (
 from kvpop_vllm.vllm_glue.run.cache_spec import longest_prefix
 from kvpop_vllm.vllm_glue.start import cuda
 
+SIZES = operator.attrgetter(*(name for name in NUMBERS if name not in ("prefix", "made", "seed")))
+"""Numbers of a request that are the server's unless it asks for others."""
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, HEAD_SIZES))}",
     "dtype not supported": "--dtype is {}, {} or {}".format(*DTYPES["cuda"]),
@@ -121,7 +124,7 @@ class CudaImpl(FixedBudgetImpl):
         steps = worst_case_batches(attention.rule, attention.layout, budgets, most, *limits)
         for pages, batch, n in steps:
             beside = None
-            if batch.prefills and attention.rule.sequential and n == 2:  # two tokens stand for all
+            if len(batch.chunks) and attention.rule.sequential and n == 2:  # two tokens stand for all
                 # for each token and head: its output, log-sum-exp and slots in use
                 beside = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
             self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, pages)
@@ -148,21 +151,17 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        shares, kept, longest = kv_cache_spec.shares, self.retention, vllm_config.model_config.max_model_len
-        self.rows = DecodeRows(
+        longest = vllm_config.model_config.max_model_len
+        self.rows = DeviceRows(
             self.layout,
-            kept,
+            self.padding,
             vllm_config.scheduler_config.max_num_seqs,
-            kv_cache_spec.blocks(longest, 0, kv_cache_spec.max_budget),
-            {} if shares is None else shares.counts,
+            kv_cache_spec.blocks(longest, kv_cache_spec.slots(budget=kv_cache_spec.max_budget)),
+            kv_cache_spec.shares,
             device,
             kv_cache_spec.longest_prefix(longest),
-            kv_cache_spec.may_have_cartridges,
         )
         self.sized = False  # whether a row of the last step had a budget of its own
-        self.may_protect = kv_cache_spec.prefix_cacheable
-        if vllm_config.use_v2_model_runner:
-            step_requests.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """Return the metadata of a step, or None for a dummy run of longer requests, whose outputs are 0.
@@ -170,72 +169,53 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         Runner V2 makes hundreds of such dummy runs before it serves.
         """
         common = common_attn_metadata
-        split = Split.of(common.query_start_loc_cpu.tolist())
-        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks or self.may_protect else []
-        if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
+        firsts = common.query_start_loc_cpu.tolist()
+        counts = [after - before for before, after in itertools.pairwise(firsts)]
+        rows, requests = leading_decodes(counts), len(counts)
+        known = rows < requests or self.rows.protects
+        lengths = common.seq_lens_cpu_upper_bound.tolist() if known else [0] * requests
+        starts = [length - count for length, count in zip(lengths, counts, strict=False)]
+        chunked = [i for i in range(rows, requests) if counts[i]]
+        if any(not starts[i] and not common.is_prefilling[i] for i in chunked):
             return None  # a chunk that starts at position 0, yet past its prompt
-        table, sizes = common.block_table_tensor, self._sizes_to_send(common)
-        self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, self._sent(sizes))
-        if (protected := sizes.protected) is not None:
-            begun = [i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1]
-            self._begin_tails(begun, protected, sizes.made)
-        step = split, lengths, table
-        return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer, sizes), split.tokens)
+        slots = self.slots(requests, dummy=not any(common.is_prefilling[:requests]))
+        table, sent = common.block_table_tensor, self._sent(slots)
+        self.rows.fill(rows, common.seq_lens, table, common.slot_mapping, sent)
+        spans = [Span(i - rows, firsts[i], starts[i], counts[i], slots[i]) for i in chunked]
+        view = self.rows.view(rows, self.policy.draws, self.spec.may_have_cartridges)
+        if self.rows.protects:
+            self._begin_tails([i for i in range(rows) if slots[i].begins_tail(starts[i], starts[i] + 1)], slots)
+        blocks = RequestBlocks.of_rows(table[rows:requests], slots[rows:], self.layout.block_slots)
+        return self.finish(StepPlan(self.layout, spans, blocks, rows=view, checks=False), firsts[-1])
 
-    def _sizes_to_send(self, common) -> RequestSettings:
-        """Return the sizes of a step's rows that differ from what the device has.
+    def _sent(self, slots: list[RequestSlots]) -> dict[str, torch.Tensor]:
+        """Return the numbers of a step's requests that differ from what the device has, for :meth:`DeviceRows.fill`.
 
-        Budgets and windows are given if this step or the previous one has requests with budgets of their own,
-        because values of the previous step must be overwritten.
-
-        Raises:
-            RuntimeError: the model runner does not pass what requests asked for.
+        Budgets, windows and the like are sent if this step or the previous one has requests with others than the
+        server's, because values of the previous step must be overwritten.
         """
-        requests = common.num_reqs
-        sizes = self.sizes(requests, dummy=not any(common.is_prefilling[:requests]))
-        sized = any(own is not None for own in self.asked[:requests])
+        sized = any(SIZES(own) != SIZES(self.padding) for own in slots)
         send, self.sized = (self.sized or sized) and not self.unequal, sized
-        return RequestSettings(
-            sizes.protected if self.may_protect else None,
-            sizes.budgets if send else None,
-            sizes.windows if send else None,
-            sizes.seeds,
-            made=None if self.rows.made is None else sizes.made,
-        )
-
-    def _sent(self, sizes: RequestSettings) -> dict[str, torch.Tensor]:
-        """Return the sizes as the tensors that :meth:`DecodeRows.fill` takes."""
-        budgets = sizes.budgets and [[budget] * self.layout.num_kv_heads for budget in sizes.budgets]
-        given = {"protected": sizes.protected, "budgets": budgets, "windows": sizes.windows, "seeds": sizes.seeds}
-        given["made"] = sizes.made
-        tensors = {
-            name: torch.as_tensor(values, dtype=getattr(self.rows, name).dtype, device="cpu")
-            for name, values in given.items()
-            if values is not None
-        }
+        needed = {"prefix": self.rows.protects, "made": self.spec.may_have_cartridges, "seed": self.policy.draws}
+        tensors = numbers_of(slots, [name for name in NUMBERS if needed.get(name, send)])
+        if send:
+            tensors["budget"] = tensors["budget"].unsqueeze(1).repeat(1, self.layout.num_kv_heads)
         pinned = is_pin_memory_available()
         return {name: tensor.pin_memory() if pinned else tensor for name, tensor in tensors.items()}
 
-    def _begin_tails(self, chosen: list[int], protected: list[int], made: list[int] | None) -> None:
-        """Begin the tails of decode rows in all layers; a row of padding has null blocks.
+    def _begin_tails(self, rows: list[int], slots: list[RequestSlots]) -> None:
+        """Begin the tails of some decode rows in all layers; a row of padding has null blocks.
 
-        Args:
-            chosen: indices of the rows.
-            protected: tokens of the protected prefix of every row.
-            made: slots of cartridges of every row, None without any.
+        ``slots`` are those of all requests of the step.
         """
-        if not chosen:
+        if not rows:
             return
-        table, prefix_table = self.rows.beginning(chosen)
-        tokens = torch.tensor([protected[i] for i in chosen], device="cpu")
-        counts = made_of([made[i] for i in chosen] if made else [])
+        table, prefix_table = (rows_of(x, rows) for x in (self.rows.table, self.rows.prefix_table))
+        numbers = numbers_of([slots[i] for i in rows], ("prefix", "made", "budget"))
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             impl = layers[name].impl
-            pages, regions, blocks = impl._bind(layers[name].kv_cache)
-            if regions is None:
-                rows = table.unsqueeze(1).expand(-1, impl.num_kv_heads, -1)
-            else:
-                _, rows = regions.place(impl.layer, table)
-            prefix, attention = Prefix(blocks, prefix_table, tokens, counts), impl.attention
-            ops.begin_tail(pages, rows, prefix, rule=attention.rule, impl=attention.impl)
+            pages, shares, blocks = impl._bind(layers[name].kv_cache)
+            _, tails = shares.place(impl.layer, table, (), numbers["budget"])
+            prefix = Prefix(blocks, prefix_table, numbers["prefix"], numbers["made"])
+            ops.begin_tail(pages, tails, prefix, rule=impl.attention.rule, impl=impl.attention.impl)

@@ -1,24 +1,12 @@
-"""Wrapper that passes each request to our block manager; vLLM itself passes only the request's name.
-
-It is listed with its reason in :mod:`kvpop_vllm.vllm_glue.patches`.
-"""
+"""Wrapper that passes each request to our block manager; vLLM itself passes only the request's name."""
 
 from __future__ import annotations
 
-from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 
 
-def apply() -> None:
-    """Wrap the look-up of prefix hits, which precedes the allocation of a request's first blocks.
-
-    May be called more than once.
-    """
-    wrap("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", _get_computed_blocks)
-
-
-def _get_computed_blocks(original, self, request, *args, **kwargs):
-    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
-
+def get_computed_blocks(original, self, request, *args, **kwargs):
+    """Wrap the look-up of prefix hits, which precedes the allocation of a request's first blocks."""
     ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
     placed = [block for manager in ours for block in manager.admit(request)]
     if placed:

@@ -1,15 +1,12 @@
 """Contract with vLLM: its version, the functions that are wrapped, and the names that are imported from it.
 
-vLLM's modules are read, not imported. The same checks work on an installation and on a folder of sources:
-``python -m kvpop_vllm.vllm_glue.start.contract FOLDER``, where FOLDER is the ``vllm`` of another version.
+vLLM's modules are read, not imported. The same checks work on an installation and on a folder of sources.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import inspect
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -21,7 +18,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import VLLM
 
 if TYPE_CHECKING:
-    from kvpop_vllm.vllm_glue.patches import Patch
+    from kvpop_vllm.vllm_glue.ledger import Patch
 
 GLUE = Path(__file__).parents[1]
 
@@ -160,48 +157,3 @@ def _code(vllm: Path, module: str) -> CodeType | None:
     """Return the compiled code of a module of vLLM, from Python's cache where it has it, None if there is none."""
     file = _file(vllm, module)
     return None if file is None else SourceFileLoader(module, str(file)).get_code(module)
-
-
-def missing_overrides(vllm: Path) -> list[str]:
-    """Return the methods that classes of the glue override, and that vLLM lacks or calls with other parameters.
-
-    The installed vLLM is imported for this, because it says which classes are the bases.
-    """
-    from kvpop_vllm.vllm_glue.extras import metrics
-    from kvpop_vllm.vllm_glue.run import backend, cache_spec, cuda_backend, gated_attention, models
-
-    rooms = backend, cache_spec, cuda_backend, gated_attention, metrics, models
-    classes = {cls for room in rooms for cls in vars(room).values() if inspect.isclass(cls)}
-    found = set()
-    for cls in classes:
-        for name, ours in vars(cls).items():
-            ours = getattr(ours, "__func__", ours)
-            if not inspect.isfunction(ours) or GLUE not in Path(ours.__code__.co_filename).parents:
-                continue
-            takes = inspect.signature(ours).parameters
-            anything = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in takes.values())
-            for base in cls.__mro__:
-                if base.__module__.split(".")[0] == "vllm" and inspect.isroutine(vars(base).get(name)):
-                    target = f"{base.__module__}:{base.__qualname__}.{name}"
-                    names = parameters(vllm, target)
-                    if names is None or not (anything or set(names) <= set(takes)):
-                        found.add(target if names is None else f"{target}({', '.join(takes)})")
-                    break  # the nearest says how it is called
-    return sorted(found)
-
-
-def main(folder: str) -> int:
-    """Print what the ``vllm`` in a folder lacks; return 1 if it lacks anything."""
-    from kvpop_vllm.vllm_glue.patches import LEDGER
-
-    if _file(Path(folder), "vllm") is None:
-        raise SystemExit(f"{folder} has no __init__.py: give the folder vllm of unpacked sources")
-    lacking = missing_functions(Path(folder), LEDGER) + missing_names(Path(folder)) + missing_overrides(Path(folder))
-    for each in lacking:
-        print(f"lacks {each}")
-    print(f"{len(LEDGER)} wrapped functions, {len(set(imported_names()))} imported names: {len(lacking)} lacking")
-    return bool(lacking)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

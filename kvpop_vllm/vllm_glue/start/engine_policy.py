@@ -112,6 +112,17 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
         checkpoint.layers_of(policy.config, shapes, model.model, checkpoint.check_shapes)
 
 
+def register_models() -> None:
+    """Register the model types of full checkpoints with transformers, and their classes with vLLM."""
+    from vllm import ModelRegistry
+
+    from kvpop_vllm import model_types
+
+    model_types.register()
+    for name in set(ARCHITECTURES.values()) - set(ModelRegistry.get_supported_archs()):
+        ModelRegistry.register_model(name, f"kvpop_vllm.vllm_glue.run.models:{name}")
+
+
 def choose_model_class(vllm_config: VllmConfig) -> None:
     """Select the gated model class if the policy has a gate.
 

@@ -5,11 +5,10 @@ This is for a vLLM that the package does not fit. It uses little of vLLM, and no
 
 from __future__ import annotations
 
-import functools
 import logging
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,10 +21,14 @@ reason: str | None = None
 """Reason why the plugin does nothing in this process, None while it works."""
 
 
-def stand_aside(why: str) -> None:
+def stand_aside(why: str, guard: Callable[[], None]) -> None:
     """Refuse policies in this process, and warn, once for a server and its child processes.
 
     vLLM's command ends here if its arguments have one of the flags, which nothing has defined.
+
+    Args:
+        why: the reason.
+        guard: has vLLM's configs refuse a policy in ``additional_config``, which would have no effect.
     """
     global reason
     reason = why
@@ -34,7 +37,7 @@ def stand_aside(why: str) -> None:
     if multiprocessing.parent_process() is None:
         logger.warning("kvpop_vllm does nothing: %s", why)
     try:
-        _guard()
+        guard()
     except Exception as error:  # a stock server starts with this vLLM too
         logger.warning("kv_policy in additional_config has no effect, and cannot be refused: %s", error)
 
@@ -70,27 +73,19 @@ def _flags_given() -> bool:
     return any(each.split("=")[0].replace("_", "-") in FLAGS.values() for each in sys.argv[1:])
 
 
-def _guard() -> None:
-    """Have vLLM's config refuse a policy in ``additional_config``, which would have no effect.
+def init_config(original, self, *args, **kwargs) -> None:
+    """Wrap the constructor of vLLM's config: refuse a policy."""
+    original(self, *args, **kwargs)
+    _check(self)
 
-    Engine cores and workers receive the config by pickle.
-    """
-    from vllm.config import VllmConfig
 
-    original = VllmConfig.__init__
+def restore_config(self, state: dict) -> None:
+    """Restore a config that came by pickle, and refuse a policy; engine cores and workers get theirs in this way."""
+    self.__dict__.update(state)
+    _check(self)
 
-    def check(config) -> None:
-        additional = getattr(config, "additional_config", None)
-        if isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None:
-            refuse()
 
-    @functools.wraps(original)
-    def refusing(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        check(self)
-
-    def restored(self, state):
-        self.__dict__.update(state)
-        check(self)
-
-    VllmConfig.__init__, VllmConfig.__setstate__ = refusing, restored
+def _check(config) -> None:
+    additional = getattr(config, "additional_config", None)
+    if isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None:
+        refuse()

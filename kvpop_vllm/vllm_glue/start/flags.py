@@ -10,6 +10,19 @@ from kvpop_vllm.flags import ENGINE, FLAGS, settings_of
 from kvpop_vllm.vllm_glue.start import fallback
 
 
+def add_cli_args(original, parser, *args, **kwargs):
+    """Wrap the definition of vLLM's engine flags: ours come after them."""
+    parser = original(parser, *args, **kwargs)
+    add_to(parser)
+    return parser
+
+
+def from_cli_args(original, cls, args, *more, **kwargs):
+    """Wrap the making of engine arguments: flags are in their ``additional_config`` by then."""
+    merge_into(args)
+    return original(cls, args, *more, **kwargs)
+
+
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the flag group to a parser, unless the parser has it already, and have the parser merge the flags.
 

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpop_vllm.calibration.shares import NAME as CALIBRATION
-from kvpop_vllm.compaction.cartridge import digest_of
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.flags import FLAGS
-from kvpop_vllm.requests import is_checked
-from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
-from kvpop_vllm.vllm_glue.patches import wrap
+from kvpop_vllm.requests import of_params
 from kvpop_vllm.vllm_glue.start import fallback, flags
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
@@ -29,26 +26,14 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 
-def apply() -> None:
-    """Have the HTTP server of this process check its settings before it serves; may be called more than once."""
-    wrap("vllm.entrypoints.generate.api_router:init_generate_state", _init_generate_state)
-
-
-def apply_to_engine() -> None:
-    """Have the engine of this process say its settings and refuse unchecked requests; may be called more than once."""
-    from vllm.v1.engine.core import EngineCore
-
-    EngineCore.kvpop_settings = _settings
-    wrap("vllm.v1.engine.core:EngineCore.preprocess_add_request", _preprocess_add_request)
-
-
-def _settings(self) -> dict:
+def settings(self) -> dict:
     """Return the settings of an engine; see :func:`settings_of`."""
     return settings_of(self.vllm_config)
 
 
-def _preprocess_add_request(original, self, request, *args, **kwargs):
-    if requested(self.vllm_config) and not is_checked(request.sampling_params):
+def preprocess_add_request(original, self, request, *args, **kwargs):
+    """Wrap the intake of a request: refuse one that no front end has checked."""
+    if requested(self.vllm_config) and of_params(request.sampling_params) is None:
         raise ConfigError(
             f"the front end that sent this request does not serve --kv-policy {engine_policy(self.vllm_config).name}, as this"
             " engine does: start every node with the same --kv- flags, and with this plugin"
@@ -56,7 +41,8 @@ def _preprocess_add_request(original, self, request, *args, **kwargs):
     return original(self, request, *args, **kwargs)
 
 
-async def _init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
+async def init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
+    """Wrap the last step of an HTTP server's start: check its settings."""
     with fallback.one_line_errors():
         check_flags(args, engine_client.vllm_config)
         if requested(engine_client.vllm_config):
@@ -106,6 +92,8 @@ def settings_of(vllm_config: VllmConfig) -> dict:
     Scorers, calibrations, cartridges and files of shares are compared by their content, since their folders may differ between
     machines. ``compression`` is resolved into the budget.
     """
+    from kvpop_vllm.compaction.cartridge import digest_of
+    from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
     from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
 
     policy = engine_policy(vllm_config)

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES, REFUSED, Refused, refused, sliding_window
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 
 def refuse(reasons: Mapping[str, Any], what: str = "--kv-policy") -> None:
@@ -124,6 +125,16 @@ def _or_shorten(feature: Refused, model: Any) -> str:
     if feature is not kind or not window or kind in refused(text, {}, window):
         return ""
     return f", or lower --max-model-len to the window of {window} tokens"
+
+
+def get_kv_cache_specs(install, original, self, *args, **kwargs):
+    """Wrap the look-up of all layers' cache specs, which precedes the making of the scheduler."""
+    specs_of_workers = original(self, *args, **kwargs)
+    if requested(self.vllm_config):
+        for specs in specs_of_workers:
+            check_layers(specs)
+        install(engine_policy(self.vllm_config))
+    return specs_of_workers
 
 
 def check_layers(specs: Mapping[str, Any]) -> None:

@@ -9,12 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpop_vllm.attention.device_batch import DecodeRows, Split
-from kvpop_vllm.attention.step_batch import RequestSettings, StepPlan
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
+from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.cache.shares import EqualHeads
+from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, plan_batch
+from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.roles import Retention
 
 HEADS, SIZE, MOST, BLOCKS = 2, 32, 6, 600
+EQUAL = EqualHeads(HEADS)
 KEPT = {
     "every step": Retention(40, 2, 6),
     "no sinks": Retention(48, 0, 9),
@@ -34,7 +37,8 @@ LONGEST = 200
 
 def rows_of(kept, state=0, longest=0, most=None):
     most, layout = most or kept.budget, PageLayout(HEADS, SIZE, torch.float32, 16, state)
-    return DecodeRows(layout, kept, MOST, layout.blocks(most, most), {}, "cpu", longest)
+    slots = RequestSlots(0, 0, kept.budget, kept.window)
+    return DeviceRows(layout, slots, MOST, layout.blocks(most, most), None, "cpu", longest)
 
 
 def engine_tables(rows, lens, seed=0):
@@ -49,56 +53,59 @@ def ends(lens):
     return [0, *torch.tensor(lens).cumsum(0).tolist()]
 
 
-def split_of(lens):
-    return Split.of(ends(lens))
+def filled(rows, lens, lengths, slots, send):
+    """Fill the persistent tensors with the numbers ``send`` of these requests, and return their step."""
+    (table, places), d = engine_tables(rows, lens), leading_decodes(lens)
+    sent = numbers_of(slots, send)
+    if "budget" in sent:
+        sent["budget"] = sent["budget"].unsqueeze(1).repeat(1, HEADS)
+    rows.fill(d, torch.tensor(lengths, dtype=torch.int32), table, places, sent)
+    starts = [length - count for length, count in zip(lengths, lens, strict=True)]
+    spans = [Span(i - d, ends(lens)[i], starts[i], lens[i], slots[i]) for i in range(d, len(lens))]
+    blocks = RequestBlocks.of_rows(table[d : len(lens)], slots[d:], rows.layout.block_slots)
+    plan = StepPlan(rows.layout, spans, blocks, rows=rows.view(d, False, False), checks=False)
+    return plan.batch(EQUAL)
 
 
-def filled(rows, lens, lengths, sizes=RequestSettings()):  # noqa: B008
-    """Fill the persistent tensors with these requests and return their step."""
-    (table, slots), seq_lens = engine_tables(rows, lens), torch.tensor(lengths, dtype=torch.int32)
-    dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}
-    known = {name: getattr(sizes, name) for name in dtypes}
-    sent = {name: torch.tensor(x, dtype=dtypes[name]) for name, x in known.items() if x is not None}
-    if "budgets" in sent:
-        sent["budgets"] = sent["budgets"].unsqueeze(1).repeat(1, HEADS)
-    rows.fill(split_of(lens).decodes, seq_lens, table, slots, sent)
-    return rows.batch(split_of(lens), lengths, table, sizes=sizes)
-
-
-def same_chunks(batch, expected):
-    chunks = [c for c in batch.prefills if c.last - c.first > 1]
-    without = {"row": None, "prefix_row": None, "budgets": None}
-    for chunk, other in zip(chunks, expected.prefills, strict=True):
-        assert replace(chunk, **without) == replace(other, **without)
-        assert torch.equal(chunk.budgets, other.budgets)
-        shared = min(chunk.row.shape[1], other.row.shape[1])
-        assert torch.equal(chunk.row[:, :shared], other.row[:, :shared])
-        if chunk.prefix_row is not None:
-            assert torch.equal(chunk.prefix_row, other.prefix_row[: len(chunk.prefix_row)])
+def same_chunks(batch, expected, layout):
+    """Compare the chunks; chunks of one token are decode rows in the expected step."""
+    ours, theirs = batch.chunks, expected.chunks
+    long = [i for i, length in enumerate(ours.lengths) if length > 1]
+    for name in ("starts", "lengths", "windows", "firsts", "slots"):
+        assert [getattr(ours, name)[i] for i in long] == list(getattr(theirs, name)), name
+    for i, r in zip(long, range(len(theirs)), strict=True):
+        pages = layout.blocks(most := int(ours.budgets[i].max()), most)
+        assert torch.equal(ours.budgets[i], theirs.budgets[r])
+        assert torch.equal(ours.table[i, :, :pages], theirs.table[r, :, :pages])
+        if theirs.slots[r].prefix:
+            assert torch.equal(ours.prefix.table[i], theirs.prefix.table[r])
+            assert int(ours.prefix.tokens[i]) == int(theirs.prefix.tokens[r])
 
 
 def test_decodes_are_the_leading_rows():
-    assert split_of([1, 1, 5]) == Split(2, 7, ((2, 2, 5),))
-    assert split_of([1, 30, 1, 2]) == Split(1, 34, ((1, 1, 30), (2, 31, 1), (3, 32, 2)))
-    assert split_of([1, 1, 0, 0]) == Split(4, 4, ()), "padding of a captured batch decodes"
-    assert split_of([2, 0, 1]) == Split(0, 3, ((0, 0, 2), (2, 2, 1)))
-    assert split_of([]) == Split(0, 0, ())
+    assert leading_decodes([1, 1, 5]) == 2 and leading_decodes([1, 30, 1, 2]) == 1
+    assert leading_decodes([1, 1, 0, 0]) == 4, "padding of a captured batch decodes"
+    assert leading_decodes([2, 0, 1]) == 0 and leading_decodes([]) == 0
 
 
 def same_protection(batch, expected, table, protected):
-    """Compare prefixes of the decode rows, and tails that begin in this step."""
-    found, other, d = batch.protection, expected.protection, batch.decodes
-    assert found.tokens.tolist() == protected[:d] and torch.equal(found.table, table[:d, : found.table.shape[1]])
-    real = found.blocks != 0
-    for each in ("written", "blocks", "slots"):
-        assert torch.equal(getattr(found, each)[real], getattr(other, each)), each
-    assert (found.slots[~real] == 0).all() and found.written[:d].tolist() == list(range(d))
+    """Compare prefixes of the decode rows, protected tokens, and tails that begin in this step."""
+    d = batch.decodes
+    assert batch.prefix.tokens.tolist() == protected[:d]
+    assert torch.equal(batch.prefix.table, table[:d, : batch.prefix.table.shape[1]])
+    tokens, blocks, slots = batch.writes
+    assert tokens[:d].tolist() == list(range(d)) and (slots[blocks == 0] == 0).all()
+    written = [] if expected.writes is None else list(zip(*(x.tolist() for x in expected.writes), strict=True))
+    found = zip(*(x[blocks != 0].tolist() for x in batch.writes), strict=True)
+    assert sorted(found) == sorted(written)
     in_rows = sum(0 < protected[r] == int(expected.positions[r]) for r in range(d))
-    assert torch.equal(found.begun_tokens, other.begun_tokens[in_rows:])
-    for each in ("begun", "begun_table"):
-        ours, theirs = getattr(found, each), getattr(other, each)[in_rows:]
-        shared = min(ours.shape[-1], theirs.shape[-1])
-        assert torch.equal(ours[..., :shared], theirs[..., :shared]), each
+    theirs = [] if expected.begun is None else expected.begun.prefix.tokens.tolist()
+    ours = [] if batch.begun is None else batch.begun.prefix.tokens.tolist()
+    assert ours == theirs[in_rows:]
+    if ours:
+        state = slice(0, 3)
+        assert torch.equal(batch.begun.table[..., state], expected.begun.table[in_rows:, :, state])
+        assert torch.equal(batch.begun.prefix.table, expected.begun.prefix.table[in_rows:])
 
 
 @pytest.mark.parametrize("state", [0, 5000])
@@ -119,14 +126,15 @@ def test_equal_to_batches_made_anew(name, kind, state):
         if own and turn == 0:
             budgets = [draw.randint(kept.first_long + 4, 2 * kept.budget) for _ in lens]
             windows = [draw.randint(1, kept.window + 2) for _ in lens]
-        sizes = RequestSettings(protected if longest else None, *((budgets, windows) if own else ()))
-        batch, d = filled(rows, lens, lengths, sizes), split_of(lens).decodes
+        slots = [RequestSlots(*each) for each in zip(protected, [0] * len(lens), budgets, windows, strict=True)]
+        send = [*(["prefix"] if longest else []), *(["budget", "window"] if own else [])]
+        batch, d = filled(rows, lens, lengths, slots, send), leading_decodes(lens)
         table = engine_tables(rows, lens)[0][: len(lens)]
-        expected = StepPlan(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, sizes).batch()
+        expected = plan_batch(rows.layout, slots, lens, lengths, table).batch(EQUAL)
         assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
-        for each in ("positions", "budgets", "windows"):
+        for each in ("positions", "budgets", "windows") if d else ():
             assert torch.equal(getattr(batch, each), getattr(expected, each)[:d]), each
-        assert batch.budgets[:, 0].tolist() == budgets[:d] and batch.windows.tolist() == windows[:d]
+        assert not d or batch.budgets[:, 0].tolist() == budgets[:d] and batch.windows.tolist() == windows[:d]
         for r in range(d):
             behind = lengths[r] - protected[r]
             held = replace(kept, budget=budgets[r]).behind(protected[r]).budget
@@ -134,7 +142,7 @@ def test_equal_to_batches_made_anew(name, kind, state):
             assert torch.equal(batch.table[r, :, :held], expected.table[r, :, :held])
             assert (batch.table[r, :, held + (longest > 0) :] == 0).all()
             assert held > 0 or (batch.table[r] == 0).all()
-        same_chunks(batch, expected)
+        same_chunks(batch, expected, rows.layout)
         if longest:
             same_protection(batch, expected, table, protected)
 
@@ -155,12 +163,12 @@ def test_rows_of_padding_behind_a_prefix(cause):
         slots[1:] = -1
     else:
         table[1, 1] = table[2, first] = table[3, first] = 0
-    rows.fill(4, lengths, table, slots, {"protected": protected})
+    rows.fill(4, lengths, table, slots, {"prefix": protected})
     assert rows.positions[:4].tolist() == [29, -1, -1, -1]
     assert (rows.table[1:4] == 0).all() and (rows.blocks == 0).all() and (rows.slots == 0).all()
     if cause == "no block":
         table[1, 1] = table[3, first] = 7
-        rows.fill(4, lengths, table, slots, {"protected": protected})
+        rows.fill(4, lengths, table, slots, {"prefix": protected})
         assert rows.positions[:4].tolist() == [29, 17, -1, 59], "blocks of others do not matter"
         assert rows.blocks[:4].tolist() == [0, 7, 0, 0] and rows.slots[:4].tolist() == [0, 1, 0, 0]
 

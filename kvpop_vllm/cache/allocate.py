@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
+from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
 
 
 def allocate_pages(

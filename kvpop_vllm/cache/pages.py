@@ -19,7 +19,7 @@ of slot 1 holds the number of filled long-range slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -157,6 +157,10 @@ class Pages:
             self.raw.as_strided((blocks * heads, heads, size), (size, 0, 1), self.raw.storage_offset())
         )
 
+    def write(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write ``k, v [n, H, D]`` of n tokens to slots ``slots [n]`` of blocks ``blocks [n]``, int64."""
+        self.k[blocks, :, slots], self.v[blocks, :, slots] = k, v
+
     def put(self, array: torch.Tensor, at: tuple, values: torch.Tensor) -> None:
         """Assign ``array[at] = values``, also for pages that are indexed by region.
 
@@ -202,22 +206,26 @@ class Prefix:
     A bias is any finite number. The score fields of all other tokens are not used.
 
     Attributes:
-        pages: the layer's cache, indexed by block.
+        pages: the layer's cache, indexed by block; None as long as no layer is chosen.
         table: ``[R, F]`` int32 block numbers.
         tokens: ``[R]`` int64, p of each request; 0 for a request without protected tokens.
         biased: ``[R]`` int64, number of leading tokens that have a bias, at most p, on the device of ``tokens``; None if
             no request has any.
     """
 
-    pages: Pages
+    pages: Pages | None
     table: torch.Tensor
     tokens: torch.Tensor
     biased: torch.Tensor | None = None
 
+    def on(self, pages: Pages) -> Prefix:
+        """Return the prefixes in the pages of a layer."""
+        return replace(self, pages=pages)
+
     def of(self, requests: slice) -> Prefix:
         """Return the prefixes of these requests."""
         biased = None if self.biased is None else self.biased[requests]
-        return Prefix(self.pages, self.table[requests], self.tokens[requests], biased)
+        return replace(self, table=self.table[requests], tokens=self.tokens[requests], biased=biased)
 
     def gather(self, r: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copied keys and values ``[H, end - begin, D]`` of tokens ``[begin, end)`` of request r."""
@@ -233,7 +241,3 @@ class Prefix:
         n = self.pages.layout.block_slots
         blocks = self.table[r, begin // n : cdiv(end, n)].long()
         return array[blocks].transpose(0, 1).flatten(1, 2)[:, begin % n : begin % n + end - begin]
-
-    def write(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write ``k, v [n, H, D]`` of n tokens to slots ``slots [n]`` of blocks ``blocks [n]``, int64."""
-        self.pages.k[blocks, :, slots], self.pages.v[blocks, :, slots] = k, v

@@ -5,37 +5,32 @@ A folder holds ``kvpop_compactor.json`` and ``kvpop_compactor.safetensors``, wit
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from kvpop_vllm.compaction.cartridge import DTYPES, check_base, digest_of, incomplete
-from kvpop_vllm.compaction.rope import check_rope
+from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.compaction.cartridge import DTYPES, MODEL_RULES, check_base, check_made_for, digest_of
 from kvpop_vllm.compaction.still import Compactor
-from kvpop_vllm.config import MAX_BUDGET, ConfigError
-from kvpop_vllm.files import read_json, replacing
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import read_json
+from kvpop_vllm.schemas import Schema, integer
+from kvpop_vllm.tensor_files import reading, write_folder
 
-FORMAT = {"format": "kvpop-compactor", "version": 1}
+SCHEMA = Schema(
+    "compactor",
+    "{name} has an impossible value {value!r}",
+    "it misses key {name!r}",
+    advice=": copy the compactor again",
+)
 CONFIG_NAME = "kvpop_compactor.json"
 TENSORS_NAME = "kvpop_compactor.safetensors"
-KINDS = {
-    "model_type": str,
-    "num_layers": int,
-    "num_kv_heads": int,
-    "head_dim": int,
-    "rope": dict,
-    "base": dict,
-    "slots": int,
-    "width": int,
-    "provenance": dict,
-}
-"""Fields of the config and their types in JSON."""
+RULES = MODEL_RULES | {"slots": integer(1), "width": integer(1)}
+"""Rules of single fields of a compactor's config."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +66,15 @@ class CompactorConfig:
         Raises:
             ConfigError: a key is missing, unknown or has an impossible value.
         """
-        if not isinstance(raw, Mapping) or {name: raw.get(name) for name in FORMAT} != FORMAT:
-            raise ConfigError(f"{source} is not that of a compactor of version 1: give one of 'kvpop train-compactor'")
-        names = [field.name for field in fields(cls)]
-        if wrong := sorted(set(raw) ^ {*names, *FORMAT}, key=str):
-            known = "misses" if wrong[0] in names else "has an unknown"
-            raise ConfigError(f"{source} {known} key {wrong[0]!r}: copy the compactor again")
-        for name, kind in KINDS.items():
-            if type(raw[name]) is not kind or (kind is int and not 0 < raw[name] <= MAX_BUDGET):
-                raise ConfigError(f"{source}: {name} has an impossible value {raw[name]!r}: copy the compactor again")
-        config = cls(**{name: raw[name] for name in names})
+        values = SCHEMA.body(raw, source)
+        SCHEMA.check_keys(values, [own.name for own in fields(cls)], (), source)
+        SCHEMA.check(values, RULES, source)
+        config = cls(**values)
+        check_made_for(config, SCHEMA, source)
         if config.slots % BLOCK_SLOTS or config.width % 2 or config.width > 2 * config.head_dim:
             raise ConfigError(
                 f"{source}: slots {config.slots} or width {config.width} is impossible: copy the compactor again"
             )
-        check_rope(config.rope, source)
-        if set(config.base) != {"config", "weights"}:
-            raise ConfigError(f"{source}: base must hold the digests config and weights: copy the compactor again")
         return config
 
     def build(self) -> Compactor:
@@ -142,23 +129,18 @@ def read_compactor(folder: str | Path, model: str | Path, slots: int | None = No
 
 def _tensors(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a file in float32, checked against the names and shapes of ``expected``."""
-    try:
-        with safe_open(path, "pt") as file:
-            if wrong := sorted(set(file.keys()) ^ set(expected)):
-                known = "misses" if wrong[0] in expected else "has an unknown"
-                raise ConfigError(f"{path} {known} tensor {wrong[0]!r}: copy the compactor again")
-            for name in file.keys():
-                own = file.get_slice(name)
-                shape, wanted = tuple(own.get_shape()), tuple(expected[name].shape)
-                if shape != wanted or own.get_dtype() not in DTYPES:
-                    raise ConfigError(
-                        f"{path}: tensor {name} is {own.get_dtype()} {shape}, expected F16 {wanted}: copy the compactor again"
-                    )
-            found = {name: file.get_tensor(name).float() for name in file.keys()}
-    except (SafetensorError, OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise incomplete(path, error) from None
+    with reading(path), safe_open(path, "pt") as file:
+        if wrong := sorted(set(file.keys()) ^ set(expected)):
+            known = "misses" if wrong[0] in expected else "has an unknown"
+            raise ConfigError(f"{path} {known} tensor {wrong[0]!r}: copy the compactor again")
+        for name in file.keys():
+            own = file.get_slice(name)
+            shape, wanted = tuple(own.get_shape()), tuple(expected[name].shape)
+            if shape != wanted or own.get_dtype() not in DTYPES:
+                raise ConfigError(
+                    f"{path}: tensor {name} is {own.get_dtype()} {shape}, expected F16 {wanted}: copy the compactor again"
+                )
+        found = {name: file.get_tensor(name).float() for name in file.keys()}
     if bad := next((name for name, own in found.items() if not bool(own.isfinite().all())), None):
         raise ConfigError(f"{path}: tensor {bad} holds NaN or infinity: train the compactor again")
     return found
@@ -170,14 +152,8 @@ def write_compactor(folder: str | Path, config: CompactorConfig, module: Compact
     Raises:
         ConfigError: a value is not finite in float16.
     """
-    from kvpop_vllm.scorers.checkpoint import save_tensors
-
     folder = Path(folder)
     named = {name: own.detach().cpu().half().contiguous() for name, own in module.state_dict().items()}
     if bad := next((name for name, own in named.items() if not bool(own.isfinite().all())), None):
         raise ConfigError(f"tensor {bad} of the compactor is not finite in float16: train with a lower --lr")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(folder) as draft:
-        draft.mkdir()
-        (draft / CONFIG_NAME).write_text(json.dumps(FORMAT | asdict(config), indent=2) + "\n", encoding="utf-8")
-        save_tensors(named, draft / TENSORS_NAME, mode_of=draft / CONFIG_NAME)
+    write_folder(folder, CONFIG_NAME, SCHEMA.header | asdict(config), TENSORS_NAME, named)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels.compress import load_queries, store_queries
+from kvpop_vllm.cache.pages import Pages
 from kvpop_vllm.kernels.draws import draw, head_keys
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
-from kvpop_vllm.kernels.pages import Pages
-from kvpop_vllm.kernels.retained import slot_positions
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules.compress import load_queries, store_queries
+from kvpop_vllm.rules.retained import slot_positions
 
 BLOCK = 512
 """Number of keys whose cosines with all other keys are computed together."""
@@ -31,33 +31,6 @@ def interval(rounds: SampledMass | Redundancy, topk: int) -> int:
     It is at most half of them, so that half of the tokens that a round ranks are kept until the next round.
     """
     return min(rounds.every, max(1, topk // 2))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Requests that have just advanced by one token each, or one request that has advanced by several.
-
-    Attributes:
-        pages: the layer's cache, written in place.
-        table: ``[R, H, P]`` pages of the tails.
-        ends: position behind the last token of each request.
-        budgets: B of each request.
-        windows: w of each request.
-        protected: p of each request.
-        seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
-    """
-
-    pages: Pages
-    table: torch.Tensor
-    ends: list[int]
-    budgets: list[int]
-    windows: list[int]
-    protected: list[int]
-    seeds: torch.Tensor | None = None
-
-    def retention(self, r: int, rule: RetentionRule) -> Retention:
-        """Return the slot roles of request r's tail."""
-        return Retention(self.budgets[r], rule.sinks, self.windows[r]).behind(self.protected[r])
 
 
 def cuts(rule: RetentionRule, retention: Retention, start: int, end: int) -> list[int]:
@@ -78,22 +51,34 @@ def cuts(rule: RetentionRule, retention: Retention, start: int, end: int) -> lis
     return [*range((first // every + 1) * every, end, every), end]
 
 
-def run_due_rounds(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: float) -> None:
+def run_due_rounds(
+    q: torch.Tensor,
+    pages: Pages,
+    table: torch.Tensor,
+    ends: list[int],
+    kept: list[Retention],
+    seeds: torch.Tensor | None,
+    rule: RetentionRule,
+    scale: float,
+) -> None:
     """Store the queries that a later round needs, and run the rounds that are due.
 
     Args:
         q: ``[R, Hq, D]``, the newest token of each request; or ``[L, Hq, D]``, the L newest tokens of one
             request, of which only the last may end a round.
-        rows: the requests.
+        pages: the layer's cache, written in place.
+        table: ``[R, H, P]`` pages of the tails.
+        ends: position after the last token of each request.
+        kept: slot roles of each request's tail.
+        seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
         rule: rule with rounds.
         scale: factor on q . k.
     """
-    rounds, layout, count = rule.rounds, rows.pages.layout, len(q)
+    rounds, layout, count = rule.rounds, pages.layout, len(q)
     first = _first_word(rule, layout.head_size)
-    kept = [rows.retention(r, rule) for r in range(len(rows.ends))]
     every = [interval(rounds, retention.topk) for retention in kept]
     wanted, due = [], []
-    for r, (end, retention, m) in enumerate(zip(rows.ends, kept, every, strict=True)):
+    for r, (end, retention, m) in enumerate(zip(ends, kept, every, strict=True)):
         full = retention.first + retention.budget
         if not retention.topk:
             continue
@@ -101,20 +86,18 @@ def run_due_rounds(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: floa
             wanted.append(r)
         if end % m == 0 and end - 1 + m >= full and end > retention.first:
             due.append(r)
-    states = rows.table[:, :, : layout.state_blocks]
-    if wanted and len(rows.ends) == 1:
+    states = table[:, :, : layout.state_blocks]
+    if wanted and len(ends) == 1:
         newest = q[-rounds.queries :]
-        places = torch.arange(rows.ends[0] - len(newest), rows.ends[0], device=q.device) % rounds.queries
-        store_queries(newest, rows.pages, states.expand(len(newest), -1, -1), places, first)
+        places = torch.arange(ends[0] - len(newest), ends[0], device=q.device) % rounds.queries
+        store_queries(newest, pages, states.expand(len(newest), -1, -1), places, first)
     elif wanted:
         at = slice(None) if len(wanted) == count else torch.tensor(wanted, device=q.device)
-        places = torch.tensor([(rows.ends[r] - 1) % rounds.queries for r in wanted], device=q.device)
-        store_queries(q[at], rows.pages, states[at], places, first)
+        places = torch.tensor([(ends[r] - 1) % rounds.queries for r in wanted], device=q.device)
+        store_queries(q[at], pages, states[at], places, first)
     for r in due:
-        seed = None if rows.seeds is None else rows.seeds[r : r + 1]
-        _run_round(
-            rows.pages, rows.table[r], rows.ends[r], kept[r], rule, scale, seed, q.shape[1] // layout.num_kv_heads
-        )
+        seed = None if seeds is None else seeds[r : r + 1]
+        _run_round(pages, table[r], ends[r], kept[r], rule, scale, seed, q.shape[1] // layout.num_kv_heads)
 
 
 def _run_round(

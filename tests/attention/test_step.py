@@ -7,12 +7,15 @@ import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepPlan
+from kvpop_vllm.attention.layer import FixedBudgetAttention
+from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.cache.shares import EqualHeads
+from kvpop_vllm.cache.step import plan_batch
 from kvpop_vllm.kernels.ops import StepOrderError
-from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.roles import Retention
+from kvpop_vllm.requests import RequestSlots
 
 HEADS, GROUP, SIZE, SINKS, WINDOW, BUDGET = 2, 2, 32, 2, 6, 40
+SLOTS, EQUAL = RequestSlots(0, 0, BUDGET, WINDOW), EqualHeads(HEADS)
 
 
 @pytest.fixture
@@ -28,13 +31,18 @@ def layer():
 
 def batch(layer, query_lens, seq_lens, requests):
     rows = torch.nn.functional.pad(layer[2][requests], (0, 5))  # wider than needed, like vLLM's
-    return StepPlan(
-        layer[0].layout,
-        Retention(BUDGET, layer[0].rule.sinks, layer[0].rule.window),
-        query_lens,
-        torch.tensor(seq_lens, dtype=torch.int32),
-        rows,
-    ).batch()
+    return plan_batch(layer[0].layout, [SLOTS] * len(rows), query_lens, seq_lens, rows).batch(EQUAL)
+
+
+def chunks_of(step):
+    """Return first token, length and first position of each chunk."""
+    chunks = step.chunks
+    return [*zip(chunks.firsts, chunks.lengths, chunks.starts, strict=True)]
+
+
+def pages_of(table, layer):
+    """Return the columns of a table that the budget needs."""
+    return table[..., : layer[0].layout.blocks(BUDGET, BUDGET)]
 
 
 def run(layer, step, tokens, seed):
@@ -49,24 +57,25 @@ def test_decodes_first(layer):
     step = batch(layer, [1, 1, 5], [9, 100, 7], [0, 1, 2])
     assert (step.decodes, step.tokens) == (2, slice(0, 2))
     assert step.positions.tolist() == [8, 99] and step.budgets.tolist() == [[BUDGET] * HEADS] * 2
-    assert step.windows.tolist() == [WINDOW] * 2 and step.prefills[0].window == WINDOW
-    assert [(c.first, c.last, c.start) for c in step.prefills] == [(2, 7, 2)]
-    assert step.table.shape == (2, HEADS, layer[0].layout.blocks(BUDGET, BUDGET))
-    assert torch.equal(step.prefills[0].row, layer[2][2].expand(HEADS, -1))
+    assert step.windows.tolist() == [WINDOW] * 2 and step.chunks.windows == [WINDOW]
+    assert chunks_of(step) == [(2, 5, 2)] and step.chunks.budgets.tolist() == [[BUDGET] * HEADS]
+    assert torch.equal(pages_of(step.table, layer), layer[2][:2].unsqueeze(1).expand(-1, HEADS, -1))
+    assert torch.equal(pages_of(step.chunks.table, layer)[0], layer[2][2].expand(HEADS, -1))
 
 
 def test_one_token_requests_anywhere(layer):
     step = batch(layer, [3, 1, 4, 1], [3, 1, 10, 50], [0, 1, 2, 3])
     assert step.decodes == 2 and step.tokens.tolist() == [3, 8] and step.positions.tolist() == [0, 49]
-    assert [(c.first, c.last, c.start) for c in step.prefills] == [(0, 3, 0), (4, 8, 6)]
-    assert torch.equal(step.table[:, 0], layer[2][[1, 3]])
+    assert chunks_of(step) == [(0, 3, 0), (4, 4, 6)] and step.chunks.tokens.tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert torch.equal(pages_of(step.table, layer)[:, 0], layer[2][[1, 3]])
+    assert step.starts.tolist() == [0, 49, 0, 6], "decode rows first"
 
 
 def test_only_decodes_only_prefills_and_idle_rows(layer):
-    assert batch(layer, [1, 1], [4, 5], [0, 1]).prefills == ()
+    assert len(batch(layer, [1, 1], [4, 5], [0, 1]).chunks) == 0
     assert batch(layer, [2, 9], [2, 9], [0, 1]).decodes == 0
     idle = batch(layer, [1, 0, 2], [4, 0, 2], [0, 1, 2])
-    assert idle.decodes == 1 and len(idle.prefills) == 1 and idle.prefills[0].first == 1
+    assert idle.decodes == 1 and chunks_of(idle) == [(1, 2, 0)] and idle.chunks.tokens == slice(1, 3)
 
 
 def test_a_mixed_batch_equals_requests_alone(layer):
@@ -149,12 +158,11 @@ def test_operations_of_a_plan_do_not_depend_on_the_number_of_requests(layer, pro
     """Decode rows are described together: as many operations for 3 as for 100, for the plan and for each layer."""
     found = []
     for requests in (3, 100):
-        query, seq = [1] * requests + [4] * chunks, torch.full((requests + chunks,), 90, dtype=torch.int32)
-        table = torch.zeros(requests + chunks, 12, dtype=torch.int32)
-        sizes = RequestSettings([protected] * (requests + chunks))
+        count, slots = requests + chunks, SLOTS._replace(prefix=protected)
+        table, step = torch.zeros(count, 12, dtype=torch.int32), ([1] * requests + [4] * chunks, [90] * count)
         with CountedOps() as planning:
-            plan = StepPlan(layer[0].layout, Retention(BUDGET, SINKS, WINDOW), query, seq, table, sizes)
+            plan = plan_batch(layer[0].layout, [slots] * count, *step, table)
         with CountedOps() as placing:
-            assert plan.batch().decodes == requests
+            assert plan.batch(EQUAL).decodes == requests
         found.append((planning.count, placing.count))
     assert found[0] == found[1]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels import divided
-from kvpop_vllm.kernels.matching import Matching, fit
-from kvpop_vllm.kernels.ops import AfterPrompt, PromptVotes, RetentionRule
-from kvpop_vllm.kernels.pages import Pages, Prefix
+from kvpop_vllm.cache.pages import Pages, Prefix
+from kvpop_vllm.cache.shares import load_page_table, store_budgets
+from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule
+from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.matching import Matching, fit
 
 LEAST_VOTE = torch.finfo(torch.float32).tiny
 """Smallest vote; replaces 0, whose logarithm is not finite."""
@@ -52,7 +53,7 @@ def compress(
     row: torch.Tensor,
     prefix: Prefix,
     budgets: torch.Tensor,
-    after: AfterPrompt,
+    after: RequestSlots,
     made_row: torch.Tensor,
     *,
     group: int,
@@ -67,7 +68,7 @@ def compress(
             divide their slots, the regions of the tail's blocks as for equal heads.
         prefix: prefix of this request (R = 1), with all p tokens written and its ``tokens`` on the CPU.
         budgets: ``[H]`` int32, slots of each head's tail behind the prompt's end.
-        after: sizes behind the prompt's end.
+        after: what the request is after the prompt's end.
         made_row: ``[F]`` int32, blocks of the slots that are made of the prompt.
         group: query heads per KV head of this layer.
         rule: rule that compresses prompts.
@@ -111,9 +112,9 @@ def retain_by_votes(
     sinks = rule.sinks
     oldest = max(sinks, p - window)
     if rule.compression.adaptive_head_budgets:
-        budgets = divided.divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.compression.safe)
-        divided.store_budgets(pages, row, budgets, rule.compression)
-        (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), rule.compression)
+        budgets = divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.compression.safe)
+        store_budgets(pages, row, budgets, rule.compression)
+        (budgets,), (row,) = load_page_table(pages, row.unsqueeze(0), rule.compression)
     table = row.long()
     near = torch.cat([torch.arange(min(sinks, p)), torch.arange(oldest, max(oldest, p))]).to(keys.device)
     slots = torch.where(near < sinks, near, sinks + (near - sinks) % window)
@@ -141,7 +142,7 @@ def make_slots(
     pages: Pages,
     row: torch.Tensor,
     prefix: Prefix,
-    after: AfterPrompt,
+    after: RequestSlots,
     made_row: torch.Tensor,
     queries: torch.Tensor,
     scale: float,
@@ -171,6 +172,31 @@ def make_slots(
     pages.k[at], pages.v[at] = keys[:, p - near :], values[:, p - near :]
     pages.score[at], pages.position[at] = 0.0, (newest + p - near).int()
     pages.position[row.long()[:, pages.layout.state_blocks], heads[:, 0], 0] = p - after.shift  # tokens_seen
+
+
+def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.Tensor:
+    """Return the budgets ``[H]`` int32 of heads that divide ``H * budget`` slots by votes.
+
+    Each head has ``first`` slots for sinks and window. It retains its ``safe * budget`` best tokens,
+    including sinks and window. The other slots go to the tokens with the most votes of all heads; of equal
+    votes to the newer token, then to the lower head.
+
+    Args:
+        votes: ``[H, c]`` float32, votes for the tokens between sinks and window, oldest first.
+        budget: B, the mean budget.
+        first: s + w.
+        safe: share of the budget that is guaranteed to every head.
+    """
+    heads, candidates = votes.shape
+    room = budget - first
+    if candidates <= room:
+        return torch.full((heads,), budget, dtype=torch.int32, device=votes.device)
+    newest_first = votes.flip(1)
+    sure = max(0, int(safe * budget) - first)
+    best = newest_first.argsort(dim=1, descending=True, stable=True)[:, :sure]
+    asked = newest_first.scatter(1, best, torch.inf).T.flatten()
+    winners = asked.argsort(descending=True, stable=True)[: heads * room] % heads
+    return first + winners.bincount(minlength=heads).int()
 
 
 def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: PromptVotes) -> torch.Tensor:

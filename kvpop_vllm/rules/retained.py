@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.ops import AfterPrompt, RetentionRule
-from kvpop_vllm.kernels.pages import Pages
+from kvpop_vllm.cache.pages import Pages
+from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.roles import Retention
 
 EMPTY = -1
@@ -67,7 +68,7 @@ def held_behind_prompt(
     seen: int,
     rule: RetentionRule,
     budgets: torch.Tensor,
-    after: AfterPrompt,
+    after: RequestSlots,
     blocks: Pages,
     made_row: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -78,7 +79,7 @@ def held_behind_prompt(
     Args:
         pages, row, seen, rule: as in :func:`held_tokens`, with the window behind the prompt's end.
         budgets: ``[H]`` int32, slots of each head's tail.
-        after: sizes behind the prompt's end.
+        after: what the request is after the prompt's end.
         blocks: the cache by block, on the CPU.
         made_row: ``[F]``, blocks of the made slots, or None if there are none.
 

@@ -1,0 +1,171 @@
+"""Attention of one layer over a fixed-budget paged cache, for any engine: runs a planned step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix
+from kvpop_vllm.cache.shares import load_page_table
+from kvpop_vllm.cache.step import StepBatch
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
+from kvpop_vllm.roles import Retention
+from kvpop_vllm.rules import compress, rounds
+
+
+class FixedBudgetAttention:
+    """Attention of one layer: writes the cache and attends (DESIGN "The rule" and "One step").
+
+    Args:
+        layout: page layout of the layer.
+        rule: retention rule of the layer.
+        scale: factor on q . k.
+        impl: implementation of the kernels, see :mod:`kvpop_vllm.kernels.dispatch`.
+    """
+
+    def __init__(self, layout: PageLayout, rule: RetentionRule, scale: float, impl: str = "auto"):
+        self.layout, self.rule, self.scale, self.impl = layout, rule, scale, impl
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: Pages,
+        batch: StepBatch,
+        out: torch.Tensor,
+        gate_scores: torch.Tensor | None = None,
+        blocks: Pages | None = None,
+    ) -> None:
+        """Run one step for all requests of the batch.
+
+        All protected tokens of the step are written before anything is read, because a request may share
+        blocks that another request of the same step is computing.
+
+        Args:
+            q: ``[T, Hq, D]``, queries of the flat batch of tokens.
+            k: ``[T, H, D]``, keys.
+            v: ``[T, H, D]``, values.
+            pages: pages of the layer, modified in place.
+            batch: the step.
+            out: ``[T, Hq, D]``, written in place.
+            gate_scores: ``[T, H]`` float32, scores of the tokens, if the rule takes them.
+            blocks: the layer's pages by block, if ``pages`` are regions.
+
+        Raises:
+            StepOrderError: a request's step does not start where its cache ends; nothing has been written. A
+                step that starts at position 0 is a new start by definition, whatever its cache has seen.
+        """
+        blocks, writes = blocks or pages, batch.writes
+        writes_first = len(batch.chunks) + (batch.decodes > 0) > 1 or (writes is not None and len(writes[0]))
+        if batch.starts is not None and writes_first:  # a single kernel checks its requests itself
+            _check_starts(pages, batch)
+        if writes is not None:
+            tokens, *places = writes
+            blocks.write(k[tokens], v[tokens], *places)
+        if batch.begun is not None:
+            ops.begin_tail(pages, batch.begun.table, batch.begun.prefix.on(blocks), rule=self.rule, impl=self.impl)
+        if batch.decodes:
+            self._decode(q, k, v, pages, blocks, batch, out, gate_scores)
+        together = self.rule.rounds is None and not batch.chunks.compresses
+        for chunks in [batch.chunks] if together else self._alone(batch.chunks):
+            if len(chunks):
+                self._prefill(q, k, v, pages, blocks, chunks, out, gate_scores)
+
+    def _decode(self, q, k, v, pages: Pages, blocks: Pages, batch: StepBatch, out, gate_scores) -> None:
+        """Run the decode rows of a step, and the rounds that are due after them; arguments as in :meth:`forward`."""
+        at = batch.tokens
+        out[at], _ = ops.decode_step(
+            q[at],
+            k[at],
+            v[at],
+            pages,
+            batch.table,
+            batch.positions,
+            batch.budgets,
+            rule=self.rule,
+            scale=self.scale,
+            gate_scores=None if gate_scores is None else gate_scores[at],
+            prefix=batch.prefix and batch.prefix.on(blocks),
+            impl=self.impl,
+            **batch.options,
+        )
+        if self.rule.rounds is not None:
+            prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
+            ends, windows = (batch.positions + 1).tolist(), batch.windows.tolist()
+            roles = list(map(self._roles, batch.budgets[:, 0].tolist(), windows, prefixes))
+            rounds.run_due_rounds(q[at], pages, batch.table, ends, roles, batch.seeds, self.rule, self.scale)
+
+    def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunks: Chunks, out, gate_scores) -> None:
+        """Run chunks together, and what is due at the end of one that is alone; arguments as in :meth:`forward`."""
+        if any(chunks.follows) and self.rule.compression.adaptive_head_budgets:
+            budgets, table = load_page_table(pages, chunks.table, self.rule.compression)
+            chunks = replace(chunks, budgets=budgets, table=table)
+        at, prefix = chunks.tokens, chunks.prefix and chunks.prefix.on(blocks)
+        out[at], _ = ops.prefill_chunk(
+            q[at],
+            k[at],
+            v[at],
+            pages,
+            chunks.table,
+            chunks,
+            rule=self.rule,
+            scale=self.scale,
+            gate_scores=None if gate_scores is None else gate_scores[at],
+            prefix=prefix,
+            seeds=chunks.seeds,
+            impl=self.impl,
+        )
+        if chunks.compresses:
+            self._compress(q[at], pages, chunks, prefix)
+        if self.rule.rounds is not None:
+            roles = [self._roles(int(chunks.budgets[0, 0]), chunks.windows[0], chunks.slots[0].prefix)]
+            step = chunks.table, chunks.ends, roles, chunks.seeds
+            rounds.run_due_rounds(q[at], pages, *step, self.rule, self.scale)
+
+    def _roles(self, budget: int, window: int, prefix: int) -> Retention:
+        """Return the slot roles of a request's tail."""
+        return Retention(budget, self.rule.sinks, window).behind(prefix)
+
+    def _alone(self, chunks: Chunks) -> Iterator[Chunks]:
+        """Yield chunks one by one, cut where rounds are due."""
+        for r, (start, end) in enumerate(zip(chunks.starts, chunks.ends, strict=True)):
+            cuts = [end]
+            if self.rule.rounds is not None:
+                roles = self._roles(int(chunks.budgets[r, 0]), chunks.windows[r], chunks.slots[r].prefix)
+                cuts = rounds.cuts(self.rule, roles, start, end)
+            for begin, cut in zip([start, *cuts], cuts, strict=False):
+                yield chunks.part(r, begin, cut)
+
+    def _compress(self, q: torch.Tensor, pages: Pages, chunk: Chunks, prefix: Prefix) -> None:
+        """Store the queries ``[L, Hq, D]`` of a chunk that will vote, and compress the prompt at its end."""
+        queries, (start,), (end,), prompt = self.rule.compression.queries, chunk.starts, chunk.ends, int(prefix.tokens)
+        row, (after,) = chunk.table[0], chunk.after
+        first = max(start, prompt - queries)
+        if first < end:
+            voters = torch.arange(first, end)
+            states = row[:, : pages.layout.state_blocks].expand(len(voters), -1, -1)
+            compress.store_queries(q[first - start :], pages, states, voters % queries)
+        if end == prompt:
+            sizes = {"group": q.shape[1] // pages.layout.num_kv_heads, "rule": self.rule, "scale": self.scale}
+            compress.compress(pages, row, prefix, chunk.budgets[0], after, chunk.made_table[0], **sizes)
+
+
+def _check_starts(pages: Pages, batch: StepBatch) -> None:
+    """Check the starts of all requests before the first kernel writes; each kernel checks only its own.
+
+    Raises:
+        StepOrderError: a request's step does not start where its cache ends.
+    """
+    heads = torch.arange(pages.layout.num_kv_heads, device=batch.slot_zero.device)
+    seen = pages.position[batch.slot_zero, heads, 0]  # [n, H]
+    wrong = (seen != batch.starts.unsqueeze(1)) & (batch.starts.unsqueeze(1) > 0)
+    if wrong.any():
+        r, h = wrong.nonzero()[0].tolist()
+        raise StepOrderError(
+            f"request {r}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens"
+        )

@@ -1,0 +1,397 @@
+"""The plan of a step, made once for all layers and by all drivers (DESIGN "The plan of a step")."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from kvpop_vllm.cache.chunks import Chunks, send
+from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
+from kvpop_vllm.cache.shares import EqualHeads
+from kvpop_vllm.requests import Compression, RequestSlots
+
+NUMBERS = {
+    "prefix": torch.int64,
+    "made": torch.int64,
+    "budget": torch.int32,
+    "window": torch.int32,
+    "seed": torch.int64,
+}
+"""Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
+OPTIONS = {"windows": "window", "seeds": "seed"}
+"""Numbers that ``ops.decode_step`` takes of every request beside its budget, by the name of the argument."""
+KERNELS_TAKE = ("budget", *OPTIONS.values())
+"""Numbers that kernels take of every decoded request; prefixes are apart."""
+
+
+NO_CHUNKS = Chunks([], [], torch.zeros(0, 0, dtype=torch.int32, device="cpu"), [])
+
+
+class Span(NamedTuple):
+    """Tokens of one request in a step: ``length`` tokens of the flat batch from ``first`` on, at position ``start``.
+
+    Attributes:
+        request: index of the request.
+        first: index of its first token in the flat batch.
+        start: position of that token, as the kernels count.
+        length: number of tokens.
+        slots: slots of the request, as the kernels take them.
+        after: what the request is after the end of its prompt, if the tokens are part of a prompt that is compressed
+            there, else None.
+        compressed: True if its prompt has been compressed before these tokens.
+    """
+
+    request: int
+    first: int
+    start: int
+    length: int
+    slots: RequestSlots
+    after: RequestSlots | None = None
+    compressed: bool = False
+
+    @property
+    def protected(self) -> int:
+        """Number of its tokens that belong to the prefix."""
+        return max(0, min(self.length, self.slots.prefix - self.start))
+
+
+def spans_of(span: Span, compression: Compression | None) -> list[Span]:
+    """Return the tokens of a request as the kernels take them, cut at the end of a prompt that is compressed there.
+
+    Prompts are held until their end and compressed then. After its end, a prompt leaves a prefix of the slots that were
+    made of it. This is where compression enters a plan.
+    """
+    if compression is None:
+        return [span]
+    slots, after = span.slots, span.slots.behind_prompt(compression)
+    if span.start >= slots.prefix:
+        return [span._replace(start=span.start - after.shift, slots=after, compressed=True)]
+    inside, held = span.protected, slots._replace(budget=after.budget, window=after.window)
+    first = span._replace(length=inside, slots=held, after=after)
+    if inside == span.length:
+        return [first]
+    rest = {"first": span.first + inside, "start": slots.prefix - after.shift, "length": span.length - inside}
+    return [first, span._replace(**rest, slots=after, compressed=True)]
+
+
+@dataclass(frozen=True)
+class RequestBlocks:
+    """Blocks of the requests of a step.
+
+    Attributes:
+        tails: ``[requests, W]`` int32, blocks of state and slots.
+        prefixes: ``[requests, F]`` int32, blocks of prefixes; None if no request has one.
+        made: ``[requests, F]`` int32, blocks of the slots that are made of prompts; None if none is compressed.
+    """
+
+    tails: torch.Tensor
+    prefixes: torch.Tensor | None
+    made: torch.Tensor | None = None
+
+    @classmethod
+    def of_rows(
+        cls, table: torch.Tensor, slots: Sequence[RequestSlots], size: int, compression: Compression | None = None
+    ) -> RequestBlocks:
+        """Return the parts of rows ``table [requests, W]`` that hold prefix, made slots, state and tail, in this order.
+
+        Args:
+            table: block table of the engine.
+            slots: slots of each request.
+            size: N, slots per block.
+            compression: way in which prompts are compressed, or None.
+        """
+        columns, made = [cdiv(own.prefix, size) for own in slots], None
+        if compression is not None:
+            made = from_columns(table, columns)
+            more = (cdiv(own.behind_prompt(compression).made, size) for own in slots)
+            columns = [first + count for first, count in zip(columns, more, strict=True)]
+        return cls(from_columns(table, columns), table, made)
+
+    def prefix(self, spans: Sequence[Span]) -> Prefix | None:
+        """Return the prefixes of some requests, which are made slots where a prompt has been compressed, or None."""
+        tokens = [span.slots.prefix for span in spans]
+        if not any(tokens):
+            return None
+        made, chosen = [span.slots.made for span in spans], [span.request for span in spans]
+        table = rows_of(self.prefixes, chosen)
+        if self.made is not None:
+            compressed = torch.tensor([span.compressed for span in spans], device=table.device).unsqueeze(1)
+            table = torch.where(compressed, rows_of(self.made, chosen), table)
+        tokens, biased = (torch.tensor(counts, dtype=torch.int64, device="cpu") for counts in (tokens, made))
+        return Prefix(None, table, tokens, biased if any(made) else None)
+
+
+def from_columns(table: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
+    """Return the entries of ``table [requests, W]`` int32 from column ``columns[i]`` of row i on.
+
+    Beyond the end of a row, its last entry is repeated.
+    """
+    if not any(columns):
+        return table
+    indices = torch.arange(table.shape[1], device=table.device) + send(columns, table.device).unsqueeze(1)
+    return table.gather(1, indices.clamp_max(table.shape[1] - 1))
+
+
+def rows_of(tensor: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+    """Return some rows of a tensor without a wait for its device; a view if they lie one after another on a CPU."""
+    if tensor.device.type != "cpu":  # kernels are compiled for one alignment, so rows are copied
+        return torch.stack([tensor[i] for i in chosen]) if chosen else tensor[:0]
+    together = chosen == list(range(chosen[0], chosen[-1] + 1)) if chosen else True
+    return tensor[chosen[0] if chosen else 0 :][: len(chosen)] if together else tensor[chosen]
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Requests of a step that are decoded together, with one token each: host tensors, or views of fixed addresses.
+
+    Attributes:
+        tokens: indices of their tokens in the flat batch; a slice if they come first.
+        tails: ``[R, W]`` int32, blocks of state and slots.
+        positions: ``[R]`` int64, positions of their tokens.
+        numbers: ``[R]`` each, numbers that kernels take, by name. Budgets may be ``[R, H]``. Seeds are missing if
+            nothing is drawn.
+        compressed: ``[R]`` booleans, True for requests whose prompt has been compressed.
+        prefix: prefixes of the requests, None if no request has one.
+        writes: indices, blocks and slots of protected tokens, ``[n]`` int64 each; None if there are none.
+    """
+
+    tokens: slice | torch.Tensor
+    tails: torch.Tensor
+    positions: torch.Tensor
+    numbers: dict[str, torch.Tensor]
+    compressed: Sequence[bool] | torch.Tensor = ()
+    prefix: Prefix | None = None
+    writes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of_spans(cls, spans: Sequence[Span], blocks: RequestBlocks) -> DecodeRows:
+        """Return the rows of requests whose numbers the host knows, as host tensors."""
+        chosen, firsts = [span.request for span in spans], [span.first for span in spans]
+        together, slots = firsts == chosen == list(range(len(spans))), [span.slots for span in spans]
+        return cls(
+            slice(0, len(spans)) if together else torch.tensor(firsts),
+            rows_of(blocks.tails, chosen),
+            torch.tensor([span.start for span in spans], dtype=torch.int64),
+            numbers_of(slots),
+            [span.compressed for span in spans],
+            blocks.prefix(spans),
+        )
+
+    @property
+    def decodes(self) -> int:
+        """R, number of decoded requests."""
+        return len(self.positions)
+
+    @property
+    def windows(self) -> torch.Tensor:
+        """``[R]`` int32, w of each request."""
+        return self.numbers["window"]
+
+    @property
+    def seeds(self) -> torch.Tensor | None:
+        """``[R]`` int64, seeds of the draws; None if nothing is drawn."""
+        return self.numbers.get("seed")
+
+    @property
+    def options(self) -> dict[str, torch.Tensor | None]:
+        """Arguments of ``ops.decode_step`` that are numbers of the requests, see :data:`OPTIONS`."""
+        return {argument: self.numbers.get(name) for argument, name in OPTIONS.items()}
+
+
+def numbers_of(slots: Sequence[RequestSlots], names: Iterable[str] = KERNELS_TAKE) -> dict[str, torch.Tensor]:
+    """Return numbers of requests, ``[R]`` on the CPU each, without seeds if nothing is drawn."""
+    columns = {name: [getattr(own, name) for own in slots] for name in names}
+    return {
+        name: torch.tensor(values, dtype=NUMBERS[name], device="cpu")
+        for name, values in columns.items()
+        if None not in values
+    }
+
+
+class Begun(NamedTuple):
+    """Requests whose tails begin in a step, after a prefix.
+
+    Attributes:
+        rows: indices of those that are decode rows.
+        chunks: indices of the others' chunks.
+        prefix: their prefixes, decode rows first, with their numbers on the CPU.
+        table: ``[B, H, P]`` int32, pages of their tails in one layer.
+    """
+
+    rows: list[int]
+    chunks: list[int]
+    prefix: Prefix
+    table: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepBatch(DecodeRows):
+    """One step in the pages of a layer, or of all layers. Requests with one token are decoded together.
+
+    Attributes:
+        table: ``[R, H, P]`` int32, pages of the decoded requests' tails.
+        budgets: ``[R, H]`` int32, B of each of their heads.
+        chunks: chunks of the other requests.
+        starts: ``[n]`` int64, first position of each request with tokens, decoded ones first; 0 if it is at most p,
+            because the tail then starts over. None if the host must not wait for it, or if another layer has
+            checked them; each kernel then checks its own requests.
+        slot_zero: ``[n, H]`` int64, page of each head's slot 0, which stores ``tokens_seen``; None as for
+            ``starts``.
+        begun: requests whose tails begin in this step, None if there are none.
+    """
+
+    table: torch.Tensor | None = None
+    budgets: torch.Tensor | None = None
+    chunks: Chunks | None = None
+    starts: torch.Tensor | None = None
+    slot_zero: torch.Tensor | None = None
+    begun: Begun | None = None
+
+
+class StepPlan:
+    """One step of any engine. The batch of each layer is made from it, since pages may differ by layer.
+
+    Args:
+        layout: page layout of the layers.
+        spans: tokens of each request whose numbers the host knows, in the order of the flat batch.
+        blocks: where these requests lie.
+        compression: way in which prompts are compressed, or None.
+        rows: decode rows; all ``spans`` are chunks then. None to decode the spans of one token.
+        budgets: ``[requests, H]`` int32 on the CPU, if heads have budgets that their request's slots do not say.
+        ahead: 0 if a tail begins in the step of its first token; 1 if it begins in the step of the token before.
+        checks: False if the host must not wait for the positions at which the caches end.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        spans: Sequence[Span],
+        blocks: RequestBlocks,
+        compression: Compression | None = None,
+        *,
+        rows: DecodeRows | None = None,
+        budgets: torch.Tensor | None = None,
+        ahead: int = 0,
+        checks: bool = True,
+    ):
+        self.layout, self.checks = layout, checks
+        singles, chunked = [], []
+        for span in spans:
+            parts = spans_of(span, compression) if span.length else []
+            decoded = rows is None and span.length == 1 and parts[0].after is None
+            (singles if decoded else chunked).extend(parts)
+        self.rows = DecodeRows.of_spans(singles, blocks) if rows is None else rows
+        self.tails = rows_of(blocks.tails, [span.request for span in chunked])
+        follows = [i > 0 and span.request == chunked[i - 1].request for i, span in enumerate(chunked)]
+        self.chunks = self._chunks(chunked, follows, blocks, budgets) if chunked else NO_CHUNKS
+        self.compressed = [span.compressed and not later for span, later in zip(chunked, follows, strict=True)]
+        self.writes = self._writes([*singles, *chunked], blocks)
+        self.begun = self._begun(singles, chunked, blocks, ahead)
+        self.first_parts = [i for i, later in enumerate(follows) if not later] if any(follows) else slice(None)
+        starting = [*singles, *(span for span, later in zip(chunked, follows, strict=True) if not later)]
+        starts = [span.start if span.start > span.slots.prefix else 0 for span in starting]
+        self.starts = torch.tensor(starts, dtype=torch.int64, device=self.tails.device) if checks else None
+
+    def _chunks(
+        self, spans: list[Span], follows: list[bool], blocks: RequestBlocks, budgets: torch.Tensor | None
+    ) -> Chunks:
+        """Return the chunks, whose pages are not known yet and whose budgets are those of their requests."""
+        chosen, slots = [span.request for span in spans], [span.slots for span in spans]
+        lengths, firsts = [span.length for span in spans], [span.first for span in spans]
+        device, numbers = blocks.tails.device, numbers_of(slots)
+        tokens = slice(firsts[0], firsts[-1] + lengths[-1])
+        if sum(lengths) < tokens.stop - tokens.start:  # decoded tokens or padding lie between them
+            tokens = send([i for span in spans for i in range(span.first, span.first + span.length)], device)
+        sizes, held = numbers["budget"], [span.after is not None for span in spans]
+        if budgets is not None:  # less the slots that are made of a prompt, which lie in its prefix
+            made = [(span.after or span.slots).made if span.compressed or span.after else 0 for span in spans]
+            sizes = budgets[chosen] - torch.tensor(made, dtype=torch.int32, device="cpu").unsqueeze(1)
+        seeds = numbers.get("seed")
+        return Chunks(
+            [span.start for span in spans],
+            lengths,
+            sizes,
+            [own.window for own in slots],
+            firsts=firsts,
+            tokens=tokens,
+            slots=slots,
+            follows=follows,
+            prefix=blocks.prefix(spans),
+            seeds=None if seeds is None else send(seeds, device),
+            after=[span.after for span in spans],
+            made_table=rows_of(blocks.made, chosen) if any(held) else None,
+        )
+
+    def _writes(self, spans: list[Span], blocks: RequestBlocks) -> tuple[torch.Tensor, ...] | None:
+        """Return indices, blocks and slots of the protected tokens of the step, or None if there are none."""
+        size, device, parts = self.layout.block_slots, blocks.tails.device, []
+        for span in spans:
+            if count := span.protected:
+                t = torch.arange(span.start, span.start + count, device=device)
+                parts.append((span.first + t - span.start, blocks.prefixes[span.request, t // size].long(), t % size))
+        if self.rows.writes is not None:
+            parts = [self.rows.writes, *parts]
+        return tuple(map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else next(iter(parts), None)
+
+    def _begun(self, singles: list[Span], chunked: list[Span], blocks: RequestBlocks, ahead: int) -> Begun | None:
+        """Return the requests whose tails begin in this step, or None if there are none."""
+        rows, chunks = (
+            [i for i, s in enumerate(spans) if s.slots.begins_tail(s.start, s.start + s.length + ahead)]
+            for spans in (singles, chunked)
+        )
+        if not rows and not chunks:
+            return None
+        spans = [*(singles[i] for i in rows), *(chunked[i] for i in chunks)]
+        return Begun(rows, chunks, blocks.prefix(spans))
+
+    def batch(self, shares: EqualHeads, layer: int = 0) -> StepBatch:
+        """Return the batch of a layer, or that of all layers if they have equal heads.
+
+        Args:
+            shares: how heads share slots.
+            layer: index of the layer.
+        """
+        rows, chunks, begun, places = self.rows, self.chunks, self.begun, []
+        budgets = table = pages = slot_zero = None
+        if rows.decodes:
+            budgets, table = shares.place(layer, rows.tails, rows.compressed, rows.numbers["budget"])
+            places.append(table)
+        if len(chunks):
+            sizes, pages = shares.place(layer, self.tails, self.compressed, chunks.budgets)
+            chunks = replace(chunks, budgets=sizes, table=pages, _known={})
+            places.append(pages[self.first_parts])
+        if self.checks and places:
+            slot_zero = torch.cat([place[:, :, self.layout.state_blocks] for place in places]).long()
+        if begun is not None:
+            parts = [rows_of(x, chosen) for x, chosen in ((table, begun.rows), (pages, begun.chunks)) if chosen]
+            begun = begun._replace(table=torch.cat(parts) if len(parts) > 1 else parts[0])
+        made = {"table": table, "budgets": budgets, "chunks": chunks, "begun": begun, "writes": self.writes}
+        return StepBatch(**(vars(rows) | made), starts=self.starts, slot_zero=slot_zero)
+
+
+def plan_batch(
+    layout: PageLayout,
+    slots: Sequence[RequestSlots],
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    table: torch.Tensor,
+    compression: Compression | None = None,
+) -> StepPlan:
+    """Return the plan of a flat batch whose requests follow one another, and whose numbers the host knows.
+
+    Args:
+        layout: page layout of the layers.
+        slots: slots of each request.
+        counts: tokens of each request in this step.
+        lengths: tokens of each request, these included.
+        table: ``[requests, W]`` int32, blocks of each request's prefix, state and tail.
+        compression: way in which prompts are compressed, or None.
+    """
+    firsts = itertools.accumulate(counts, initial=0)
+    told = zip(itertools.count(), firsts, lengths, counts, slots, strict=False)
+    spans = [Span(i, first, length - count, count, own) for i, first, length, count, own in told]
+    return StepPlan(layout, spans, RequestBlocks.of_rows(table, slots, layout.block_slots, compression), compression)

@@ -1,0 +1,216 @@
+"""Training loop of scorers, cartridges and compactors, and the folder of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from tqdm import tqdm
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.checkpoints import Checkpoints, is_main
+from kvpop_vllm.distill.metrics import Metrics
+from kvpop_vllm.distill.recipe import NotFinite, TrainingError
+from kvpop_vllm.files import check_new, remove, to_disk, write_whole
+
+END = 0.1
+"""Learning rate of :class:`CosineLoop` at the end, as a share of its peak."""
+
+
+def read_settings(path: Path) -> dict:
+    """Return the settings that a run wrote into its ``run.json``.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        raise ConfigError(f"{path} is damaged, so nobody can tell what it was: choose another --out") from None
+
+
+def check_settings(out: Path, before: dict, settings: dict) -> None:
+    """Check that the run in a folder has the given settings.
+
+    Raises:
+        ConfigError: names the first setting that differs.
+    """
+    for name in {**settings, **before}:
+        if settings.get(name) != before.get(name):
+            raise ConfigError(
+                f"{out} holds a run with {name} = {before.get(name)!r}, not {settings.get(name)!r}: choose another --out, or"
+                " the same settings"
+            )
+
+
+def check_same_run(out: Path, settings: dict) -> None:
+    """Check that a folder holds nothing but this run, and write ``run/run.json`` into a new one.
+
+    Raises:
+        ConfigError: it holds a run with other settings, or something else.
+    """
+    path = out / "run" / "run.json"
+    if path.exists():
+        check_settings(out, read_settings(path), settings)
+        return
+    check_new(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(settings, indent=1))
+
+
+def write_next_to_run(out: Path, write: Callable[[Path], None], *names: str) -> None:
+    """Write files into the folder that holds ``run``.
+
+    Args:
+        out: folder of the run.
+        write: writes them to a folder that does not exist.
+        names: their names; the last one makes the folder what it is, so it comes last.
+    """
+    draft = out / "run" / "draft"
+    remove(draft)
+    write(draft)
+    for name in names:
+        os.replace(draft / name, out / name)
+        to_disk(out / name)
+    remove(draft)
+
+
+class Loop(ABC):
+    """Training loop, for one process or many; the same call continues a run that was stopped.
+
+    Args:
+        trained: module whose parameters are trained, at its start.
+        optimiser: its optimiser.
+        folder: folder of checkpoints and metrics.
+        steps: optimiser steps.
+        clip: largest norm of a step's gradient.
+        save_every: optimiser steps between checkpoints.
+        quiet: True to hide the progress bar.
+
+    Attributes:
+        next_step: number of the next optimiser step, and of those taken.
+    """
+
+    def __init__(
+        self,
+        trained: torch.nn.Module,
+        optimiser: torch.optim.Optimizer,
+        folder: Path,
+        steps: int,
+        *,
+        clip: float = 1.0,
+        save_every: int = 50,
+        quiet: bool = False,
+    ):
+        self.trained, self.optimiser, self.folder, self.steps = trained, optimiser, folder, steps
+        self.clip, self.save_every, self.quiet = clip, save_every, quiet
+        self.checkpoints, self.next_step = Checkpoints(folder), 0
+
+    @abstractmethod
+    def backward(self, step: int) -> dict[str, float]:
+        """Add the gradient of a step and return its metrics, among them ``loss``, the same in all processes."""
+
+    @abstractmethod
+    def rates(self, step: int) -> Sequence[float]:
+        """Return the learning rate of each group of parameters in a step."""
+
+    def finish(self, last: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a run with the given metrics of its last step, after what a run ends with."""
+        return last
+
+    def run(self) -> dict[str, float]:
+        """Train to the last step, from the newest checkpoint if there is one, and return the last step's metrics.
+
+        Raises:
+            ConfigError: the newest checkpoint cannot be loaded.
+            TrainingError: a score, loss or gradient is not finite, or a file cannot be written.
+        """
+        if not self.steps:
+            return {}
+        try:
+            self.next_step = self.checkpoints.load(self.trained, self.optimiser)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        try:
+            with Metrics(self.folder, self.next_step) if is_main() else nullcontext() as metrics:
+                last = self._steps(metrics)
+            return self.finish(last)
+        except (OSError, SafetensorError, NotFinite) as error:
+            raise self._stopped(str(error)) from None
+
+    def _steps(self, metrics: Metrics | None) -> dict[str, float]:
+        first, total = self.next_step, self.steps
+        last = metrics.last() if metrics else {}
+        with tqdm(range(first, total), initial=first, total=total, disable=self.quiet or not is_main()) as bar:
+            for step in bar:
+                last = self.step(step)
+                if metrics:
+                    metrics.add(step, last)
+                    bar.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
+                self.next_step = step + 1
+                if self.next_step % self.save_every == 0 or self.next_step == total:
+                    self.checkpoints.save(self.next_step, self.trained, self.optimiser)
+        return last
+
+    def step(self, step: int) -> dict[str, float]:
+        """Take one optimiser step.
+
+        Returns:
+            Metrics of :meth:`backward`, ``grad_norm``, ``lr`` of the first group.
+
+        Raises:
+            TrainingError: a loss or gradient is not finite.
+        """
+        groups = self.optimiser.param_groups
+        for group, rate in zip(groups, self.rates(step), strict=True):
+            group["lr"] = rate
+        metrics = self.backward(step)
+        norm = torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
+            raise self._stopped(f"loss {metrics['loss']}, gradient norm {norm}: lower the learning rate")
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return metrics | {"grad_norm": norm, "lr": groups[0]["lr"]}
+
+    def _stopped(self, reason: str) -> TrainingError:
+        saved, advice = self.checkpoints.steps(), "no checkpoint had been written"
+        if saved:
+            advice = f"the checkpoint of step {saved[-1]} is good, and the same command goes on from it"
+        return TrainingError(f"training stopped at step {self.next_step}: {reason}; {advice} in {self.folder}")
+
+
+class CosineLoop(Loop):
+    """Loop with one learning rate and no weight decay.
+
+    Args:
+        trained: module whose parameters are trained, at its start.
+        folder: folder of checkpoints and metrics.
+        steps: optimiser steps.
+        lr: peak of the learning rate.
+        options: ``save_every`` and ``quiet``; see :class:`Loop`.
+    """
+
+    def __init__(self, trained: torch.nn.Module, folder: Path, steps: int, lr: float, **options):
+        optimiser = torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0)
+        super().__init__(trained, optimiser, folder, steps, **options)
+        self.lr = lr
+
+    def rate(self, step: int) -> float:
+        """Return a learning rate: it rises over the first twentieth of the steps, then falls as a cosine to a tenth."""
+        warmup = max(1, self.steps // 20)
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.steps - 1 - warmup)
+        return self.lr * (END + (1 - END) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+    def rates(self, step: int) -> list[float]:
+        """Return the learning rate of the only group of parameters in a step."""
+        return [self.rate(step)]

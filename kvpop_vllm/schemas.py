@@ -1,0 +1,84 @@
+"""Reader of the JSON configs of scorers, cartridges and compactors: format, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpop_vllm.config import MAX_BUDGET, ConfigError
+
+Rule = tuple[Callable[[Any], bool], str]
+"""Function that says whether a value is right, and what a right value is, in words."""
+
+FLAG: Rule = (lambda value: isinstance(value, bool), "true or false")
+NAME: Rule = (lambda value: isinstance(value, str) and bool(value), "a name")
+
+
+def integer(low: int, high: int = MAX_BUDGET) -> Rule:
+    """Return the rule of integers from ``low`` to ``high``."""
+    return lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}"
+
+
+def one_of(choices: Iterable[str]) -> Rule:
+    """Return the rule of strings among ``choices``."""
+    choices = tuple(choices)
+    return lambda value: value in choices, f"one of {', '.join(choices)}"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Format of a config file, and what its errors say.
+
+    Attributes:
+        kind: what the file describes.
+        wrong: error for a value, with ``name``, ``rule`` and ``value``.
+        missing: error for a key that is not there, with ``name``.
+        advice: what to do about a wrong or missing value, with its colon; may be empty.
+    """
+
+    kind: str
+    wrong: str = "{name} must be {rule}, got {value!r}"
+    missing: str = "key {name!r} is missing"
+    advice: str = ""
+
+    @property
+    def header(self) -> dict:
+        """First keys of a file."""
+        return {"format": f"kvpop-{self.kind}", "version": 1}
+
+    def body(self, raw: object, source: str) -> dict:
+        """Return the keys of a decoded file without its header.
+
+        Raises:
+            ConfigError: the header is another one; ``source`` names the file, as in the other methods.
+        """
+        first = {name: raw.get(name) for name in self.header} if isinstance(raw, Mapping) else {}
+        if first != self.header or isinstance(first["version"], bool):
+            raise ConfigError(
+                f"{source} says format {first.get('format')!r} version {first.get('version')!r}, and is not that of a {self.kind} of"
+                f" version 1: it must be a JSON object, whose format must be {self.header['format']!r}"
+            )
+        return {name: value for name, value in raw.items() if name not in first}
+
+    def check_keys(self, values: Mapping, names: Collection[str], optional: Collection[str], source: str) -> None:
+        """Check that there are no other keys than ``names``, and all of them but the optional ones.
+
+        Raises:
+            ConfigError: names the first key that is wrong.
+        """
+        if unknown := sorted(set(values) - set(names), key=str):
+            raise ConfigError(f"{source} has an unknown key {unknown[0]!r}: remove it, or use a newer kvpop")
+        if lacking := [name for name in names if name not in values and name not in optional]:
+            raise ConfigError(f"{source}: {self.missing.format(name=lacking[0])}{self.advice}")
+
+    def check(self, values: Mapping, rules: Mapping[str, Rule], source: str) -> None:
+        """Check values by their rules.
+
+        Raises:
+            ConfigError: names the first value that is wrong.
+        """
+        for name, (fits, rule) in rules.items():
+            if not fits(values[name]):
+                wrong = self.wrong.format(name=name, rule=rule, value=values[name])
+                raise ConfigError(f"{source}: {wrong}{self.advice}")

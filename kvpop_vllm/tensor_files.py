@@ -1,0 +1,66 @@
+"""Safetensors files of scorers, cartridges and compactors, and folders of a config with its tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import replacing
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name a safetensors file in the error if it cannot be read.
+
+    Raises:
+        ConfigError: it is damaged, or a pickle.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        with open(path, "rb") as file:
+            start = file.read(2)
+        pickled = start == b"PK" or start[:1] == b"\x80"
+        advice = "it is a pickle, convert it with 'kvpop import'" if pickled else "copy or write it again"
+        raise ConfigError(f"{path} is not a complete safetensors file ({reason}): {advice}") from None
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) -> None:
+    """Write a safetensors file with the permissions of the file ``mode_of``.
+
+    safetensors itself would make the file readable for its owner only.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
+    shutil.copymode(mode_of, path)
+
+
+def write_folder(
+    folder: Path, config_name: str, config: dict, tensors_name: str, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Write a folder of a JSON config and its tensors, whole or not at all.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(folder) as draft:
+        draft.mkdir()
+        (draft / config_name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_tensors(tensors, draft / tensors_name, mode_of=draft / config_name)

@@ -1,0 +1,85 @@
+"""Engine configs: what is checked and set between vLLM's arguments and the loading of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import vllm
+from vllm import envs
+from vllm.logger import init_logger
+
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, check_spelling
+from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, refusals
+from kvpop_vllm.vllm_glue.start.engine_policy import (
+    check_checkpoint,
+    checkpoint_section,
+    choose_model_class,
+    describe,
+    engine_policy,
+    requested,
+)
+
+logger = init_logger("vllm.kvpop_vllm")
+
+
+def create_engine_config(install, original, self, *args, **kwargs):
+    """Wrap the making of a config from engine arguments."""
+    with fallback.one_line_errors():
+        check_spelling(self.additional_config)
+        if requested(self):
+            vllm_config = _config_with_policy(original, self, *args, **kwargs)
+            install(engine_policy(vllm_config))
+        else:
+            vllm_config = original(self, *args, **kwargs)
+            _log_unused_scorers(vllm_config, "without --kv-policy: serving with a dense cache")
+            install(None)
+    return vllm_config
+
+
+def _config_with_policy(original, engine_args, *args, **kwargs):
+    from kvpop_vllm import policies
+
+    contract.check_imports(Path(vllm.__file__).parent)
+    settings = policies.parse_settings(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
+    cls = policies.get(settings.policy)
+    refusals.check_arguments(engine_args)
+    protects = refusals.check_prefix_caching(engine_args, cls, settings)
+    if engine_args.enable_prefix_caching is None:
+        engine_args.enable_prefix_caching = bool(protects)
+        if not protects:
+            logger.info(
+                "--kv-policy %s: prefix caching is off, prompts are not protected (--kv-protect-prompt)", cls.name
+            )
+    graphs_chosen = cuda.chooses_graphs(engine_args)
+    vllm_config = original(engine_args, *args, **kwargs)
+    refusals.check_config(vllm_config)
+    policy = engine_policy(vllm_config)
+    if settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        _check_cartridges(vllm_config)
+    if vllm_config.device_config.device_type == "cuda":
+        cuda.prepare(vllm_config, policy, graphs_chosen)
+    check_checkpoint(vllm_config)
+    choose_model_class(vllm_config)
+    refusals.check_pipeline(vllm_config, policy)
+    engines = vllm_config.parallel_config.data_parallel_size
+    several = settings.inspect and engines > 1
+    refusals.refuse({f"--data-parallel-size {engines}: set it to 1": several}, "--kv-inspect")
+    if policy.scorer_kind is None:
+        _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
+    for line in describe(policy):
+        logger.info("%s", line)
+    return vllm_config
+
+
+def _check_cartridges(vllm_config) -> None:
+    """Read and check an engine's cartridges."""
+    from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
+
+    for name, known in names_of(vllm_config).known.items():
+        logger.info("cartridge %s: %d slots per KV head", name, known.placed.slots)
+
+
+def _log_unused_scorers(vllm_config, why: str) -> None:
+    """Log one line if the model is a full checkpoint."""
+    if vllm_config.model_config is not None and checkpoint_section(vllm_config) is not None:
+        logger.info("the checkpoint carries KVpop scorers, which are not used %s", why)

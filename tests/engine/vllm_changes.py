@@ -1,0 +1,141 @@
+"""Changes of this package to the loaded modules of vLLM; test_inert runs this with ``-m`` and reads the report it writes.
+
+Attributes of all modules and classes of vLLM are compared before and after the plugin is loaded, a stock engine has
+run, and an engine with a policy has. The process has no plugins but ours, which is loaded by hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from engine.test_cartridges import write
+from engine.tiny_engine import configure, generate, running
+from vllm import SamplingParams, envs
+
+from kvpop_vllm.testing import random_prompt, write_tiny_model
+from kvpop_vllm.vllm_glue import plugin
+from kvpop_vllm.vllm_glue.ledger import LEDGER
+
+SERVER = "vllm.entrypoints."
+"""Beginning of the names of modules of vLLM's HTTP server."""
+PLAIN = type(None), bool, int, float, str, bytes
+
+
+def owners() -> Iterator[tuple[str, Any]]:
+    """Yield each loaded module of vLLM and each class that it defines, with the beginning of its attributes' names."""
+    for name, module in list(sys.modules.items()):
+        if module is None or name.split(".")[0] != "vllm":
+            continue
+        yield f"{name}:", module
+        classes = [value for value in list(vars(module).values()) if inspect.isclass(value)]
+        while classes:
+            cls = classes.pop()
+            if cls.__module__ == name:
+                yield f"{name}:{cls.__qualname__}.", cls
+                inner = f"{cls.__qualname__}."
+                classes += [x for x in vars(cls).values() if inspect.isclass(x) and x.__qualname__.startswith(inner)]
+
+
+def state() -> dict[str, tuple]:
+    """Return what each attribute is: the object, and the members of containers in it and in an instance of the module."""
+    attributes = {}
+    for prefix, owner in owners():
+        for name, value in list(vars(owner).items()):
+            if inspect.ismodule(value) or name == "__warningregistry__":
+                continue  # a package has each of its modules that is loaded
+            attributes[prefix + name] = described(value)
+            if prefix == f"{type(value).__module__}:" and hasattr(value, "__dict__"):
+                for member, inner in list(vars(value).items()):
+                    if isinstance(inner, dict | list | set):
+                        attributes[f"{prefix}{name}.{member}"] = described(inner)
+    return attributes
+
+
+def described(value) -> tuple:
+    """Return type and value of a plain value, else an object and its members."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    members = ()
+    if isinstance(value, dict):
+        members = [(*identity(key), *identity(member)) for key, member in list(value.items())]
+    elif isinstance(value, list | set | frozenset):
+        members = list(map(identity, list(value)))
+    return value, members
+
+
+def identity(value) -> tuple:
+    """Return what is equal for equal plain values, else for the same object."""
+    return (type(value), value) if isinstance(value, PLAIN) else (object, id(value))
+
+
+def same(one: tuple, other: tuple) -> bool:
+    """Return whether two descriptions are of the same object, or of equal plain values."""
+    return one[0] is other[0] and (one[1] is other[1] or one[1] == other[1])
+
+
+def changed(before: dict, after: dict) -> set[str]:
+    """Return the attributes that are others, new or gone, in modules and classes that were there before."""
+    modules = {name.partition(":")[0] for name in before}
+    names = {name for name in after if name.partition(":")[0] in modules} | before.keys()
+    return {n for n in names if n not in before or n not in after or not same(before[n], after[n])}
+
+
+def load(server: bool, runner_v2: bool = False) -> None:
+    """Import the modules of the ledger's targets, so that they can be compared: those of HTTP servers, or the others.
+
+    Model runner V2 is one of the others, where there is a GPU.
+    """
+    for row in LEDGER:
+        if row.target.startswith(SERVER) == server and (runner_v2 or row.when != "model runner V2"):
+            importlib.import_module(row.target.partition(":")[0])
+
+
+def serve_all(model: str, folder: str) -> None:
+    """Run an engine with a policy and all that a policy may have, and requests that ask for it."""
+    cartridge = write(f"{folder}/cartridge", model, "plain")
+    policy = {"policy": "random", "budget": 64, "window": 16, "protect_prompt": 64, "inspect": True}
+    options = {"kv_report": 1, "kv_seed": 3, "kv_cartridges": ["plain"], "kv_protect_prompt": 32}
+    params = [SamplingParams(max_tokens=3, seed=1, extra_args=asks, detokenize=False) for asks in (options, {})]
+    prompts = [{"prompt_token_ids": random_prompt(200)}] * 2
+    with running(model, policy | {"cartridge": {"plain": cartridge}}, long_prefill_token_threshold=64) as llm:
+        reported, _ = llm.generate(prompts, params, use_tqdm=False)
+        assert reported.kv_transfer_params["kv_report"]["cartridge_tokens"] == 64
+        assert llm.reset_prefix_cache()
+
+
+def main(model: str, out: str) -> None:
+    """Write the attributes of vLLM that change at each step, as JSON."""
+    write_tiny_model(model, "qwen3")
+    load(server=False)
+    for _ in range(2):
+        generate(model, None, tokens=2)
+    before = state()
+    generate(model, None, tokens=2)
+    after = state()
+    vllms_own = changed(before, after)
+    report = {"nothing": changed(after, state())}
+    steps = {
+        "load": plugin.register,
+        "again": plugin.register,
+        "stock engine": lambda: generate(model, None, tokens=2),
+        "server": lambda: configure(model, None),
+        "policy": lambda: serve_all(model, out + "-files"),
+    }
+    for name, step in steps.items():
+        if name == "server":
+            load(server=True)
+        envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING = name == "policy"
+        before = state()
+        step()
+        report[name] = changed(before, state()) - vllms_own
+    with open(out, "w") as file:
+        json.dump({name: sorted(names) for name, names in report.items()}, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
