@@ -20,6 +20,8 @@ from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.model_hook import borrowed_share
 from kvpop_vllm.model_shape import ModelShape, folder_sizes
 from kvpop_vllm.policies import Policy
+from kvpop_vllm.policies.allocators import CALIBRATED
+from kvpop_vllm.policies.learned import MEASURED
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
 from kvpop_vllm.scorers.checkpoint import check_model, read_config, read_scorer
@@ -178,7 +180,8 @@ class ResolvedPolicy:
     def settings(self) -> dict:
         """Settings of the policy that are not defaults, by their keys in ``kv_policy``."""
         given = {name: value for name, value in asdict(self.policy.settings).items() if value is not None}
-        return given if self.policy.allocator == "uniform" else given | {"allocator": self.policy.allocator}
+        implied = self.policy.allocator in ("uniform", CALIBRATED, MEASURED)
+        return given if implied else given | {"allocator": self.policy.allocator}
 
     @property
     def protect(self) -> bool | int:
