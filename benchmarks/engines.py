@@ -102,6 +102,7 @@ def parser_of(description: str, *, budget: int, rounds: int) -> argparse.Argumen
     parser.add_argument("--budget", type=int, default=budget, help="B of the policies")
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
     parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop")
+    parser.add_argument("--calibration", metavar="DIR", help="of triattention, which needs one")
     parser.set_defaults(protect_prompt=False, eager_too=False, against=None, peers=False)
     return parser
 
@@ -113,6 +114,8 @@ def configurations(options, folder: Path) -> dict:
     peer.
     """
     policies = {name: {"policy": name, "budget": options.budget} for name in options.policies}
+    for name in set(policies) & {"triattention"}:
+        policies[name]["calibration"] = options.calibration
     # none is shipped; an untrained one takes as long
     for name in set(policies) & {"kvpop-mlp", "kvpop-linear"}:
         from kvpop_vllm.scorers.untrained import init_scorer

@@ -69,7 +69,7 @@ def targets_in(root: Path) -> dict[str, Target]:
     (root / "calibration").mkdir()
     sizes = {name: base[name] for name in ("model_type", "num_layers", "num_kv_heads", "head_dim")}
     shares = {"unit": "head", "shares": ((1.0, 2.5), (0.5, 0.0)), "windows": {"streaming-llm": 0.0625}}
-    Calibration(**sizes, **shares, rotation="{}", policy="streaming-llm", budget=512).write(root / "calibration")
+    Calibration(**sizes, **shares, rope={}, policy="streaming-llm", budget=512).write(root / "calibration")
     return {
         "scorer": Target(root / "scorer", read_scorer),
         "cartridge": Target(root / "cartridge", read_cartridge),

@@ -71,6 +71,7 @@ def parse_arguments():
     parser = record.parser_of(__doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--scorer", nargs="*", default=[str(SHIPPED_SCORER)], help="of learned policies")
+    parser.add_argument("--calibration", metavar="DIR", help="of policies that need statistics of the model")
     parser.add_argument("--policies", nargs="+", help="only these, and dense")
     parser.add_argument("--budget", nargs="+", type=positive, default=[256, 512, 1024])
     parser.add_argument("--data", nargs="+", default=TEXTS, help="texts that are predicted")
@@ -147,7 +148,7 @@ def chosen(options) -> list:
     """
     from kvpop_vllm.evaluation.policies import in_registry
 
-    specs, left_out = in_registry(options.scorer, options.model_folder)
+    specs, left_out = in_registry(options.scorer, options.model_folder, options.calibration)
     for line in left_out:
         say(f"left out: {line}")
     names = [spec.name for spec in specs]

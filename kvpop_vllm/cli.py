@@ -197,7 +197,8 @@ def add_plan(commands: Commands) -> None:
     command.add_argument("--kv-memory", required=True, type=memory, metavar="SIZE", help="of the pool, such as 40GiB")
     add_setting(command, "budget", "tokens per KV head (default: 1/2, 1/4 and 1/8 of N)", nargs="+")
     add_setting(command, "scorer", "of the kvpop policies (default: the size of an untrained one)")
-    for name in ("correction", "allocator", "calibration", "protect_prompt"):
+    add_setting(command, "calibration", "as --kv-calibration (default: triattention is left out)")
+    for name in ("correction", "allocator", "protect_prompt"):
         add_setting(command, name, f"as {FLAGS[name]}")
     command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the cache (default: the model's)")
     for name, metavar, default, text in (

@@ -82,10 +82,10 @@ class PolicySettings:
         sinks: s.
         window: w.
         scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
+        calibration: folder of ``kvpop calibrate``.
         correction: correction of the outputs for evicted tokens, one of CORRECTIONS.
         allocator: distribution of the budget over layers and heads, one of ALLOCATORS, or a JSON file with the
             shares of all heads.
-        calibration: folder of ``kvpop calibrate``.
         protect_prompt: tokens of each prompt that are never evicted: True for all, N for the first N, 0 or
             False for none.
         max_budget: largest budget that a request may ask for; by default the server's own.
@@ -101,9 +101,9 @@ class PolicySettings:
     sinks: int | None = None
     window: int | None = None
     scorer: str | None = None
+    calibration: str | None = None
     correction: str | None = None
     allocator: str | None = None
-    calibration: str | None = None
     protect_prompt: bool | int | None = None
     max_budget: int | None = None
     max_protect: bool | int | None = None

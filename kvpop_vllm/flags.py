@@ -77,6 +77,11 @@ SETTINGS = (
         "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors", "the checkpoint's own"
     ),
     Setting(
+        "calibration", str, "DIR",
+        "Folder of 'kvpop calibrate': shares of layers and heads, windows, and statistics of queries for triattention", "none",
+        "; with --kv-policy auto also the policy and the budget",
+    ),
+    Setting(
         "correction", str, "NAME", "How outputs are corrected for evicted tokens", "none, but for momentkv",
         ": 'moment' adds to every output what the moments of the evicted tokens say of theirs, under any policy (MomentKV); "
         "'none' does not",
@@ -88,10 +93,6 @@ SETTINGS = (
         "theirs at a prompt's end (Ada-KV), under policies that compress it; a JSON file with the shares of heads that "
         "'kvpop distill shares' has measured, or the config of a scorer with shares",
         choices=("uniform", "pyramid", "ada"), file=True,
-    ),
-    Setting(
-        "calibration", str, "DIR", "Folder of 'kvpop calibrate', whose shares of layers and heads and whose window are served",
-        "none", "; with --kv-policy auto also its policy and budget",
     ),
     Setting(
         "protect_prompt", str, "all|N", "Never evict the prompt, or its first N tokens",

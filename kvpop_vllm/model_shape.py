@@ -7,9 +7,8 @@ Config files spell sizes in different ways, nest them, and leave out what equals
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from typing import Any
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
+from kvpop_vllm.rope import model_rope
 from kvpop_vllm.supported import FULL_CHECKPOINT_SUFFIX
 
 ADVICE = "give the folder of a decoder-only language model"
@@ -36,8 +36,6 @@ NAMES = {
 """Names of the other sizes. Only configs that transformers does not know use more than the first of most."""
 BORROWED = "kvpop_borrowed_channel"
 """Key in the ``config.json`` of a model that was trained by this package to give up a query channel."""
-ROTATION = "rope_parameters", "rope_theta", "partial_rotary_factor", "no_rope_layers"
-"""Keys of a config that describe rotary embeddings."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,8 @@ class ModelShape:
         max_model_len: longest sequence, in tokens.
         hidden_size: E, width of the hidden states, or None if unknown.
         num_heads: query heads of the whole model, or None if unknown.
-        rotation: rotary embeddings (:func:`rotation_of`), or None if unknown.
+        rope: rope parameters of the model (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
+            between layers.
     """
 
     model_type: str
@@ -62,7 +61,7 @@ class ModelShape:
     max_model_len: int
     hidden_size: int | None = None
     num_heads: int | None = None
-    rotation: str | None = None
+    rope: Mapping | None = field(default=None, hash=False)
 
     @classmethod
     def of(cls, model: Any, max_model_len: int) -> ModelShape:
@@ -75,11 +74,11 @@ class ModelShape:
         Raises:
             ConfigError: the file cannot be read, or does not describe a language model.
         """
-        folder = isinstance(model, str | PathLike)
-        source = Path(model) / "config.json" if folder else "the model's config"
-        config = read_model_config(model) if folder else resolve(model, source)
-        sizes = shape_of(config, source)
-        return cls(**sizes, max_model_len=max_model_len, rotation=rotation_of(config))
+        source = "the model's config"
+        if isinstance(model, str | PathLike):
+            model, source = read_model_config(model), Path(model) / "config.json"
+        config = resolve(model, source)
+        return cls(**shape_of(config, source), max_model_len=max_model_len, rope=rope_of(config))
 
     @classmethod
     def of_engine(cls, model: Any) -> ModelShape:
@@ -96,7 +95,7 @@ class ModelShape:
             max_model_len=model.max_model_len,
             hidden_size=model.get_hidden_size(),
             num_heads=model.model_arch_config.total_num_attention_heads,
-            rotation=rotation_of(model.hf_text_config),
+            rope=rope_of(model.hf_text_config),
         )
 
 
@@ -198,6 +197,12 @@ def shape_of(config: Mapping | Any, source: str | Path) -> dict:
     return {"model_type": text.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX)} | sizes
 
 
+def rope_of(config: Any) -> dict | None:
+    """Return the rope parameters of a resolved config (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them."""
+    text = text_config(config)
+    return model_rope(text.to_dict() if hasattr(text, "to_dict") else vars(text))
+
+
 def _kv_heads(text: Any, heads: int) -> Any:
     """Return the number of KV heads; ``heads`` is that of query heads, which it defaults to."""
     if text.model_type in FALCONS and not getattr(text, "new_decoder_architecture", False):
@@ -224,25 +229,6 @@ def rotations(text: Any) -> Iterator[dict]:
     """Yield the rope parameters of a text config, those of each type of layer where they differ."""
     rope = getattr(text, "rope_parameters", None) or {}
     yield from (parameters for parameters in (rope, *rope.values()) if isinstance(parameters, Mapping))
-
-
-def rotation_of(config: Any) -> str:
-    """Return a text that is equal for resolved configs with the same rotary embeddings.
-
-    Raises:
-        ConfigError: as :func:`text_config`.
-    """
-    text = text_config(config)
-    return json.dumps({name: _plain(getattr(text, name, None)) for name in ROTATION}, sort_keys=True)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of a config with mappings as dicts without None, and integers as floats."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list | tuple):
-        return list(map(_plain, value))
-    return float(value) if type(value) is int else value
 
 
 def positions_of(config: Any) -> int | None:

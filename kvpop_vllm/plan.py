@@ -12,20 +12,20 @@ from kvpop_vllm import policies
 from kvpop_vllm.argument_types import UNITS
 from kvpop_vllm.cache.accounting import (
     CacheBytes,
-    compressed_bytes,
     compressing_bytes,
     dense_request_bytes,
     request_bytes,
     worst_prompts,
 )
 from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.calibration.shares import has_shares
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.model_shape import (
     ModelShape,
     folder_sizes,
     positions_of,
     read_model_config,
-    rotation_of,
+    rope_of,
     shape_of,
     text_config,
 )
@@ -54,7 +54,7 @@ def plan(options) -> None:
     length = options.max_model_len or positions_of(config)
     if length is None:
         raise ConfigError(f"{options.model}: config.json has no max_position_embeddings: give --max-model-len")
-    shape = ModelShape(**sizes, max_model_len=length, rotation=rotation_of(config))
+    shape = ModelShape(**sizes, max_model_len=length, rope=rope_of(config))
     _check_served(options.model, shape, config)
     if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
         raise ConfigError(
@@ -75,14 +75,21 @@ def plan(options) -> None:
         raise ConfigError(
             f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
         )
-    found, notes = policies.loadable()
+    classes, notes = policies.loadable()
+    if options.calibration is None:
+        notes += [
+            f"{cls.name} needs statistics of the model's queries: give --calibration DIR"
+            for cls in classes
+            if cls.calibrated
+        ]
+        classes = [cls for cls in classes if not cls.calibrated]
     rows = []
     stock = dense_request_bytes(
         shape.num_layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size
     )
     rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
     for budget in budgets:
-        for cls in found:
+        for cls in classes:
             if cls.keeps_all:
                 continue
             try:
@@ -103,7 +110,7 @@ def plan(options) -> None:
         f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {options.block_size} slots a block"
     )
     print(_table(rows))
-    if compressing := [cls.name for cls in found if cls.compresses]:
+    if compressing := [cls.name for cls in classes if cls.compresses]:
         notes.append(
             f"{', '.join(compressing)} hold the whole prompt while it is prefilled: what they hold is that of a prompt's end"
         )
@@ -126,7 +133,7 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
         prompt = length if prompt is None else prompt
         kept = retention, policy.compression, shares
         at_its_end = compressing_bytes(*lengths[:2], prompt, *kept)
-        at_the_end = compressed_bytes(*lengths[:2], prompt, length, *kept)
+        at_the_end = request_bytes(*lengths, retention, shares, prompt, policy.compression)
         return max(at_its_end, at_the_end, key=lambda held: held.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:
@@ -165,9 +172,9 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
         cls.name,
         budget,
         scorer=mine,
+        calibration=options.calibration if cls.calibrated or has_shares(options.calibration) else None,
         correction=options.correction,
         allocator=options.allocator,
-        calibration=options.calibration,
         protect_prompt=options.protect_prompt,
     )
     if cls.scorer_kind is None or mine:

@@ -274,7 +274,7 @@ def read_vllm(release: Release) -> Outcome:
         return Outcome("pip cannot download it (see above)", False)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith(".py")])
-    command = [sys.executable, ROOT / "tests/engine/compare_vllm.py", folder / "vllm"]
+    command = [sys.executable, "-m", "tests.engine.compare_vllm", folder / "vllm"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return Outcome("read, not run: " + "; ".join(done.stdout.splitlines()[-4:]), done.returncode == 0)
 

@@ -45,7 +45,7 @@ def main() -> int:
         folder.mkdir(parents=True)
     (machine.rehearsal / "home").mkdir(exist_ok=True)
     environment = machine.environment(out, records)
-    contract = [machine.python, "-m", "kvpop_vllm.vllm_glue.contract", machine.vllm]
+    contract = [machine.python, "-m", "tests.engine.compare_vllm", machine.vllm]
     paths = f"{environment['PYTHONPATH']}:{machine.vllm.parent}"
     lacks = subprocess.run(contract, cwd=ROOT, env=environment | {"PYTHONPATH": paths}).returncode
     variables = [f"PYTHON={machine.python}", f"PARTS={' '.join(options.parts)} --slack {options.slack}"]

@@ -9,7 +9,7 @@ import torch
 
 from kvpop_vllm.cache.pages import PageLayout, cdiv
 from kvpop_vllm.cache.shares import Shares, divided_blocks
-from kvpop_vllm.requests import Compression
+from kvpop_vllm.requests import Compression, RequestSlots
 from kvpop_vllm.roles import Retention
 
 
@@ -66,6 +66,58 @@ def kept_tokens(
     return dict(held)
 
 
+def request_blocks(
+    length: int,
+    slots: RequestSlots,
+    sizes: tuple[int, int, int, int],
+    shares: Shares | None = None,
+    compression: Compression | None = None,
+) -> int:
+    """Return the number of blocks of a request of ``length`` tokens, entries of a dropped prefix included.
+
+    Args:
+        length: tokens of the request.
+        slots: its slots.
+        sizes: sinks, slots per block, state blocks, and KV heads of a layer.
+        shares: budgets of all heads, if they are unequal.
+        compression: way in which prompts are compressed at their end, or None.
+    """
+    sinks, size, state, heads = sizes
+    prefix, tokens = cdiv(min(length, slots.prefix), size), length - slots.prefix
+    tail = slots.budget - sinks if slots.prefix else slots.budget
+    if compression is not None and slots.prefix:
+        if tokens <= -compression.queries:
+            return prefix
+        prefix, after = cdiv(slots.prefix, size), slots.behind_prompt(compression)
+        if compression.adaptive_head_budgets and tokens >= 0 and slots.prefix > slots.budget:
+            return prefix + state + divided_blocks(heads, slots.budget, size)
+        prefix, tail = prefix + cdiv(after.made, size), after.budget
+        tokens = length - after.shift - after.made if tokens >= 0 else 0
+    elif tokens <= 0:
+        return prefix
+    if shares is not None:
+        return prefix + shares.blocks(state, size, tokens)
+    return prefix + state + cdiv(min(tokens, tail), size)
+
+
+def dropped_columns(slots: RequestSlots, size: int, state: int, compression: Compression) -> list[tuple[int, int]]:
+    """Return the columns of a request's row that it no longer needs after the end of its prompt, first and last + 1.
+
+    They are those of the prompt and, where slots were made of it, those of the state.
+
+    Args:
+        slots: slots of the request.
+        size: slots per block.
+        state: state blocks.
+        compression: way in which prompts are compressed.
+    """
+    prefix = cdiv(slots.prefix, size)
+    if not compression.makes_slots:
+        return [(0, prefix)]
+    first = prefix + cdiv(slots.behind_prompt(compression).made, size)
+    return [(0, prefix), (first, first + state)]
+
+
 def request_bytes(
     layout: PageLayout,
     num_layers: int,
@@ -73,7 +125,7 @@ def request_bytes(
     retention: Retention,
     shares: Shares | None = None,
     protected: int = 0,
-    divided: int = 0,
+    compression: Compression | None = None,
 ) -> CacheBytes:
     """Return the bytes of a request that has processed ``length`` tokens.
 
@@ -83,54 +135,20 @@ def request_bytes(
         length: tokens that the request has processed.
         retention: budget, sinks and window.
         shares: budgets of all heads, if they are unequal.
-        protected: p, tokens of the protected prefix.
-        divided: tokens of its prompt if its heads divide their slots by votes at the prompt's end, else 0.
+        protected: p, tokens of the protected prefix, or of a prompt that has been compressed.
+        compression: way in which the prompt has been compressed, or None.
     """
-    protected = min(protected, length)
-    own, tail = length - protected, retention.behind(protected)
-    counts = kept_tokens(num_layers * layout.num_kv_heads, length, retention, shares, protected)
-    held = sum(tokens * heads for tokens, heads in counts.items())
-    blocks = cdiv(protected, layout.block_slots)
-    if own and shares:
-        blocks += shares.blocks(layout.state_blocks, layout.block_slots, own)
-    elif divided > retention.budget:
-        blocks += layout.state_blocks + divided_blocks(layout.num_kv_heads, tail.budget, layout.block_slots)
-    elif own:
-        blocks += layout.blocks(own, tail.budget)
+    slots = RequestSlots(min(protected, length), 0, retention.budget, retention.window)
+    prefix, heads = 0 if compression else slots.prefix, num_layers * layout.num_kv_heads
+    counts = kept_tokens(heads, length, retention, shares, prefix)
+    held = sum(tokens * many for tokens, many in counts.items())
+    sizes = retention.sinks, layout.block_slots, layout.state_blocks, layout.num_kv_heads
+    blocks = request_blocks(length, slots, sizes, shares, compression)
+    if compression is not None:
+        dropped = dropped_columns(slots, layout.block_slots, layout.state_blocks, compression)
+        blocks -= sum(last - first for first, last in dropped)
     per_token = 2 * layout.head_size * layout.dtype.itemsize
-    page = layout.num_kv_heads * layout.region_bytes * num_layers
-    return CacheBytes(canonical=held * per_token, allocated=blocks * page, blocks=blocks)
-
-
-def compressed_bytes(
-    layout: PageLayout,
-    num_layers: int,
-    prompt: int,
-    length: int,
-    retention: Retention,
-    compression: Compression,
-    shares: Shares | None = None,
-) -> CacheBytes:
-    """Return the bytes of a request of ``length`` tokens behind the end of a prompt that has been compressed.
-
-    Args:
-        layout: page layout of a layer.
-        num_layers: number of layers.
-        prompt: number of prompt tokens.
-        length: tokens that the request has processed.
-        retention: budget, sinks and window.
-        compression: way in which prompts are compressed.
-        shares: budgets of all heads, if they are unequal.
-    """
-    divided = prompt if compression.adaptive_head_budgets else 0
-    held = request_bytes(layout, num_layers, length, retention, shares, divided=divided)
-    if not compression.makes_slots:
-        return held
-    after = compression.after(prompt, retention.budget, retention.window)
-    tail = min(length - after.shift, retention.budget) - after.made
-    blocks = cdiv(after.made, layout.block_slots) + cdiv(tail, layout.block_slots)
-    page = layout.num_kv_heads * layout.region_bytes * num_layers
-    return CacheBytes(held.canonical, blocks * page, blocks)
+    return CacheBytes(held * per_token, blocks * heads * layout.region_bytes, blocks)
 
 
 def compressing_bytes(
@@ -143,15 +161,14 @@ def compressing_bytes(
 ) -> CacheBytes:
     """Return the bytes of a request at the end of a prompt that is compressed then: whole prompt, state and tail.
 
-    Arguments are those of :func:`compressed_bytes`.
+    Arguments are those of :func:`request_bytes`; ``prompt`` is the number of prompt tokens.
     """
-    held = compressed_bytes(layout, num_layers, prompt, prompt, retention, compression, shares)
-    heads, blocks = num_layers * layout.num_kv_heads, cdiv(prompt, layout.block_slots)
+    after = request_bytes(layout, num_layers, prompt, retention, shares, prompt, compression)
+    blocks, heads = after.blocks + cdiv(prompt, layout.block_slots), num_layers * layout.num_kv_heads
     if compression.makes_slots:  # the state is given up with the prompt
         blocks += layout.state_blocks
     whole = heads * prompt * 2 * layout.head_size * layout.dtype.itemsize
-    page = layout.num_kv_heads * layout.region_bytes * num_layers
-    return CacheBytes(held.canonical + whole, held.allocated + blocks * page, held.blocks + blocks)
+    return CacheBytes(after.canonical + whole, blocks * heads * layout.region_bytes, blocks)
 
 
 def worst_prompts(longest: int, length: int, size: int) -> list[int]:

@@ -1,8 +1,9 @@
-"""The plan of a step, made once for all layers and by all drivers (DESIGN "The plan of a step")."""
+"""The plan of a step, made once for all layers and by all drivers (DESIGN "One step")."""
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -23,7 +24,7 @@ NUMBERS = {
 }
 """Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
 OPTIONS = {"windows": "window", "seeds": "seed"}
-"""Numbers that ``ops.decode_step`` takes of every request beside its budget, by the name of the argument."""
+"""Numbers that ``ops.decode_step`` takes of every request besides its budget, by the name of the argument."""
 KERNELS_TAKE = ("budget", *OPTIONS.values())
 """Numbers that kernels take of every decoded request; prefixes are apart."""
 
@@ -59,14 +60,12 @@ class Span(NamedTuple):
         return max(0, min(self.length, self.slots.prefix - self.start))
 
 
-def spans_of(span: Span, compression: Compression | None) -> list[Span]:
+def spans_of(span: Span, compression: Compression) -> list[Span]:
     """Return the tokens of a request as the kernels take them, cut at the end of a prompt that is compressed there.
 
     Prompts are held until their end and compressed then. After its end, a prompt leaves a prefix of the slots that were
     made of it. This is where compression enters a plan.
     """
-    if compression is None:
-        return [span]
     slots, after = span.slots, span.slots.behind_prompt(compression)
     if span.start >= slots.prefix:
         return [span._replace(start=span.start - after.shift, slots=after, compressed=True)]
@@ -170,14 +169,13 @@ class DecodeRows:
     @classmethod
     def of_spans(cls, spans: Sequence[Span], blocks: RequestBlocks) -> DecodeRows:
         """Return the rows of requests whose numbers the host knows, as host tensors."""
-        chosen, firsts = [span.request for span in spans], [span.first for span in spans]
-        together, slots = firsts == chosen == list(range(len(spans))), [span.slots for span in spans]
+        chosen, firsts, starts, _, slots, _, compressed = map(list, zip(*spans, strict=True)) if spans else [[]] * 7
         return cls(
-            slice(0, len(spans)) if together else torch.tensor(firsts),
+            slice(0, len(spans)) if firsts == chosen == list(range(len(spans))) else torch.tensor(firsts),
             rows_of(blocks.tails, chosen),
-            torch.tensor([span.start for span in spans], dtype=torch.int64),
+            torch.tensor(starts, dtype=torch.int64),
             numbers_of(slots),
-            [span.compressed for span in spans],
+            compressed,
             blocks.prefix(spans),
         )
 
@@ -204,7 +202,7 @@ class DecodeRows:
 
 def numbers_of(slots: Sequence[RequestSlots], names: Iterable[str] = KERNELS_TAKE) -> dict[str, torch.Tensor]:
     """Return numbers of requests, ``[R]`` on the CPU each, without seeds if nothing is drawn."""
-    columns = {name: [getattr(own, name) for own in slots] for name in names}
+    columns = {name: list(map(operator.attrgetter(name), slots)) for name in names}
     return {
         name: torch.tensor(values, dtype=NUMBERS[name], device="cpu")
         for name, values in columns.items()
@@ -281,16 +279,19 @@ class StepPlan:
         self.layout, self.checks = layout, checks
         singles, chunked = [], []
         for span in spans:
-            parts = spans_of(span, compression) if span.length else []
+            parts = [span] if compression is None else spans_of(span, compression)
             decoded = rows is None and span.length == 1 and parts[0].after is None
-            (singles if decoded else chunked).extend(parts)
+            if span.length:
+                (singles if decoded else chunked).extend(parts)
         self.rows = DecodeRows.of_spans(singles, blocks) if rows is None else rows
         self.tails = rows_of(blocks.tails, [span.request for span in chunked])
         follows = [i > 0 and span.request == chunked[i - 1].request for i, span in enumerate(chunked)]
         self.chunks = self._chunks(chunked, follows, blocks, budgets) if chunked else NO_CHUNKS
         self.compressed = [span.compressed and not later for span, later in zip(chunked, follows, strict=True)]
-        self.writes = self._writes([*singles, *chunked], blocks)
-        self.begun = self._begun(singles, chunked, blocks, ahead)
+        self.writes, self.begun = self.rows.writes, None
+        if any(span.slots.prefix for span in spans):
+            self.writes = self._writes([*singles, *chunked], blocks)
+            self.begun = self._begun(singles, chunked, blocks, ahead)
         self.first_parts = [i for i, later in enumerate(follows) if not later] if any(follows) else slice(None)
         starting = [*singles, *(span for span, later in zip(chunked, follows, strict=True) if not later)]
         starts = [span.start if span.start > span.slots.prefix else 0 for span in starting]
@@ -391,7 +392,6 @@ def plan_batch(
         table: ``[requests, W]`` int32, blocks of each request's prefix, state and tail.
         compression: way in which prompts are compressed, or None.
     """
-    firsts = itertools.accumulate(counts, initial=0)
-    told = zip(itertools.count(), firsts, lengths, counts, slots, strict=False)
-    spans = [Span(i, first, length - count, count, own) for i, first, length, count, own in told]
+    firsts, starts = itertools.accumulate(counts, initial=0), map(operator.sub, lengths, counts)
+    spans = list(map(Span, itertools.count(), firsts, starts, counts, slots))
     return StepPlan(layout, spans, RequestBlocks.of_rows(table, slots, layout.block_slots, compression), compression)

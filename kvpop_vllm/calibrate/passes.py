@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kvpop_vllm import policies
 from kvpop_vllm.calibrate.layers import POSITIONS
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
@@ -80,7 +81,8 @@ class Passes:
         """Return the policy of a choice for rows with a prompt of so many tokens."""
         allocator = "uniform" if choice.shares == EQUAL else str(self.tables / f"{choice.shares}.json")
         spec = replace(self.specs[choice.policy], allocator=allocator, protect=prompt if self.protect else 0)
-        return spec.resolve(self.shape, choice.budget, window=choice.window)
+        own = policies.get(spec.policy).default_window if spec.calibration else None  # not that of an earlier run
+        return spec.resolve(self.shape, choice.budget, window=choice.window or own)
 
     def missing(self, side: str, count: int, choices: Sequence[Choice]) -> int:
         """Return how many passes over rows are still to be made."""

@@ -81,7 +81,7 @@ def specs_of(options: Options) -> dict[str, PolicySpec]:
     specs = [] if options.scorer is None else [learned(options.scorer, options.model)[0]]
     if specs and policies.get(specs[0].policy).signals & GATED:
         raise ConfigError(f"--scorer {options.scorer} holds a gate, and shares are for scorers of keys and values")
-    specs += [PolicySpec(name, name) for name in (PROBE, *options.policies)]
+    specs += [PolicySpec(name, name).measured(options.out) for name in (PROBE, *options.policies)]
     return {spec.policy: spec for spec in specs}
 
 
@@ -129,7 +129,7 @@ class Plan:
         )
         return {
             "version": VERSION,
-            "model": [self.shape.model_type, self.shape.rotation, [[file.name, _sample(file)] for file in files]],
+            "model": [self.shape.model_type, self.shape.rope, [[file.name, _sample(file)] for file in files]],
             "data": [source.fingerprint() for source in find_sources(self.options.data or [TEXT])],
             "length": self.length,
             "rows": self.options.rows,

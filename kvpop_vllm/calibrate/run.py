@@ -15,8 +15,10 @@ from kvpop_vllm.calibrate.passes import STRIDE, Passes
 from kvpop_vllm.calibrate.plan import Options, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.calibrate.stages import Stages, Verdict
+from kvpop_vllm.calibrate.statistics import query_statistics
 from kvpop_vllm.calibration.shares import AUTO, SIZES, UNITS, Calibration
-from kvpop_vllm.config import DEFAULT_SINKS
+from kvpop_vllm.calibration.statistics import CONFIG_NAME, write_statistics
+from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.output import format_table, note, progress
 from kvpop_vllm.files import write_whole
@@ -33,6 +35,7 @@ def calibrate(options: Options) -> dict:
         note(f"intervals are over {PASSAGES}")
     model, began = _loaded(plan), time.process_time()
     records = Records(out, plan.settings)
+    _write_statistics(plan, model, out)
     passes = Passes(model, plan.shape, plan.specs, options.protect, records, out / "tables")
     with progress(plan.replays + plan.passes, "calibrate") as tick:
         stages = Stages(plan, model, records, passes, tick)
@@ -62,6 +65,22 @@ def calibrate(options: Options) -> dict:
     return report
 
 
+def _write_statistics(plan: Plan, model: torch.nn.Module, out: Path) -> None:
+    """Write the statistics of the model's queries that ``triattention`` needs, unless they are there.
+
+    Raises:
+        ConfigError: there are none of this model, and the policy is to be measured.
+    """
+    if (out / CONFIG_NAME).is_file():
+        return
+    try:
+        write_statistics(out, query_statistics(model, (tokens for tokens, _ in plan.text.measured)))
+    except ConfigError as error:
+        if any(spec.calibration for spec in plan.specs.values()):
+            raise
+        note(f"no statistics for triattention: {error}")
+
+
 def _loaded(plan: Plan) -> torch.nn.Module:
     return load_model(plan.options.model, plan.dtype).eval().to(default_device())
 
@@ -71,7 +90,7 @@ def _calibration(plan: Plan, verdict: Verdict, shares: list[list[float]], window
     best = min((line for line in verdict.lines if line["budget"] == plan.budgets[1]), key=lambda line: line["kl"])
     return Calibration(
         **{name: getattr(plan.shape, name) for name in SIZES},
-        rotation=plan.shape.rotation,
+        rope=plan.shape.rope,
         unit=plan.options.unit if verdict.better else UNITS[0],
         shares=tuple(map(tuple, shares)) if verdict.better else None,
         windows=windows if verdict.better else {},

@@ -30,7 +30,7 @@ class Calibration:
         num_layers: its decoder layers.
         num_kv_heads: its KV heads.
         head_dim: its head size.
-        rotation: its rotary embeddings (:func:`kvpop_vllm.model_shape.rotation_of`).
+        rope: its rope parameters (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them.
         unit: one of :data:`UNITS`.
         shares: ``[layers][H]``, long-range slots of each head over the mean; None if all are equal.
         windows: for each measured policy the window as a fraction of ``B - s``.
@@ -42,7 +42,7 @@ class Calibration:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    rotation: str
+    rope: dict | None
     unit: str
     shares: tuple[tuple[float, ...], ...] | None
     windows: dict[str, float]
@@ -53,13 +53,13 @@ class Calibration:
         """Check that the calibration is of a model with this shape.
 
         Args:
-            model: shape of a model, with the attributes :data:`SIZES` and ``rotation``.
+            model: shape of a model, with the attributes :data:`SIZES` and ``rope``.
             source: name of the folder in errors.
         """
-        for name in (*SIZES, "rotation"):
+        for name in (*SIZES, "rope"):
             ours, theirs = getattr(self, name), getattr(model, name)
-            if theirs is not None and ours != theirs:
-                label = name.replace("_", " ").replace("num ", "number of ")
+            if None not in (ours, theirs) and ours != theirs:
+                label = name.replace("_", " ").replace("num ", "number of ").replace("rope", "rotation")
                 raise ConfigError(
                     f"--kv-calibration {source} is of another model: its {label} is {ours}, the model's {theirs}: run 'kvpop"
                     " calibrate' on this model"
@@ -69,6 +69,11 @@ class Calibration:
         """Write the file into a folder."""
         content = {"format": FORMAT, "version": VERSION} | asdict(self)
         write_whole(folder / NAME, json.dumps(content) + "\n")
+
+
+def has_shares(folder: str | None) -> bool:
+    """Return whether a folder is given and has a ``shares.json``."""
+    return folder is not None and (Path(folder) / NAME).is_file()
 
 
 def read_calibration(folder: str) -> Calibration:
@@ -108,12 +113,13 @@ def recommended(settings: PolicySettings) -> PolicySettings:
 
 def _valid(content: dict) -> dict[str, bool]:
     """Return for each key whether its value has the right type and range."""
-    texts = {name: isinstance(content[name], str) for name in ("model_type", "rotation", "policy")}
+    texts = {name: isinstance(content[name], str) for name in ("model_type", "policy")}
     numbers = {name: _size(content[name]) for name in (*SIZES[1:], "budget")}
     windows, unit = content["windows"], content["unit"]
     fractions = isinstance(windows, dict) and all(_fraction(value) for value in windows.values())
     shares = (content["shares"] is None) == (unit == UNITS[0])
-    return texts | numbers | {"unit": unit in UNITS, "windows": fractions, "shares": shares}
+    rope = content["rope"] is None or isinstance(content["rope"], dict)
+    return texts | numbers | {"rope": rope} | {"unit": unit in UNITS, "windows": fractions, "shares": shares}
 
 
 def _size(value: object) -> bool:

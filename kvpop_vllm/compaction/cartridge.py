@@ -27,10 +27,10 @@ import torch
 from safetensors import safe_open
 
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
-from kvpop_vllm.compaction.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import add_file, check_new, read_json
 from kvpop_vllm.model_shape import read_model_config, shape_of, text_config
+from kvpop_vllm.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.schemas import NAME, Schema, integer
 from kvpop_vllm.tensor_files import reading, write_folder
 
@@ -310,7 +310,7 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
 
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Parts of each weight file that its digest covers, beside its header."""
+"""Parts of each weight file that its digest covers in addition to its header."""
 
 
 def base_digests(folder: str | Path) -> dict[str, str | None]:

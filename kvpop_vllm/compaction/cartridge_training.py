@@ -37,7 +37,6 @@ from kvpop_vllm.compaction.conversations import (
 )
 from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.rope import rope_at, turned
 from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.trained_cache import TrainedCache, losses, packs
@@ -45,6 +44,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.training_loop import CosineLoop, check_same_run, write_next_to_run
 from kvpop_vllm.model_shape import positions_of, read_model_config
+from kvpop_vllm.rope import rope_at, turned
 
 Engine = Callable[[str, str, int, set[int]], AbstractContextManager[Sampler]]
 """Function of model folder, dtype, most tokens of a request and stop tokens, that starts an engine."""

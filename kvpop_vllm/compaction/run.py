@@ -19,7 +19,6 @@ from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.prompt_place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
-from kvpop_vllm.compaction.rope import rope_at, turned
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.distill.chat import render
@@ -30,6 +29,7 @@ from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.model_shape import positions_of, read_model_config
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.rules.matching import Matching
 from kvpop_vllm.supported import unserved
 
@@ -218,7 +218,7 @@ def load(model: str, dtype: str) -> torch.nn.Module:
 
     Raises:
         ConfigError: it cannot be loaded, has layers other than full attention, or one that rotates keys in another way
-            than :func:`kvpop_vllm.compaction.rope.turned`.
+            than :func:`kvpop_vllm.rope.turned`.
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
     if features := unserved(loaded.config.get_text_config(), {}, positions_of(loaded.config)):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpop_vllm.compaction.cartridge import Layer
-from kvpop_vllm.compaction.rope import rope_at, turned
+from kvpop_vllm.rope import rope_at, turned
 
 BLOCKS = 2
 """Pairs of cross- and self-attention."""

@@ -97,7 +97,9 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         nargs="+",
     )
     add_setting(
-        command, "calibration", "each policy also with the shares and window of this folder of 'kvpop calibrate'"
+        command,
+        "calibration",
+        "a folder of 'kvpop calibrate', for triattention; each other policy also with its shares and window",
     )
     add_setting(
         command,

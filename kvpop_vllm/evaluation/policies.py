@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.accounting import CacheBytes, compressed_bytes, request_bytes
+from kvpop_vllm.cache.accounting import CacheBytes, request_bytes
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, protected_tokens
 from kvpop_vllm.evaluation.recall import Judge, Recall
@@ -73,6 +73,10 @@ class PolicySpec:
     def calibrated(self, folder: str) -> PolicySpec:
         """Return a copy with a calibration."""
         return replace(self, name=f"{self.name}+{folder}", calibration=folder)
+
+    def measured(self, calibration: str | None) -> PolicySpec:
+        """Return a copy with a calibration folder if the policy needs one, else the spec itself."""
+        return replace(self, calibration=calibration) if policies.get(self.policy).calibrated else self
 
     def protecting(self, protect: bool | int, unasked: bool | int) -> PolicySpec:
         """Return a copy that never evicts prompts or their first tokens.
@@ -142,9 +146,9 @@ class ResolvedPolicy:
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=policy.state_floats)
         shares = policy.checked_shares(slice(0, model.num_kv_heads))
         if policy.compresses:
-            told = length if prompt is None else prompt, length, policy.retention, policy.compression, shares
-            return compressed_bytes(layout, model.num_layers, *told)
-        return request_bytes(layout, model.num_layers, length, policy.retention, shares, protected)
+            protected = length if prompt is None else prompt
+        sizes = model.num_layers, length, policy.retention
+        return request_bytes(layout, *sizes, shares, protected, policy.compression)
 
     @functools.cached_property
     def rules(self) -> list[RetentionRule]:
@@ -248,8 +252,9 @@ def training_free(name: str) -> PolicySpec:
 
 
 def known_training_free() -> list[str]:
-    """Return the names of the registered policies that evict and need no scorer."""
-    return [cls.name for cls in policies.loadable()[0] if cls.scorer_kind is None and not cls.keeps_all]
+    """Return the names of the registered policies that evict and need neither a scorer nor a calibration."""
+    kinds = [cls for cls in policies.loadable()[0] if cls.scorer_kind is None and not cls.calibrated]
+    return [cls.name for cls in kinds if not cls.keeps_all]
 
 
 def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
@@ -264,7 +269,9 @@ def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
     return PolicySpec(folder, policy, scorer=folder), config.retention
 
 
-def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[PolicySpec], list[str]]:
+def in_registry(
+    scorers: Iterable[str], model: str | Path, calibration: str | None = None
+) -> tuple[list[PolicySpec], list[str]]:
     """Return a spec for every registered policy that evicts.
 
     Policies that need a scorer appear once for each scorer of their kind.
@@ -272,6 +279,7 @@ def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[PolicyS
     Args:
         scorers: scorer folders.
         model: folder of the model.
+        calibration: folder of ``kvpop calibrate``, or None.
 
     Returns:
         The specs, named after their policies (and folders, if a policy has several), and for each policy
@@ -286,8 +294,11 @@ def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[PolicyS
     for cls in found:
         if cls.keeps_all:
             continue
+        if cls.calibrated and calibration is None:
+            broken.append(f"{cls.name} needs statistics of the model's queries: give --calibration DIR")
+            continue
         if cls.scorer_kind is None:
-            specs.append(training_free(cls.name))
+            specs.append(training_free(cls.name).measured(calibration))
             continue
         mine = folders.get(cls.name, [])
         if not mine:

@@ -70,9 +70,9 @@ class KVpopCache(Cache, AttentionCache):
         sinks: as in :class:`kvpop_vllm.config.PolicySettings`.
         window: as in :class:`kvpop_vllm.config.PolicySettings`.
         scorer: scorer folder; by default the model's own scorer if it is a full checkpoint.
+        calibration: as in :class:`kvpop_vllm.config.PolicySettings`.
         correction: as in :class:`kvpop_vllm.config.PolicySettings`.
         allocator: as in :class:`kvpop_vllm.config.PolicySettings`.
-        calibration: as in :class:`kvpop_vllm.config.PolicySettings`.
         protect_prompt: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row.
         cartridge: folder of a cartridge (``kvpop compact``) with which every row begins, or several in order.
             Neither inputs nor positions that are given count its slots. One that stands in a chat's message holds
@@ -109,9 +109,9 @@ class KVpopCache(Cache, AttentionCache):
         sinks: int | None = None,
         window: int | None = None,
         scorer: str | PathLike | None = None,
+        calibration: str | PathLike | None = None,
         correction: str | None = None,
         allocator: str | PathLike | None = None,
-        calibration: str | PathLike | None = None,
         protect_prompt: bool | int | Sequence[bool | int] | None = None,
         cartridge: str | PathLike | Sequence[str | PathLike] = (),
         max_length: int | None = None,
@@ -125,7 +125,7 @@ class KVpopCache(Cache, AttentionCache):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         given = dict(policy=policy, compression=compression, sinks=sinks, window=window)
         given |= dict(correction=correction)
-        for name, value in (("scorer", scorer), ("allocator", allocator), ("calibration", calibration)):
+        for name, value in (("scorer", scorer), ("calibration", calibration), ("allocator", allocator)):
             given[name] = str(value) if isinstance(value, PathLike) else value
         try:
             self._rows = Rows(budget, protect_prompt, seed, prompt)

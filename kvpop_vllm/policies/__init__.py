@@ -17,7 +17,7 @@ from kvpop_vllm.policies.base import Order, Policy
 
 NAMES = (
     "kvpop trimkv dms streaming_llm l2norm h2o tova momentkv random_attention snapkv pyramidkv adakv attention_matching"
-    " vase rkv full"
+    " vase rkv triattention full"
 ).split()
 """Modules of built-in policies, in the order of `kvpop policies`."""
 MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES]
@@ -103,6 +103,7 @@ def describe() -> str:
         order = cls.order.value if isinstance(cls.order, Order) else "static, or aged for decay step > 1"
         facts = {
             "needs a scorer of kind": cls.scorer_kind,
+            "needs": "statistics of the model (--kv-calibration)" if cls.calibrated else "",
             "scores from": ", ".join(sorted(signal.value for signal in cls.signals)),
             "order": order,
             "state per layer and KV head": cls.state.strip("-"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvpop_vllm.cache.shares import Shares
-from kvpop_vllm.calibration.shares import Calibration, read_calibration
+from kvpop_vllm.calibration.shares import Calibration, has_shares, read_calibration
 from kvpop_vllm.config import ConfigError, PolicySettings, Retention, resolve_retention
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.model_shape import ModelShape
@@ -66,9 +66,12 @@ class Policy(Declaration):
 
     @functools.cached_property
     def calibration(self) -> Calibration | None:
-        """Contents of the calibration (``--kv-calibration``), or None without one."""
+        """Shares and windows of the calibration (``--kv-calibration``), or None without one.
+
+        A policy that needs statistics alone may be given a folder without shares.
+        """
         folder = self.settings.calibration
-        if folder is None:
+        if folder is None or (self.calibrated and not has_shares(folder)):
             return None
         if self.keeps_all or self.compresses:
             why = "keeps every token" if self.keeps_all else "compresses prompts, for which nothing is calibrated"

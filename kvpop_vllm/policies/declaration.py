@@ -41,14 +41,14 @@ class Order(Enum):
     """Way in which the ranking of tokens changes over time.
 
     STATIC: the order of two tokens never changes. AGED: the order depends on the query position q alone.
-    COUPLED: the order depends on earlier evictions, so prefill must run token by token. ROUNDS: as COUPLED,
-    but scores change only every m tokens.
+    COUPLED: the order depends on earlier evictions, so prefill must run token by token. ROUNDS: the order changes
+    every m tokens.
     """
 
     STATIC = "static"
     AGED = "aged"
     COUPLED = "attention-coupled"
-    ROUNDS = "attention-coupled, in rounds"
+    ROUNDS = "in rounds"
 
 
 class Declaration(ABC):
@@ -77,6 +77,7 @@ class Declaration(ABC):
         default_window: without a scorer, the default w if it does not depend on the budget.
         compresses: True if the prompt is held in full until its end and compressed then.
         scorer_kind: kind of scorer that the policy needs, or None.
+        calibrated: True if the policy needs statistics of the model (``--kv-calibration``).
     """
 
     name: ClassVar[str]
@@ -96,6 +97,7 @@ class Declaration(ABC):
     default_window: ClassVar[int | None] = None
     compresses: ClassVar[bool] = False
     scorer_kind: ClassVar[str | None] = None
+    calibrated: ClassVar[bool] = False
 
     settings: PolicySettings
     model: ModelShape

@@ -1,4 +1,4 @@
-"""Rounds: recompute scores every m tokens, as VaSE and R-KV evict every m tokens (DESIGN "Rounds").
+"""Rounds: recompute scores every m tokens, as VaSE, R-KV and TriAttention evict every m tokens (DESIGN "Rounds").
 
 After token T with ``(T + 1) % m == 0`` each head ranks its long-range tokens. The score of a token is its
 rank minus the number of ranked tokens, so all scores are negative. A token that leaves the window later
@@ -16,16 +16,18 @@ import torch
 
 from kvpop_vllm.cache.pages import Pages
 from kvpop_vllm.kernels.draws import draw, head_keys
-from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
+from kvpop_vllm.kernels.ops import ExpectedLogits, Redundancy, RetentionRule, SampledMass, band_norms
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules.compress import load_queries, store_queries
 from kvpop_vllm.rules.retained import slot_positions
 
 BLOCK = 512
 """Number of keys whose cosines with all other keys are computed together."""
+SMALLEST_SPREAD = 1e-6
+"""Smallest standard deviation that values of TriAttention are divided by."""
 
 
-def interval(rounds: SampledMass | Redundancy, topk: int) -> int:
+def interval(rounds: SampledMass | Redundancy | ExpectedLogits, topk: int) -> int:
     """Return m of a head with ``topk`` long-range slots.
 
     It is at most half of them, so that half of the tokens that a round ranks are kept until the next round.
@@ -121,21 +123,17 @@ def _run_round(
     positions, order = slot_positions(pages, row, seen, retention).sort(1)  # [H, n]
     heads = torch.arange(len(order), device=order.device).unsqueeze(1)
     at = row[heads, layout.state_blocks + order // layout.block_slots].long(), heads, order % layout.block_slots
-    tokens = Tokens(
-        positions,
-        pages.k[at].float(),
-        pages.v[at].float(),
-        load_queries(
-            pages, row, _newest(rounds.queries, retention.window, seen), group, _first_word(rule, layout.head_size)
-        ),
-        retention.sinks,
-        retention.window,
-    )
-    if isinstance(rounds, SampledMass):
-        value = sampled_mass(tokens, rounds, scale, head_keys(seed, rounds.lanes)[0], seen - 1)
-    else:
-        value = without_redundancy(tokens, rounds, scale)
     chosen = tuple(x.expand_as(order)[:, retention.sinks : order.shape[1] - retention.window] for x in at)
+    if isinstance(rounds, ExpectedLogits):
+        value = expected_logits(pages.k[chosen].float(), rounds, seen)
+    else:
+        newest = _newest(rounds.queries, retention.window, seen)
+        queries = load_queries(pages, row, newest, group, _first_word(rule, layout.head_size))
+        tokens = Tokens(positions, pages.k[at].float(), pages.v[at].float(), queries, retention.sinks, retention.window)
+        if isinstance(rounds, SampledMass):
+            value = sampled_mass(tokens, rounds, scale, head_keys(seed, rounds.lanes)[0], seen - 1)
+        else:
+            value = without_redundancy(tokens, rounds, scale)
     rank = value.argsort(dim=1, stable=True).argsort(dim=1)  # of equal values the newer ranks higher
     pages.put(pages.score, chosen, (rank - rank.shape[1]).float())
 
@@ -233,6 +231,28 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
     redundancy = torch.stack([_redundancy(head, rounds.similar) for head in unit])
     ranked = slice(tokens.sinks, tokens.candidates)
     return rounds.weight * importance[:, ranked] - (1 - rounds.weight) * redundancy[:, ranked]
+
+
+def expected_logits(keys: torch.Tensor, rounds: ExpectedLogits, length: int) -> torch.Tensor:
+    """Return the values ``[H, n]`` float32 by which TriAttention ranks keys (arXiv:2604.04921).
+
+    A key has been rotated to its position. Its logit with a query that rotates to position ``length + d`` is their inner
+    product, so the mean over distances d is that with the mean query, which is turned by ``length``.
+
+    Args:
+        keys: ``[H, n, D]`` float32, the ranked keys.
+        rounds: parameters of the method.
+        length: number of tokens that the request has processed.
+    """
+    pairs = len(rounds.frequencies)
+    angles = length * rounds.frequencies
+    cos, sin = angles.cos(), angles.sin()
+    a, b, rest = rounds.mean.double().split([pairs, pairs, keys.shape[-1] - 2 * pairs], -1)
+    query = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).float()
+    value = torch.einsum("hgd,hnd->hgn", query, keys)
+    value += torch.einsum("hgf,hnf->hgn", rounds.excess, band_norms(keys, pairs))
+    spread, mean = torch.std_mean(value, -1, correction=0, keepdim=True)
+    return ((value - mean) / spread.clamp_min(SMALLEST_SPREAD)).amax(1)
 
 
 def _redundancy(unit: torch.Tensor, similar: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from .oracle_coupled import corrected_attention, masked_attention, retained_by_attention
 from .oracle_online import retained_by_scores
 from .oracle_random import retained_by_draws
-from .oracle_rounds import REDUNDANCY, SAMPLED_MASS, retained_by_rounds
+from .oracle_rounds import EXPECTED_LOGITS, REDUNDANCY, SAMPLED_MASS, retained_by_rounds
 from .oracle_scores import (
     MEAN_MASS,
     MOMENT_RESIDUAL,
@@ -25,6 +25,7 @@ from .oracle_scores import (
     raw_scores,
     read_scorer,
 )
+from .oracle_statistics import read_query_statistics
 from .oracle_votes import divided_slots, vote_scores
 
 
@@ -63,8 +64,8 @@ class OraclePolicy:
 
     Attributes:
         scorer: ``"recency"``; ``"key norm"``; ``"newest mass"``, ``"mean mass"`` or ``"moment residual"``
-            (see :func:`retained_by_attention`); ``"random draw"`` (see :func:`retained_by_draws`); ``"sampled mass"``
-            or ``"redundancy"`` (see :func:`retained_by_rounds`); ``"prompt votes"`` (see :func:`vote_scores`); or
+            (see :func:`retained_by_attention`); ``"random draw"`` (see :func:`retained_by_draws`); ``"sampled mass"``,
+            ``"redundancy"`` or ``"expected logits"`` (see :func:`retained_by_rounds`); ``"prompt votes"`` (see :func:`vote_scores`); or
             the result of :func:`read_scorer`.
         sinks: ``s``.
         window: ``w``.
@@ -81,6 +82,7 @@ class OraclePolicy:
         seeds: seeds of draws, the server's and the request's.
         prompt: number of prompt tokens that are held until the last of them, if the prompt votes.
         adaptive_head_budgets: True if the heads of a layer divide their k at that point.
+        statistics: folder with statistics of the model's queries, None if nothing is ranked by them.
     """
 
     scorer: str | dict
@@ -98,6 +100,7 @@ class OraclePolicy:
     prompt: int = 0
     adaptive_head_budgets: bool = False
     made: int = 0
+    statistics: str | Path | None = None
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
@@ -211,8 +214,9 @@ class OraclePolicy:
             return LayerDecisions(*retained_by_attention(*own, added=added, forced=forced, bias=bias))
         if self.scorer == RANDOM_DRAW:
             return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))
-        if self.scorer in (SAMPLED_MASS, REDUNDANCY):
-            where = layer, self.seeds, self.protect, self.sinks, self.window, topk
+        if self.scorer in (SAMPLED_MASS, REDUNDANCY, EXPECTED_LOGITS):
+            statistics = None if self.statistics is None else read_query_statistics(self.statistics)[layer]
+            where = layer, self.seeds, self.protect, self.sinks, self.window, topk, statistics
             own = query, key, value, self.scorer, *where
             return LayerDecisions(*retained_by_rounds(*own, forced=forced, bias=bias))
         begins = max(self.made, self.protect - self.replay)

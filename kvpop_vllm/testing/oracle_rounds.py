@@ -1,7 +1,7 @@
 """Policies whose scores are recomputed every m tokens; part of the naive oracle.
 
 The tokens that the papers evict together in a round are evicted here one by one until the next round. Papers:
-VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133).
+VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133), TriAttention (arXiv 2604.04921).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 
 from .oracle_online import NEW, Decisions, Rank, Ranking, retained_by_ranking
 from .oracle_random import draw
+from .oracle_statistics import LayerStatistics
 
-SAMPLED_MASS, REDUNDANCY = "sampled mass", "redundancy"
-_EVERY = {SAMPLED_MASS: 64, REDUNDANCY: 128}
-_QUERIES = {SAMPLED_MASS: 64, REDUNDANCY: 8}
+SAMPLED_MASS, REDUNDANCY, EXPECTED_LOGITS = "sampled mass", "redundancy", "expected logits"
+_EVERY = {SAMPLED_MASS: 64, REDUNDANCY: 128, EXPECTED_LOGITS: 128}
+_QUERIES = {SAMPLED_MASS: 64, REDUNDANCY: 8, EXPECTED_LOGITS: 0}
 _DRAWN, _LARGE = 0, 1
 
 
@@ -29,12 +30,14 @@ class Head:
         key: ``[S, D]``.
         value: ``[S, D]``.
         place: seeds, layer and head, which the draws depend on.
+        statistics: statistics of the head's queries, None if nothing is ranked by them.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     place: tuple[tuple[int, int], int, int]
+    statistics: LayerStatistics | None = None
 
     def logits(self, q: int, tokens: list[int]) -> torch.Tensor:
         """Return the logits ``[G, tokens]`` of query ``q``."""
@@ -97,6 +100,18 @@ def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int,
     return {t: (_DRAWN, value[i]) for i, t in enumerate(seen) if i >= sinks}, closest
 
 
+def expected_logits(
+    head: Head, last: int, tokens: list[int], sinks: int, queries: int, window: int
+) -> tuple[dict, float]:
+    """Return the rank of each token after the sinks, and no margin (TriAttention).
+
+    Arguments are those of :func:`sampled_mass`.
+    """
+    ranked = tokens[sinks:]
+    values = head.statistics.values(head.key, ranked, last)
+    return {t: (_DRAWN, value) for t, value in zip(ranked, values, strict=True)}, math.inf
+
+
 class Rounds(Ranking):
     """Ranks of the last round of one KV head; later tokens rank above all others."""
 
@@ -104,7 +119,7 @@ class Rounds(Ranking):
         """Keep the head, the number of ranked sinks and the budget."""
         self.head, self.sinks, self.window = head, sinks, window
         self.every, self.queries = min(_EVERY[how], max(1, topk // 2)), min(_QUERIES[how], window)
-        self.rule = {SAMPLED_MASS: sampled_mass, REDUNDANCY: redundancy}[how]
+        self.rule = {SAMPLED_MASS: sampled_mass, REDUNDANCY: redundancy, EXPECTED_LOGITS: expected_logits}[how]
         self.rank: dict[int, Rank] = {}
 
     def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
@@ -131,6 +146,7 @@ def retained_by_rounds(
     sinks: int,
     window: int,
     topk: int,
+    statistics: LayerStatistics | None = None,
     **more: object,
 ) -> Decisions:
     """Return the retained sets of a rule whose scores are recomputed in rounds.
@@ -142,7 +158,7 @@ def retained_by_rounds(
         query: ``[H * G, S, D]``.
         key: ``[H, S, D]``.
         value: ``[H, S, D]``.
-        how: SAMPLED_MASS or REDUNDANCY.
+        how: SAMPLED_MASS, REDUNDANCY or EXPECTED_LOGITS.
         layer: layer index.
         seeds: seeds of draws.
         protect: number of tokens at the beginning that are never evicted and not ranked.
@@ -150,9 +166,11 @@ def retained_by_rounds(
             ranked.
         window: ``w``.
         topk: ``k``.
+        statistics: statistics of the layer's queries, for EXPECTED_LOGITS.
         more: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks
     parts = enumerate(zip(heads, key, value, strict=True))
-    rankings = [Rounds(Head(*part, (seeds, layer, h)), how, ranked, window, topk) for h, part in parts]
+    by_head = [statistics and statistics.of_head(h, heads.shape[1]) for h in range(len(key))]
+    rankings = [Rounds(Head(*part, (seeds, layer, h), by_head[h]), how, ranked, window, topk) for h, part in parts]
     return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **more)

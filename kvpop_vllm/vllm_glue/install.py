@@ -99,18 +99,29 @@ def _function(owner: Any, name: str) -> Callable:
 
 
 def _put(row: Patch, owner: Any, name: str) -> None:
-    """Put a row in place unless it is; a wrapper calls ``ours(original, *args, **kwargs)``."""
+    """Put a row in place unless it is."""
     module, function = row.wrapper.split(":")
     ours = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     if row.kind == REGISTERED:
-        return ours()
-    if row.kind == ADDED:
-        return setattr(owner, name, ours)
-    original = inner = _function(owner, name)
-    while inner is not None:
-        if getattr(inner, _ROW, None) is row:
-            return None
-        inner = getattr(inner, "__wrapped__", None)
+        ours()
+    elif row.kind == ADDED:
+        setattr(owner, name, ours)
+    elif not _wraps(row, _function(owner, name)):
+        _wrap(row, ours, owner, name)
+
+
+def _wraps(row: Patch, function: Callable | None) -> bool:
+    """Return whether the wrapper of a row is a function, or one of those that it wraps."""
+    while function is not None:
+        if getattr(function, _ROW, None) is row:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _wrap(row: Patch, ours: Callable, owner: Any, name: str) -> None:
+    """Have a function return ``ours(original, *args, **kwargs)``, with the installer first where a row opens a process."""
+    original = _function(owner, name)
     if row.opens:
         ours = functools.partial(ours, functools.partial(install, row.opens))
 
@@ -122,6 +133,5 @@ def _put(row: Patch, owner: Any, name: str) -> None:
     for method in ("cache_clear", "cache_info"):
         if hasattr(original, method):
             setattr(wrapper, method, getattr(original, method))
-    binding = type(vars(owner)[name])
-    setattr(owner, name, binding(wrapper) if binding in (staticmethod, classmethod) else wrapper)
-    return None
+    kind = type(vars(owner)[name])
+    setattr(owner, name, kind(wrapper) if kind in (staticmethod, classmethod) else wrapper)

@@ -129,7 +129,7 @@ DAMAGE = {
     "another version": ({"version": 2}, "is no calibration of version 1"),
     "another model": ({"model_type": "qwen3"}, "its model type is qwen3, the model's llama"),
     "layers": ({"num_layers": 3, "shares": [[1] * 4] * 3}, "its number of layers is 3, the model's 2"),
-    "rotation": ({"rotation": "{}"}, "its rotation is {}"),
+    "rotation": ({"rope": {}}, "its rotation is {}, the model's {'rope_theta': 10000.0"),
     "NaN": ({"shares": [[math.nan] * 4] * 2}, "shares must be 2 lists of 4 numbers"),
     "a window of NaN": ({"windows": {"h2o": math.nan}}, "windows cannot be"),
     "a window of 0": ({"windows": {"h2o": 0}}, "windows cannot be"),

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvpop_vllm.compaction.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.rope import check_rope, rope_at, rope_of, turned
 
 DIM = 64
 ROPES = {

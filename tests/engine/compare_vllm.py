@@ -1,4 +1,4 @@
-"""Compare a folder of vLLM's sources with what the glue relies on: ``python tests/engine/compare_vllm.py FOLDER``.
+"""Compare a folder of vLLM's sources with what the glue relies on: ``python -m tests.engine.compare_vllm FOLDER``.
 
 FOLDER is the ``vllm`` of another version.
 """

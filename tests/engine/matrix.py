@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.judge import Judge
-from policies.matrix import MOMENTS, ROWS, allocated, random_scorer_folder
+from policies.matrix import MOMENTS, ROWS, allocated, random_scorer_folder, random_statistics_folder
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.pages import cdiv
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import OraclePolicy
 
 SINKS, WINDOW, TOPK = 4, 16, 36
 BUDGET = SINKS + WINDOW + TOPK
+LONGEST = 4096
+"""Positions of the tiny models."""
 MATRIX = [(kind, name) for name, row in ROWS.items() for kind in row.engines]
 
 
@@ -35,11 +38,11 @@ class Case(NamedTuple):
 
 
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
-    """Build a case and write its scorer folder if the policy is learned.
+    """Build a case and write the folder that the policy needs.
 
     Args:
         model: folder of the model.
-        folder: folder for the scorer.
+        folder: folder for the scorer, or for statistics of the model.
         policy: a name of ROWS.
         options: options of :func:`write_random_scorer` or roles, ``allocator``, ``correction``,
             ``protect_prompt``, and ``budget``.
@@ -69,7 +72,10 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         if policy == "streaming-llm" and allocator == "uniform":
             # the oracle has another window on purpose: it must not matter
             roles["window"] = budget - roles["sinks"] - 1
-        oracle = OraclePolicy(row.scorer, **roles, topk=budget - roles["sinks"] - roles["window"])
+        if row.calibrated:
+            settings["calibration"] = str(random_statistics_folder(folder, ModelShape.of(model, LONGEST)))
+        topk = budget - roles["sinks"] - roles["window"]
+        oracle = OraclePolicy(row.scorer, **roles, topk=topk, statistics=settings.get("calibration"))
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
     judge = Judge(model, allocated(oracle, allocator), protect=protect)
     return Case(model, settings, judge, state_blocks(policy, oracle.corrected))

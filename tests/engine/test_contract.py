@@ -1,6 +1,6 @@
 """vLLM has what the package relies on, and the checks find what it lacks.
 
-For a version that is not installed: ``python tests/engine/compare_vllm.py FOLDER``.
+For a version that is not installed: ``python -m tests.engine.compare_vllm FOLDER``.
 """
 
 from __future__ import annotations

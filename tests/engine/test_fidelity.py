@@ -42,6 +42,8 @@ SLOW = {
     "prompt phase, fixed shares": ("llama", "pyramidkv", ALL),
     "rounds, fixed shares": ("qwen3", "rkv", PYRAMID),
     "rounds, protected": ("llama", "vase", ALL),
+    "rounds, statistics": ("llama", "triattention", {}),
+    "rounds, statistics, protected": ("qwen3", "triattention", {"protect_prompt": 33} | PYRAMID),
     "moments, protected": ("llama", "momentkv", {"protect_prompt": 40}),
     "mass, moments": ("qwen3", "tova", MOMENT | {"sinks": 1, "window": 4}),
     "mass, other roles": ("qwen3", "h2o", {"sinks": 4, "window": 20}),

@@ -18,7 +18,7 @@ ASKS = (
     {"kv_budget": 64, "kv_protect_prompt": 7},
 )
 SEEDS = ({"kv_seed": 3}, {"kv_seed": 2**64 - 1, "kv_budget": 30})
-SLOW = "h2o", "dms-query", "momentkv", "vase", "random"
+SLOW = "h2o", "dms-query", "momentkv", "vase", "triattention", "random"
 
 
 @pytest.mark.parametrize("policy", ["kvpop", *(pytest.param(p, marks=pytest.mark.slow) for p in SLOW)])

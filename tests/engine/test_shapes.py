@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -52,7 +53,11 @@ print(json.dumps({{name: dataclasses.asdict(ModelShape.of(folder, {LENGTH})) for
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_engines_shape(folders, shapes, name):
-    assert shapes[name] == ModelShape.of_engine(configure(folders[name], None, max_model_len=LENGTH).model_config)
+    engine = ModelShape.of_engine(configure(folders[name], None, max_model_len=LENGTH).model_config)
+    if name == "step3p5":  # vLLM's config has one rotation, and its layers another list of them
+        assert shapes[name].rope is None
+        engine = dataclasses.replace(engine, rope=None)
+    assert shapes[name] == engine
 
 
 KV_HEADS = {

@@ -33,6 +33,7 @@ def test_heads_of_each_rank(total, ranks, first):
         ("trimkv", {"allocator": "pyramid"}),
         ("kvpop", {"protect_prompt": True}),
         ("vase", {}),
+        ("triattention", {}),
         ("snapkv", {"window": 24}),  # with 16 two tokens have the same votes but for rounding
         ("attention-matching", {}),
         ("streaming-llm", {}),
@@ -44,7 +45,7 @@ def test_two_ranks_equal_one(case, monkeypatch, policy, options):
     """Two ranks give the tokens of one rank.
 
     The second case has gates and pages of layers with unequal budgets. In the third, repeated prompts are
-    hit. The fourth draws by the head of the whole model. The next two compress prompts. The last three have no state,
+    hit. The fourth draws by the head of the whole model. The fifth has statistics of all heads. The next two compress prompts. The last three have no state,
     attention masses with moments, and a channel of the queries.
     """
     cores = sorted(os.sched_getaffinity(0))

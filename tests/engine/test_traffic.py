@@ -17,6 +17,7 @@ POLICIES = {
     "dms-query": ("llama", SMALL | {"window": 8, "topk": 28}),
     "momentkv": ("llama", SMALL),
     "vase": ("qwen3", SMALL),
+    "triattention": ("qwen3", SMALL),
     "snapkv": ("qwen3", {"protect_prompt": True}),
     "adakv": ("qwen3", {"protect_prompt": True}),
 }

@@ -16,6 +16,7 @@ from typing import Any
 from engine.test_cartridges import write
 from engine.tiny_engine import configure, generate, running
 from vllm import SamplingParams, envs
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpop_vllm.testing import random_prompt, write_tiny_model
 from kvpop_vllm.vllm_glue import plugin
@@ -57,15 +58,15 @@ def state() -> dict[str, tuple]:
 
 
 def described(value) -> tuple:
-    """Return type and value of a plain value, else an object and its members."""
+    """Return the object, its members, and those of them that are ours; type and value of a plain value."""
     if isinstance(value, PLAIN):
-        return type(value), value
-    members = ()
+        return type(value), value, []
+    members = []
     if isinstance(value, dict):
-        members = [(*identity(key), *identity(member)) for key, member in list(value.items())]
+        members = [member for pair in list(value.items()) for member in pair]
     elif isinstance(value, list | set | frozenset):
-        members = list(map(identity, list(value)))
-    return value, members
+        members = list(value)
+    return value, list(map(identity, members)), [str(member) for member in members if is_ours(member)]
 
 
 def identity(value) -> tuple:
@@ -73,16 +74,28 @@ def identity(value) -> tuple:
     return (type(value), value) if isinstance(value, PLAIN) else (object, id(value))
 
 
-def same(one: tuple, other: tuple) -> bool:
-    """Return whether two descriptions are of the same object, or of equal plain values."""
-    return one[0] is other[0] and (one[1] is other[1] or one[1] == other[1])
+def is_ours(value) -> bool:
+    """Return whether a value names this package, or is a class, a function or an object of it."""
+    name = value if isinstance(value, str) else getattr(value, "__module__", type(value).__module__)
+    return str(name).startswith("kvpop_vllm")
 
 
-def changed(before: dict, after: dict) -> set[str]:
-    """Return the attributes that are others, new or gone, in modules and classes that were there before."""
-    modules = {name.partition(":")[0] for name in before}
-    names = {name for name in after if name.partition(":")[0] in modules} | before.keys()
-    return {n for n in names if n not in before or n not in after or not same(before[n], after[n])}
+def changed(before: dict, after: dict, volatile: frozenset[str] = frozenset()) -> set[str]:
+    """Return the attributes that are others, new or gone, in modules that were there before.
+
+    Args:
+        before: attributes before a step.
+        after: attributes after it.
+        volatile: attributes that vLLM changes itself, which count where members of ours come or go.
+    """
+    modules, absent = {name.partition(":")[0] for name in before}, (object(), [], [])
+    different = set()
+    for name in after.keys() | before.keys():
+        (one, members, ours), (other, new, new_ours) = before.get(name, absent), after.get(name, absent)
+        equal = ours == new_ours and (name in volatile or (one is other and members == new))
+        if name.partition(":")[0] in modules and not equal:
+            different.add(name)
+    return different
 
 
 def load(server: bool, runner_v2: bool = False) -> None:
@@ -90,6 +103,7 @@ def load(server: bool, runner_v2: bool = False) -> None:
 
     Model runner V2 is one of the others, where there is a GPU.
     """
+    KVCacheSpecRegistry._ensure_registered()
     for row in LEDGER:
         if row.target.startswith(SERVER) == server and (runner_v2 or row.when != "model runner V2"):
             importlib.import_module(row.target.partition(":")[0])
@@ -117,7 +131,7 @@ def main(model: str, out: str) -> None:
     before = state()
     generate(model, None, tokens=2)
     after = state()
-    vllms_own = changed(before, after)
+    volatile = frozenset(changed(before, after))
     report = {"nothing": changed(after, state())}
     steps = {
         "load": plugin.register,
@@ -132,7 +146,7 @@ def main(model: str, out: str) -> None:
         envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING = name == "policy"
         before = state()
         step()
-        report[name] = changed(before, state()) - vllms_own
+        report[name] = changed(before, state(), volatile)
     with open(out, "w") as file:
         json.dump({name: sorted(names) for name, names in report.items()}, file)
 

@@ -14,7 +14,7 @@ from kvpop_vllm.testing import random_prompt
 LENGTHS = (150, 9, 63)
 
 
-@pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv"])
+@pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv", "triattention"])
 @pytest.mark.parametrize("protect, options", [(True, {}), (70, {}), (5, {"prefill_chunk_size": 16})])
 def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, protect, options):
     """Padded rows protect their own first tokens, also in a second turn and behind chunks of pads only."""

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import policies
+from kvpop_vllm.calibration.statistics import QueryStatistics, write_statistics
 from kvpop_vllm.config import PolicySettings
+from kvpop_vllm.kernels.ops import band_norms
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
 from kvpop_vllm.scorers.untrained import init_scorer
@@ -39,6 +41,7 @@ class Row:
         keeps_all: True if the policy evicts nothing.
         engines: kinds of tiny models that a KVpopCache runs with it.
         state: float32 words of one head's state at D = 32.
+        calibrated: True if the policy needs statistics of the model.
     """
 
     scorer: str
@@ -55,6 +58,7 @@ class Row:
     keeps_all: bool = False
     engines: tuple[str, ...] = ()
     state: int = 0
+    calibrated: bool = False
 
     @property
     def learned(self) -> bool:
@@ -78,6 +82,7 @@ ROWS = {
     "attention-matching": Row("prompt matching", window=16, compresses=True, state=14 * 2 * 32),
     "vase": Row("sampled mass", sinks=4, window=8, asked=True, engines=("qwen3",), state=64 * 2 * 32),
     "rkv": Row("redundancy", window=8, asked=True, engines=("llama",), state=8 * 2 * 32),
+    "triattention": Row("expected logits", sinks=4, window=8, asked=True, calibrated=True, engines=("qwen3", "llama")),
     "h2o": Row("mean mass", window=-1, engines=("qwen3",)),
     "tova": Row("newest mass", engines=("llama",)),
     "h2o-pyramid": Row("mean mass", "h2o", window=-1, allocator="pyramid", engines=("llama",)),
@@ -111,6 +116,22 @@ def random_scorer_folder(folder: Path, model: Path, kind: str, **options) -> Pat
     draw = torch.Generator().manual_seed(0)
     noisy = [{name: t + torch.randn(t.shape, generator=draw) / 4 for name, t in layer.items()} for layer in layers]
     write_scorer(folder, config, noisy)
+    return folder
+
+
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+"""Rope parameters of the tiny models."""
+
+
+def random_statistics_folder(folder: Path, shape: ModelShape) -> Path:
+    """Write statistics of a model's queries that are drawn at random, and return the folder's path."""
+    draw = torch.Generator().manual_seed(3)
+    names = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    pairs = shape.head_dim // 2
+    mean = torch.randn(shape.num_layers, shape.num_heads, shape.head_dim, generator=draw)
+    norm = band_norms(mean, pairs) + torch.rand(*mean.shape[:2], pairs, generator=draw)
+    sizes = {name: getattr(shape, name) for name in names}
+    write_statistics(folder, QueryStatistics(**sizes, rope=dict(shape.rope), tokens=1, mean=[*mean], norm=[*norm]))
     return folder
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from policies.matrix import ROWS, SHARES, Row, allocated, made, random_scorer_folder
+from policies.matrix import ROPE, ROWS, SHARES, Row, allocated, made, random_scorer_folder, random_statistics_folder
 from threads import one_thread
 
 from kvpop_vllm import policies
@@ -36,7 +36,7 @@ LAYERS, HEADS, GROUP, SIZE, HIDDEN = 2, 2, 2, 16, 32
 BUDGET, LENGTH = 24, 72
 CHUNKS = [1, 17, 25, 7, *[1] * 22]
 """Tokens of each chunk of a prompt, then decode steps."""
-MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN, HEADS * GROUP)
+MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN, HEADS * GROUP, ROPE)
 NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform" and not row.compresses]
 """Policies that evict from the first token on. The others are tested in tests/engine/test_fidelity.py."""
 ALLOCATED = [*(name for name in ALLOCATORS if name != "ada"), str(SHARES)]
@@ -122,12 +122,14 @@ def tokens(layer: int) -> Tokens:
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
-    """Return a function from the name of a row to its scorer folder, or None."""
+    """Return a function from the name of a row to the folder of its scorer or of its model's statistics, or None."""
     model = write_tiny_model(tmp_path_factory.mktemp("model"), head_dim=SIZE, hidden=HIDDEN, vocab=16)
 
     @functools.cache
     def folder(name: str) -> str | None:
         row = ROWS[name]
+        if row.calibrated:
+            return str(random_statistics_folder(tmp_path_factory.mktemp(name), MODEL))
         options = {"sinks": 2, "window": 5, "topk": BUDGET - 7} | row.options | row.spread
         return (
             str(random_scorer_folder(tmp_path_factory.mktemp(name), model, row.scorer, **options))
@@ -142,7 +144,7 @@ def policy(name: str, folder: str | None, allocator: str, correction: str) -> po
     """Build a policy in the same way as an engine."""
     row = ROWS[name]
     asked = {"sinks": row.sinks, "window": row.window} if row.asked else {}
-    asked |= {"scorer": folder, "allocator": allocator, "correction": correction}
+    asked |= {"calibration" if row.calibrated else "scorer": folder, "allocator": allocator, "correction": correction}
     if not row.keeps_all:
         asked["budget"] = BUDGET
     return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | asked), MODEL)
@@ -166,7 +168,7 @@ def oracle(scorer):
         elif row.learned:
             own = OraclePolicy.from_scorer(folder)
         else:
-            own = OraclePolicy(row.scorer, row.sinks, window, BUDGET - row.sinks - window)
+            own = OraclePolicy(row.scorer, row.sinks, window, BUDGET - row.sinks - window, statistics=folder)
         own, layers = replace(allocated(own, allocator), protect=protect), []
         for layer in range(LAYERS):
             exact = decide(own, layer, torch.float64)

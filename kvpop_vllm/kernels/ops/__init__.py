@@ -25,6 +25,7 @@ from kvpop_vllm.kernels.ops.rules import (
     STATE_M_START,
     AfterPrompt,
     AttentionMass,
+    ExpectedLogits,
     GateScore,
     KeyNorm,
     MomentResidual,
@@ -37,6 +38,7 @@ from kvpop_vllm.kernels.ops.rules import (
     SampledMass,
     StepOrderError,
     TokenScorer,
+    band_norms,
 )
 from kvpop_vllm.kernels.ops.serving import begin_tail, decode_step, online_topk, prefill_chunk
 from kvpop_vllm.kernels.ops.training import (

@@ -319,6 +319,43 @@ class Redundancy:
 
 
 @dataclass(frozen=True)
+class ExpectedLogits:
+    """Rounds of TriAttention (arXiv:2604.04921): keep the keys with the largest expected logits of future queries.
+
+    See :func:`kvpop_vllm.rules.rounds.expected_logits`. No query is kept.
+
+    Attributes:
+        mean: ``[H, G, D]`` float32, mean query of each query head at position 0, averaged over the distances of future
+            queries.
+        excess: ``[H, G, F]`` float32, by how much the mean norm of the queries exceeds the norm of their mean, in each
+            band.
+        frequencies: ``[D - F]`` float64, angle per position (radians) of each pair of channels that rotates.
+        every: largest number m of tokens between rounds.
+    """
+
+    draws: ClassVar[bool] = False
+    queries: ClassVar[int] = 0
+
+    mean: torch.Tensor
+    excess: torch.Tensor
+    frequencies: torch.Tensor
+    every: int = 128
+
+    def state_floats(self, head_size: int) -> int:
+        """Return the number of float32 values in one head's state, 0."""
+        return 0
+
+
+def band_norms(x: torch.Tensor, pairs: int) -> torch.Tensor:
+    """Return the norms ``[.., F]`` of vectors ``[.., D]`` in each band, ``F = D - pairs``.
+
+    The first ``2 * pairs`` channels rotate, channel i with channel ``pairs + i``. The others are bands of their own.
+    """
+    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat([torch.hypot(a, b), rest.abs()], -1)
+
+
+@dataclass(frozen=True)
 class RetentionRule(Retention):
     """Rule that decides which tokens a layer retains (DESIGN "The rule"; KVpop eq. 5).
 
@@ -360,7 +397,7 @@ class RetentionRule(Retention):
     moment_correction: bool = False
     replay: int = REPLAY
     compression: PromptVotes | PromptMatching | None = None
-    rounds: SampledMass | Redundancy | None = None
+    rounds: SampledMass | Redundancy | ExpectedLogits | None = None
 
     def __post_init__(self):
         if self.scorer is None:

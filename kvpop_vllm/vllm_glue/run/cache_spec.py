@@ -11,8 +11,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Sing
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvpop_vllm.cache.accounting import worst_prompts
-from kvpop_vllm.cache.shares import Shares, divided_blocks
+from kvpop_vllm.cache.accounting import dropped_columns, request_blocks, worst_prompts
+from kvpop_vllm.cache.shares import Shares
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
 
@@ -228,33 +228,12 @@ class FixedBudgetSpec(AttentionSpec):
 
         ``slots`` are its own, by default those of an unprotected request with the server's numbers.
         """
-        slots, compression = slots or self.slots(), self.compression
-        prefix, tokens = cdiv(min(length, slots.prefix), self.block_size), length - slots.prefix
-        tail = slots.budget - self.sinks if slots.prefix else slots.budget
-        if compression is not None and slots.prefix:
-            if tokens <= -compression.queries:
-                return prefix
-            prefix, after = cdiv(slots.prefix, self.block_size), slots.behind_prompt(compression)
-            if compression.adaptive_head_budgets and tokens >= 0 and slots.prefix > self.budget:
-                return prefix + self.state_blocks + divided_blocks(self.num_kv_heads, slots.budget, self.block_size)
-            prefix, tail = prefix + cdiv(after.made, self.block_size), after.budget
-            tokens = length - after.shift - after.made if tokens >= 0 else 0
-        elif tokens <= 0:
-            return prefix
-        if self.shares is not None:
-            return prefix + self.shares.blocks(self.state_blocks, self.block_size, tokens)
-        return prefix + self.state_blocks + cdiv(min(tokens, tail), self.block_size)
+        sizes = self.sinks, self.block_size, self.state_blocks, self.num_kv_heads
+        return request_blocks(length, slots or self.slots(), sizes, self.shares, self.compression)
 
     def dropped(self, slots: RequestSlots) -> list[tuple[int, int]]:
-        """Return the columns of a request's row that it no longer needs behind the end of its prompt, first and last + 1.
-
-        They are those of the prompt and, where slots were made of it, those of the state.
-        """
-        prefix = cdiv(slots.prefix, self.block_size)
-        if not self.compression.makes_slots:
-            return [(0, prefix)]
-        state = prefix + cdiv(slots.behind_prompt(self.compression).made, self.block_size)
-        return [(0, prefix), (state, state + self.state_blocks)]
+        """Return the columns of a request's row that it no longer needs after the end of its prompt, first and last + 1."""
+        return dropped_columns(slots, self.block_size, self.state_blocks, self.compression)
 
     def most_blocks(self, length: int) -> int:
         """Return the most blocks that a request of ``length`` tokens can hold, beside those of cartridges.

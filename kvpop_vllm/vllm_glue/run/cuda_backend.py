@@ -194,7 +194,8 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         Budgets, windows and the like are sent if this step or the previous one has requests with others than the
         server's, because values of the previous step must be overwritten.
         """
-        sized = any(SIZES(own) != SIZES(self.padding) for own in slots)
+        server = SIZES(self.padding)
+        sized = any(SIZES(own) != server for own in slots)
         send, self.sized = (self.sized or sized) and not self.unequal, sized
         needed = {"prefix": self.rows.protects, "made": self.spec.may_have_cartridges, "seed": self.policy.draws}
         tensors = numbers_of(slots, [name for name in NUMBERS if needed.get(name, send)])

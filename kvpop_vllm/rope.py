@@ -51,6 +51,14 @@ def rope_of(config: Mapping) -> dict:
     return {name: float(value) if type(value) is int else value for name, value in sorted(rope.items())}
 
 
+def model_rope(config: Mapping) -> dict | None:
+    """Return :func:`rope_of` of a config, None if its layers rotate in different ways."""
+    try:
+        return rope_of(config)
+    except ConfigError:
+        return None
+
+
 def check_rope(rope: object, source: str) -> None:
     """Check that rope parameters are complete and rotate by angles in proportion to the position.
 

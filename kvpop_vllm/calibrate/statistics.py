@@ -1,0 +1,129 @@
+"""Statistics of a model's queries (:mod:`kvpop_vllm.calibration.statistics`), measured on texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from kvpop_vllm.calibration.statistics import QueryStatistics
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.kernels.ops import band_norms
+from kvpop_vllm.model_hook import Attend, Dense
+from kvpop_vllm.model_shape import rope_of, shape_of
+from kvpop_vllm.rope import check_rope, inverse_frequencies, rope_at, turned
+
+ADVICE = "choose another model, or another policy"
+SHIFT = 100
+"""Position at which queries are compared with those at position 0."""
+
+
+class QuerySums:
+    """Sums over the queries of every layer, as they would be at position 0; an :class:`Attend`.
+
+    Rows begin at position 0. Sums are float64, on the model's device.
+
+    Args:
+        rope: rope parameters of the model.
+        attend: attention of the layers.
+
+    Attributes:
+        tokens: number of tokens of each layer so far.
+        mean: ``[Hq, D]``, sum of the queries of each layer.
+        norm: ``[Hq, F]``, sum of their norms in each band.
+    """
+
+    def __init__(self, rope: dict, attend: Attend | None = None):
+        self.rope, self.attend = rope, attend or Dense()
+        self.tokens: dict[int, int] = {}
+        self.mean: dict[int, torch.Tensor] = {}
+        self.norm: dict[int, torch.Tensor] = {}
+
+    def __call__(self, layer, q, k, v, scale):
+        """Add a layer's queries ``[B, Hq, S, D]`` to its sums, and return its attention; see :class:`Attend`."""
+        base = turned(q.double(), -torch.arange(q.shape[2], device=q.device), rope_at(self.rope, layer))
+        sums = {"mean": base.sum((0, 2)), "norm": band_norms(base, _pairs(self.rope, layer, q.shape[3])).sum((0, 2))}
+        for name, added in sums.items():
+            by_layer = getattr(self, name)
+            by_layer[layer] = by_layer.get(layer, 0) + added
+        self.tokens[layer] = self.tokens.get(layer, 0) + q.shape[0] * q.shape[2]
+        return self.attend(layer, q, k, v, scale)
+
+
+@torch.no_grad()
+def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> QueryStatistics:
+    """Return the statistics of a model's queries over rows of tokens.
+
+    Args:
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
+        rows: token ids of each row, which begins at position 0.
+
+    Raises:
+        ConfigError: a layer's rotation is not static or not what the model's config says, there are no rows, or a
+            layer's queries are not finite.
+    """
+    shape, rope = shape_of(model.config, "the model's config"), rope_of(model.config)
+    if rope is None:
+        raise ConfigError(f"layers of this model have different rotary embeddings: {ADVICE}")
+    check_rope(rope, "the model's config")
+    check_query_rotation(model, rope)
+    sums = QuerySums(rope)
+    for row in filter(len, rows):
+        _forward(model, row, 0, sums)
+    if len(sums.tokens) != shape["num_layers"]:
+        raise ConfigError(f"{len(sums.tokens)} of {shape['num_layers']} layers have attended: give texts, or {ADVICE}")
+    shape.pop("hidden_size", None)
+    parts = {
+        name: [(by_layer[i] / sums.tokens[i]).float().cpu() for i in range(shape["num_layers"])]
+        for name, by_layer in (("mean", sums.mean), ("norm", sums.norm))
+    }
+    statistics = QueryStatistics(**shape, rope=rope, tokens=sums.tokens[0], **parts)
+    statistics.check("these statistics")
+    return statistics
+
+
+@torch.no_grad()
+def check_query_rotation(model: torch.nn.Module, rope: dict) -> None:
+    """Check that every layer rotates queries as :func:`kvpop_vllm.rope.turned` does, or not at all if ``rope`` says so.
+
+    A token alone attends to itself, so that its queries at two positions differ by their rotation in every layer.
+
+    Raises:
+        ConfigError: one does not; the first is named.
+    """
+    near, far = _Queries(), _Queries()
+    _forward(model, [1], 0, near)
+    _forward(model, [1], SHIFT, far)
+    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2
+    for layer, q in near.queries.items():
+        later = far.queries[layer]
+        if (turned(q, SHIFT, rope_at(rope, layer)) - later).norm() > limit * later.norm():
+            raise ConfigError(
+                f"layer {layer} of the model does not rotate queries as its config says, with channels paired as in Llama:"
+                f" {ADVICE}"
+            )
+
+
+class _Queries(Dense):
+    """Dense attention that keeps every layer's queries ``[B, Hq, S, D]`` float32."""
+
+    def __init__(self):
+        self.queries: dict[int, torch.Tensor] = {}
+
+    def __call__(self, layer, q, k, v, scale):
+        self.queries[layer] = q.float()
+        return super().__call__(layer, q, k, v, scale)
+
+
+def _pairs(rope: dict, layer: int, head_dim: int) -> int:
+    """Return the number of pairs of channels that a layer rotates."""
+    rope = rope_at(rope, layer)
+    return 0 if rope is None else len(inverse_frequencies(rope, head_dim))
+
+
+def _forward(model: torch.nn.Module, tokens: Sequence[int], first: int, attend: Attend) -> None:
+    """Run a model's decoder on tokens that begin at position ``first``."""
+    device = next(model.parameters()).device
+    ids = torch.as_tensor(tokens, device=device).unsqueeze(0)
+    positions = torch.arange(first, first + ids.shape[1], device=device).unsqueeze(0)
+    model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, attend=attend)

@@ -1,0 +1,172 @@
+"""Statistics of a model's queries, format version 1, which the policy ``triattention`` ranks keys by.
+
+A folder holds ``queries.json`` and ``queries.safetensors``. Statistics are those of queries as they
+would be at position 0: rotary embeddings are undone, factors on them (YaRN) are left in. A band is a pair of channels
+that rotate together, or a single channel that does not rotate. Bands are numbered by their first channels. Per layer i
+the second file has, in float32,
+
+=====================  ===========  ==================================
+tensor                 shape        content
+=====================  ===========  ==================================
+``layers.{i}.mean``    ``[Hq, D]``  mean query
+``layers.{i}.norm``    ``[Hq, F]``  mean norm of the query in each band
+=====================  ===========  ==================================
+
+Functions that read or check a file raise ConfigError.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import read_json, replacing
+from kvpop_vllm.kernels.ops import band_norms
+from kvpop_vllm.rope import check_rope, inverse_frequencies, rope_at
+from kvpop_vllm.schemas import NAME, Schema, integer
+from kvpop_vllm.tensor_files import reading, save_tensors
+
+ADVICE = "calibrate the model again"
+SCHEMA = Schema("query-statistics", advice=f": {ADVICE}")
+CONFIG_NAME = "queries.json"
+TENSORS_NAME = "queries.safetensors"
+RULES = {"model_type": NAME, "tokens": integer(1, 2**62)} | dict.fromkeys(
+    ("num_layers", "num_heads", "num_kv_heads", "head_dim"), integer(1)
+)
+SLACK = 1e-3
+"""Relative rounding error by which the norm of a mean may exceed the mean norm."""
+
+
+@dataclass(frozen=True)
+class QueryStatistics:
+    """Statistics of the queries of a model.
+
+    Attributes:
+        model_type: model type of the model, as in ``config.json``.
+        num_layers: number of layers.
+        num_heads: query heads of a layer, Hq.
+        num_kv_heads: KV heads of a layer, H.
+        head_dim: D, head size.
+        rope: rope parameters (:func:`kvpop_vllm.rope.rope_of`).
+        tokens: number of tokens that the statistics are means over.
+        mean: ``[Hq, D]`` float32 of each layer, mean query.
+        norm: ``[Hq, F]`` float32 of each layer, mean norm of the query in each band.
+    """
+
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: dict
+    tokens: int
+    mean: list[torch.Tensor]
+    norm: list[torch.Tensor]
+
+    def frequencies(self, layer: int) -> torch.Tensor:
+        """Return the angles per position ``[pairs]`` (radians, float64) of the pairs of channels that a layer rotates."""
+        rope = rope_at(self.rope, layer)
+        return torch.zeros(0).double() if rope is None else inverse_frequencies(rope, self.head_dim).double()
+
+    def concentration(self, layer: int) -> torch.Tensor:
+        """Return the norm of the mean query over the mean norm, ``[Hq, F]`` from 0 to 1, of a layer."""
+        return band_norms(self.mean[layer], len(self.frequencies(layer))) / self.norm[layer].clamp_min(1e-12)
+
+    def check(self, source: str) -> None:
+        """Check sizes, rope parameters and tensors; ``source`` names the folder in errors."""
+        SCHEMA.check(vars(self), RULES, source)
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{source}: {self.num_kv_heads} KV heads do not divide {self.num_heads} heads: {ADVICE}")
+        check_rope(self.rope, source)
+        for layer, (mean, norm) in enumerate(zip(self.mean, self.norm, strict=True)):
+            pairs = len(self.frequencies(layer))
+            shapes = {"mean": (mean, self.head_dim), "norm": (norm, self.head_dim - pairs)}
+            for name, (tensor, width) in shapes.items():
+                named = f"{source}: tensor layers.{layer}.{name}"
+                if tuple(tensor.shape) != (self.num_heads, width):
+                    expected = (self.num_heads, width)
+                    raise ConfigError(f"{named} has shape {tuple(tensor.shape)}, expected {expected}: {ADVICE}")
+                if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
+                    raise ConfigError(f"{named} holds values that are not finite float32 numbers: {ADVICE}")
+            if bool((band_norms(mean, pairs) > norm * (1 + SLACK) + 1e-6).any()):
+                raise ConfigError(
+                    f"{source}: tensor layers.{layer}.norm is below the norm of layers.{layer}.mean, which no queries have:"
+                    f" {ADVICE}"
+                )
+
+    def check_model(self, source: str, **model: object) -> None:
+        """Check that the statistics are those of a model.
+
+        Args:
+            source: name of the folder in errors.
+            model: sizes of the model and ``rope``, by the names of the attributes.
+        """
+        remedy = "calibrate this model, or give its folder with --kv-calibration"
+        for name, value in model.items():
+            if name != "rope" and getattr(self, name) != value:
+                raise ConfigError(
+                    f"{source} was made for a model with {name} = {getattr(self, name)!r}, this one has {value!r}: {remedy}"
+                )
+        rope = model["rope"]
+        if rope is None:
+            raise ConfigError("layers of this model have different rotary embeddings: choose another policy")
+        for name in sorted({*self.rope, *rope}):
+            if self.rope.get(name) != rope.get(name):
+                raise ConfigError(
+                    f"{source} was made for rotary embeddings with {name} = {self.rope.get(name)!r}, this model has"
+                    f" {rope.get(name)!r}: {remedy}"
+                )
+
+
+def read_statistics(folder: str | Path) -> QueryStatistics:
+    """Return the checked statistics of a folder."""
+    path, tensors_path = Path(folder) / CONFIG_NAME, Path(folder) / TENSORS_NAME
+    if not path.is_file():
+        raise ConfigError(
+            f"no statistics at {str(folder)!r}: {CONFIG_NAME} is missing; give a folder of 'kvpop calibrate'"
+        )
+    config = SCHEMA.body(read_json(path, ADVICE), str(path))
+    SCHEMA.check_keys(config, [*RULES, "rope"], (), str(path))
+    SCHEMA.check(config, RULES, str(path))
+    if not tensors_path.is_file():
+        raise ConfigError(
+            f"no statistics at {str(folder)!r}: {TENSORS_NAME} is missing; give a folder of 'kvpop calibrate'"
+        )
+    with reading(tensors_path):
+        tensors = load_file(tensors_path)
+    layers = config["num_layers"]
+    if len(tensors) != 2 * layers:
+        raise ConfigError(f"{tensors_path} holds {len(tensors)} tensors, not 2 for each of {layers} layers: {ADVICE}")
+    names = {f"layers.{i}.{name}" for i in range(layers) for name in ("mean", "norm")}
+    if wrong := sorted(tensors.keys() ^ names):
+        raise ConfigError(
+            f"{tensors_path}: tensor {wrong[0]} is {'unexpected' if wrong[0] in tensors else 'missing'}: {ADVICE}"
+        )
+    parts = {name: [tensors[f"layers.{i}.{name}"] for i in range(layers)] for name in ("mean", "norm")}
+    statistics = QueryStatistics(**config, **parts)
+    statistics.check(str(folder))
+    return statistics
+
+
+def write_statistics(folder: str | Path, statistics: QueryStatistics) -> None:
+    """Check statistics and write them into a folder.
+
+    Each file appears complete or not at all.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder = Path(folder)
+    statistics.check(str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {name: value for name, value in asdict(statistics).items() if name not in ("mean", "norm")}
+    parts = {"mean": statistics.mean, "norm": statistics.norm}
+    flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in parts.items() for i, t in enumerate(layers)}
+    with replacing(folder / CONFIG_NAME) as text, replacing(folder / TENSORS_NAME) as tensors:
+        text.write_text(json.dumps(SCHEMA.header | config, indent=2) + "\n")
+        save_tensors(flat, tensors, mode_of=text)
