@@ -21,9 +21,6 @@ from kvpop_vllm.files import write_whole
 from kvpop_vllm.model_hook import Dense
 from kvpop_vllm.model_shape import ModelShape
 
-STRIDE = 4
-"""Every so many predictions of a row are compared."""
-
 
 class Choice(NamedTuple):
     """A policy as it is compared.
@@ -52,6 +49,7 @@ class Passes:
         shape: the model as policies see it.
         specs: the policies by name.
         protect: True to protect the prompts of rows.
+        stride: every so many predictions of a row are compared.
         records: where measurements are kept.
         tables: folder of tables of shares.
     """
@@ -62,11 +60,12 @@ class Passes:
         shape: ModelShape,
         specs: dict[str, PolicySpec],
         protect: bool,
+        stride: int,
         records: Records,
         tables: Path,
     ):
         self.model, self.shape, self.specs, self.protect = model, shape, specs, protect
-        self.records, self.tables = records, tables
+        self.stride, self.records, self.tables = stride, records, tables
 
     def write_table(self, name: str, shares: torch.Tensor) -> None:
         """Write a table of shares ``[layers, H]`` that choices may name."""
@@ -125,5 +124,5 @@ class Passes:
         hidden = self.model.get_decoder()(input_ids=tokens[None].to(device), attend=attend).last_hidden_state
         seconds = time.process_time() - began
         head = self.model.get_output_embeddings()
-        parts = hidden[0, prompt:-1:STRIDE].split(POSITIONS)
+        parts = hidden[0, prompt : -1 : self.stride].split(POSITIONS)
         return torch.cat([head(part).float().log_softmax(-1) for part in parts]), seconds

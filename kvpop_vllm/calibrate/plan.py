@@ -17,6 +17,7 @@ from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation.policies import PolicySpec, learned
 from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
 from kvpop_vllm.policies.base import GATED
+from kvpop_vllm.scorers.checkpoint import TENSORS_NAME
 
 VERSION = 1
 """Version of what is measured."""
@@ -31,7 +32,9 @@ BUDGETS = 2, 4, 8
 WINDOWS = 1 / 16, 1 / 4, 1 / 2
 """Windows that are tried for a policy, as fractions of ``B - s``."""
 SEARCHED = 3
-"""Rows that tables and windows are chosen by, on the kernels of serving."""
+"""Rows that tables and windows are chosen by, on the kernels of serving; with a scorer all rows."""
+STRIDE = 4
+"""Every so many predictions of a row are compared under a policy."""
 PROBE = "streaming-llm"
 """Policy that shares are chosen and judged with, and the only one of a report by default: a window, and the cheapest."""
 SHORTLIST = 3
@@ -122,6 +125,16 @@ class Plan:
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
 
     @property
+    def stride(self) -> int:
+        """Distance of the predictions of a row that are compared: with a scorer all, as few may be wrong."""
+        return STRIDE if self.options.scorer is None else 1
+
+    @property
+    def searched(self) -> int:
+        """Number of rows that tables and windows are chosen by, on the kernels of serving."""
+        return SEARCHED if self.options.scorer is None else len(self.text.measured)
+
+    @property
     def settings(self) -> dict:
         """Settings that measurements depend on."""
         files = sorted(
@@ -135,6 +148,7 @@ class Plan:
             "rows": self.options.rows,
             "protect-prompt": self.options.protect,
             "dtype": self.options.dtype,
+            "scorer": self.options.scorer and _sample(Path(self.options.scorer) / TENSORS_NAME),
         }
 
     def layer_cost(self, layer: int, variants: int) -> float:
@@ -161,7 +175,7 @@ class Plan:
         tables = 1 + (SHORTLIST if self.options.scorer is None else 2 * len(BUDGETS))
         windows = len(WINDOWS) * sum(name != PROBE and spec.scorer is None for name, spec in self.specs.items())
         judged = 2 * len(self.text.held_out) * len(BUDGETS) * len(self.specs)
-        return SERVED * (SEARCHED * (tables * len(BUDGETS) + windows) + judged)
+        return SERVED * (self.searched * (tables * len(BUDGETS) + windows) + judged)
 
 
 def _sample(file: Path) -> str:

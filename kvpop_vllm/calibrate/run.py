@@ -11,7 +11,7 @@ import torch
 
 from kvpop_vllm import __version__, policies
 from kvpop_vllm.calibrate.layers import BATCH, POSITIONS, layer_losses
-from kvpop_vllm.calibrate.passes import STRIDE, Passes
+from kvpop_vllm.calibrate.passes import Passes
 from kvpop_vllm.calibrate.plan import Options, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.calibrate.stages import Stages, Verdict
@@ -36,7 +36,7 @@ def calibrate(options: Options) -> dict:
     model, began = _loaded(plan), time.process_time()
     records = Records(out, plan.settings)
     _write_statistics(plan, model, out)
-    passes = Passes(model, plan.shape, plan.specs, options.protect, records, out / "tables")
+    passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, records, out / "tables")
     with progress(plan.replays + plan.passes, "calibrate") as tick:
         stages = Stages(plan, model, records, passes, tick)
         table = stages.search(stages.curves())
@@ -138,5 +138,5 @@ def memory(plan: Plan) -> int:
     shape, size = plan.shape, torch.empty((), dtype=plan.dtype).element_size()
     layer = 2 * plan.length * shape.num_kv_heads * shape.head_dim * size
     inner = 16 * BATCH * plan.queries * (shape.hidden_size or 0) * size
-    logits = 4 * plan.vocabulary * (2 * plan.length // STRIDE + 4 * POSITIONS)
+    logits = 4 * plan.vocabulary * (2 * plan.length // plan.stride + 4 * POSITIONS)
     return layer * (shape.num_layers + 2 * BATCH) + inner + logits

@@ -12,7 +12,7 @@ from kvpop_vllm import policies
 from kvpop_vllm.calibrate.division import Curve, damped, divide, shares_of
 from kvpop_vllm.calibrate.layers import RowReplay, head_losses, layer_losses, shared_losses
 from kvpop_vllm.calibrate.passes import EQUAL, Choice, Passes
-from kvpop_vllm.calibrate.plan import BUDGETS, PROBE, SEARCHED, SERVED, SHORTLIST, WINDOWS, Plan
+from kvpop_vllm.calibrate.plan import BUDGETS, PROBE, SERVED, SHORTLIST, WINDOWS, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
 from kvpop_vllm.evaluation.statistics import bootstrap_ratio, estimate
@@ -122,7 +122,7 @@ class Stages:
         unequal = sorted(list(tables)[1:], key=scores.get)
         names = [EQUAL, *(unequal if plan.options.scorer else unequal[:SHORTLIST])]
         choices = [self._choice(self.decides, budget, WINDOWS[0], name) for name in names for budget in plan.budgets]
-        measured = self._over("search", plan.text.measured[:SEARCHED], choices)
+        measured = self._over("search", plan.text.measured[: plan.searched], choices)
         means = torch.tensor([fmean(record["kl"] for record in records) for records in measured], dtype=torch.float64)
         scores = _scores(means, names)
         return min(scores, key=scores.get)
@@ -162,7 +162,7 @@ class Stages:
             if name == PROBE or spec.scorer or table == EQUAL:
                 continue
             choices = [self._choice(name, budget, part, table) for part in WINDOWS]
-            measured = self._over("search", self.plan.text.measured[:SEARCHED], choices)
+            measured = self._over("search", self.plan.text.measured[: self.plan.searched], choices)
             means = [fmean(record["kl"] for record in records) for records in measured]
             best[name] = WINDOWS[means.index(min(means))]
         return best
