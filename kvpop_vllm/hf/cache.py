@@ -11,7 +11,7 @@ import torch
 from transformers import Cache
 
 from kvpop_vllm.compaction.prompt_place import ids_behind
-from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
+from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
 from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
@@ -28,6 +28,7 @@ from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, reco
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
 from kvpop_vllm.model_shape import gives_up_channel, positions_of
+from kvpop_vllm.policies import parse_settings
 
 
 def _refusal(what: str, instead: str):
@@ -130,7 +131,7 @@ class KVpopCache(Cache, AttentionCache):
             given[name] = str(value) if isinstance(value, PathLike) else value
         try:
             self._rows = Rows(budget, protect_prompt, seed, prompt)
-            settings = PolicySettings.parse(given | self._rows.settings())
+            settings = parse_settings(given | self._rows.settings())
             self.policy = resolve(model, settings, max_length)
             self._rows.check(self.policy)
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
