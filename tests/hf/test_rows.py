@@ -17,7 +17,7 @@ from kvpop_vllm.testing import random_prompt
 
 LENGTHS = (70, 9, 63)
 POLICIES = ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms-query", "vase", "rkv", "snapkv", "adakv"]
-POLICIES += ["attention-matching"]
+POLICIES += ["attention-matching", "triattention"]
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
 """Bytes of keys and values of a token: two layers, two heads of 32 float32."""
 
@@ -186,5 +186,5 @@ def test_budgets_of_chunks_stay_on_the_host():
     budgets = torch.full((2, 2), 16, dtype=torch.int32)
     pages = LayerPages(rule, budgets, [5, 5], torch.empty(2, 2, 1, 32, device="meta"), 1.0, lengths)
     batch = pages.prefill([0, 0], [7, 7], 7, [0, 0])
-    assert batch.group.table.device.type == "meta"
-    assert batch.group.chunks.budgets.device.type == "cpu" and torch.equal(batch.group.chunks.budgets, budgets)
+    assert batch.chunks.table.device.type == "meta"
+    assert batch.chunks.budgets.device.type == "cpu" and torch.equal(batch.chunks.budgets, budgets)
