@@ -19,6 +19,7 @@ from kvpop_vllm.hf.checks import (
     check_inputs,
     check_model,
     check_positions,
+    check_text,
     columns_of_tokens,
     warn_of_positions,
     warn_of_reference,
@@ -87,6 +88,7 @@ class KVpopCache(Cache, AttentionCache):
     Attributes:
         passes: passes so far.
         text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins, or None.
+        next_text: ``[R, L]`` ids of the text of a call of ``generate()`` until its first pass, else None.
         policy: policy, resolved as in an engine.
         protected: p of each row.
         head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
@@ -158,6 +160,7 @@ class KVpopCache(Cache, AttentionCache):
         self._broken = False
         self._columns, self._lengths, self.passes = 0, [], 0
         self.text: torch.Tensor | None = None
+        self.next_text: torch.Tensor | None = None
         self.protected: list[int] = []
 
     @property
@@ -288,6 +291,9 @@ class KVpopCache(Cache, AttentionCache):
             ]
         if look and positions is not None:
             check_positions(positions, own - made, counts)
+        if self.text is not None and self.next_text is not None and len(self.text) == len(self.next_text):
+            check_text(self.next_text, self.text, mask, columns)
+        self.next_text = None
         for layer in self._layers.values():
             self._make_room(layer, protected)
         self._before = self._columns, self._lengths, self.protected
