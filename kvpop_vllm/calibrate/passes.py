@@ -80,8 +80,8 @@ class Passes:
         """Return the policy of a choice for rows with a prompt of so many tokens."""
         allocator = "uniform" if choice.shares == EQUAL else str(self.tables / f"{choice.shares}.json")
         spec = replace(self.specs[choice.policy], allocator=allocator, protect=prompt if self.protect else 0)
-        own = policies.get(spec.policy).default_window if spec.calibration else None  # not that of an earlier run
-        return spec.resolve(self.shape, choice.budget, window=choice.window or own)
+        usual = policies.get(spec.policy).default_window if spec.calibration else None  # not that of an earlier run
+        return spec.resolve(self.shape, choice.budget, window=choice.window or usual)
 
     def missing(self, side: str, count: int, choices: Sequence[Choice]) -> int:
         """Return how many passes over rows are still to be made."""
