@@ -1,4 +1,4 @@
-"""The plan of a step, made once for all layers and by all drivers (DESIGN "The plan of a step")."""
+"""The plan of a step, made once for all layers and by all drivers (DESIGN "One step")."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = {
 }
 """Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
 OPTIONS = {"windows": "window", "seeds": "seed"}
-"""Numbers that ``ops.decode_step`` takes of every request beside its budget, by the name of the argument."""
+"""Numbers that ``ops.decode_step`` takes of every request besides its budget, by the name of the argument."""
 KERNELS_TAKE = ("budget", *OPTIONS.values())
 """Numbers that kernels take of every decoded request; prefixes are apart."""
 
@@ -103,10 +103,10 @@ class RequestBlocks:
             size: N, slots per block.
             compression: way in which prompts are compressed, or None.
         """
-        columns, made = [cdiv(own.prefix, size) for own in slots], None
+        columns, made = [cdiv(record.prefix, size) for record in slots], None
         if compression is not None:
             made = from_columns(table, columns)
-            more = (cdiv(own.behind_prompt(compression).made, size) for own in slots)
+            more = (cdiv(record.behind_prompt(compression).made, size) for record in slots)
             columns = [first + count for first, count in zip(columns, more, strict=True)]
         return cls(from_columns(table, columns), table, made)
 
@@ -316,7 +316,7 @@ class StepPlan:
             [span.start for span in spans],
             lengths,
             sizes,
-            [own.window for own in slots],
+            [record.window for record in slots],
             firsts=firsts,
             tokens=tokens,
             slots=slots,

@@ -310,7 +310,7 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
 
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Parts of each weight file that its digest covers, beside its header."""
+"""Parts of each weight file that its digest covers in addition to its header."""
 
 
 def base_digests(folder: str | Path) -> dict[str, str | None]:

@@ -183,7 +183,7 @@ def _dense_size(model: nn.Module, length: int) -> dict:
 
 
 def described(setting: Setting, resolved: ResolvedPolicy, dtype: torch.dtype) -> dict:
-    """Return the fields of a record that describe a policy, beside its length."""
+    """Return the fields of a record that describe a policy without its length."""
     roles = resolved.roles
     return {
         "budget": setting.budget,

@@ -65,7 +65,8 @@ def described(patch: Patch) -> str:
 
 def missing_functions(vllm: Path, ledger: Iterable[Patch]) -> list[str]:
     """Return the functions of the ledger that vLLM lacks, or has without a parameter that is relied on."""
-    return [described(each) for each in ledger if not fits(each.takes, parameters(vllm, each.target))]
+    lacking = (described(patch) for patch in ledger if not fits(patch.takes, parameters(vllm, patch.target)))
+    return list(dict.fromkeys(lacking))  # several rows may have one target
 
 
 def missing_names(vllm: Path) -> list[str]:
