@@ -17,7 +17,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.hf.layer import check_kernels
 from kvpop_vllm.kernels.ops import PromptVotes, Redundancy, RetentionRule
-from kvpop_vllm.model_hook import CACHE_NAME, NAME
+from kvpop_vllm.model_hook import NAME
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
 PROMPT = random_prompt(30)
