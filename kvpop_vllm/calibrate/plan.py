@@ -28,7 +28,7 @@ SIZES = 64, 16, 8, 4, 2
 QUERIES = 32
 """The length over this is the number of queries that run again."""
 BUDGETS = 2, 4, 8
-"""Budgets of the report: the length over these. Shares are judged, and a policy is recommended, at the second."""
+"""Budgets of the report: the length over these. A policy is recommended at the second."""
 WINDOWS = 1 / 16, 1 / 4, 1 / 2
 """Windows that are tried for a policy, as fractions of ``B - s``."""
 SEARCHED = 3

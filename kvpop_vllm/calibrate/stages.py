@@ -19,13 +19,28 @@ from kvpop_vllm.evaluation.statistics import bootstrap_ratio, estimate
 from kvpop_vllm.policies.allocators import proportional
 from kvpop_vllm.roles import Retention
 
-TINY = 1e-12
-"""Divergence below which tables of shares count as equal."""
+TINY = 1e-3
+"""Divergence, in nats per token, below which nothing is lost; smaller ones count as equal."""
 
 
 def _scores(losses: torch.Tensor, names: list[str]) -> dict[str, float]:
     """Return the mean logarithm over budgets of the losses ``[names * budgets]`` of tables of shares, by name."""
     return dict(zip(names, losses.view(len(names), -1).clamp_min(TINY).log().mean(1).tolist(), strict=True))
+
+
+def is_better(losses: list[list[list[float]]], units: list[int]) -> bool:
+    """Return whether rows lose less with a table of shares: over all budgets, and at none notably more.
+
+    Args:
+        losses: for each budget the losses of all rows with equal shares, and with the table.
+        units: unit of each row.
+    """
+    for equal, shared in losses:
+        notable = fmean(shared) - fmean(equal) > TINY
+        if notable and bootstrap_ratio(shared, equal, units=units).low > 1:
+            return False
+    equal, shared = ([sum(rows) for rows in zip(*side, strict=True)] for side in zip(*losses, strict=True))
+    return bootstrap_ratio(shared, equal, units=units).high < 1
 
 
 class Verdict(NamedTuple):
@@ -170,10 +185,10 @@ class Stages:
     def judge(self, table: str, windows: dict[str, float]) -> Verdict:
         """Return the lines of the report, by rows that were not measured.
 
-        A table is better if the policy that decides diverges less at the middle budget, with an interval below 1, and at no
-        budget more, with an interval above 1. Lines of a table that is not better are left out.
+        A table is better if the policy that decides diverges less over all budgets, with an interval below 1, and at none
+        notably more, with an interval above 1. Lines of a table that is not better are left out.
         """
-        text, pairs, ratios, lines = self.plan.text, [], [], []
+        text, pairs, lines = self.plan.text, [], []
         for name in self.plan.specs:
             for budget in self.plan.budgets:
                 shared = self._choice(name, budget, windows.get(name), table)
@@ -183,11 +198,9 @@ class Stages:
         losses = {choice: [record["kl"] for record in records] for choice, records in measured.items()}
         for equal, *shared in pairs:
             lines.append(self._line(equal, measured[equal]))
-            for choice in shared:
-                lines.append(self._line(choice, measured[choice], losses[equal]))
-                if equal.policy == self.decides:
-                    ratios.append(bootstrap_ratio(losses[choice], losses[equal], units=text.units))
-        better = bool(ratios) and ratios[1].high < 1 and not any(ratio.low > 1 for ratio in ratios)
+            lines += [self._line(choice, measured[choice], losses[equal]) for choice in shared]
+        deciding = [[losses[choice] for choice in pair] for pair in pairs if pair[0].policy == self.decides]
+        better = table != EQUAL and is_better(deciding, text.units)
         return Verdict([line for line in lines if better or line["shares"] == EQUAL], better)
 
     def _line(self, choice: Choice, records: list[dict], equal: list[float] | None = None) -> dict:

@@ -46,7 +46,7 @@ def test_the_printed_command_serves(calibrated):
     report, output, _ = calibrated("llama")
     words = shlex.split(output.splitlines()[-1])
     assert words[:3] == ["vllm", "serve", "llama"]
-    with Server(*words[2:]) as server:
+    with Server(*words[2:], "--dtype", "float32") as server:
         body = {"model": "llama", "prompt": PROMPTS[-1], "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
         body |= {"return_token_ids": True, "vllm_xargs": {"kv_report": 1}}
         headers = {"Content-Type": "application/json"}
