@@ -19,7 +19,7 @@ def send(values: Sequence | torch.Tensor, device: torch.device, dtype: torch.dty
         return tensor
     if device.type == "cuda":
         tensor = tensor.pin_memory()
-    return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
