@@ -1,4 +1,4 @@
-"""Reads thousands of damaged scorers, cartridges, compactors and files of shares: each is read, or refused in one line.
+"""Reads thousands of damaged files that this package writes, of five kinds: each is read, or refused in one line.
 
 Usage: ``python benchmarks/fuzz_files.py [--files 10000] [--seed 0]``. Every file begins as one that this package wrote.
 hypothesis then changes bytes, cuts, repeats and inserts parts, or puts other JSON values in place of some. A reader must
@@ -29,6 +29,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from kvpop_vllm.argument_types import positive
+from kvpop_vllm.calibration.shares import Calibration, read_calibration
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
 from kvpop_vllm.compaction.compactor_files import CompactorConfig, read_compactor, write_compactor
 from kvpop_vllm.config import ConfigError
@@ -37,7 +38,7 @@ from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing.models import write_random_scorer, write_tiny_model
 
 LAYERS, HEADS = 2, 2
-NAMES = "scorer", "cartridge", "compactor", "shares"
+NAMES = "scorer", "cartridge", "compactor", "shares", "calibration"
 
 
 class Late(BaseException):
@@ -65,11 +66,16 @@ def targets_in(root: Path) -> dict[str, Target]:
     write_compactor(root / "compactor", compactor, compactor.build())
     (root / "shares").mkdir()
     (root / "shares" / "shares.json").write_text(json.dumps({"shares": [[1, 2.5], [0.5, 1]], "note": "x"}))
+    (root / "calibration").mkdir()
+    sizes = {name: base[name] for name in ("model_type", "num_layers", "num_kv_heads", "head_dim")}
+    shares = {"unit": "head", "shares": ((1.0, 2.5), (0.5, 0.0)), "windows": {"streaming-llm": 0.0625}}
+    Calibration(**sizes, **shares, rope={}, policy="streaming-llm", budget=512).write(root / "calibration")
     return {
         "scorer": Target(root / "scorer", read_scorer),
         "cartridge": Target(root / "cartridge", read_cartridge),
         "compactor": Target(root / "compactor", lambda folder: read_compactor(folder, model)),
         "shares": Target(root / "shares", lambda folder: allocator_of(str(folder / "shares.json"), LAYERS, HEADS)),
+        "calibration": Target(root / "calibration", lambda folder: read_calibration(str(folder))),
     }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvpop_vllm import __version__
 from kvpop_vllm.argument_types import add_setting, memory, positive
+from kvpop_vllm.calibrate.command import add_calibrate
 from kvpop_vllm.compaction.command import add_compact, add_train_compactor
 from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
@@ -196,7 +197,7 @@ def add_plan(commands: Commands) -> None:
     command.add_argument("--kv-memory", required=True, type=memory, metavar="SIZE", help="of the pool, such as 40GiB")
     add_setting(command, "budget", "tokens per KV head (default: 1/2, 1/4 and 1/8 of N)", nargs="+")
     add_setting(command, "scorer", "of the kvpop policies (default: the size of an untrained one)")
-    add_setting(command, "calibration", "of triattention (default: it is left out)")
+    add_setting(command, "calibration", "as --kv-calibration (default: triattention is left out)")
     for name in ("correction", "allocator", "protect_prompt"):
         add_setting(command, name, f"as {FLAGS[name]}")
     command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the cache (default: the model's)")
@@ -227,6 +228,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_import(commands)
     add_compact(commands, vllm_sampler)
     add_train_compactor(commands)
+    add_calibrate(commands)
     add_distill(commands)
     add_eval(commands, vllm_backend)
     add_export(commands)

@@ -82,7 +82,7 @@ class PolicySettings:
         sinks: s.
         window: w.
         scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
-        calibration: folder with ``queries.json`` and ``queries.safetensors``.
+        calibration: folder of ``kvpop calibrate``.
         correction: correction of the outputs for evicted tokens, one of CORRECTIONS.
         allocator: distribution of the budget over layers and heads, one of ALLOCATORS, or a JSON file with the
             shares of all heads.

@@ -77,7 +77,9 @@ SETTINGS = (
         "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors", "the checkpoint's own"
     ),
     Setting(
-        "calibration", str, "DIR", "Folder of 'kvpop calibrate', with statistics of the model's queries for triattention", "none",
+        "calibration", str, "DIR",
+        "Folder of 'kvpop calibrate': shares of layers and heads, windows, and statistics of queries for triattention", "none",
+        "; with --kv-policy auto also the policy and the budget",
     ),
     Setting(
         "correction", str, "NAME", "How outputs are corrected for evicted tokens", "none, but for momentkv",

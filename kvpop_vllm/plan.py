@@ -18,6 +18,7 @@ from kvpop_vllm.cache.accounting import (
     worst_prompts,
 )
 from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.calibration.shares import has_shares
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.model_shape import (
     ModelShape,
@@ -171,7 +172,7 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
         cls.name,
         budget,
         scorer=mine,
-        calibration=options.calibration if cls.calibrated else None,
+        calibration=options.calibration if cls.calibrated or has_shares(options.calibration) else None,
         correction=options.correction,
         allocator=options.allocator,
         protect_prompt=options.protect_prompt,

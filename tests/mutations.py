@@ -230,7 +230,7 @@ FAULTS = {
         # tails that begin in chunks alone have no state
         *(("if not rows «and→or» not chunks:", tests) for tests in DRIVERS["prefix"]),
         # all chunks have the window of the first
-        *(("[«own→slots[0]».window for own in slots],", tests) for tests in DRIVERS["sizes"]),
+        *(("[«record→slots[0]».window for record in slots],", tests) for tests in DRIVERS["sizes"]),
     ],
     "kvpop_vllm/attention/shifted_scores.py": [
         # a score too few is moved

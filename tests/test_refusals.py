@@ -81,8 +81,8 @@ SETTINGS = [
     *(
         (
             {key: 1},
-            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, correction, "
-            "allocator, protect_prompt, max_budget, max_protect, reserve, inspect, cartridge",
+            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, calibration, "
+            "correction, allocator, protect_prompt, max_budget, max_protect, reserve, inspect, cartridge",
         )
         for key in ("bugdet", "decide_every")
     ),
@@ -563,7 +563,7 @@ POLICIES = [
     ("--kv-policy takes", {"policy": "h3o"}),
     ("additional_config", "streaming-llm"),
     ("uses no scorer: leave --kv-scorer out", STREAMING | {"scorer": "nowhere-at-all"}),
-    ("uses no calibration: leave --kv-calibration out", STREAMING | {"calibration": "nowhere-at-all"}),
+    ("nowhere-at-all has no shares.json", STREAMING | {"calibration": "nowhere-at-all"}),
     ("needs statistics of the model's queries: give --kv-calibration", {"policy": "triattention", "budget": 300}),
     ("no statistics at 'nowhere'", {"policy": "triattention", "budget": 300, "calibration": "nowhere"}),
     ("--kv-scorer", {"policy": "kvpop"}),

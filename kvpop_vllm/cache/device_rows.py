@@ -133,8 +133,8 @@ class DeviceRows:
         width = min(self.prefix_table.shape[1], table.shape[1])
         self.prefix_table[: len(table), :width].copy_(table[:, :width])
         inside, columns = wanted < self.numbers["prefix"][: len(table)], wanted // self.layout.block_slots
-        own = table.gather(1, columns.clamp(0, table.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
-        return inside, torch.where(inside, own, block)
+        prefix_blocks = table.gather(1, columns.clamp(0, table.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
+        return inside, torch.where(inside, prefix_blocks, block)
 
     def _tails(self, table: torch.Tensor, prefixes: torch.Tensor) -> torch.Tensor:
         """Return the blocks ``[R, columns]`` after the prefix blocks of requests with ``prefixes [R]`` tokens.

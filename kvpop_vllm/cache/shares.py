@@ -161,8 +161,8 @@ class FixedShares(EqualHeads):
         ordinal = self.ordinal[:, layer].T  # [H, P]
         block = tails.long()[:, ordinal.clamp_max(tails.shape[1] - 1)]
         rows = (block * self.shares.heads + self.offset[:, layer].T).int()
-        own = self._budgets if budgets is not None and budgets.device.type == "cpu" else self._sent
-        return own[layer].expand(len(tails), -1), rows
+        table = self._budgets if budgets is not None and budgets.device.type == "cpu" else self._sent
+        return table[layer].expand(len(tails), -1), rows
 
     def view(self, storage: torch.Tensor) -> Pages:
         """Return all regions of the pool: ``[layers * num_blocks * H, H, N * C]``, the same for every head.

@@ -103,10 +103,10 @@ class RequestBlocks:
             size: N, slots per block.
             compression: way in which prompts are compressed, or None.
         """
-        columns, made = [cdiv(own.prefix, size) for own in slots], None
+        columns, made = [cdiv(record.prefix, size) for record in slots], None
         if compression is not None:
             made = from_columns(table, columns)
-            more = (cdiv(own.behind_prompt(compression).made, size) for own in slots)
+            more = (cdiv(record.behind_prompt(compression).made, size) for record in slots)
             columns = [first + count for first, count in zip(columns, more, strict=True)]
         return cls(from_columns(table, columns), table, made)
 
@@ -316,7 +316,7 @@ class StepPlan:
             [span.start for span in spans],
             lengths,
             sizes,
-            [own.window for own in slots],
+            [record.window for record in slots],
             firsts=firsts,
             tokens=tokens,
             slots=slots,

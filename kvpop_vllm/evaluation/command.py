@@ -96,7 +96,11 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         "each that can be served with each of these, as --kv-allocator (default: each policy's own); a pair that cannot be is an error",
         nargs="+",
     )
-    add_setting(command, "calibration", "of triattention: a folder of 'kvpop calibrate'")
+    add_setting(
+        command,
+        "calibration",
+        "a folder of 'kvpop calibrate', for triattention; each other policy also with its shares and window",
+    )
     add_setting(
         command,
         "protect_prompt",

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvpop_vllm import policies
+from kvpop_vllm.calibration.shares import has_shares
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.tokens import DocumentEncoder
@@ -97,6 +98,8 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
     if options.allocator is not None:
         specs = [spec.allocated(name) for spec in specs for name in dict.fromkeys(options.allocator)]
+    if has_shares(options.calibration):
+        specs += [spec.calibrated(options.calibration) for spec in specs if spec.calibration is None]
     if options.protect_prompt is not None:
         specs = with_protection(specs, options.protect_prompt, options.task)
     elif options.task not in ANSWERED:

@@ -20,6 +20,8 @@ from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.model_hook import borrowed_share
 from kvpop_vllm.model_shape import ModelShape, folder_sizes
 from kvpop_vllm.policies import Policy
+from kvpop_vllm.policies.allocators import CALIBRATED
+from kvpop_vllm.policies.learned import MEASURED
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
 from kvpop_vllm.scorers.checkpoint import check_model, read_config, read_scorer
@@ -34,8 +36,8 @@ class PolicySpec:
         policy: name in the registry.
         scorer: folder of the scorer, or None.
         correction: value of ``--kv-correction``, None for the policy's own.
+        allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer or calibration.
         calibration: value of ``--kv-calibration``, or None.
-        allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer.
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
             that compress prompts.
@@ -67,6 +69,10 @@ class PolicySpec:
         own = None if measured else policies.get(self.policy).default_allocator
         name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator)
+
+    def calibrated(self, folder: str) -> PolicySpec:
+        """Return a copy with a calibration."""
+        return replace(self, name=f"{self.name}+{folder}", calibration=folder)
 
     def measured(self, calibration: str | None) -> PolicySpec:
         """Return a copy with a calibration folder if the policy needs one, else the spec itself."""
@@ -178,7 +184,8 @@ class ResolvedPolicy:
     def settings(self) -> dict:
         """Settings of the policy that are not defaults, by their keys in ``kv_policy``."""
         given = {name: value for name, value in asdict(self.policy.settings).items() if value is not None}
-        return given if self.policy.allocator == "uniform" else given | {"allocator": self.policy.allocator}
+        implied = self.policy.allocator in ("uniform", CALIBRATED, MEASURED)
+        return given if implied else given | {"allocator": self.policy.allocator}
 
     @property
     def protect(self) -> bool | int:

@@ -43,17 +43,15 @@ class AttentionCache:
         borrows: True if a query channel is removed from the queries in passes with this cache.
         passes: number of passes so far.
         columns: columns seen so far, pads included.
-        text: ``[R, L]`` ids of the first columns and of tokens not read yet, None if ``generate()`` did not tell them.
+        text: ``[R, L]`` ids of the first columns, and of tokens that were not read yet; None if ``generate()`` had none.
+        next_text: ``[R, L]`` ids of the text that a call of ``generate()`` goes on with, until its first pass.
     """
 
     borrows: bool
     passes: int
     columns: int
     text: torch.Tensor | None
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns that a longer text need not bring again, pads included."""
-        raise NotImplementedError
+    next_text: torch.Tensor | None
 
 
 def cache_in(named: Mapping[str, object]) -> AttentionCache | None:
@@ -201,32 +199,14 @@ def _watch_generate() -> None:
             return original(model, *positional, **named)
         by_name = list(signature.bind_partial(model, *positional).arguments.items())[1:]
         named = with_cache(dict(by_name) | named, cache)
-        _check_text(cache, named)
+        cache.next_text = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
         criteria = [_TakesPart(cache), *(named.get("stopping_criteria") or ())]
-        return original(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
+        try:
+            return original(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
+        finally:
+            cache.next_text = None
 
     GenerationMixin.generate = generate
-
-
-def _check_text(cache: AttentionCache, named: Mapping[str, object]) -> None:
-    """Check that the text of a call of ``generate()`` begins with what the cache has seen, where that is known.
-
-    Raises:
-        ValueError: it does not.
-    """
-    inputs = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
-    if cache.text is None or inputs is None or len(inputs) != len(cache.text):
-        return
-    length = min(cache.get_seq_length(), cache.text.shape[1], inputs.shape[1])
-    differs = inputs[:, :length] != cache.text[:, :length].to(inputs.device)
-    mask = named.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.shape == inputs.shape:
-        differs = differs & mask[:, :length].to(inputs.device).bool()  # pads are no tokens
-    if bool(differs.any()):
-        raise ValueError(
-            f"the text does not begin with the {length} tokens that the KVpopCache has seen: give generate() the whole text so far,"
-            " rows whose turns differ in length in caches of their own, or reset() the cache for another text"
-        )
 
 
 class _Reached(Exception):

@@ -11,7 +11,7 @@ import torch
 from transformers import Cache
 
 from kvpop_vllm.compaction.prompt_place import ids_behind
-from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
+from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
 from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
@@ -19,6 +19,7 @@ from kvpop_vllm.hf.checks import (
     check_inputs,
     check_model,
     check_positions,
+    check_text,
     columns_of_tokens,
     warn_of_positions,
     warn_of_reference,
@@ -27,6 +28,7 @@ from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, reco
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
 from kvpop_vllm.model_shape import gives_up_channel, positions_of
+from kvpop_vllm.policies import parse_settings
 
 
 def _refusal(what: str, instead: str):
@@ -86,6 +88,7 @@ class KVpopCache(Cache, AttentionCache):
     Attributes:
         passes: passes so far.
         text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins, or None.
+        next_text: ``[R, L]`` ids of the text of a call of ``generate()`` until its first pass, else None.
         policy: policy, resolved as in an engine.
         protected: p of each row.
         head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
@@ -128,7 +131,7 @@ class KVpopCache(Cache, AttentionCache):
             given[name] = str(value) if isinstance(value, PathLike) else value
         try:
             self._rows = Rows(budget, protect_prompt, seed, prompt)
-            settings = PolicySettings.parse(given | self._rows.settings())
+            settings = parse_settings(given | self._rows.settings())
             self.policy = resolve(model, settings, max_length)
             self._rows.check(self.policy)
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
@@ -157,6 +160,7 @@ class KVpopCache(Cache, AttentionCache):
         self._broken = False
         self._columns, self._lengths, self.passes = 0, [], 0
         self.text: torch.Tensor | None = None
+        self.next_text: torch.Tensor | None = None
         self.protected: list[int] = []
 
     @property
@@ -287,6 +291,9 @@ class KVpopCache(Cache, AttentionCache):
             ]
         if look and positions is not None:
             check_positions(positions, own - made, counts)
+        if self.text is not None and self.next_text is not None and len(self.text) == len(self.next_text):
+            check_text(self.next_text, self.text, mask, columns)
+        self.next_text = None
         for layer in self._layers.values():
             self._make_room(layer, protected)
         self._before = self._columns, self._lengths, self.protected

@@ -173,6 +173,29 @@ def check_positions(positions: torch.Tensor, expected: torch.Tensor, counts: lis
         )
 
 
+def check_text(text: torch.Tensor, earlier: torch.Tensor, mask: torch.Tensor | None, columns: int) -> None:
+    """Check that a text begins with the tokens that a cache has seen, where these are known.
+
+    Args:
+        text: ``[R, L]`` ids of the text.
+        earlier: ``[R, L]`` ids of the text that the cache has seen.
+        mask: ``[R, L]``, or None if all columns are tokens.
+        columns: number of columns after which the text goes on.
+
+    Raises:
+        ValueError: it does not.
+    """
+    columns = min(columns, text.shape[1], earlier.shape[1])
+    differs = text[:, :columns] != earlier[:, :columns].to(text.device)
+    if mask is not None:
+        differs = differs & mask[:, :columns].to(text.device).bool()
+    if bool(differs.any()):
+        raise ValueError(
+            f"the text does not begin with the {columns} tokens that the KVpopCache has seen: give generate() the whole text so far,"
+            " or reset() the cache for another text"
+        )
+
+
 def warn_of_reference(k: torch.Tensor) -> None:
     """Warn once if keys ``k [.., D]`` on a CPU have the slow reference kernels only."""
     if k.device.type == "cpu" and "reference" in {dispatch.select(op, k) for op in ("prefill_chunk", "decode_step")}:

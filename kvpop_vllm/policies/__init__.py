@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import shutil
 import textwrap
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.calibration.shares import recommended
+from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.policies.base import Order, Policy
 
 NAMES = (
@@ -69,6 +71,11 @@ def get(name: str) -> type[Policy]:
     if lacking:
         raise ConfigError(f"policy {name!r} of {packages} does not say {', '.join(lacking)}: mend that package")
     return cls
+
+
+def parse_settings(values: Mapping) -> PolicySettings:
+    """Return the settings in a mapping (:meth:`PolicySettings.parse`), with what ``auto`` stands for in its place."""
+    return recommended(PolicySettings.parse(values))
 
 
 def loadable() -> tuple[list[type[Policy]], list[str]]:

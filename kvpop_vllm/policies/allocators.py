@@ -18,6 +18,8 @@ from kvpop_vllm.roles import Retention
 Allocator = Callable[[Retention, int, int], torch.Tensor]
 """Function ``(retention, layers, H) -> budgets [layers, H]`` int32 with mean B."""
 
+CALIBRATED = "the calibration's shares"
+"""Name of the allocator of a calibration with unequal shares, in logs and records."""
 STEEPNESS = 20
 """beta of PyramidKV: the last layer has ``1 / beta`` of the mean number of long-range slots."""
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvpop_vllm.cache.shares import Shares
+from kvpop_vllm.calibration.shares import Calibration, has_shares, read_calibration
 from kvpop_vllm.config import ConfigError, PolicySettings, Retention, resolve_retention
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.policies.allocators import Allocator, allocator_of
+from kvpop_vllm.policies.allocators import CALIBRATED, Allocator, allocator_of, proportional
 from kvpop_vllm.policies.declaration import GATED, Declaration, Order, Signal
 
 __all__ = ["GATED", "MOST_RETENTIONS", "ModelShape", "Order", "Policy", "Signal"]
@@ -44,8 +45,6 @@ class Policy(Declaration):
     _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
-        if self.settings.calibration is not None and not self.calibrated:
-            raise ConfigError(f"--kv-policy {self.name} uses no calibration: leave --kv-calibration out")
         self.prepare()
         self.check_realised()
         without_effect = {
@@ -65,15 +64,34 @@ class Policy(Declaration):
             self.checked_shares(slice(None))
         self._check_limits()
 
+    @functools.cached_property
+    def calibration(self) -> Calibration | None:
+        """Shares and windows of the calibration (``--kv-calibration``), or None without one.
+
+        A policy that needs statistics alone may be given a folder without shares.
+        """
+        folder = self.settings.calibration
+        if folder is None or (self.calibrated and not has_shares(folder)):
+            return None
+        if self.keeps_all or self.compresses:
+            why = "keeps every token" if self.keeps_all else "compresses prompts, for which nothing is calibrated"
+            raise ConfigError(f"--kv-policy {self.name} {why}: leave --kv-calibration out")
+        calibration = read_calibration(folder)
+        calibration.check_model(self.model, folder)
+        return calibration
+
     def _resolve(self, settings: PolicySettings) -> Retention:
+        window, window_share = self.default_window, self.window_share
+        if self.calibration is not None and self.name in self.calibration.windows:
+            window, window_share = None, self.calibration.windows[self.name]
         kept = resolve_retention(
             settings,
             self.model.max_model_len,
             self.scorer_shape(),
             keeps_all=self.keeps_all,
             sinks=self.default_sinks,
-            window_share=self.window_share,
-            window=self.default_window,
+            window_share=window_share,
+            window=window,
         )
         self.check_retention(kept)
         return kept
@@ -149,7 +167,8 @@ class Policy(Declaration):
     @property
     def allocator(self) -> str:
         """Name of the allocator that distributes the budget over layers and heads, or its file (``--kv-allocator``)."""
-        return self.settings.allocator or self.default_allocator
+        calibrated = self.calibration is not None and self.calibration.shares is not None
+        return self.settings.allocator or (CALIBRATED if calibrated else self.default_allocator)
 
     @functools.cached_property
     def allocate(self) -> Allocator:
@@ -158,6 +177,8 @@ class Policy(Declaration):
         Raises:
             ConfigError: as :func:`kvpop_vllm.policies.allocators.allocator_of`.
         """
+        if self.allocator == CALIBRATED:
+            return functools.partial(proportional, self.calibration.shares)
         return allocator_of(self.allocator, self.model.num_layers, self.model.num_kv_heads)
 
     @property

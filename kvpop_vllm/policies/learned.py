@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvpop_vllm.config import ConfigError, ScorerShape
-from kvpop_vllm.policies.allocators import proportional
+from kvpop_vllm.policies.allocators import CALIBRATED, proportional
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import Gate, Scorer, ScorerConfig, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
@@ -52,7 +52,8 @@ class Learned(Policy):
 
     @property
     def allocator(self):
-        return MEASURED if self.settings.allocator is None and self.config.shares else super().allocator
+        measured = self.settings.allocator is None and super().allocator != CALIBRATED and self.config.shares
+        return MEASURED if measured else super().allocator
 
     @functools.cached_property
     def allocate(self):

@@ -15,8 +15,10 @@ from distill.typed import evaluated, refused
 
 from kvpop_vllm.distill.shares import PARTS, divide_slots, expected_error, measure_errors
 from kvpop_vllm.distill.sparse_attention import dense_attention
+from kvpop_vllm.evaluation.policies import learned
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_config, read_scorer
 from kvpop_vllm.testing import write_random_scorer
 
@@ -125,6 +127,8 @@ def test_the_command_writes_shares_that_every_policy_can_be_served_with(kvpop, f
     network = load_model("qwen3", torch.float32)
     own = KVpopCache(network, "kvpop-mlp", scorer="measured", budget=24).policy.shares()
     assert int(own.sum()) == 24 * 4 and (own != 24).any()
+    resolved = learned("measured", "qwen3")[0].resolve(ModelShape.of("qwen3", 256), 24)
+    assert torch.equal(KVpopCache(network, **resolved.settings).policy.shares(), own)
     asked = {"budget": 24, "sinks": 2, "window": 6}
     other = KVpopCache(network, "h2o", allocator="measured/kvpop_config.json", **asked).policy.shares()
     assert torch.equal(own, other)

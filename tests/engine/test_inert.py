@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine.tiny_engine import backend, complete, configure, generate, running
+from engine.vllm_changes import changed, state
 from prometheus_client import REGISTRY
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
@@ -119,6 +121,21 @@ def test_with_a_policy_all_rows_differ_and_nothing_else(changes):
     """The engine has cartridges, which may be loaded, reports, seeds and the inspect page."""
     conditions = {row.when for row in LEDGER} - {"always", "HTTP server", "model runner V2"}
     assert changes["policy"] == targets(*conditions)
+
+
+def test_what_is_compared(monkeypatch):
+    """Attributes of modules and classes, and members of tables; of what vLLM changes itself, only members of ours."""
+    from vllm.v1.attention.backends import registry
+
+    before, table = state(), "vllm.v1.attention.backends.registry:_ATTN_OVERRIDES"
+    monkeypatch.setattr(EngineArgs, "from_string", None, raising=False)
+    monkeypatch.setattr(registry, "new", 1, raising=False)
+    monkeypatch.setitem(registry._ATTN_OVERRIDES, AttentionBackendEnum.FLEX_ATTENTION, "other.Backend")
+    names = {"vllm.engine.arg_utils:EngineArgs.from_string", "vllm.v1.attention.backends.registry:new", table}
+    assert changed(before, state()) == names
+    assert changed(before, state(), frozenset(names)) == set()
+    monkeypatch.setitem(registry._ATTN_OVERRIDES, AttentionBackendEnum.FLEX_ATTENTION, "kvpop_vllm.Backend")
+    assert changed(before, state(), frozenset(names)) == {table}
 
 
 def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, tmp_path):

@@ -53,7 +53,7 @@ def test_generated_tokens_are_the_oracles(model, backend, h2o, dense):
 
 def test_draws_follow_the_seed(backend):
     """``kvpop eval --seed`` decides what a policy that draws holds."""
-    unasked = dict.fromkeys(("allocator", "protect_prompt", "correction"))
+    unasked = dict.fromkeys(("allocator", "calibration", "protect_prompt", "correction"))
     options = SimpleNamespace(task="replay", policies=["random"], scorer=[], **unasked)
     held = []
     for options.seed in (0, 0, 1):

@@ -164,12 +164,12 @@ ARROWS = {
     "bench": "config files",
     "distill": "model_hook scorers model_shape kernels config files roles argument_types",
     "calibration": "rope kernels schemas tensor_files config files",
-    "calibrate": "calibration model_hook rope model_shape kernels config",
     "compaction": "rope distill policies model_hook scorers model_shape rules cache kernels schemas tensor_files config files roles argument_types",
-    "evaluation": "hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
+    "evaluation": "calibration hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
     "model_types": "config",
     "hf": "attention compaction distill policies model_hook scorers model_shape rules cache kernels requests config roles model_types",
-    "plan": "policies cache scorers model_shape kernels config argument_types",
+    "calibrate": "calibration evaluation distill policies model_hook scorers rope model_shape kernels config files roles argument_types",
+    "plan": "calibration policies cache scorers model_shape kernels config argument_types",
 }
 """Each room and the rooms it may import from, as in DESIGN.md."""
 

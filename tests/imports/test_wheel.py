@@ -35,5 +35,6 @@ def test_files(wheel):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvpop_vllm").rglob("*.py")}
     modules |= {f"kvpop_vllm/kernels/triton/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
     modules |= {f"kvpop_vllm/inspect_page/{name}" for name in ("index.html", "inspect.css", "inspect.js")}
+    modules |= {"kvpop_vllm/calibrate/text.jsonl", "kvpop_vllm/calibrate/text.LICENSE"}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == modules

@@ -232,10 +232,12 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
             prompts: tokens of each prompt.
             seeds: sampling seed of each request, None if scores are not drawn.
         """
-        slots = [of_request(own, self.spec, prompt) for own, prompt in zip(params, prompts, strict=True)]
+        slots = [of_request(sampling, self.spec, prompt) for sampling, prompt in zip(params, prompts, strict=True)]
         if seeds is not None:
-            seeds = [sampled if own.seed is None else own.seed for own, sampled in zip(slots, seeds, strict=True)]
-            slots = [own._replace(seed=self.drawn(seed)) for own, seed in zip(slots, seeds, strict=True)]
+            seeds = [
+                sampled if record.seed is None else record.seed for record, sampled in zip(slots, seeds, strict=True)
+            ]
+            slots = [record._replace(seed=self.drawn(seed)) for record, seed in zip(slots, seeds, strict=True)]
         self.requests = slots
 
     def drawn(self, seed: int) -> int:

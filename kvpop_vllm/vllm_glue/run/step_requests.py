@@ -17,7 +17,7 @@ def build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwar
     prompts = batch.num_prompt_tokens_cpu_tensor[: len(params)].tolist()
 
     def seeds() -> list[int]:
-        return [0 if own is None else own.seed or 0 for own in params]
+        return [0 if sampling is None else sampling.seed or 0 for sampling in params]
 
     _hand_over(self._attn_group_iterator(), params, prompts, seeds)
     return original(self, num_tokens, num_reqs, *args, **kwargs)
@@ -47,8 +47,8 @@ def prepare_attn(original, self, input_batch, *args, **kwargs):
         # 0 for requests without a seed, which vLLM draws
         return (states.seeds.np[rows] * states.seeds_set[rows]).tolist()
 
-    own, prompts = [params.get(name) for name in input_batch.req_ids], self.req_states.prompt_len.np[rows].tolist()
-    _hand_over((group for groups in self.attn_groups for group in groups), own, prompts, seeds)
+    sampling, prompts = [params.get(name) for name in input_batch.req_ids], self.req_states.prompt_len.np[rows].tolist()
+    _hand_over((group for groups in self.attn_groups for group in groups), sampling, prompts, seeds)
     return original(self, input_batch, *args, **kwargs)
 
 

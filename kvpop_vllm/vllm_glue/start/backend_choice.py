@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.vllm_glue.start import cuda
 from kvpop_vllm.vllm_glue.start.engine_policy import current_config, engine_policy
 
@@ -57,16 +57,16 @@ def cached_get_attn_backend(install, original, *args, **kwargs):
     vllm_config = current_config()
     if vllm_config is None:
         return original(*args, **kwargs)
-    install(engine_policy(vllm_config))
+    policy = engine_policy(vllm_config)
+    install(policy)
     _clear_caches(original)
     try:
         backend = original(*args, **kwargs)
     finally:
         _clear_caches(original)
     if getattr(backend, "policy", None) is None:
-        settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
         raise ConfigError(
-            f"--kv-policy {settings.policy} is in a config that chose the attention backend {backend.__name__}:"
+            f"--kv-policy {policy.name} is in a config that chose the attention backend {backend.__name__}:"
             " have EngineArgs make the config, by create_engine_config()"
         )
     return backend

@@ -8,7 +8,7 @@ import vllm
 from vllm import envs
 from vllm.logger import init_logger
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, PolicySettings, check_spelling
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, check_spelling
 from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, refusals
 from kvpop_vllm.vllm_glue.start.engine_policy import (
     check_checkpoint,
@@ -40,7 +40,7 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     from kvpop_vllm import policies
 
     contract.check_imports(Path(vllm.__file__).parent)
-    settings = PolicySettings.parse(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
+    settings = policies.parse_settings(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
     refusals.check_arguments(engine_args)
     protects = refusals.check_prefix_caching(engine_args, cls, settings)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.utils.weak import WeakIdKeyDictionary
 from vllm.config import get_current_vllm_config_or_none
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
     from kvpop_vllm.model_shape import ModelShape
     from kvpop_vllm.scorers import parse_config
 
-    settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+    settings = policies.parse_settings(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
     model = vllm_config.model_config
     if model.original_max_model_len == -1 and settings.compression is not None and not cls.keeps_all:

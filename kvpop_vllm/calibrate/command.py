@@ -1,0 +1,74 @@
+"""Options of `kvpop calibrate`; nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+from kvpop_vllm.argument_types import add_setting, positive
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.supported import DTYPES
+
+LEAST_ROWS = 8
+
+
+def add_calibrate(commands) -> None:
+    """Add `kvpop calibrate` to argparse's ``commands``."""
+    summary = (
+        "measure how layers (or heads) of MODEL should share the slots, and which window each policy should have; no training,"
+        " no scorer"
+    )
+    command = commands.add_parser("calibrate", help=summary, description=summary)
+    command.add_argument("model", metavar="MODEL", help="folder of the model")
+    command.add_argument("--out", required=True, metavar="DIR", help="folder to write; a stopped call is continued")
+    command.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="text, JSONL, Parquet or datasets folders (default: 300 kB of prose, code and chat of this package)",
+    )
+    command.add_argument(
+        "--shares",
+        choices=("layer", "head"),
+        default="layer",
+        help="what may differ in its slots: layers (default), or also the heads of those that lose most",
+    )
+    command.add_argument(
+        "--policies",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="policies of the report, besides streaming-llm (default: none; those that read token by token take long)",
+    )
+    add_setting(command, "scorer", "its policy is in the report, and decides whether shares are kept")
+    command.add_argument("--length", type=positive, metavar="S", help="tokens of a row (default 2048)")
+    command.add_argument(
+        "--rows",
+        type=positive,
+        metavar="N",
+        help="rows to measure on, and as many to judge by (default 10, at least 8)",
+    )
+    command.add_argument(
+        "--protect-prompt", action="store_true", help="rows are documents, whose prompts are never evicted"
+    )
+    command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default bfloat16)")
+    command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
+    command.add_argument(
+        "--dry-run", action="store_true", help="say how long it takes and how much memory, and write nothing"
+    )
+    command.set_defaults(run=run_calibrate)
+
+
+def run_calibrate(options) -> None:
+    """Run `kvpop calibrate`."""
+    if options.rows is not None and options.rows < LEAST_ROWS:
+        raise ConfigError(f"--rows {options.rows} is too few for an interval: give at least {LEAST_ROWS}")
+    if options.threads:
+        import torch
+
+        torch.set_num_threads(options.threads)
+    from kvpop_vllm.calibrate.plan import Options
+    from kvpop_vllm.calibrate.run import calibrate, dry_run
+
+    chosen = {name: getattr(options, name) for name in ("length", "rows", "dtype", "scorer") if getattr(options, name)}
+    chosen |= {"unit": options.shares, "protect": options.protect_prompt}
+    settings = Options(options.model, options.out, tuple(options.data), policies=tuple(options.policies), **chosen)
+    (dry_run if options.dry_run else calibrate)(settings)

@@ -1,0 +1,66 @@
+"""Division of slots among layers and heads by marginal gain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Curve(NamedTuple):
+    """Losses of some heads with each number of slots.
+
+    Attributes:
+        layer: index of their layer.
+        heads: their KV heads.
+        losses: a loss for each number of slots, in nats per token.
+    """
+
+    layer: int
+    heads: tuple[int, ...]
+    losses: tuple[float, ...]
+
+
+def divide(curves: Sequence[Curve], sizes: Sequence[int], mean: float) -> list[float]:
+    """Return the slots of a head of each curve for which the sum of losses is smallest, if losses add up.
+
+    Slots go to the steepest fall of any curve's lower convex hull first. A head has at least ``sizes[0]`` slots, and what
+    nobody needs goes to all.
+
+    Args:
+        curves: all heads of the model, each once.
+        sizes: the numbers of slots of the curves' losses, ascending.
+        mean: mean number of slots of a head.
+    """
+    falls = []
+    for number, curve in enumerate(curves):
+        i, losses = 0, curve.losses
+        while i < len(sizes) - 1:
+            slope, j = max(((losses[i] - losses[j]) / (sizes[j] - sizes[i]), j) for j in range(i + 1, len(sizes)))
+            if slope <= 0:
+                break
+            falls.append((slope / len(curve.heads), number, sizes[j] - sizes[i]))
+            i = j
+    heads = sum(len(curve.heads) for curve in curves)
+    slots, left = [float(sizes[0])] * len(curves), (mean - sizes[0]) * heads
+    for _, number, size in sorted(falls, reverse=True):
+        more = min(size, left / len(curves[number].heads))
+        slots[number] += more
+        left -= more * len(curves[number].heads)
+    return [count + left / heads for count in slots]
+
+
+def shares_of(
+    curves: Sequence[Curve], slots: Sequence[float], smallest: float, layers: int, heads: int
+) -> torch.Tensor:
+    """Return shares ``[layers, H]`` float64 with mean 1 of the slots beyond ``smallest``."""
+    shares = torch.zeros(layers, heads, dtype=torch.float64)
+    for curve, size in zip(curves, slots, strict=True):
+        shares[curve.layer, list(curve.heads)] = size - smallest
+    return shares / shares.mean()
+
+
+def damped(shares: torch.Tensor) -> torch.Tensor:
+    """Return shares half way between these and equal ones."""
+    return (shares + 1) / 2

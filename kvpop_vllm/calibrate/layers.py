@@ -1,0 +1,205 @@
+"""Losses of one layer, or of one head, when its slots shrink: the divergence of the model's output.
+
+A row is read once with dense attention. The input of a layer is then known, and the layers from there on run again for
+the last queries of the row, with dense keys and values of everything before. Several variants run as one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.model_hook import Dense
+
+BATCH = 16
+"""Variants that run at once."""
+POSITIONS = 256
+"""Predictions whose logits over the whole vocabulary are in memory at once."""
+
+
+class RowReplay:
+    """A row of tokens that was read with dense attention, and whose layers can run again.
+
+    Args:
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
+        tokens: ``[S]``.
+        queries: number of last queries that run again.
+    """
+
+    def __init__(self, model: torch.nn.Module, tokens: torch.Tensor, queries: int):
+        self.model, self.queries, self.length = model, queries, len(tokens)
+        decoder = model.get_decoder()
+        if not hasattr(decoder, "norm"):
+            raise ConfigError("the model's decoder has no final norm of the usual name: choose another model")
+        self.layers, self.norm = decoder.layers, decoder.norm
+        self.keys: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.inputs: list[tuple[torch.Tensor, dict]] = []
+        hooks = [layer.register_forward_pre_hook(self._note, with_kwargs=True) for layer in self.layers]
+        try:
+            hidden = decoder(input_ids=tokens[None], attend=self._dense).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.exact = self._log_probabilities(hidden[0, -queries:])
+
+    def _note(self, layer, positional, named):
+        hidden = positional[0] if positional else named["hidden_states"]
+        options = {name: self._last(value) for name, value in named.items() if name not in ("hidden_states", "attend")}
+        self.inputs.append((self._last(hidden), options))
+
+    def _last(self, value):
+        """Return an argument of a layer for the last queries alone."""
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._last, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        axis = next((i for i, size in enumerate(value.shape[:2]) if size == self.length), None)
+        return value if axis is None else value.narrow(axis, self.length - self.queries, self.queries)
+
+    def _dense(self, layer, q, k, v, scale):
+        self.keys.append((k, v))
+        return Dense()(layer, q, k, v, scale)
+
+    def _log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
+        head, parts = self.model.get_output_embeddings(), hidden.split(POSITIONS)
+        return torch.cat([head(part).float().log_softmax(-1) for part in parts])
+
+    def run_from(self, layer: int, attend) -> torch.Tensor:
+        """Return the last hidden states of the last queries, ``[V, Q, E]``.
+
+        Args:
+            layer: the first layer that runs again.
+            attend: its attention, see :class:`kvpop_vllm.model_hook.Attend`; it has the attributes ``variants``, V, and
+                ``everywhere``, True if it is that of all later layers too.
+        """
+        hidden = self.inputs[layer][0].expand(attend.variants, -1, -1)
+        for number in range(layer, len(self.layers)):
+            function = attend if number == layer or attend.everywhere else self._over_dense
+            out = self.layers[number](hidden, **self.inputs[number][1], attend=function)
+            hidden = out[0] if isinstance(out, tuple) else out
+        return self.norm(hidden)
+
+    def joined(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[V, H, S, D]``: the dense ones of the row, and those of the last queries."""
+        before, (past_k, past_v) = self.length - self.queries, self.keys[layer]
+        pairs = (past_k, k), (past_v, v)
+        k, v = (torch.cat([past[:, :, :before].expand(len(new), -1, -1, -1), new], 2) for past, new in pairs)
+        return k, v
+
+    def _over_dense(self, layer, q, k, v, scale):
+        return Dense()(layer, q, *self.joined(layer, k, v), scale)
+
+    def visible(self, first: int, windows: torch.Tensor) -> torch.Tensor:
+        """Return which tokens the last queries see, ``[..., Q, S]`` booleans: the first ones and a window.
+
+        Args:
+            first: number of first tokens.
+            windows: ``[...]`` tokens of a window.
+        """
+        tokens = torch.arange(self.length, device=self.exact.device)
+        queries = tokens[-self.queries :, None]
+        recent = tokens > queries - windows.to(tokens.device)[..., None, None]
+        return (tokens <= queries) & (recent | (tokens < first))
+
+    def divergence(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return KL(dense || variant) of hidden states ``[V, Q, E]``, mean over predictions, ``[V]`` float64."""
+        losses = []
+        for variant in map(self._log_probabilities, hidden):
+            losses.append(
+                F.kl_div(variant, self.exact, reduction="none", log_target=True).sum(-1).double().mean().cpu()
+            )
+        return torch.stack(losses).clamp_min(0)
+
+
+class Shrunk:
+    """Attention of the last queries of one layer, in which some heads see the first tokens and a window.
+
+    Args:
+        row: the row.
+        layer: index of the layer.
+        first: number of first tokens that are seen.
+        variants: KV heads that shrink and the window that they have, for each variant; no head stands for all.
+    """
+
+    everywhere = False
+
+    def __init__(self, row: RowReplay, layer: int, first: int, variants: list[tuple[int | None, int]]):
+        self.row, self.first, self.chosen, self.variants = row, first, variants, len(variants)
+        self.k, self.v = row.keys[layer]
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention ``[V, Hq, Q, D]`` of all variants."""
+        q, group = q[:1], q.shape[1] // k.shape[1]
+        dense, outs = self._windowed(q, None, scale), []
+        windows = {window: self._windowed(q, window, scale) for _, window in self.chosen}
+        for head, window in self.chosen:
+            out = windows[window]
+            if head is not None:
+                heads = slice(head * group, (head + 1) * group)
+                out = dense.clone()
+                out[:, heads] = windows[window][:, heads]
+            outs.append(out)
+        return torch.cat(outs)
+
+    def _windowed(self, q, window: int | None, scale) -> torch.Tensor:
+        mask = self.row.visible(self.first, torch.tensor(self.row.length if window is None else window))
+        gqa = q.shape[1] != self.k.shape[1]
+        return F.scaled_dot_product_attention(q, self.k, self.v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+
+
+class Shared:
+    """Attention of the last queries in which every head of every layer sees the first tokens and a window.
+
+    Args:
+        row: the row.
+        first: number of first tokens that are seen.
+        windows: ``[V, layers, H]``, tokens of each head's window.
+    """
+
+    everywhere = True
+
+    def __init__(self, row: RowReplay, first: int, windows: torch.Tensor):
+        self.row, self.first, self.windows, self.variants = row, first, windows, len(windows)
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention ``[V, Hq, Q, D]`` of all variants."""
+        group = q.shape[1] // k.shape[1]
+        mask = self.row.visible(self.first, self.windows[:, layer].repeat_interleave(group, 1))
+        k, v = self.row.joined(layer, k, v)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1)
+
+
+@torch.inference_mode()
+def shared_losses(row: RowReplay, first: int, windows: torch.Tensor) -> list[float]:
+    """Return the KL with each table of windows ``[V, layers, H]``, in nats per token."""
+    parts = (Shared(row, first, part) for part in windows.split(BATCH))
+    return [loss for part in parts for loss in row.divergence(row.run_from(0, part)).tolist()]
+
+
+@torch.inference_mode()
+def layer_losses(row: RowReplay, layer: int, first: int, windows: list[int]) -> list[float]:
+    """Return the KL at each window of all heads of a layer, in nats per token."""
+    return _losses(row, layer, first, [(None, window) for window in windows])
+
+
+@torch.inference_mode()
+def head_losses(row: RowReplay, layer: int, first: int, windows: list[int]) -> list[list[float]]:
+    """Return the KL at each window of each KV head of a layer alone, in nats per token."""
+    heads = row.keys[layer][0].shape[1]
+    losses = iter(_losses(row, layer, first, [(head, window) for head in range(heads) for window in windows]))
+    return [[next(losses) for _ in windows] for _ in range(heads)]
+
+
+def _losses(row: RowReplay, layer: int, first: int, variants: list) -> list[float]:
+    return [
+        loss
+        for part in _parts(variants)
+        for loss in row.divergence(row.run_from(layer, Shrunk(row, layer, first, part))).tolist()
+    ]
+
+
+def _parts(variants: list) -> Iterator[list]:
+    return (variants[i : i + BATCH] for i in range(0, len(variants), BATCH))

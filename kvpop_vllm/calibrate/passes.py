@@ -1,0 +1,128 @@
+"""Divergence of rows under a policy, on the kernels of serving."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kvpop_vllm import policies
+from kvpop_vllm.calibrate.layers import POSITIONS
+from kvpop_vllm.calibrate.records import Records
+from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
+from kvpop_vllm.evaluation.serving_kernels import Served
+from kvpop_vllm.files import write_whole
+from kvpop_vllm.model_hook import Dense
+from kvpop_vllm.model_shape import ModelShape
+
+
+class Choice(NamedTuple):
+    """A policy as it is compared.
+
+    Attributes:
+        policy: name of the policy.
+        budget: B.
+        window: w, None for the policy's own.
+        shares: name of a table of shares, ``equal`` for none.
+    """
+
+    policy: str
+    budget: int
+    window: int | None
+    shares: str
+
+
+EQUAL = "equal"
+
+
+class Passes:
+    """Passes of a model over rows of text under policies; what was measured is kept.
+
+    Args:
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
+        shape: the model as policies see it.
+        specs: the policies by name.
+        protect: True to protect the prompts of rows.
+        stride: every so many predictions of a row are compared.
+        records: where measurements are kept.
+        tables: folder of tables of shares.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        shape: ModelShape,
+        specs: dict[str, PolicySpec],
+        protect: bool,
+        stride: int,
+        records: Records,
+        tables: Path,
+    ):
+        self.model, self.shape, self.specs, self.protect = model, shape, specs, protect
+        self.stride, self.records, self.tables = stride, records, tables
+
+    def write_table(self, name: str, shares: torch.Tensor) -> None:
+        """Write a table of shares ``[layers, H]`` that choices may name."""
+        self.tables.mkdir(exist_ok=True)
+        write_whole(self.tables / f"{name}.json", f'{{"shares": {shares.tolist()}}}\n')
+
+    def read_table(self, name: str) -> list[list[float]]:
+        """Return a table of shares, ``[layers][H]``."""
+        return json.loads((self.tables / f"{name}.json").read_text())["shares"]
+
+    def resolve(self, choice: Choice, prompt: int = 0) -> ResolvedPolicy:
+        """Return the policy of a choice for rows with a prompt of so many tokens."""
+        allocator = "uniform" if choice.shares == EQUAL else str(self.tables / f"{choice.shares}.json")
+        spec = replace(self.specs[choice.policy], allocator=allocator, protect=prompt if self.protect else 0)
+        usual = policies.get(spec.policy).default_window if spec.calibration else None  # not that of an earlier run
+        return spec.resolve(self.shape, choice.budget, window=choice.window or usual)
+
+    def missing(self, side: str, count: int, choices: Sequence[Choice]) -> int:
+        """Return how many passes over rows are still to be made."""
+        return sum([side, row, *choice] not in self.records for row in range(count) for choice in choices)
+
+    @torch.inference_mode()
+    def over(self, side: str, rows: Sequence, choices: Sequence[Choice], tick) -> list[list[dict]]:
+        """Return for each choice the measurements of all rows.
+
+        Args:
+            side: name of the rows.
+            rows: tokens ``[S]`` and the length of their prompt.
+            choices: what to compare.
+                tick: called after each pass.
+
+        Returns:
+            ``kl``, KL(dense || policy) in nats per token, and ``prefill``, CPU time of the pass over that of the dense model.
+        """
+        measured: list[list[dict]] = [[] for _ in choices]
+        for number, (tokens, prompt) in enumerate(rows):
+            exact = None
+            for values, choice in zip(measured, choices, strict=True):
+                key = [side, number, *choice]
+                if key not in self.records:
+                    exact = exact or self._log_probabilities(tokens, prompt, Dense())
+                    self.records.put(key, self._against(exact, tokens, prompt, choice))
+                    tick()
+                values.append(self.records[key])
+        return measured
+
+    def _against(self, exact: tuple, tokens: torch.Tensor, prompt: int, choice: Choice) -> dict:
+        """Return the measurement of a row under a choice."""
+        inexact, seconds = self._log_probabilities(tokens, prompt, Served(self.resolve(choice, prompt)))
+        losses = F.kl_div(inexact, exact[0], reduction="none", log_target=True).sum(-1)
+        return {"kl": float(losses.double().mean()), "prefill": seconds / exact[1]}
+
+    def _log_probabilities(self, tokens: torch.Tensor, prompt: int, attend) -> tuple[torch.Tensor, float]:
+        """Return log-probabilities of a row's predictions after its prompt, and the CPU time of the pass in seconds."""
+        device, began = next(self.model.parameters()).device, time.process_time()
+        hidden = self.model.get_decoder()(input_ids=tokens[None].to(device), attend=attend).last_hidden_state
+        seconds = time.process_time() - began
+        head = self.model.get_output_embeddings()
+        parts = hidden[0, prompt : -1 : self.stride].split(POSITIONS)
+        return torch.cat([head(part).float().log_softmax(-1) for part in parts]), seconds

@@ -1,0 +1,187 @@
+"""Settings of a calibration, what follows from them, and the work that it takes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.sources import find_sources
+from kvpop_vllm.evaluation.policies import PolicySpec, learned
+from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
+from kvpop_vllm.policies.base import GATED
+from kvpop_vllm.scorers.checkpoint import TENSORS_NAME
+
+VERSION = 1
+"""Version of what is measured."""
+LENGTH, SHORTEST = 2048, 64
+"""Default length and shortest length of a row, in tokens."""
+SIZES = 64, 16, 8, 4, 2
+"""Windows at which layers and heads are measured: the length over these."""
+QUERIES = 32
+"""The length over this is the number of queries that run again."""
+BUDGETS = 2, 4, 8
+"""Budgets of the report: the length over these. Shares are judged, and a policy is recommended, at the second."""
+WINDOWS = 1 / 16, 1 / 4, 1 / 2
+"""Windows that are tried for a policy, as fractions of ``B - s``."""
+SEARCHED = 3
+"""Rows that tables and windows are chosen by, on the kernels of serving; with a scorer all rows."""
+STRIDE = 4
+"""Every so many predictions of a row are compared under a policy."""
+PROBE = "streaming-llm"
+"""Policy that shares are chosen and judged with, and the only one of a report by default: a window, and the cheapest."""
+SHORTLIST = 3
+"""Tables of shares that are tried on the kernels of serving; with a scorer all are."""
+SERVED = 0.9
+"""Time of a pass under a policy, over that of a dense pass, as progress counts it."""
+AGAIN = 1.7
+"""Time of a query that runs again, over that of a token of a dense pass: it attends to the whole row."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a calibration.
+
+    Attributes:
+        model: folder of the model.
+        out: folder to write.
+        data: files and folders of text; empty for the text of this package.
+        unit: ``layer`` or ``head``.
+        policies: names of further policies of the report.
+        scorer: folder of a scorer whose policy decides instead of :data:`PROBE`, or None.
+        length: S, tokens of a row; no more than the model has positions.
+        rows: rows to measure on, and as many to judge by.
+        protect: True to protect the prompts of documents.
+        dtype: dtype of the model.
+    """
+
+    model: str
+    out: str
+    data: tuple[str, ...] = ()
+    unit: str = "layer"
+    policies: tuple[str, ...] = ()
+    scorer: str | None = None
+    length: int = LENGTH
+    rows: int = 10
+    protect: bool = False
+    dtype: str = "float32"
+
+
+def specs_of(options: Options) -> dict[str, PolicySpec]:
+    """Return the policies of a report by name, first the one that decides."""
+    for name in options.policies:
+        cls = policies.get(name)
+        if cls.scorer_kind or cls.keeps_all or cls.compresses:
+            why = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
+            raise ConfigError(f"--policies {name} {why}")
+    specs = [] if options.scorer is None else [learned(options.scorer, options.model)[0]]
+    if specs and policies.get(specs[0].policy).signals & GATED:
+        raise ConfigError(f"--scorer {options.scorer} holds a gate, and shares are for scorers of keys and values")
+    specs += [PolicySpec(name, name).measured(options.out) for name in (PROBE, *options.policies)]
+    return {spec.policy: spec for spec in specs}
+
+
+class Plan:
+    """Sizes, budgets, policies and rows of a calibration.
+
+    Args:
+        options: see :class:`Options`.
+
+    Attributes:
+        specs: policies of the report by name, first the one that decides.
+        length: S.
+        shape: the model as policies see it.
+        sizes: windows at which layers and heads are measured, in tokens.
+        queries: number of last queries of a row that run again.
+        budgets: budgets of the report, in tokens.
+        text: rows of tokens.
+        split: number of layers whose heads are measured.
+    """
+
+    def __init__(self, options: Options):
+        self.options, self.specs = options, specs_of(options)
+        positions = positions_of(read_model_config(options.model))
+        self.length = length = min(options.length, positions or options.length)
+        if length < SHORTEST:
+            raise ConfigError(f"--length {length} is too short to shrink: give at least {SHORTEST}")
+        self.shape, self.dtype = ModelShape.of(options.model, length), getattr(torch, options.dtype)
+        if options.unit == "head" and self.shape.num_kv_heads == 1:
+            raise ConfigError("the model has one KV head per layer: give --shares layer")
+        self.sizes, self.queries = [max(2, length // part) for part in SIZES], max(8, length // QUERIES)
+        self.budgets = [length // part for part in BUDGETS]
+        self.vocabulary, tokenizer = vocabulary_of(options.model), load_tokenizer(options.model)
+        sizes = {"vocab_size": self.vocabulary, "protect": options.protect}
+        self.text: Text = read_text(list(options.data), tokenizer, length, options.rows, **sizes)
+        prompt = max(prompt for _, prompt in self.text.measured + self.text.held_out)
+        if prompt > length // 2:
+            raise ConfigError(f"a prompt has {prompt} of {length} tokens, more than half: raise --length")
+        self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
+
+    @property
+    def stride(self) -> int:
+        """Distance of the predictions of a row that are compared: with a scorer all, as few may be wrong."""
+        return STRIDE if self.options.scorer is None else 1
+
+    @property
+    def searched(self) -> int:
+        """Number of rows that tables and windows are chosen by, on the kernels of serving."""
+        return SEARCHED if self.options.scorer is None else len(self.text.measured)
+
+    @property
+    def settings(self) -> dict:
+        """Settings that measurements depend on."""
+        files = sorted(
+            file for suffix in ("safetensors", "bin") for file in Path(self.options.model).glob(f"*.{suffix}")
+        )
+        return {
+            "version": VERSION,
+            "model": [self.shape.model_type, self.shape.rope, [[file.name, _sample(file)] for file in files]],
+            "data": [source.fingerprint() for source in find_sources(self.options.data or [TEXT])],
+            "length": self.length,
+            "rows": self.options.rows,
+            "protect-prompt": self.options.protect,
+            "dtype": self.options.dtype,
+            "scorer": self.options.scorer and _sample(Path(self.options.scorer) / TENSORS_NAME),
+        }
+
+    def layer_cost(self, layer: int, variants: int) -> float:
+        """Return the work of measuring variants of a layer on a row, in dense passes of a row."""
+        layers = self.shape.num_layers
+        return AGAIN * variants * self.queries / self.length * (layers - layer) / layers
+
+    def search_cost(self, tables: int) -> float:
+        """Return the work of a row with so many tables of windows, in dense passes of a row."""
+        return 1 + self.layer_cost(0, tables)
+
+    @property
+    def replays(self) -> float:
+        """Work of measuring and searching, in dense passes of a row."""
+        layers, count, heads = self.shape.num_layers, len(self.sizes), self.shape.num_kv_heads
+        measured = 1 + sum(self.layer_cost(layer, count) for layer in range(layers))
+        if self.split:  # which layers is not known beforehand
+            measured += 1 + sum(self.layer_cost(layer, count * heads) for layer in range(layers)) * self.split / layers
+        return len(self.text.measured) * (measured + self.search_cost(len(BUDGETS) * (2 * len(BUDGETS) + 1)))
+
+    @property
+    def passes(self) -> float:
+        """Work of passes under policies, in dense passes of a row."""
+        tables = 1 + (SHORTLIST if self.options.scorer is None else 2 * len(BUDGETS))
+        windows = len(WINDOWS) * sum(name != PROBE and spec.scorer is None for name, spec in self.specs.items())
+        judged = 2 * len(self.text.held_out) * len(BUDGETS) * len(self.specs)
+        return SERVED * (self.searched * (tables * len(BUDGETS) + windows) + judged)
+
+
+def _sample(file: Path) -> str:
+    """Return a hash of a file's size, its beginning and its end."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        begin = opened.read(1 << 16)
+        opened.seek(max(0, size - (1 << 16)))
+        return hashlib.sha256(str(size).encode() + begin + opened.read()).hexdigest()[:16]

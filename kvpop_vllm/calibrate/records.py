@@ -1,0 +1,70 @@
+"""Measurements of a calibration, kept line by line, so that an interrupted call goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvpop_vllm.config import ConfigError
+
+NAME = "measured.jsonl"
+
+
+class Records:
+    """File of measurements.
+
+    Args:
+        folder: folder of the file; it is made.
+        settings: what the measurements depend on, by name.
+
+    Raises:
+        ConfigError: the folder holds measurements with other settings, or the file is damaged.
+    """
+
+    def __init__(self, folder: Path, settings: dict):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self._values = folder / NAME, {}
+        lines = self._read() if self.path.exists() else []
+        if not lines:
+            self._append({"settings": settings})
+            return
+        first, *lines = lines
+        theirs = first.get("settings") if isinstance(first, dict) else None
+        if theirs != settings:
+            other = [name for name in settings if not isinstance(theirs, dict) or theirs.get(name) != settings[name]]
+            raise ConfigError(
+                f"{folder} holds measurements with other settings ({', '.join(other)}): choose another --out, or remove {self.path}"
+            )
+        try:
+            self._values = {json.dumps(line["key"]): line["value"] for line in lines}
+        except (KeyError, TypeError):
+            raise ConfigError(f"{self.path} is damaged: remove it") from None
+
+    def _read(self) -> list:
+        """Return all lines, without a last one that was cut off, which is taken away."""
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        lines = text.splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):
+            self.path.write_text("".join(lines[:-1]), encoding="utf-8")
+            lines.pop()
+        try:
+            return list(map(json.loads, lines))
+        except ValueError:
+            raise ConfigError(f"{self.path} is damaged: remove it") from None
+
+    def _append(self, line: dict) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def __contains__(self, key: list) -> bool:
+        """Return whether there is a measurement with this key."""
+        return json.dumps(key) in self._values
+
+    def __getitem__(self, key: list):
+        """Return the measurement with a key."""
+        return self._values[json.dumps(key)]
+
+    def put(self, key: list, value: object) -> None:
+        """Add a measurement, which can be written as JSON."""
+        self._append({"key": key, "value": value})
+        self._values[json.dumps(key)] = value

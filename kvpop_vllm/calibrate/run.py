@@ -1,0 +1,142 @@
+"""`kvpop calibrate`: runs the stages, writes the folder, and prints the report."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from pathlib import Path
+
+import torch
+
+from kvpop_vllm import __version__, policies
+from kvpop_vllm.calibrate.layers import BATCH, POSITIONS, layer_losses
+from kvpop_vllm.calibrate.passes import Passes
+from kvpop_vllm.calibrate.plan import Options, Plan
+from kvpop_vllm.calibrate.records import Records
+from kvpop_vllm.calibrate.stages import Stages, Verdict
+from kvpop_vllm.calibrate.statistics import query_statistics
+from kvpop_vllm.calibration.shares import AUTO, SIZES, UNITS, Calibration
+from kvpop_vllm.calibration.statistics import CONFIG_NAME, write_statistics
+from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
+from kvpop_vllm.distill.run import default_device
+from kvpop_vllm.evaluation.output import format_table, note, progress
+from kvpop_vllm.files import write_whole
+from kvpop_vllm.model_hook import load_model
+
+COLUMNS = "policy", "budget", "window", "shares", "kl", "over equal", "MiB", "prefill"
+PASSAGES = "separate passages: there are fewer than 8 documents to judge by"
+
+
+def calibrate(options: Options) -> dict:
+    """Calibrate a model, write the folder, print the report and return it."""
+    plan, out = Plan(options), Path(options.out)
+    if not plan.text.by_document:
+        note(f"intervals are over {PASSAGES}")
+    model, began = _loaded(plan), time.process_time()
+    records = Records(out, plan.settings)
+    _write_statistics(plan, model, out)
+    passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, records, out / "tables")
+    with progress(plan.replays + plan.passes, "calibrate") as tick:
+        stages = Stages(plan, model, records, passes, tick)
+        table = stages.search(stages.curves())
+        windows = stages.windows(table)
+        verdict = stages.judge(table, windows)
+    calibration = _calibration(plan, verdict, passes.read_table(table), windows)
+    report = {
+        "model": options.model,
+        "kvpop": __version__,
+        "text": plan.text.source,
+        "length": plan.length,
+        "rows measured": len(plan.text.measured),
+        "rows to judge by": len(plan.text.held_out),
+        "intervals over": "documents" if plan.text.by_document else PASSAGES,
+        "shares": calibration.unit,
+        "table": table,
+        "cpu seconds": round(time.process_time() - began, 1),
+        "lines": verdict.lines,
+        "command": command(options, calibration),
+    }
+    write_whole(out / "report.json", json.dumps(report, indent=1) + "\n")
+    calibration.write(out)
+    print(format_table(verdict.lines, COLUMNS))
+    print(f"text: {report['text']}\nintervals over {report['intervals over']}\nshares: {calibration.unit}")
+    print(report["command"], flush=True)
+    return report
+
+
+def _write_statistics(plan: Plan, model: torch.nn.Module, out: Path) -> None:
+    """Write the statistics of the model's queries that ``triattention`` needs, unless they are there.
+
+    Raises:
+        ConfigError: there are none of this model, and the policy is to be measured.
+    """
+    if (out / CONFIG_NAME).is_file():
+        return
+    try:
+        write_statistics(out, query_statistics(model, (tokens for tokens, _ in plan.text.measured)))
+    except ConfigError as error:
+        if any(spec.calibration for spec in plan.specs.values()):
+            raise
+        note(f"no statistics for triattention: {error}")
+
+
+def _loaded(plan: Plan) -> torch.nn.Module:
+    return load_model(plan.options.model, plan.dtype).eval().to(default_device())
+
+
+def _calibration(plan: Plan, verdict: Verdict, shares: list[list[float]], windows: dict[str, float]) -> Calibration:
+    """Return the contents of ``shares.json``: the policy that diverges least at the middle budget, and its shares."""
+    best = min((line for line in verdict.lines if line["budget"] == plan.budgets[1]), key=lambda line: line["kl"])
+    return Calibration(
+        **{name: getattr(plan.shape, name) for name in SIZES},
+        rope=plan.shape.rope,
+        unit=plan.options.unit if verdict.better else UNITS[0],
+        shares=tuple(map(tuple, shares)) if verdict.better else None,
+        windows=windows if verdict.better else {},
+        policy=best["policy"],
+        budget=best["budget"],
+    )
+
+
+def command(options: Options, calibration: Calibration) -> str:
+    """Return the command that serves the recommendation."""
+    words = ["vllm", "serve", options.model, "--kv-policy", AUTO, "--kv-calibration", options.out]
+    if options.scorer is not None and policies.get(calibration.policy).scorer_kind is not None:
+        words += ["--kv-scorer", options.scorer]
+    words += ["--kv-protect-prompt", "all"] if options.protect else []
+    if default_device().type == "cpu":
+        words += ["--kv-cache-memory-bytes", str(1 << 30)]
+    return shlex.join(words)
+
+
+def dry_run(options: Options) -> None:
+    """Print how long a calibration takes, by a few measurements that are not kept, and its memory."""
+    plan = Plan(options)
+    model, layer, count = _loaded(plan), plan.shape.num_layers // 2, len(plan.sizes)
+    stages = Stages(plan, model, {}, None, None)
+    stages.replay(0)
+    began = time.monotonic()
+    row = stages.replay(0)
+    dense = time.monotonic()
+    layer_losses(row, layer, DEFAULT_SINKS, plan.sizes)
+    again = (time.monotonic() - dense) / plan.layer_cost(layer, count)
+    seconds = plan.replays * again + plan.passes * (dense - began)
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    size, shape = weights + memory(plan), plan.shape
+    print(
+        f"about {max(1, round(seconds / 60))} minutes and {size / 2**30:.1f} GiB of memory for {shape.num_layers} layers and rows"
+        f" of {plan.length} tokens"
+    )
+
+
+def memory(plan: Plan) -> int:
+    """Return the bytes that a calibration needs besides weights, about.
+
+    These are the keys and values of a row in all layers, of a batch of variants in one, their hidden states, and logits.
+    """
+    shape, size = plan.shape, torch.empty((), dtype=plan.dtype).element_size()
+    layer = 2 * plan.length * shape.num_kv_heads * shape.head_dim * size
+    inner = 16 * BATCH * plan.queries * (shape.hidden_size or 0) * size
+    logits = 4 * plan.vocabulary * (2 * plan.length // plan.stride + 4 * POSITIONS)
+    return layer * (shape.num_layers + 2 * BATCH) + inner + logits

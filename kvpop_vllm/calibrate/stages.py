@@ -1,0 +1,215 @@
+"""Stages of a calibration: losses of layers, a table of shares, windows of policies, a verdict by other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.calibrate.division import Curve, damped, divide, shares_of
+from kvpop_vllm.calibrate.layers import RowReplay, head_losses, layer_losses, shared_losses
+from kvpop_vllm.calibrate.passes import EQUAL, Choice, Passes
+from kvpop_vllm.calibrate.plan import BUDGETS, PROBE, SERVED, SHORTLIST, WINDOWS, Plan
+from kvpop_vllm.calibrate.records import Records
+from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
+from kvpop_vllm.evaluation.statistics import bootstrap_ratio, estimate
+from kvpop_vllm.policies.allocators import proportional
+from kvpop_vllm.roles import Retention
+
+TINY = 1e-12
+"""Divergence below which tables of shares count as equal."""
+
+
+def _scores(losses: torch.Tensor, names: list[str]) -> dict[str, float]:
+    """Return the mean logarithm over budgets of the losses ``[names * budgets]`` of tables of shares, by name."""
+    return dict(zip(names, losses.view(len(names), -1).clamp_min(TINY).log().mean(1).tolist(), strict=True))
+
+
+class Verdict(NamedTuple):
+    """Verdict of rows that were not measured.
+
+    Attributes:
+        lines: lines of the report.
+        better: True if the table of shares is better than equal shares.
+    """
+
+    lines: list[dict]
+    better: bool
+
+
+class Stages:
+    """Stages of a calibration of a loaded model; what was measured is kept.
+
+    Args:
+        plan: what to measure.
+        model: from :func:`kvpop_vllm.model_hook.load_model`.
+        records: where measurements are kept.
+        passes: passes under policies.
+        tick: called with the work that is done, in dense passes of a row.
+    """
+
+    def __init__(
+        self, plan: Plan, model: torch.nn.Module, records: Records, passes: Passes, tick: Callable[[float], object]
+    ):
+        self.plan, self.model, self.records, self.passes, self.tick = plan, model, records, passes, tick
+
+    def replay(self, number: int) -> RowReplay:
+        """Return a measured row after a dense pass."""
+        tokens = self.plan.text.measured[number][0].to(next(self.model.parameters()).device)
+        with torch.inference_mode():
+            return RowReplay(self.model, tokens, self.plan.queries)
+
+    def _first(self, number: int) -> int:
+        """Return the number of first tokens of a measured row that all heads see."""
+        return self.plan.text.measured[number][1] or DEFAULT_SINKS
+
+    def curves(self) -> list[Curve]:
+        """Return what each layer loses with each window, or each head of the layers that lose most."""
+        shape, sizes = self.plan.shape, self.plan.sizes
+        layers = self._means("layer", range(shape.num_layers))
+        if not bool(layers.isfinite().all()):
+            raise ConfigError("the model's predictions are not finite: choose another model or --dtype")
+        losing = layers[:, len(sizes) // 2].argsort(descending=True, stable=True).tolist()
+        split = sorted(losing[: self.plan.split])
+        curves = []
+        if split:
+            for layer, heads in zip(split, self._means("head", split).tolist(), strict=True):
+                curves += [Curve(layer, (head,), (*losses, 0.0)) for head, losses in enumerate(heads)]
+        every = tuple(range(shape.num_kv_heads))
+        unsplit = (layer for layer in range(shape.num_layers) if layer not in split)
+        return curves + [Curve(layer, every, (*layers[layer].tolist(), 0.0)) for layer in unsplit]
+
+    def _means(self, unit: str, layers: Iterable[int]) -> torch.Tensor:
+        """Return the losses ``[layers, (H,) sizes]`` of layers or of their heads, means over rows."""
+        rows = range(len(self.plan.text.measured))
+        return torch.tensor([self._losses(unit, number, layers) for number in rows], dtype=torch.float64).mean(0)
+
+    def _losses(self, unit: str, number: int, layers: Iterable[int]) -> list:
+        """Return the losses of layers, or of their heads, on a row."""
+        measure, sizes, losses, row = layer_losses if unit == "layer" else head_losses, self.plan.sizes, [], None
+        variants = len(sizes) * (1 if unit == "layer" else self.plan.shape.num_kv_heads)
+        for layer in layers:
+            key = [unit, number, layer]
+            if key not in self.records:
+                row = row or self.replay(number)
+                self.records.put(key, measure(row, layer, self._first(number), sizes))
+            losses.append(self.records[key])
+            self.tick(self.plan.layer_cost(layer, variants))
+        self.tick(1)
+        return losses
+
+    def search(self, curves: list[Curve]) -> str:
+        """Return the name of the table of shares that measured rows like best, :data:`EQUAL` for none.
+
+        Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The
+        geometric mean over budgets of the divergence decides: first with all heads' windows shrunk for the last queries,
+        then, among the best, under the policy that decides and on the kernels of serving.
+        """
+        plan, unit = self.plan, self.plan.options.unit
+        sizes, shape = [*plan.sizes, plan.length - DEFAULT_SINKS], (plan.shape.num_layers, plan.shape.num_kv_heads)
+        tables = {EQUAL: torch.ones(shape, dtype=torch.float64)}
+        for part, budget in zip(BUDGETS, plan.budgets, strict=True):
+            shares = shares_of(curves, divide(curves, sizes, budget - DEFAULT_SINKS), sizes[0], *shape)
+            tables |= {f"{unit}-{part}": shares, f"{unit}-{part}-damped": damped(shares)}
+        for name, shares in tables.items():
+            self.passes.write_table(name, shares)
+        windows = torch.stack([self._windows(budget, table) for table in tables.values() for budget in plan.budgets])
+        losses = [self._search(number, windows) for number in range(len(plan.text.measured))]
+        scores = _scores(torch.tensor(losses, dtype=torch.float64).mean(0), list(tables))
+        unequal = sorted(list(tables)[1:], key=scores.get)
+        names = [EQUAL, *(unequal if plan.options.scorer else unequal[:SHORTLIST])]
+        choices = [self._choice(self.decides, budget, WINDOWS[0], name) for name in names for budget in plan.budgets]
+        measured = self._over("search", plan.text.measured[: plan.searched], choices)
+        means = torch.tensor([fmean(record["kl"] for record in records) for records in measured], dtype=torch.float64)
+        scores = _scores(means, names)
+        return min(scores, key=scores.get)
+
+    @property
+    def decides(self) -> str:
+        """Name of the policy that decides about tables."""
+        return next(iter(self.plan.specs))
+
+    def _choice(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
+        """Return a policy with a table of shares and a window, a fraction of ``B - s``; None for its own."""
+        fitted = fraction is None or table == EQUAL or self.plan.specs[name].scorer
+        return Choice(name, budget, None if fitted else self._window(name, fraction, budget), table)
+
+    def _windows(self, budget: int, shares: torch.Tensor) -> torch.Tensor:
+        """Return the window ``[layers, H]`` of each head in tokens, as serving divides a budget."""
+        roles = Retention(budget, DEFAULT_SINKS, self._window(PROBE, WINDOWS[0], budget))
+        return proportional(shares.tolist(), roles, *shares.shape) - DEFAULT_SINKS
+
+    def _search(self, number: int, windows: torch.Tensor) -> list[float]:
+        """Return the losses of a row with each table of windows."""
+        key = ["search", self.plan.options.unit, number]
+        if key not in self.records:
+            self.records.put(key, shared_losses(self.replay(number), self._first(number), windows))
+        self.tick(self.plan.search_cost(len(windows)))
+        return self.records[key]
+
+    @staticmethod
+    def _window(policy: str, fraction: float, budget: int) -> int:
+        """Return the window that serving makes of a fraction at a budget."""
+        return max(1, int(fraction * (budget - policies.get(policy).default_sinks)))
+
+    def windows(self, table: str) -> dict[str, float]:
+        """Return the best window of each policy with a table of shares, as a fraction of ``B - s``."""
+        budget, best = self.plan.budgets[1], {PROBE: WINDOWS[0]}
+        for name, spec in self.plan.specs.items():
+            if name == PROBE or spec.scorer or table == EQUAL:
+                continue
+            choices = [self._choice(name, budget, part, table) for part in WINDOWS]
+            measured = self._over("search", self.plan.text.measured[: self.plan.searched], choices)
+            means = [fmean(record["kl"] for record in records) for records in measured]
+            best[name] = WINDOWS[means.index(min(means))]
+        return best
+
+    def judge(self, table: str, windows: dict[str, float]) -> Verdict:
+        """Return the lines of the report, by rows that were not measured.
+
+        A table is better if the policy that decides diverges less at the middle budget, with an interval below 1, and at no
+        budget more, with an interval above 1. Lines of a table that is not better are left out.
+        """
+        text, pairs, ratios, lines = self.plan.text, [], [], []
+        for name in self.plan.specs:
+            for budget in self.plan.budgets:
+                shared = self._choice(name, budget, windows.get(name), table)
+                pairs.append((Choice(name, budget, None, EQUAL), *([shared] if table != EQUAL else [])))
+        choices = [choice for pair in pairs for choice in pair]
+        measured = dict(zip(choices, self._over("held-out", text.held_out, choices), strict=True))
+        losses = {choice: [record["kl"] for record in records] for choice, records in measured.items()}
+        for equal, *shared in pairs:
+            lines.append(self._line(equal, measured[equal]))
+            for choice in shared:
+                lines.append(self._line(choice, measured[choice], losses[equal]))
+                if equal.policy == self.decides:
+                    ratios.append(bootstrap_ratio(losses[choice], losses[equal], units=text.units))
+        better = bool(ratios) and ratios[1].high < 1 and not any(ratio.low > 1 for ratio in ratios)
+        return Verdict([line for line in lines if better or line["shares"] == EQUAL], better)
+
+    def _line(self, choice: Choice, records: list[dict], equal: list[float] | None = None) -> dict:
+        """Return a line of the report; ``equal`` are the losses with equal shares."""
+        resolved, losses, units = (
+            self.passes.resolve(choice),
+            [record["kl"] for record in records],
+            self.plan.text.units,
+        )
+        line = {
+            "policy": choice.policy,
+            "budget": choice.budget,
+            "window": resolved.roles.window,
+            "shares": choice.shares,
+        }
+        line |= estimate("kl", losses, units=units)
+        if equal is not None:
+            line |= estimate("over equal", losses, equal, units=units)
+        line["MiB"] = resolved.request_bytes(self.plan.length, self.plan.dtype).allocated / 2**20
+        return line | {"prefill": fmean(record["prefill"] for record in records)}
+
+    def _over(self, side: str, rows: list, choices: list[Choice]) -> list[list[dict]]:
+        """Return measurements of rows, with a progress that counts what is there already."""
+        self.tick(SERVED * (len(rows) * len(choices) - self.passes.missing(side, len(rows), choices)))
+        return self.passes.over(side, rows, choices, lambda: self.tick(SERVED))

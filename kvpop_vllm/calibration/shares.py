@@ -1,0 +1,130 @@
+"""``shares.json`` of a calibration folder: how layers and heads share the slots, windows, and a recommendation.
+
+``kvpop calibrate`` writes it, and every policy that takes a calibration reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from kvpop_vllm.config import MAX_BUDGET, ConfigError, PolicySettings, check_head_shares
+from kvpop_vllm.files import read_json, write_whole
+
+NAME = "shares.json"
+FORMAT, VERSION = "kvpop-calibration", 1
+UNITS = "uniform", "layer", "head"
+"""Things that may differ in their share of the slots: none, layers, or heads too."""
+AUTO = "auto"
+"""Value of ``--kv-policy`` that serves the recommendation of a calibration."""
+SIZES = "model_type", "num_layers", "num_kv_heads", "head_dim"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Contents of a ``shares.json``.
+
+    Attributes:
+        model_type: model type of the calibrated model.
+        num_layers: its decoder layers.
+        num_kv_heads: its KV heads.
+        head_dim: its head size.
+        rope: its rope parameters (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them.
+        unit: one of :data:`UNITS`.
+        shares: ``[layers][H]``, long-range slots of each head over the mean; None if all are equal.
+        windows: for each measured policy the window as a fraction of ``B - s``.
+        policy: the recommended policy.
+        budget: the recommended B in tokens.
+    """
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    rope: dict | None
+    unit: str
+    shares: tuple[tuple[float, ...], ...] | None
+    windows: dict[str, float]
+    policy: str
+    budget: int
+
+    def check_model(self, model, source: str) -> None:
+        """Check that the calibration is of a model with this shape.
+
+        Args:
+            model: shape of a model, with the attributes :data:`SIZES` and ``rope``.
+            source: name of the folder in errors.
+        """
+        for name in (*SIZES, "rope"):
+            ours, theirs = getattr(self, name), getattr(model, name)
+            if None not in (ours, theirs) and ours != theirs:
+                label = name.replace("_", " ").replace("num ", "number of ").replace("rope", "rotation")
+                raise ConfigError(
+                    f"--kv-calibration {source} is of another model: its {label} is {ours}, the model's {theirs}: run 'kvpop"
+                    " calibrate' on this model"
+                )
+
+    def write(self, folder: Path) -> None:
+        """Write the file into a folder."""
+        content = {"format": FORMAT, "version": VERSION} | asdict(self)
+        write_whole(folder / NAME, json.dumps(content) + "\n")
+
+
+def has_shares(folder: str | None) -> bool:
+    """Return whether a folder is given and has a ``shares.json``."""
+    return folder is not None and (Path(folder) / NAME).is_file()
+
+
+def read_calibration(folder: str) -> Calibration:
+    """Return the contents of a folder's ``shares.json``."""
+    path, again = Path(folder) / NAME, "run 'kvpop calibrate' again"
+    if not path.is_file():
+        raise ConfigError(f"--kv-calibration {folder} has no {NAME}: give the folder of a finished 'kvpop calibrate'")
+    content = read_json(path, again)
+    if not isinstance(content, dict) or (content.pop("format", None), content.pop("version", None)) != (
+        FORMAT,
+        VERSION,
+    ):
+        raise ConfigError(f"{path} is no calibration of version {VERSION}: {again}")
+    names = set(Calibration.__dataclass_fields__)
+    if set(content) != names:
+        name = sorted(names ^ set(content))[0]
+        raise ConfigError(f"{path} {'lacks' if name in names else 'has an unknown key'} {name!r}: {again}")
+    wrong = next((name for name, valid in _valid(content).items() if not valid), None)
+    if wrong is not None:
+        raise ConfigError(f"{path}: {wrong} cannot be {json.dumps(content[wrong])[:80]}: {again}")
+    if content["shares"] is not None:
+        check_head_shares(content["shares"], content["num_layers"], content["num_kv_heads"], str(path))
+        content["shares"] = tuple(map(tuple, content["shares"]))
+    return Calibration(**content)
+
+
+def recommended(settings: PolicySettings) -> PolicySettings:
+    """Return settings in which policy ``auto`` is replaced by the calibration's policy and, if none is set, budget."""
+    if settings.policy != AUTO:
+        return settings
+    if settings.calibration is None:
+        raise ConfigError("--kv-policy auto serves what a calibration recommends: give --kv-calibration DIR")
+    calibration = read_calibration(settings.calibration)
+    sized = settings.budget is not None or settings.compression is not None
+    return replace(settings, policy=calibration.policy, budget=settings.budget if sized else calibration.budget)
+
+
+def _valid(content: dict) -> dict[str, bool]:
+    """Return for each key whether its value has the right type and range."""
+    texts = {name: isinstance(content[name], str) for name in ("model_type", "policy")}
+    numbers = {name: _size(content[name]) for name in (*SIZES[1:], "budget")}
+    windows, unit = content["windows"], content["unit"]
+    fractions = isinstance(windows, dict) and all(_fraction(value) for value in windows.values())
+    shares = (content["shares"] is None) == (unit == UNITS[0])
+    rope = content["rope"] is None or isinstance(content["rope"], dict)
+    return texts | numbers | {"rope": rope} | {"unit": unit in UNITS, "windows": fractions, "shares": shares}
+
+
+def _size(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MAX_BUDGET
+
+
+def _fraction(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1

@@ -1,0 +1,195 @@
+"""`kvpop calibrate` on tiny models, and the serving of what it finds."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from calibrate.conftest import KINDS, WORDS
+from distill.tiny_text import VOCABULARY, write_byte_tokenizer
+from distill.typed import refused
+from safetensors.torch import load_file, save_file
+
+from kvpop_vllm.calibration.shares import read_calibration
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unit", ["layer", "head"])
+def test_models_calibrate_without_code(calibrated, kind, unit):
+    report, output, _ = calibrated(kind, unit)
+    calibration = read_calibration(f"{kind}-{unit}")
+    shares = torch.tensor(calibration.shares, dtype=torch.float64)
+    assert shares.shape == (2, KINDS[kind]) and shares.mean().item() == pytest.approx(1)
+    assert calibration.unit == report["shares"] == unit
+    assert shares[0].max() < 0.51 < 1.0 < shares[1].mean() and (unit == "head" or (shares == shares[:, :1]).all())
+    lines = {(line["policy"], line["budget"], line["shares"] != "equal"): line for line in report["lines"]}
+    assert {key[:2] for key in lines} == {(name, b) for name in ("streaming-llm", "l2norm") for b in (64, 32, 16)}
+    shared, equal = lines["streaming-llm", 32, True], lines["streaming-llm", 32, False]
+    assert shared["over equal"] == pytest.approx(shared["kl"] / equal["kl"]) and shared["over equal interval"][1] < 1
+    assert all(math.isfinite(line["MiB"]) and line["prefill"] > 0 for line in lines.values())
+    assert report["intervals over"] == "documents" and report["text"] == "text.jsonl" in output
+    assert output.splitlines()[-1] == report["command"]
+
+
+def test_a_stopped_call_goes_on(calibrated, kvpop):
+    before, _, _ = calibrated("qwen3")
+    path = Path("qwen3-layer", "measured.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:20]) + lines[20][:9])
+    after, _, _ = calibrated("qwen3")
+    keys = [[json.loads(line)["key"] for line in text[1:]] for text in (lines, path.read_text().splitlines())]
+    assert sorted(map(json.dumps, keys[0])) == sorted(map(json.dumps, keys[1]))
+    same = [[{name: line[name] for name in line if name != "prefill"} for line in r["lines"]] for r in (before, after)]
+    assert same[0] == same[1]
+    refused(kvpop, f"calibrate qwen3 --out qwen3-layer {' '.join(WORDS)} --dtype bfloat16", "other settings (dtype)")
+    refused(kvpop, f"calibrate llama --out qwen3-layer {' '.join(WORDS)}", "other settings (model)")
+
+
+def test_a_dry_run_writes_nothing(kvpop):
+    status, output, _ = kvpop("calibrate", "qwen3", "--out", "dry", *WORDS, "--dry-run")
+    assert status == 0 and not Path("dry").exists()
+    assert output.startswith("about 1 minutes and ") and output.endswith("for 2 layers and rows of 128 tokens\n")
+
+
+def test_shares_that_do_not_help_are_not_kept(kvpop, folder):
+    """In a model whose layers are alike nothing is won by unequal shares."""
+    write_byte_tokenizer(write_tiny_model("alike", "llama", layers=1, vocab=VOCABULARY, kv_heads=2))
+    status, _, errors = kvpop("calibrate", "alike", "--out", "alike-layer", *WORDS, "--policies", "tova")
+    assert status == 0, errors
+    calibration = read_calibration("alike-layer")
+    assert (calibration.unit, calibration.shares, calibration.windows) == ("uniform", None, {})
+    report = json.loads(Path("alike-layer", "report.json").read_text())
+    assert {line["shares"] for line in report["lines"]} == {"equal"}
+    cache = KVpopCache(load_model("alike", torch.float32), "auto", calibration="alike-layer")
+    assert cache.policy.name == "streaming-llm" and (cache.policy.shares() == 32).all()
+
+
+def test_policies_take_shares_and_windows(calibrated):
+    calibrated("llama")
+    calibration, network = read_calibration("llama-layer"), load_model("llama", torch.float32)
+    auto = KVpopCache(network, "auto", calibration=Path("llama-layer")).policy
+    assert (auto.name, auto.retention.budget) == (
+        calibration.policy,
+        calibration.budget,
+    ) and auto.retention.budget == 32
+    assert auto.retention.window == int(calibration.windows[calibration.policy] * (32 - auto.retention.sinks))
+    assert int(auto.shares().sum()) == 32 * 8 and auto.shares()[0].max() < 32 < auto.shares()[1].min()
+    assert KVpopCache(network, "auto", calibration="llama-layer", budget=100).policy.retention.budget == 100
+    auto.check_ranks(2)  # layers differ, heads of a layer do not
+    h2o = KVpopCache(network, "h2o", calibration="llama-layer", budget=32).policy
+    assert h2o.retention.window == 16, "h2o was not measured"
+    assert int(h2o.shares().sum()) == 32 * 8 and (h2o.shares() != 32).all()
+    overridden = KVpopCache(
+        network, "streaming-llm", calibration="llama-layer", budget=32, window=9, allocator="uniform"
+    )
+    assert overridden.policy.retention.window == 9 and (overridden.policy.shares() == 32).all()
+    write_random_scorer("scorer", "llama", "mlp", sinks=2, window=6, topk=24)
+    learned = KVpopCache(network, "kvpop-mlp", scorer="scorer", calibration="llama-layer").policy
+    assert learned.retention.window == 6 and (learned.shares() != 32).all()
+    rounds = KVpopCache(network, "rkv", calibration="llama-layer", budget=256).policy
+    assert rounds.shares()[0].max() < 256 < rounds.shares()[1].min()
+
+
+def test_a_scorers_policy_decides(kvpop):
+    write_random_scorer("deciding", "llama", "mlp", sinks=2, window=6, topk=24)
+    status, output, errors = kvpop("calibrate", "llama", "--out", "decided", *WORDS[:-4], "--scorer", "deciding")
+    assert status == 0, errors
+    report, calibration = json.loads(Path("decided", "report.json").read_text()), read_calibration("decided")
+    assert {line["policy"] for line in report["lines"]} == {"kvpop-mlp", "streaming-llm"}
+    assert calibration.unit == "layer" and calibration.shares[0][0] < 0.51 and "kvpop-mlp" not in calibration.windows
+    ours = next(line for line in report["lines"] if line["policy"] == "kvpop-mlp" and line["shares"] == "equal")
+    assert ours["window"] == 6
+    assert ("--kv-scorer deciding" in output) == (calibration.policy == "kvpop-mlp")
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "attention-matching", "full"])
+def test_policies_that_take_no_calibration_say_so(calibrated, name):
+    calibrated("llama")
+    with pytest.raises(ConfigError, match=f"^policy {name} .*: leave calibration out$"):
+        KVpopCache(
+            load_model("llama", torch.float32),
+            name,
+            calibration="llama-layer",
+            **{} if name == "full" else {"budget": 64},
+        )
+
+
+DAMAGE = {
+    "no file": (None, "has no shares.json: give the folder of a finished 'kvpop calibrate'"),
+    "no json": ("{", "cannot be read as JSON"),
+    "another format": ({"format": "x"}, "is no calibration of version 1"),
+    "another version": ({"version": 2}, "is no calibration of version 1"),
+    "another model": ({"model_type": "qwen3"}, "its model type is qwen3, the model's llama"),
+    "layers": ({"num_layers": 3, "shares": [[1] * 4] * 3}, "its number of layers is 3, the model's 2"),
+    "rotation": ({"rope": {}}, "its rotation is {}, the model's {'rope_theta': 10000.0"),
+    "NaN": ({"shares": [[math.nan] * 4] * 2}, "shares must be 2 lists of 4 numbers"),
+    "a window of NaN": ({"windows": {"h2o": math.nan}}, "windows cannot be"),
+    "a window of 0": ({"windows": {"h2o": 0}}, "windows cannot be"),
+    "no shares": ({"shares": None}, "shares cannot be null"),
+    "unit": ({"unit": "block"}, 'unit cannot be "block"'),
+    "budget": ({"budget": True}, "budget cannot be true"),
+    "unknown": ({"more": 1}, "has an unknown key 'more'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_are_refused_in_one_line(calibrated, tmp_path, damage):
+    calibrated("llama")
+    change, message = DAMAGE[damage]
+    shutil.copytree("llama-layer", tmp_path / "copy")
+    path = tmp_path / "copy" / "shares.json"
+    if change is None:
+        path.unlink()
+    else:
+        path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError) as caught:
+        KVpopCache(load_model("llama", torch.float32), "streaming-llm", budget=64, calibration=tmp_path / "copy")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_refusals_of_the_command(kvpop, calibrated):
+    calibrated("llama")
+    words = " ".join(WORDS)
+    start = "calibrate llama --out refused"
+    refused(kvpop, f"{start} {words} --policies kvpop", "--policies kvpop needs a scorer: give --scorer DIR")
+    refused(kvpop, f"{start} {words} --policies snapkv", "--policies snapkv takes no shares of layers: leave it out")
+    refused(kvpop, f"{start} {words} --rows 7", "--rows 7 is too few for an interval: give at least 8")
+    refused(kvpop, f"{start} --data text.jsonl --length 32", "--length 32 is too short to shrink")
+    refused(kvpop, f"{start} --data text.jsonl --length 4096", "and 16 are needed, half of them to judge by")
+    refused(kvpop, f"calibrate missing --out refused {words}", "missing has no config.json")
+    shutil.copytree("llama", "broken", dirs_exist_ok=True)
+    Path("broken/model.safetensors").write_bytes(b"no weights")
+    refused(kvpop, f"calibrate broken --out refused-weights {words}", "broken cannot be loaded")
+    write_byte_tokenizer(write_tiny_model("nan", "llama", vocab=VOCABULARY))
+    weights = load_file("nan/model.safetensors")
+    weights["lm_head.weight"].fill_(math.nan)
+    save_file(weights, "nan/model.safetensors", metadata={"format": "pt"})
+    refused(kvpop, f"calibrate nan --out refused-nan {words}", "the model's predictions are not finite")
+    write_random_scorer("gate", "llama", "trimkv", sinks=2, window=6, topk=24)
+    refused(kvpop, f"{start} {words} --scorer gate", "--scorer gate holds a gate, and shares are for scorers of keys")
+    refused(kvpop, f"{start} {words} --scorer nothing", "no scorer at 'nothing'")
+    with pytest.raises(ConfigError, match="^policy auto serves what a calibration recommends: give calibration DIR$"):
+        KVpopCache(load_model("llama", torch.float32), "auto", budget=64)
+
+
+def test_plan_and_eval_take_a_calibration(kvpop, calibrated):
+    calibrated("llama")
+    status, output, _ = kvpop(*"plan --model llama --kv-memory 1MiB --budget 128 --calibration llama-layer".split())
+    assert status == 0 and "streaming-llm" in output
+    assert "snapkv, 128 tokens: --policy snapkv compresses prompts, for which nothing is calibrated" in output, output
+    words = "--split all --policies streaming-llm --calibration llama-layer --length 128 --budget 32 --rows 1 --equal k"
+    start = "eval --task replay --model llama --dtype float32 --data text.jsonl --out records.jsonl"
+    status, output, errors = kvpop(*start.split(), *words.split())
+    assert status == 0, errors
+    records = [json.loads(line) for line in Path("records.jsonl").read_text().splitlines()[1:]]
+    named = {record["policy"]: record for record in records}
+    assert set(named) == {"dense", "streaming-llm", "streaming-llm+llama-layer"}
+    assert named["streaming-llm+llama-layer"]["kl"] < named["streaming-llm"]["kl"]

@@ -1,0 +1,57 @@
+"""Slots go where they are worth most."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kvpop_vllm.calibrate.division import Curve, damped, divide, shares_of
+
+SIZES = [2, 4, 8, 16]
+
+
+def lost(curve: Curve, slots: float) -> float:
+    """Return the loss of a curve, linear between what was measured, or on the lower hull of that."""
+    points = list(zip(SIZES, curve.losses, strict=True))
+    lines = [
+        a[1] + (slots - a[0]) / (b[0] - a[0]) * (b[1] - a[1])
+        for a, b in itertools.combinations(points, 2)
+        if a[0] <= slots <= b[0]
+    ]
+    return min(lines, default=points[-1][1])
+
+
+def test_no_other_division_loses_less():
+    """Compared with all divisions of the slots of a layer of two heads and of two heads of another."""
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        losses = torch.rand(3, 4, generator=draw, dtype=torch.float64).pow(3).flip(-1).cumsum(-1).flip(-1)
+        curves = [Curve(0, (0, 1), tuple(losses[0].tolist()))]
+        curves += [Curve(1, (head,), tuple(losses[1 + head].tolist())) for head in (0, 1)]
+        mean = 6.5
+        slots = divide(curves, SIZES, mean)
+        weights = [len(curve.heads) for curve in curves]
+        assert sum(w * count for w, count in zip(weights, slots, strict=True)) == pytest.approx(4 * mean)
+        assert min(slots) >= SIZES[0]
+        smallest = sum(lost(curve, min(count, SIZES[-1])) for curve, count in zip(curves, slots, strict=True))
+        grid = [2 + i / 2 for i in range(29)]
+        for a, b in itertools.product(grid, grid):
+            c = 4 * mean - 2 * a - b
+            if SIZES[0] <= c <= SIZES[-1]:
+                assert (
+                    smallest <= sum(lost(curve, count) for curve, count in zip(curves, (a, b, c), strict=True)) + 1e-9
+                )
+
+
+def test_slots_that_nobody_needs_go_to_all():
+    curves = [Curve(0, (0, 1), (0.0,) * 4), Curve(1, (0, 1), (1.0, 0.0, 0.0, 0.0))]
+    assert divide(curves, SIZES, 5.0) == [4.0, 6.0]
+
+
+def test_shares_have_mean_1_and_are_of_the_slots_beyond_the_least():
+    curves = [Curve(0, (0, 1), ()), Curve(1, (0,), ()), Curve(1, (1,), ())]
+    shares = shares_of(curves, [2.0, 6.0, 10.0], 2, 2, 2)
+    assert shares.tolist() == [[0.0, 0.0], [4 / 3, 8 / 3]]
+    assert damped(shares).tolist() == [[0.5, 0.5], [pytest.approx(7 / 6), pytest.approx(11 / 6)]]

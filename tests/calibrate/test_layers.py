@@ -1,0 +1,88 @@
+"""Losses of layers and heads equal those of attention with masks, computed naively in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvpop_vllm.calibrate.layers import RowReplay, head_losses, layer_losses, shared_losses
+from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.testing import random_prompt, write_tiny_model
+
+LENGTH, QUERIES, FIRST, WINDOWS = 96, 24, 4, [2, 9, 40]
+KINDS = {"qwen3": 2, "llama": 4}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def replay(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / request.param
+    write_tiny_model(folder, request.param, layers=3, kv_heads=KINDS[request.param])
+    model, tokens = load_model(folder, torch.float32).eval(), torch.tensor(random_prompt(LENGTH))
+    with torch.inference_mode():
+        return RowReplay(model, tokens, QUERIES), tokens
+
+
+def naive(windows: torch.Tensor):
+    """Return an attention whose last queries see windows ``[layers, H]``; those before them are dense."""
+
+    def attend(layer, q, k, v, scale):
+        group = q.shape[1] // k.shape[1]
+        q, k, v = q.double(), *(x.double().repeat_interleave(group, 1) for x in (k, v))
+        out = torch.empty_like(q)
+        for head in range(q.shape[1]):
+            for p in range(q.shape[2]):
+                window = int(windows[layer, head // group]) if p >= LENGTH - QUERIES else LENGTH
+                visible = [t for t in range(p + 1) if t < FIRST or t > p - window]
+                weights = torch.softmax(q[0, head, p] @ k[0, head, visible].T * scale, -1)
+                out[0, head, p] = weights @ v[0, head, visible]
+        return out.float()
+
+    return attend
+
+
+def divergence(model, tokens, windows: torch.Tensor) -> float:
+    """Return KL(dense || windows) of the last queries' predictions."""
+    with torch.inference_mode():
+        dense, windowed = (
+            model(tokens[None], attend=naive(table)).logits[0, -QUERIES:].double().log_softmax(-1)
+            for table in (torch.full_like(windows, LENGTH), windows)
+        )
+    return float(F.kl_div(windowed, dense, reduction="none", log_target=True).sum(-1).mean())
+
+
+def test_layers_that_see_everything_lose_nothing(replay):
+    row, _ = replay
+    for layer in range(3):
+        assert max(layer_losses(row, layer, FIRST, [LENGTH, 2 * LENGTH])) < 1e-8
+
+
+def of_all(row) -> torch.Tensor:
+    return torch.full((3, row.keys[0][0].shape[1]), LENGTH)
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_layer_loses_what_masks_say(replay, layer):
+    row, tokens = replay
+    for window, loss in zip(WINDOWS, layer_losses(row, layer, FIRST, WINDOWS), strict=True):
+        windows = of_all(row)
+        windows[layer] = window
+        assert loss == pytest.approx(divergence(row.model, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-6
+
+
+def test_a_head_loses_what_masks_say(replay):
+    row, tokens = replay
+    losses = head_losses(row, 1, FIRST, WINDOWS)
+    assert len(losses) == row.keys[0][0].shape[1]
+    for head, of_head in enumerate(losses):
+        for window, loss in zip(WINDOWS, of_head, strict=True):
+            windows = of_all(row)
+            windows[1, head] = window
+            assert loss == pytest.approx(divergence(row.model, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-7
+
+
+def test_tables_lose_what_masks_say(replay):
+    row, tokens = replay
+    tables = torch.randint(2, 60, (3, *of_all(row).shape), generator=torch.Generator().manual_seed(0))
+    for table, loss in zip(tables, shared_losses(row, FIRST, tables), strict=True):
+        assert loss == pytest.approx(divergence(row.model, tokens, table), rel=1e-3)
