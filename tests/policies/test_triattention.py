@@ -12,7 +12,7 @@ from policies.matrix import ROPE, random_statistics_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from threads import one_thread
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvpop_vllm.calibrate.statistics import QuerySums, query_statistics
@@ -196,7 +196,6 @@ LLAMA3 = STRETCHED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "yarn"} | STRETCHED,
         {"rope_type": "llama3"} | LLAMA3,
-        {"partial_rotary_factor": 0.5},
     ],
     ids=lambda rope: next(iter(rope.values())),
 )
@@ -211,6 +210,20 @@ def test_scaled_rotations_are_undone(tmp_path, rope):
     assert policy(tmp_path / "statistics", shape).statistics.tokens == 10
 
 
+def test_a_model_that_rotates_half_of_its_channels(tmp_path):
+    """Phi-3 rotates the first channels of a head."""
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    config = Phi3Config(**sizes, num_key_value_heads=1, rope_parameters=rope, pad_token_id=0, eos_token_id=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    statistics = query_statistics(load_model(tmp_path, torch.float32).eval(), ROWS)
+    assert [tuple(norm.shape) for norm in statistics.norm] == [(2, 8 + 16)] * 2
+    write_statistics(tmp_path / "statistics", statistics)
+    assert policy(tmp_path / "statistics", ModelShape.of(tmp_path, 4096)).statistics.rope == statistics.rope
+
+
 LONGROPE = STRETCHED | {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
 
 
@@ -222,10 +235,11 @@ def test_rotations_that_change_with_the_length_are_refused(tmp_path, rope):
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_rotates_in_another_way_is_refused(tmp_path):
-    """Its config says another base of the wavelengths than that of its rotation."""
+@pytest.mark.parametrize("rope", [{"rope_theta": 5000.0}, {"partial_rotary_factor": 0.5}], ids=str)
+def test_a_model_that_rotates_in_another_way_is_refused(tmp_path, rope):
+    """Its config says another base of the wavelengths than that of its rotation, or a part of the channels."""
     model = load_model(write_tiny_model(tmp_path), torch.float32)
-    model.config.rope_parameters["rope_theta"] = 5000.0
+    model.config.rope_parameters |= rope
     with pytest.raises(ConfigError, match="^layer 0 of the model does not rotate queries as its config says"):
         query_statistics(model, ROWS)
 
