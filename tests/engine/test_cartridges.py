@@ -123,7 +123,7 @@ CASES = {
     "gate": ("qwen3", "trimkv", {"sinks": 0, "window": 1, "topk": BUDGET - 1}),
     "moments": ("llama", "momentkv", {}),
     "rounds": ("qwen3", "vase", {"correction": "moment"}),
-    "rounds, statistics": ("qwen3", "triattention", {}),
+    "rounds, statistics": ("llama", "triattention", {}),
     "draws": ("qwen3", "random", {"protect_prompt": True}),
     "fixed shares": ("qwen3", "streaming-llm", {"allocator": "pyramid"}),
     "state, GPU": ("qwen3", "kvpop", {}),

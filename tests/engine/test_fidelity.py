@@ -43,7 +43,7 @@ SLOW = {
     "rounds, fixed shares": ("qwen3", "rkv", PYRAMID),
     "rounds, protected": ("llama", "vase", ALL),
     "rounds, statistics": ("qwen3", "triattention", {}),
-    "rounds, statistics, protected": ("llama", "triattention", {"protect_prompt": 33} | PYRAMID),
+    "rounds, statistics, protected": ("llama", "triattention", {"protect_prompt": 33}),
     "moments, protected": ("llama", "momentkv", {"protect_prompt": 40}),
     "mass, moments": ("qwen3", "tova", MOMENT | {"sinks": 1, "window": 4}),
     "mass, other roles": ("qwen3", "h2o", {"sinks": 4, "window": 20}),
