@@ -201,8 +201,7 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
 def _dtype(options, config: Any) -> torch.dtype:
     if options.dtype:
         return getattr(torch, options.dtype)
-    places = ((part, name) for part in (config, text_config(config)) for name in ("dtype", "torch_dtype"))
-    dtype = next((dtype for part, name in places if (dtype := getattr(part, name, None))), None)
+    dtype = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
     named = dtype and str(dtype).removeprefix("torch.")
     if named in DTYPES["cpu"]:
         return getattr(torch, named)
