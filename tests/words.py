@@ -43,7 +43,7 @@ COUNTS: dict[str, int] = {
     "name most": 65,
     "name of": 15,
     "name others": 24,
-    "name own": 333,
+    "name own": 332,
     "name said": 40,
     "name seen": 132,
     "name some": 9,

@@ -150,7 +150,7 @@ class FixedShares(EqualHeads):
         self.ordinal = (number // per_block).to(device)  # index into the request's blocks
         layer, head = number % per_block // shares.heads, number % shares.heads
         self.offset = (layer * num_blocks * shares.heads + head).to(device)
-        self._budgets = torch.tensor(shares.budgets, dtype=torch.int32)
+        self._budgets = torch.tensor(shares.budgets, dtype=torch.int32, device="cpu")
         self._sent = self._budgets.to(device)
 
     def place(self, layer, tails, compressed=(), budgets=None):

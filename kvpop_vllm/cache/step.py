@@ -93,7 +93,12 @@ class RequestBlocks:
 
     @classmethod
     def of_rows(
-        cls, table: torch.Tensor, slots: Sequence[RequestSlots], size: int, compression: Compression | None = None
+        cls,
+        table: torch.Tensor,
+        slots: Sequence[RequestSlots],
+        size: int,
+        compression: Compression | None = None,
+        widths: tuple[int | None, int | None] = (None, None),
     ) -> RequestBlocks:
         """Return the parts of rows ``table [requests, W]`` that hold prefix, made slots, state and tail, in this order.
 
@@ -102,13 +107,14 @@ class RequestBlocks:
             slots: slots of each request.
             size: N, slots per block.
             compression: way in which prompts are compressed, or None.
+            widths: columns of ``tails`` and of ``prefixes``, for which GPU kernels are compiled; None for all of them.
         """
         columns, made = [cdiv(record.prefix, size) for record in slots], None
         if compression is not None:
             made = from_columns(table, columns)
             more = (cdiv(record.behind_prompt(compression).made, size) for record in slots)
             columns = [first + count for first, count in zip(columns, more, strict=True)]
-        return cls(from_columns(table, columns), table, made)
+        return cls(from_columns(table, columns, widths[0]), table[:, : widths[1]], made)
 
     def prefix(self, spans: Sequence[Span]) -> Prefix | None:
         """Return the prefixes of some requests, which are made slots where a prompt has been compressed, or None."""
@@ -124,14 +130,15 @@ class RequestBlocks:
         return Prefix(None, table, tokens, biased if any(made) else None)
 
 
-def from_columns(table: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
-    """Return the entries of ``table [requests, W]`` int32 from column ``columns[i]`` of row i on.
+def from_columns(table: torch.Tensor, columns: Sequence[int], width: int | None = None) -> torch.Tensor:
+    """Return ``width`` entries, by default W, of ``table [requests, W]`` int32 from column ``columns[i]`` of row i on.
 
     Beyond the end of a row, its last entry is repeated.
     """
     if not any(columns):
-        return table
-    indices = torch.arange(table.shape[1], device=table.device) + send(columns, table.device).unsqueeze(1)
+        return table[:, :width]
+    width = table.shape[1] if width is None else width
+    indices = torch.arange(width, device=table.device) + send(columns, table.device).unsqueeze(1)
     return table.gather(1, indices.clamp_max(table.shape[1] - 1))
 
 
@@ -171,9 +178,9 @@ class DecodeRows:
         """Return the rows of requests whose numbers the host knows, as host tensors."""
         chosen, firsts, starts, _, slots, _, compressed = map(list, zip(*spans, strict=True)) if spans else [[]] * 7
         return cls(
-            slice(0, len(spans)) if firsts == chosen == list(range(len(spans))) else torch.tensor(firsts),
+            slice(0, len(spans)) if firsts == chosen == list(range(len(spans))) else torch.tensor(firsts, device="cpu"),
             rows_of(blocks.tails, chosen),
-            torch.tensor(starts, dtype=torch.int64),
+            torch.tensor(starts, dtype=torch.int64, device="cpu"),
             numbers_of(slots),
             compressed,
             blocks.prefix(spans),

@@ -49,7 +49,7 @@ def add_calibrate(commands) -> None:
     command.add_argument(
         "--protect-prompt", action="store_true", help="rows are documents, whose prompts are never evicted"
     )
-    command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default bfloat16)")
+    command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default float32)")
     command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     command.add_argument(
         "--dry-run", action="store_true", help="say how long it takes and how much memory, and write nothing"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from kvpop_vllm.calibration import shares, statistics
 from kvpop_vllm.config import ConfigError
 
 NAME = "measured.jsonl"
+RESULTS = (shares.NAME, "report.json", statistics.CONFIG_NAME, statistics.TENSORS_NAME)
+"""Files of a folder that are made from the measurements."""
 
 
 class Records:
@@ -26,6 +29,8 @@ class Records:
         self.path, self._values = folder / NAME, {}
         lines = self._read() if self.path.exists() else []
         if not lines:
+            for name in RESULTS:  # of an earlier calibration
+                (folder / name).unlink(missing_ok=True)
             self._append({"settings": settings})
             return
         first, *lines = lines

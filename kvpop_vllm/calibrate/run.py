@@ -11,7 +11,7 @@ import torch
 
 from kvpop_vllm import __version__, policies
 from kvpop_vllm.calibrate.layers import BATCH, POSITIONS, layer_losses
-from kvpop_vllm.calibrate.passes import Passes
+from kvpop_vllm.calibrate.passes import EQUAL, Passes
 from kvpop_vllm.calibrate.plan import Options, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.calibrate.stages import Stages, Verdict
@@ -86,8 +86,9 @@ def _loaded(plan: Plan) -> torch.nn.Module:
 
 
 def _calibration(plan: Plan, verdict: Verdict, shares: list[list[float]], windows: dict[str, float]) -> Calibration:
-    """Return the contents of ``shares.json``: the policy that diverges least at the middle budget, and its shares."""
-    best = min((line for line in verdict.lines if line["budget"] == plan.budgets[1]), key=lambda line: line["kl"])
+    """Return the contents of ``shares.json``: the policy that diverges least with its shares at the middle budget."""
+    lines = (line for line in verdict.lines if line["budget"] == plan.budgets[1])
+    best = min((line for line in lines if (line["shares"] != EQUAL) == verdict.better), key=lambda line: line["kl"])
     return Calibration(
         **{name: getattr(plan.shape, name) for name in SIZES},
         rope=plan.shape.rope,

@@ -99,7 +99,10 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     if options.allocator is not None:
         specs = [spec.allocated(name) for spec in specs for name in dict.fromkeys(options.allocator)]
     if has_shares(options.calibration):
-        specs += [spec.calibrated(options.calibration) for spec in specs if spec.calibration is None]
+        divided = [
+            spec for spec in specs if not (policies.get(spec.policy).keeps_all or policies.get(spec.policy).compresses)
+        ]
+        specs += [spec.calibrated(options.calibration) for spec in divided if spec.calibration is None]
     if options.protect_prompt is not None:
         specs = with_protection(specs, options.protect_prompt, options.task)
     elif options.task not in ANSWERED:

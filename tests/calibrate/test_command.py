@@ -34,6 +34,8 @@ def test_models_calibrate_without_code(calibrated, kind, unit):
     assert {key[:2] for key in lines} == {(name, b) for name in ("streaming-llm", "l2norm") for b in (64, 32, 16)}
     shared, equal = lines["streaming-llm", 32, True], lines["streaming-llm", 32, False]
     assert shared["over equal"] == pytest.approx(shared["kl"] / equal["kl"]) and shared["over equal interval"][1] < 1
+    best = min((lines[name, 32, True] for name in ("streaming-llm", "l2norm")), key=lambda line: line["kl"])
+    assert calibration.policy == best["policy"]
     assert all(math.isfinite(line["MiB"]) and line["prefill"] > 0 for line in lines.values())
     assert report["intervals over"] == "documents" and report["text"] == "text.jsonl" in output
     assert output.splitlines()[-1] == report["command"]
@@ -51,6 +53,18 @@ def test_a_stopped_call_goes_on(calibrated, kvpop):
     assert same[0] == same[1]
     refused(kvpop, f"calibrate qwen3 --out qwen3-layer {' '.join(WORDS)} --dtype bfloat16", "other settings (dtype)")
     refused(kvpop, f"calibrate llama --out qwen3-layer {' '.join(WORDS)}", "other settings (model)")
+
+
+def test_measurements_from_the_start_replace_what_is_there(calibrated):
+    """Statistics and shares of an earlier model do not survive a call that measures everything."""
+    calibrated("qwen3")
+    folder, names = Path("qwen3-layer"), ("queries.json", "queries.safetensors", "shares.json")
+    before = [(folder / name).read_bytes() for name in names]
+    for name in names:
+        (folder / name).write_text("of another model")
+    (folder / "measured.jsonl").unlink()
+    calibrated("qwen3")
+    assert [(folder / name).read_bytes() for name in names] == before
 
 
 def test_a_dry_run_writes_nothing(kvpop):
@@ -161,6 +175,11 @@ def test_refusals_of_the_command(kvpop, calibrated):
     start = "calibrate llama --out refused"
     refused(kvpop, f"{start} {words} --policies kvpop", "--policies kvpop needs a scorer: give --scorer DIR")
     refused(kvpop, f"{start} {words} --policies snapkv", "--policies snapkv takes no shares of layers: leave it out")
+    refused(
+        kvpop,
+        f"{start} {words} --shares head --policies rkv",
+        "--policies rkv takes shares of layers only: give --shares",
+    )
     refused(kvpop, f"{start} {words} --rows 7", "--rows 7 is too few for an interval: give at least 8")
     refused(kvpop, f"{start} --data text.jsonl --length 32", "--length 32 is too short to shrink")
     refused(kvpop, f"{start} --data text.jsonl --length 4096", "and 16 are needed, half of them to judge by")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from engine.driving import Job, preempt_all, watched
 from engine.matrix import BUDGET, SINKS
 from engine.test_cartridges import SLOTS, write
 
+from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.cache.shares import EqualHeads
+from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.vllm_glue.extras import inspector
 
 PROTECTED = 33
@@ -123,6 +129,15 @@ def test_settings_of_a_request(served):
     ((name, answer),) = engine.serve([Job(90, new=30, scored=False, asks=asks)]).items()
     found = compare(engine, name, answer, SLOTS["plain"])
     assert not found[..., : SLOTS["plain"] + 9].any() and (found > 0).sum(-1).min() == 119 - 9 - 40
+
+
+def test_any_seed_of_a_request_can_be_inspected():
+    """A seed of 64 bits is no number of the plan that finds pages."""
+    impl = SimpleNamespace(
+        attention=SimpleNamespace(layout=PageLayout(2, 32, torch.float32)), policy=SimpleNamespace(compression=None)
+    )
+    row = inspector.Row(5, [1, 2], RequestSlots(0, 0, 32, 8, seed=2**64 - 1))
+    assert inspector._next_step(impl, [row], torch.device("cpu")).batch(EqualHeads(2)).decodes == 1
 
 
 def test_pages_that_cannot_be_read(served):

@@ -233,7 +233,7 @@ def _next_step(impl, rows: list[Row], device: torch.device) -> StepPlan:
     table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.int32)
     for i, row in enumerate(rows):
         table[i, : len(row.blocks)] = torch.tensor(row.blocks)
-    slots, lengths = [row.slots for row in rows], [row.seen + 1 for row in rows]
+    slots, lengths = [row.slots._replace(seed=None) for row in rows], [row.seen + 1 for row in rows]  # nothing is drawn
     step = slots, [1] * len(rows), lengths, table.to(device)
     return plan_batch(impl.attention.layout, *step, impl.policy.compression)
 

@@ -161,7 +161,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             device,
             kv_cache_spec.longest_prefix(longest),
         )
-        self.sized = False  # whether a row of the last step had a budget of its own
+        self.sized = False  # whether any request has had a budget of its own
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """Return the metadata of a step, or None for a dummy run of longer requests, whose outputs are 0.
@@ -185,18 +185,18 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         view = self.rows.view(rows, self.policy.draws, self.spec.may_have_cartridges)
         if self.rows.protects:
             self._begin_tails([i for i in range(rows) if slots[i].begins_tail(starts[i], starts[i] + 1)], slots)
-        blocks = RequestBlocks.of_rows(table[rows:requests], slots[rows:], self.layout.block_slots)
+        widths = self.rows.table.shape[1], self.rows.prefix_table.shape[1]
+        blocks = RequestBlocks.of_rows(table[rows:requests], slots[rows:], self.layout.block_slots, widths=widths)
         return self.finish(StepPlan(self.layout, spans, blocks, rows=view, checks=False), firsts[-1])
 
     def _sent(self, slots: list[RequestSlots]) -> dict[str, torch.Tensor]:
         """Return the numbers of a step's requests that differ from what the device has, for :meth:`DeviceRows.fill`.
 
-        Budgets, windows and the like are sent if this step or the previous one has requests with others than the
-        server's, because values of the previous step must be overwritten.
+        Budgets, windows and the like are sent from the first step on that has a request with others than the server's:
+        a row keeps what it was sent until it is sent something else.
         """
         server = SIZES(self.padding)
-        sized = any(SIZES(own) != server for own in slots)
-        send, self.sized = (self.sized or sized) and not self.unequal, sized
+        send = self.sized = self.sized or (not self.unequal and any(SIZES(record) != server for record in slots))
         needed = {"prefix": self.rows.protects, "made": self.spec.may_have_cartridges, "seed": self.policy.draws}
         tensors = numbers_of(slots, [name for name in NUMBERS if needed.get(name, send)])
         if send:

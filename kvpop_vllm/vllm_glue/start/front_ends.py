@@ -79,9 +79,10 @@ async def check_engines(engine_client: EngineClient) -> None:
         ) from None
     for theirs in engines:
         if other := [name for name in ours if theirs.get(name) != ours[name]]:
+            name = next((name for name in ("calibration", "scorer", "allocator") if name in other), other[0])
             raise ConfigError(
-                f"an engine of this API server has {FLAGS[other[0]]} {theirs.get(other[0])}, not {ours[other[0]]}: start every"
-                " node with the same --kv- flags"
+                f"an engine of this API server has {FLAGS[name]} {theirs.get(name)}, not {ours[name]}: start every"
+                " node with the same --kv- flags, and the same files"
             )
 
 
