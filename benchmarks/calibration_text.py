@@ -44,8 +44,8 @@ def cut(text: str) -> str:
 
 def questions(text: str) -> Iterator[tuple[str, str]]:
     """Yield the questions of a FAQ with their answers."""
-    parts = re.split(r"^(.+)\n-{4,}\n", text, flags=re.MULTILINE)
-    for question, answer in zip(parts[1::2], parts[2::2], strict=True):
+    sections = re.split(r"^(.+)\n-{4,}\n", text, flags=re.MULTILINE)
+    for question, answer in zip(sections[1::2], sections[2::2], strict=True):
         answer = plain(re.sub(r"^.+\n={4,}\n", "", answer, flags=re.MULTILINE))
         if question.endswith("?") and len(answer) > 100:
             yield plain(question), answer
