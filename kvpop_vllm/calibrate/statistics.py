@@ -8,10 +8,9 @@ import torch
 
 from kvpop_vllm.calibration.statistics import QueryStatistics
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels.ops import band_norms
 from kvpop_vllm.model_hook import Attend, Dense
 from kvpop_vllm.model_shape import rope_of, shape_of
-from kvpop_vllm.rope import check_rope, inverse_frequencies, rope_at, turned
+from kvpop_vllm.rope import band_norms, check_rope, inverse_frequencies, rope_at, turned
 
 ADVICE = "choose another model, or another policy"
 SHIFT = 100

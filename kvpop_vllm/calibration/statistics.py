@@ -26,8 +26,7 @@ from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json, replacing
-from kvpop_vllm.kernels.ops import band_norms
-from kvpop_vllm.rope import check_rope, inverse_frequencies, rope_at
+from kvpop_vllm.rope import band_norms, check_rope, inverse_frequencies, rope_at
 from kvpop_vllm.schemas import NAME, Schema, integer
 from kvpop_vllm.tensor_files import reading, save_tensors
 

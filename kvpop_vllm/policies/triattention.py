@@ -8,8 +8,9 @@ import torch
 
 from kvpop_vllm.calibration.statistics import QueryStatistics, read_statistics
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels.ops import ExpectedLogits, band_norms
+from kvpop_vllm.kernels.ops import ExpectedLogits
 from kvpop_vllm.policies.base import Order, Policy, Signal
+from kvpop_vllm.rope import band_norms
 
 RECENT = 128
 """Default window in tokens, that of the authors' plugin for vLLM."""

@@ -16,8 +16,9 @@ import torch
 
 from kvpop_vllm.cache.pages import Pages
 from kvpop_vllm.kernels.draws import draw, head_keys
-from kvpop_vllm.kernels.ops import ExpectedLogits, Redundancy, RetentionRule, SampledMass, band_norms
+from kvpop_vllm.kernels.ops import ExpectedLogits, Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.rope import band_norms
 from kvpop_vllm.rules.compress import load_queries, store_queries
 from kvpop_vllm.rules.retained import slot_positions
 

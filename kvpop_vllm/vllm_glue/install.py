@@ -64,9 +64,15 @@ def install(process: str, policy: Policy | None = None) -> None:
     places = {}
     for row in LEDGER:  # one by one: finding the place of a row may load the module that a later one asks for
         if row.process == process and CONDITIONS[row.when](policy):
-            places[row] = _place(row)
-    for row, (owner, name) in places.items():
-        _put(row, owner, name)
+            places[row] = (_wrapper(row), *_place(row))
+    for row, place in places.items():
+        _put(row, *place)
+
+
+def _wrapper(row: Patch) -> Callable:
+    """Return the package's function of a row."""
+    module, function = row.wrapper.split(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), function)
 
 
 def _place(row: Patch) -> tuple[Any, str]:
@@ -98,10 +104,8 @@ def _function(owner: Any, name: str) -> Callable:
     return getattr(vars(owner)[name], "__func__", vars(owner)[name])
 
 
-def _put(row: Patch, owner: Any, name: str) -> None:
+def _put(row: Patch, ours: Callable, owner: Any, name: str) -> None:
     """Put a row in place unless it is."""
-    module, function = row.wrapper.split(":")
-    ours = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     if row.kind == REGISTERED:
         ours()
     elif row.kind == ADDED:

@@ -11,8 +11,8 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.calibration.statistics import QueryStatistics, write_statistics
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.kernels.ops import band_norms
 from kvpop_vllm.model_shape import ModelShape
+from kvpop_vllm.rope import band_norms
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
 from kvpop_vllm.scorers.untrained import init_scorer
 from kvpop_vllm.testing import OraclePolicy, write_random_scorer

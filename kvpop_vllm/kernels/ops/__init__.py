@@ -38,7 +38,6 @@ from kvpop_vllm.kernels.ops.rules import (
     SampledMass,
     StepOrderError,
     TokenScorer,
-    band_norms,
 )
 from kvpop_vllm.kernels.ops.serving import begin_tail, decode_step, online_topk, prefill_chunk
 from kvpop_vllm.kernels.ops.training import (

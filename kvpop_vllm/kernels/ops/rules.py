@@ -346,15 +346,6 @@ class ExpectedLogits:
         return 0
 
 
-def band_norms(x: torch.Tensor, pairs: int) -> torch.Tensor:
-    """Return the norms ``[.., F]`` of vectors ``[.., D]`` in each band, ``F = D - pairs``.
-
-    The first ``2 * pairs`` channels rotate, channel i with channel ``pairs + i``. The others are bands of their own.
-    """
-    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
-    return torch.cat([torch.hypot(a, b), rest.abs()], -1)
-
-
 @dataclass(frozen=True)
 class RetentionRule(Retention):
     """Rule that decides which tokens a layer retains (DESIGN "The rule"; KVpop eq. 5).
