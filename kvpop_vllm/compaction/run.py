@@ -25,11 +25,10 @@ from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
 from kvpop_vllm.files import check_new
-from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.model_hook import check_rotation, load_model
 from kvpop_vllm.model_shape import positions_of, read_model_config
 from kvpop_vllm.policies.allocators import allocator_of
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.rules.matching import Matching
 from kvpop_vllm.supported import unserved
 
@@ -217,34 +216,14 @@ def load(model: str, dtype: str) -> torch.nn.Module:
     """Return the model for inference on the default device.
 
     Raises:
-        ConfigError: it cannot be loaded, has layers other than full attention, or one that rotates keys in another way
-            than :func:`kvpop_vllm.rope.turned`.
+        ConfigError: it cannot be loaded, has layers other than full attention, or as
+            :func:`kvpop_vllm.model_hook.check_rotation`.
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
     if features := unserved(loaded.config.get_text_config(), {}, positions_of(loaded.config)):
         raise ConfigError(f"a cartridge cannot serve a model with {features[0]}: choose another model")
     check_rotation(loaded, base_of(model)["rope"])
     return loaded
-
-
-@torch.no_grad()
-def check_rotation(model: torch.nn.Module, rope: dict, shift: int = 100) -> None:
-    """Check that every layer of a model rotates a key as :func:`turned` does, or not at all if ``rope`` says so.
-
-    A token alone attends to itself, so that its keys at two positions differ by their rotation in every layer.
-
-    Raises:
-        ConfigError: one does not; the first is named.
-    """
-    near, far = (read_corpus(model, [1], first=position) for position in (0, shift))
-    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2
-    for i, ((k, _), (later, _)) in enumerate(zip(near, far, strict=True)):
-        k, later = k.float(), later.float()
-        if (turned(k, shift, rope_at(rope, i)) - later).norm() > limit * later.norm():
-            raise ConfigError(
-                f"layer {i} of the model does not rotate keys as its config says, with channels paired as in Llama: choose"
-                " another model"
-            )
 
 
 @torch.no_grad()

@@ -147,7 +147,8 @@ def test_pages_that_cannot_be_read(served):
     for _ in range(6):
         engine.engine.step()
     own = engine.recorder.manager.inspector
-    row = own._row(engine.recorder.scheduler.running[0])
+    request = engine.recorder.scheduler.running[0]
+    row = inspector.Row.of(own.manager, request, request.num_computed_tokens)
     (error,) = own.run(inspector.held_in_worker, ([row._replace(seen=row.seen + 1)],))
     compression = own.policy.compression  # tokens of a prompt that slots were made of are not counted in the pages
     seen = row.seen - (0 if compression is None else row.slots.behind_prompt(compression).shift)

@@ -240,7 +240,7 @@ def test_a_model_that_rotates_in_another_way_is_refused(tmp_path, rope):
     """Its config says another base of the wavelengths than that of its rotation, or a part of the channels."""
     model = load_model(write_tiny_model(tmp_path), torch.float32)
     model.config.rope_parameters |= rope
-    with pytest.raises(ConfigError, match="^layer 0 of the model does not rotate queries as its config says"):
+    with pytest.raises(ConfigError, match="^layer 0 of the model does not rotate queries and keys as its config says"):
         query_statistics(model, ROWS)
 
 
