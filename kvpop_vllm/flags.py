@@ -152,23 +152,3 @@ def settings_of(where: str) -> dict[str, Setting]:
 
 FLAGS = {name: each.flag for name, each in settings_of(ENGINE).items()}
 """Command-line flag of each setting of an engine."""
-
-
-def engine_table() -> str:
-    """Return the table of flags, keys and arguments in ``docs/flags.md``."""
-    lines = ["| flag | key and `KVpopCache` argument | default | meaning |", "|---|---|---|---|"]
-    for each in SETTINGS:
-        if REQUEST in each.where:
-            continue
-        flag = f"`{each.flag} {each.metavar}`".replace("|", "\\|").replace(" `", "`") if ENGINE in each.where else "-"
-        only = "" if len(each.where) > 1 else f" ({each.where[0]} only)"
-        lines.append(f"| {flag} | `{each.name}`{only} | {each.default or '-'} | {each.meaning}. |")
-    return "\n".join(lines)
-
-
-def request_table() -> str:
-    """Return the table of the keys of a request in ``docs/flags.md``."""
-    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for name, each in settings_of(REQUEST).items():
-        lines.append(f"| `{name}` | {each.metavar} | {each.default or 'of the server'} | {each.meaning}. |")
-    return "\n".join(lines)

@@ -61,10 +61,6 @@ def run_calibrate(options) -> None:
     """Run `kvpop calibrate`."""
     if options.rows is not None and options.rows < LEAST_ROWS:
         raise ConfigError(f"--rows {options.rows} is too few for an interval: give at least {LEAST_ROWS}")
-    if options.threads:
-        import torch
-
-        torch.set_num_threads(options.threads)
     from kvpop_vllm.calibrate.plan import Options
     from kvpop_vllm.calibrate.run import calibrate, dry_run
 

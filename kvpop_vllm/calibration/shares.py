@@ -9,16 +9,32 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvpop_vllm.config import MAX_BUDGET, ConfigError, PolicySettings, check_head_shares
+from kvpop_vllm.config import ConfigError, PolicySettings, check_head_shares
 from kvpop_vllm.files import read_json, write_whole
+from kvpop_vllm.schemas import TEXT, Schema, integer, one_of
 
 NAME = "shares.json"
-FORMAT, VERSION = "kvpop-calibration", 1
+AGAIN = "run 'kvpop calibrate' again"
+SCHEMA = Schema("calibration", advice=f": {AGAIN}")
 UNITS = "uniform", "layer", "head"
 """Things that may differ in their share of the slots: none, layers, or heads too."""
 AUTO = "auto"
 """Value of ``--kv-policy`` that serves the recommendation of a calibration."""
 SIZES = "model_type", "num_layers", "num_kv_heads", "head_dim"
+
+
+def _fractions(windows: object) -> bool:
+    numbers = windows.values() if isinstance(windows, dict) else [None]
+    return all(type(value) in (int, float) and 0 < value <= 1 for value in numbers)
+
+
+RULES = {
+    **dict.fromkeys(("model_type", "policy"), TEXT),
+    **dict.fromkeys((*SIZES[1:], "budget"), integer(1)),
+    "rope": (lambda rope: isinstance(rope, dict | None), "an object or null"),
+    "unit": one_of(UNITS),
+    "windows": (_fractions, "an object of numbers above 0 and at most 1"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,8 +83,7 @@ class Calibration:
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""
-        content = {"format": FORMAT, "version": VERSION} | asdict(self)
-        write_whole(folder / NAME, json.dumps(content) + "\n")
+        write_whole(folder / NAME, json.dumps(SCHEMA.header | asdict(self)) + "\n")
 
 
 def has_shares(folder: str | None) -> bool:
@@ -78,23 +93,15 @@ def has_shares(folder: str | None) -> bool:
 
 def read_calibration(folder: str) -> Calibration:
     """Return the contents of a folder's ``shares.json``."""
-    path, again = Path(folder) / NAME, "run 'kvpop calibrate' again"
+    path = Path(folder) / NAME
     if not path.is_file():
         raise ConfigError(f"--kv-calibration {folder} has no {NAME}: give the folder of a finished 'kvpop calibrate'")
-    content = read_json(path, again)
-    if not isinstance(content, dict) or (content.pop("format", None), content.pop("version", None)) != (
-        FORMAT,
-        VERSION,
-    ):
-        raise ConfigError(f"{path} is no calibration of version {VERSION}: {again}")
-    names = set(Calibration.__dataclass_fields__)
-    if set(content) != names:
-        name = sorted(names ^ set(content))[0]
-        raise ConfigError(f"{path} {'lacks' if name in names else 'has an unknown key'} {name!r}: {again}")
-    wrong = next((name for name, valid in _valid(content).items() if not valid), None)
-    if wrong is not None:
-        raise ConfigError(f"{path}: {wrong} cannot be {json.dumps(content[wrong])[:80]}: {again}")
-    if content["shares"] is not None:
+    content = SCHEMA.body(read_json(path, AGAIN), str(path))
+    SCHEMA.check_keys(content, Calibration.__dataclass_fields__, (), str(path))
+    SCHEMA.check(content, RULES, str(path))
+    if content["unit"] == UNITS[0]:
+        SCHEMA.check(content, {"shares": (lambda shares: shares is None, "null")}, str(path))
+    else:
         check_head_shares(content["shares"], content["num_layers"], content["num_kv_heads"], str(path))
         content["shares"] = tuple(map(tuple, content["shares"]))
     return Calibration(**content)
@@ -109,22 +116,3 @@ def recommended(settings: PolicySettings) -> PolicySettings:
     calibration = read_calibration(settings.calibration)
     sized = settings.budget is not None or settings.compression is not None
     return replace(settings, policy=calibration.policy, budget=settings.budget if sized else calibration.budget)
-
-
-def _valid(content: dict) -> dict[str, bool]:
-    """Return for each key whether its value has the right type and range."""
-    texts = {name: isinstance(content[name], str) for name in ("model_type", "policy")}
-    numbers = {name: _size(content[name]) for name in (*SIZES[1:], "budget")}
-    windows, unit = content["windows"], content["unit"]
-    fractions = isinstance(windows, dict) and all(_fraction(value) for value in windows.values())
-    shares = (content["shares"] is None) == (unit == UNITS[0])
-    rope = content["rope"] is None or isinstance(content["rope"], dict)
-    return texts | numbers | {"rope": rope} | {"unit": unit in UNITS, "windows": fractions, "shares": shares}
-
-
-def _size(value: object) -> bool:
-    return type(value) is int and 1 <= value <= MAX_BUDGET
-
-
-def _fraction(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value <= 1

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.rope import band_norms, check_rope, inverse_frequencies, rope_at
-from kvpop_vllm.schemas import NAME, Schema, integer
+from kvpop_vllm.schemas import NAME, Schema, check_made_for, integer
 from kvpop_vllm.tensor_files import reading, save_tensors
 
 ADVICE = "calibrate the model again"
@@ -105,21 +105,10 @@ class QueryStatistics:
             source: name of the folder in errors.
             model: sizes of the model and ``rope``, by the names of the attributes.
         """
-        remedy = "calibrate this model, or give its folder with --kv-calibration"
-        for name, value in model.items():
-            if name != "rope" and getattr(self, name) != value:
-                raise ConfigError(
-                    f"{source} was made for a model with {name} = {getattr(self, name)!r}, this one has {value!r}: {remedy}"
-                )
-        rope = model["rope"]
-        if rope is None:
+        if model["rope"] is None:
             raise ConfigError("layers of this model have different rotary embeddings: choose another policy")
-        for name in sorted({*self.rope, *rope}):
-            if self.rope.get(name) != rope.get(name):
-                raise ConfigError(
-                    f"{source} was made for rotary embeddings with {name} = {self.rope.get(name)!r}, this model has"
-                    f" {rope.get(name)!r}: {remedy}"
-                )
+        made_for = {name: getattr(self, name) for name in model}
+        check_made_for(made_for, model, source, "calibrate this model, or give its folder with --kv-calibration")
 
 
 def read_statistics(folder: str | Path) -> QueryStatistics:

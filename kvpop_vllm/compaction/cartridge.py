@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
+from kvpop_vllm import schemas
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import add_file, check_new, read_json
@@ -397,19 +398,9 @@ def check_base(
     """
     folder = model if isinstance(model, str | Path) else weights
     resolved, name = _resolved(model), str(folder or "the model")
-    shape, rope = shape_of(resolved, name), rope_of(resolved)
-    for key in ("model_type", "num_layers", "num_kv_heads", "head_dim"):
-        if shape[key] != getattr(config, key):
-            raise ConfigError(
-                f"{source} was made for a model with {key} = {getattr(config, key)!r}, {name} has {shape[key]!r}: give"
-                f" a {kind} of this model"
-            )
-    if rope != (own := rope_of({"rope_parameters": config.rope})):
-        key = next(key for key in sorted(set(rope) | set(own)) if rope.get(key) != own.get(key))
-        raise ConfigError(
-            f"{source} was made for rotary embeddings with {key} = {own.get(key)!r}, {name} has {rope.get(key)!r}: give"
-            f" a {kind} of this model"
-        )
+    properties = shape_of(resolved, name) | {"rope": rope_of(resolved)}
+    made_for = {key: getattr(config, key) for key in MODEL_RULES} | {"rope": rope_of({"rope_parameters": config.rope})}
+    schemas.check_made_for(made_for, properties, source, f"give a {kind} of this model", name)
     digests = {"config": _config_digest(resolved, name), "weights": _weights_digest(Path(folder)) if folder else None}
     for key, value in digests.items():
         if None not in (value, config.base[key]) and value != config.base[key]:

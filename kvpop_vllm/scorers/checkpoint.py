@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json, replacing
+from kvpop_vllm.schemas import check_made_for
 from kvpop_vllm.scorers import ScorerConfig, parse_config
 from kvpop_vllm.tensor_files import reading, save_tensors
 
@@ -246,9 +247,6 @@ def check_model(config: ScorerConfig, *, source: str, **model) -> None:
     Raises:
         ConfigError: names the first property that differs.
     """
-    for key in ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size"):
-        made_for, value = getattr(config, key, None), model.get(key)
-        if hasattr(config, key) and made_for != value:
-            raise ConfigError(
-                f"{source} was made for a model with {key} = {made_for!r}, this one has {value!r}: give a scorer for this model with --kv-scorer"
-            )
+    names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size")
+    made_for = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    check_made_for(made_for, model, source, "give a scorer for this model with --kv-scorer")

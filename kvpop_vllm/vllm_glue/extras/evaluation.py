@@ -15,7 +15,8 @@ from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.evaluation.backends import GREEDY, Backend, Run
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
-from kvpop_vllm.model_shape import borrows_channel, positions_of, read_model_config
+from kvpop_vllm.evaluation.runner import DENSE_BLOCK
+from kvpop_vllm.model_shape import ModelShape, borrows_channel, positions_of, read_model_config
 from kvpop_vllm.requests import SEED
 from kvpop_vllm.vllm_glue.extras.inspector import Row, held_by_layer
 from kvpop_vllm.vllm_glue.extras.reports import manager_of
@@ -59,31 +60,43 @@ class EngineBackend(Backend):
             llm.llm_engine.engine_core.shutdown()
 
     def _engine(self, additional: dict):
-        from vllm import LLM
-
-        shape = self.shape
-        request = dense_request_bytes(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, self.longest, 128
-        )
         before = os.environ.get(IN_PROCESS)
         os.environ[IN_PROCESS] = "0"
         try:
-            return LLM(
-                str(self.model),
-                dtype=str(self.dtype).removeprefix("torch."),
-                max_model_len=self.room,
-                max_num_seqs=self.requests,
-                kv_cache_memory_bytes=(self.requests + 1) * request.allocated + SPARE_BYTES,
-                enforce_eager=True,
-                enable_prefix_caching=False,
-                skip_tokenizer_init=True,
-                additional_config=additional,
-            )
+            options = {"enable_prefix_caching": False, "additional_config": additional}
+            return start_engine(self.model, self.shape, self.dtype, self.room, self.requests, **options)
         finally:
             if before is None:
                 del os.environ[IN_PROCESS]
             else:
                 os.environ[IN_PROCESS] = before
+
+
+def start_engine(model: str, shape: ModelShape, dtype: torch.dtype, longest: int, requests: int, **options):
+    """Return an eager ``vllm.LLM`` that takes and returns token ids, with memory for dense requests.
+
+    Args:
+        model: folder of the model.
+        shape: shape of the model.
+        dtype: dtype of weights and cache.
+        longest: most tokens of a request, answer included.
+        requests: requests that run at once.
+        options: further arguments of the engine.
+    """
+    from vllm import LLM
+
+    sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    request = dense_request_bytes(*sizes, dtype, longest, DENSE_BLOCK)
+    return LLM(
+        str(model),
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=longest,
+        max_num_seqs=requests,
+        kv_cache_memory_bytes=(requests + 1) * request.allocated + SPARE_BYTES,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        **options,
+    )
 
 
 class EngineRun(Run):
