@@ -27,7 +27,7 @@ def one_of(choices: Iterable[str]) -> Rule:
     return lambda value: value in choices, f"one of {', '.join(choices)}"
 
 
-def check_made_for(made_for: Mapping, model: Mapping, source: str, remedy: str, name: str = "this one") -> None:
+def check_same_model(made_for: Mapping, model: Mapping, source: str, remedy: str, name: str = "this one") -> None:
     """Check that a file was made for a model.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvpop_vllm.config import ConfigError, PolicySettings, check_head_shares
 from kvpop_vllm.files import read_json, write_whole
-from kvpop_vllm.schemas import TEXT, Schema, integer, one_of
+from kvpop_vllm.schemas import TEXT, Schema, check_same_model, integer, one_of
 
 NAME = "shares.json"
 AGAIN = "run 'kvpop calibrate' again"
@@ -72,14 +72,9 @@ class Calibration:
             model: shape of a model, with the attributes :data:`SIZES` and ``rope``.
             source: name of the folder in errors.
         """
-        for name in (*SIZES, "rope"):
-            ours, theirs = getattr(self, name), getattr(model, name)
-            if None not in (ours, theirs) and ours != theirs:
-                label = name.replace("_", " ").replace("num ", "number of ").replace("rope", "rotation")
-                raise ConfigError(
-                    f"--kv-calibration {source} is of another model: its {label} is {ours}, the model's {theirs}: run 'kvpop"
-                    " calibrate' on this model"
-                )
+        known = [name for name in (*SIZES, "rope") if None not in (getattr(self, name), getattr(model, name))]
+        ours, theirs = ({name: getattr(shape, name) for name in known} for shape in (self, model))
+        check_same_model(ours, theirs, f"--kv-calibration {source}", "run 'kvpop calibrate' on this model")
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""

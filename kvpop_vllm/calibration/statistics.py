@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json, replacing
 from kvpop_vllm.rope import band_norms, check_rope, inverse_frequencies, rope_at
-from kvpop_vllm.schemas import NAME, Schema, check_made_for, integer
+from kvpop_vllm.schemas import NAME, Schema, check_same_model, integer
 from kvpop_vllm.tensor_files import reading, save_tensors
 
 ADVICE = "calibrate the model again"
@@ -108,7 +108,7 @@ class QueryStatistics:
         if model["rope"] is None:
             raise ConfigError("layers of this model have different rotary embeddings: choose another policy")
         made_for = {name: getattr(self, name) for name in model}
-        check_made_for(made_for, model, source, "calibrate this model, or give its folder with --kv-calibration")
+        check_same_model(made_for, model, source, "calibrate this model, or give its folder with --kv-calibration")
 
 
 def read_statistics(folder: str | Path) -> QueryStatistics:

@@ -26,13 +26,12 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
-from kvpop_vllm import schemas
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import add_file, check_new, read_json
 from kvpop_vllm.model_shape import read_model_config, shape_of, text_config
 from kvpop_vllm.rope import check_rope, rope_at, rope_of, turned
-from kvpop_vllm.schemas import NAME, Schema, integer
+from kvpop_vllm.schemas import NAME, Schema, check_same_model, integer
 from kvpop_vllm.tensor_files import reading, write_folder
 
 __all__ = [
@@ -400,7 +399,7 @@ def check_base(
     resolved, name = _resolved(model), str(folder or "the model")
     properties = shape_of(resolved, name) | {"rope": rope_of(resolved)}
     made_for = {key: getattr(config, key) for key in MODEL_RULES} | {"rope": rope_of({"rope_parameters": config.rope})}
-    schemas.check_made_for(made_for, properties, source, f"give a {kind} of this model", name)
+    check_same_model(made_for, properties, source, f"give a {kind} of this model", name)
     digests = {"config": _config_digest(resolved, name), "weights": _weights_digest(Path(folder)) if folder else None}
     for key, value in digests.items():
         if None not in (value, config.base[key]) and value != config.base[key]:

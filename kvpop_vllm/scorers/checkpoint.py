@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json, replacing
-from kvpop_vllm.schemas import check_made_for
+from kvpop_vllm.schemas import check_same_model
 from kvpop_vllm.scorers import ScorerConfig, parse_config
 from kvpop_vllm.tensor_files import reading, save_tensors
 
@@ -249,4 +249,4 @@ def check_model(config: ScorerConfig, *, source: str, **model) -> None:
     """
     names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size")
     made_for = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    check_made_for(made_for, model, source, "give a scorer for this model with --kv-scorer")
+    check_same_model(made_for, model, source, "give a scorer for this model with --kv-scorer")
