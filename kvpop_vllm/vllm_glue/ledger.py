@@ -179,7 +179,7 @@ LEDGER = (
     Patch("vllm.config.vllm:VllmConfig.__init__", "start.fallback:init_config", FALLBACK, "always",
           "A policy would have no effect: refuses it.", "when vLLM refuses keys of additional_config that nobody reads"),
     Patch("vllm.config.vllm:VllmConfig.__setstate__", "start.fallback:restore_config", FALLBACK, "always",
-          "The same of engine cores and workers, which get the config by pickle.", "with the one above", kind=ADDED),
+          "The same of engine cores and workers, which get the config by pickle.", "with the one above"),
 )
 # fmt: on
 FUNCTIONS = tuple(row for row in LEDGER if row.kind == WRAPPED and row.process != FALLBACK)

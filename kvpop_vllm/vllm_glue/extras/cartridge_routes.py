@@ -7,7 +7,7 @@ from asyncio import Lock
 from http import HTTPStatus
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from vllm.entrypoints.serve import create_error_response
@@ -16,7 +16,18 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.vllm_glue.extras.cartridge_names import CartridgeNames, Known, NamedCartridge, names_of
 from kvpop_vllm.vllm_glue.start.engine_policy import requested
 
-router = APIRouter()
+
+def check_policy(request: Request) -> None:
+    """Check that the engine of this app has a policy; a process may serve other engines too.
+
+    Raises:
+        HTTPException: it has none (404).
+    """
+    if not requested(request.app.state.vllm_config):
+        raise HTTPException(HTTPStatus.NOT_FOUND, "this server has no cartridges: start it with --kv-policy")
+
+
+router = APIRouter(dependencies=[Depends(check_policy)])
 _lock = Lock()
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 

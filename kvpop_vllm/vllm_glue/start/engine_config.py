@@ -8,7 +8,7 @@ import vllm
 from vllm import envs
 from vllm.logger import init_logger
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, check_spelling
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, check_spelling
 from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, refusals
 from kvpop_vllm.vllm_glue.start.engine_policy import (
     check_checkpoint,
@@ -32,7 +32,10 @@ def create_engine_config(install, original, self, *args, **kwargs):
         else:
             vllm_config = original(self, *args, **kwargs)
             _log_unused_scorers(vllm_config, "without --kv-policy: serving with a dense cache")
-            install(None)
+            try:
+                install(None)
+            except ConfigError as error:  # a stock server starts with this vLLM too
+                fallback.stand_aside(str(error), lambda: None)  # the wrapper of this function still refuses policies
     return vllm_config
 
 
