@@ -20,9 +20,10 @@ from kvpop_vllm.calibration.shares import AUTO, SIZES, UNITS, Calibration
 from kvpop_vllm.calibration.statistics import CONFIG_NAME, write_statistics
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
 from kvpop_vllm.distill.run import default_device
-from kvpop_vllm.evaluation.output import format_table, note, progress
+from kvpop_vllm.evaluation.output import format_table, note
 from kvpop_vllm.files import write_whole
 from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.progress import progress
 
 COLUMNS = "policy", "budget", "window", "shares", "kl", "over equal", "MiB", "prefill"
 PASSAGES = "separate passages: there are fewer than 8 documents to judge by"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
@@ -28,6 +26,7 @@ from kvpop_vllm.files import check_new
 from kvpop_vllm.model_hook import check_rotation, load_model
 from kvpop_vllm.model_shape import positions_of, read_model_config
 from kvpop_vllm.policies.allocators import allocator_of
+from kvpop_vllm.progress import progress
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules.matching import Matching
 from kvpop_vllm.supported import unserved
@@ -70,29 +69,6 @@ class CompactOptions:
     compactor: str | None = None
     place: str | None = None
     system: str | None = None
-
-
-class Progress:
-    """Progress bar on a terminal, lines elsewhere; both on stderr.
-
-    Args:
-        total: number of steps.
-        unit: name of a step.
-    """
-
-    def __init__(self, total: int, unit: str):
-        self.total, self.unit, self.count = total, unit, 0
-        self.bar = tqdm(total=total, unit=unit) if sys.stderr.isatty() else None
-
-    def __call__(self) -> None:
-        """Report one more step."""
-        self.count += 1
-        if self.bar is not None:
-            self.bar.update()
-            if self.count == self.total:
-                self.bar.close()
-        elif self.count * 10 // self.total > (self.count - 1) * 10 // self.total:
-            print(f"{self.unit} {self.count} of {self.total}", file=sys.stderr, flush=True)
 
 
 def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
@@ -255,22 +231,22 @@ def layers_of(
     chunks = list(zip([0, *ends], ends, strict=False))
     caches = read_corpus(model, tokens)
     if options.queries == "self-study":
-        done = Progress(options.answers, "answer")
-        reference = self_study(
-            model, place, corpus, caches, positions, answers=options.answers, seed=options.seed, done=done
-        )
+        how = {"answers": options.answers, "seed": options.seed}
+        with progress(options.answers, "answers") as tick:
+            reference = self_study(model, place, corpus, caches, positions, **how, done=lambda: tick(1))
     else:
         reference = repeat_prefill(place, corpus, chunks, positions)
-    fitting = Fitting(
-        caches,
-        reference,
-        budgets,
-        chunks,
-        options.matching,
-        on_policy=options.on_policy,
-        queries=options.reference,
-        seed=options.seed,
-        slots=slots,
-        done=Progress(len(budgets), "layer"),
-    )
-    return fit(model, fitting, reference, len(tokens)), len(tokens)
+    with progress(len(budgets), "layers") as tick:
+        fitting = Fitting(
+            caches,
+            reference,
+            budgets,
+            chunks,
+            options.matching,
+            on_policy=options.on_policy,
+            queries=options.reference,
+            seed=options.seed,
+            slots=slots,
+            done=lambda: tick(1),
+        )
+        return fit(model, fitting, reference, len(tokens)), len(tokens)

@@ -19,7 +19,7 @@ from kvpop_vllm.cache.step import StepPlan, plan_batch
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.vllm_glue.extras.cartridges import layers_of
-from kvpop_vllm.vllm_glue.extras.reports import manager_of, report, use_of
+from kvpop_vllm.vllm_glue.extras.reports import kept_by_head, manager_of, report, use_of
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -78,10 +78,7 @@ class Record:
         found = {**self.report, "state": state, "seen_tokens": self.seen, "error": self.error}
         kept = (self.left[..., : self.seen] == 0).sum(-1)
         if kept.size and self.error is None:
-            numbers = {"min": int(kept.min()), "mean": float(kept.mean()), "max": int(kept.max())}
-            evicted = {"min": self.seen - numbers["max"], "mean": self.seen - numbers["mean"]}
-            found["kept_tokens_per_head"] = numbers
-            found["evicted_tokens_per_head"] = evicted | {"max": self.seen - numbers["min"]}
+            found |= kept_by_head(self.seen, int(kept.min()), float(kept.mean()), int(kept.max()))
         return found
 
 
