@@ -16,7 +16,7 @@ from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation.policies import PolicySpec, learned
 from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
-from kvpop_vllm.policies.base import GATED, Order
+from kvpop_vllm.policies.base import GATED
 from kvpop_vllm.scorers.checkpoint import TENSORS_NAME
 
 VERSION = 1
@@ -81,8 +81,6 @@ def specs_of(options: Options) -> dict[str, PolicySpec]:
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
             why = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
             raise ConfigError(f"--policies {name} {why}")
-        if cls.order is Order.ROUNDS and options.unit == "head":
-            raise ConfigError(f"--policies {name} takes shares of layers only: give --shares layer")
     specs = [] if options.scorer is None else [learned(options.scorer, options.model)[0]]
     if specs and policies.get(specs[0].policy).signals & GATED:
         raise ConfigError(f"--scorer {options.scorer} holds a gate, and shares are for scorers of keys and values")

@@ -240,10 +240,6 @@ class Policy(Declaration):
             )
         if int(budgets.sum()) > self.retention.budget * budgets.numel():
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: fix the policy class")
-        if self.order is Order.ROUNDS and (budgets != budgets[:, :1]).any():
-            raise ConfigError(
-                f"--kv-policy {self.name} ranks all heads of a layer in one round, and their shares differ: choose another --kv-allocator"
-            )
         of_rank = budgets[:, heads]
         if of_rank.shape[1] < budgets.shape[1] and (budgets != budgets[:, :1]).any():
             raise ConfigError(
