@@ -207,6 +207,7 @@ def add_plan(commands: Commands) -> None:
         ("block-size", "N", 64, "slots of a block (default 64)"),
         ("dense-block-size", "N", 128, "tokens of stock's (default 128, as on a CPU)"),
         ("tensor-parallel", "R", 1, "ranks; all numbers are then those of one"),
+        ("pipeline-parallel", "R", 1, "stages; all numbers are then those of the one with the most layers"),
     ):
         command.add_argument(f"--{name}", type=positive, metavar=metavar, default=default, help=text)
 

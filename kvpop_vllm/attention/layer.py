@@ -13,7 +13,6 @@ from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.cache.step import StepBatch
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
-from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules import compress, rounds
 
 
@@ -97,7 +96,7 @@ class FixedBudgetAttention:
         if self.rule.rounds is not None:
             prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
             ends, windows = (batch.positions + 1).tolist(), batch.windows.tolist()
-            roles = list(map(self._roles, batch.budgets[:, 0].tolist(), windows, prefixes))
+            roles = list(map(self._roles, batch.budgets.tolist(), windows, prefixes))
             rounds.run_due_rounds(q[at], pages, batch.table, ends, roles, batch.seeds, self.rule, self.scale)
 
     def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunks: Chunks, out, gate_scores) -> None:
@@ -123,20 +122,20 @@ class FixedBudgetAttention:
         if chunks.compresses:
             self._compress(q[at], pages, chunks, prefix)
         if self.rule.rounds is not None:
-            roles = [self._roles(int(chunks.budgets[0, 0]), chunks.windows[0], chunks.slots[0].prefix)]
+            roles = [self._roles(chunks.budgets[0].tolist(), chunks.windows[0], chunks.slots[0].prefix)]
             step = chunks.table, chunks.ends, roles, chunks.seeds
             rounds.run_due_rounds(q[at], pages, *step, self.rule, self.scale)
 
-    def _roles(self, budget: int, window: int, prefix: int) -> Retention:
-        """Return the slot roles of a request's tail."""
-        return Retention(budget, self.rule.sinks, window).behind(prefix)
+    def _roles(self, budgets: list[int], window: int, prefix: int) -> list[rounds.EqualRoles]:
+        """Return the heads of a request, whose tails have ``budgets``, grouped by their slot roles."""
+        return rounds.by_roles(budgets, self.rule, window, prefix)
 
     def _alone(self, chunks: Chunks) -> Iterator[Chunks]:
         """Yield chunks one by one, cut where rounds are due."""
         for r, (start, end) in enumerate(zip(chunks.starts, chunks.ends, strict=True)):
             cuts = [end]
             if self.rule.rounds is not None:
-                roles = self._roles(int(chunks.budgets[r, 0]), chunks.windows[r], chunks.slots[r].prefix)
+                roles = self._roles(chunks.budgets[r].tolist(), chunks.windows[r], chunks.slots[r].prefix)
                 cuts = rounds.cuts(self.rule, roles, start, end)
             for begin, cut in zip([start, *cuts], cuts, strict=False):
                 yield chunks.part(r, begin, cut)

@@ -366,10 +366,10 @@ class StepPlan:
         rows, chunks, begun, places = self.rows, self.chunks, self.begun, []
         budgets = table = pages = slot_zero = None
         if rows.decodes:
-            budgets, table = shares.place(layer, rows.tails, rows.compressed, rows.numbers["budget"])
+            budgets, table = shares.place(layer, rows.tails, rows.compressed, rows.numbers["budget"], rows.windows)
             places.append(table)
         if len(chunks):
-            sizes, pages = shares.place(layer, self.tails, self.compressed, chunks.budgets)
+            sizes, pages = shares.place(layer, self.tails, self.compressed, chunks.budgets, chunks.windows)
             chunks = replace(chunks, budgets=sizes, table=pages, _known={})
             places.append(pages[self.first_parts])
         if self.checks and places:

@@ -49,6 +49,14 @@ def add_calibrate(commands) -> None:
     command.add_argument(
         "--protect-prompt", action="store_true", help="rows are documents, whose prompts are never evicted"
     )
+    for name, things in (("tensor", "ranks"), ("pipeline", "stages")):
+        command.add_argument(
+            f"--{name}-parallel-size",
+            type=positive,
+            default=1,
+            metavar="N",
+            help=f"{things} that will serve the model, among which slots are balanced (default 1)",
+        )
     command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default float32)")
     command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     command.add_argument(
@@ -66,5 +74,6 @@ def run_calibrate(options) -> None:
 
     chosen = {name: getattr(options, name) for name in ("length", "rows", "dtype", "scorer") if getattr(options, name)}
     chosen |= {"unit": options.shares, "protect": options.protect_prompt}
+    chosen |= {"ranks": options.tensor_parallel_size, "stages": options.pipeline_parallel_size}
     settings = Options(options.model, options.out, tuple(options.data), policies=tuple(options.policies), **chosen)
     (dry_run if options.dry_run else calibrate)(settings)

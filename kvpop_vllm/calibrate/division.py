@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from kvpop_vllm.cache.shares import Part
+
 
 class Curve(NamedTuple):
     """Losses of some heads with each number of slots.
@@ -49,6 +51,20 @@ def divide(curves: Sequence[Curve], sizes: Sequence[int], mean: float) -> list[f
         slots[number] += more
         left -= more * len(curves[number].heads)
     return [count + left / heads for count in slots]
+
+
+def curves_of(curves: Sequence[Curve], part: Part) -> list[Curve]:
+    """Return the curves of the layers and heads of a part of the model.
+
+    A layer loses as much by each of its heads as by the others, where they were not measured apart.
+    """
+    found = []
+    for curve in curves:
+        heads = tuple(head for head in curve.heads if part.heads[0] <= head < part.heads[1])
+        if heads and part.layers[0] <= curve.layer < part.layers[1]:
+            losses = tuple(loss * len(heads) / len(curve.heads) for loss in curve.losses)
+            found.append(Curve(curve.layer, heads, losses))
+    return found
 
 
 def shares_of(

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import policies
+from kvpop_vllm.cache.shares import Part, layers_of_stages, parts_of
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation.policies import PolicySpec, learned
 from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
-from kvpop_vllm.policies.base import GATED, Order
+from kvpop_vllm.policies.base import GATED
 from kvpop_vllm.scorers.checkpoint import TENSORS_NAME
 
 VERSION = 1
@@ -60,6 +61,8 @@ class Options:
         rows: rows to measure on, and as many to judge by.
         protect: True to protect the prompts of documents.
         dtype: dtype of the model.
+        ranks: tensor-parallel ranks that will serve the model.
+        stages: pipeline stages that will serve the model.
     """
 
     model: str
@@ -72,6 +75,8 @@ class Options:
     rows: int = 10
     protect: bool = False
     dtype: str = "float32"
+    ranks: int = 1
+    stages: int = 1
 
 
 def specs_of(options: Options) -> dict[str, PolicySpec]:
@@ -81,8 +86,6 @@ def specs_of(options: Options) -> dict[str, PolicySpec]:
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
             why = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
             raise ConfigError(f"--policies {name} {why}")
-        if cls.order is Order.ROUNDS and options.unit == "head":
-            raise ConfigError(f"--policies {name} takes shares of layers only: give --shares layer")
     specs = [] if options.scorer is None else [learned(options.scorer, options.model)[0]]
     if specs and policies.get(specs[0].policy).signals & GATED:
         raise ConfigError(f"--scorer {options.scorer} holds a gate, and shares are for scorers of keys and values")
@@ -105,6 +108,7 @@ class Plan:
         budgets: budgets of the report, in tokens.
         text: rows of tokens.
         split: number of layers whose heads are measured.
+        parts: layers and heads that divide slots among them: those of each rank that will serve the model.
     """
 
     def __init__(self, options: Options):
@@ -124,7 +128,26 @@ class Plan:
         prompt = max(prompt for _, prompt in self.text.measured + self.text.held_out)
         if prompt > length // 2:
             raise ConfigError(f"a prompt has {prompt} of {length} tokens, more than half: raise --length")
+        self.parts = self._parts()
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
+
+    def _parts(self) -> list[Part]:
+        """Return the parts of the model that divide slots; layers' shares hold for the heads of all ranks."""
+        heads, layers, options = self.shape.num_kv_heads, self.shape.num_layers, self.options
+        if heads % options.ranks and options.ranks % heads:
+            raise ConfigError(
+                f"--tensor-parallel-size {options.ranks} does not divide {heads} KV heads: choose another"
+            )
+        if options.stages > layers:
+            raise ConfigError(f"--pipeline-parallel-size {options.stages} is more than {layers} layers: lower it")
+        ranks = options.ranks if options.unit == "head" else 1
+        return list(dict.fromkeys(parts_of(layers_of_stages(layers, options.stages), heads, ranks)))
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit in records and tables, with ranks and stages where slots are divided among their heads."""
+        ranks, stages = self.options.ranks, self.options.stages
+        return self.options.unit + (f"-{ranks}x{stages}" if len(self.parts) > 1 else "")
 
     @property
     def stride(self) -> int:

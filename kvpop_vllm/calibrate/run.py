@@ -107,6 +107,8 @@ def command(options: Options, calibration: Calibration) -> str:
     if options.scorer is not None and policies.get(calibration.policy).scorer_kind is not None:
         words += ["--kv-scorer", options.scorer]
     words += ["--kv-protect-prompt", "all"] if options.protect else []
+    for flag, size in (("--tensor-parallel-size", options.ranks), ("--pipeline-parallel-size", options.stages)):
+        words += [flag, str(size)] if size > 1 else []
     if default_device().type == "cpu":
         words += ["--kv-cache-memory-bytes", str(1 << 30)]
     return shlex.join(words)

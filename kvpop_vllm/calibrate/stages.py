@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.calibrate.division import Curve, damped, divide, shares_of
+from kvpop_vllm.calibrate.division import Curve, curves_of, damped, divide, shares_of
 from kvpop_vllm.calibrate.layers import RowReplay, head_losses, layer_losses, shared_losses
 from kvpop_vllm.calibrate.passes import EQUAL, Choice, Passes
 from kvpop_vllm.calibrate.plan import BUDGETS, PROBE, SERVED, SHORTLIST, WINDOWS, Plan
@@ -119,15 +119,18 @@ class Stages:
     def search(self, curves: list[Curve]) -> str:
         """Return the name of the table of shares that measured rows like best, :data:`EQUAL` for none.
 
-        Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The
+        Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The heads of
+        each rank have as many slots together as those of any other of as many layers. The
         geometric mean over budgets of the divergence decides: first with all heads' windows shrunk for the last queries,
         then, among the best, under the policy that decides and on the kernels of serving.
         """
-        plan, unit = self.plan, self.plan.options.unit
+        plan, unit = self.plan, self.plan.unit
         sizes, shape = [*plan.sizes, plan.length - DEFAULT_SINKS], (plan.shape.num_layers, plan.shape.num_kv_heads)
         tables = {EQUAL: torch.ones(shape, dtype=torch.float64)}
         for part, budget in zip(BUDGETS, plan.budgets, strict=True):
-            shares = shares_of(curves, divide(curves, sizes, budget - DEFAULT_SINKS), sizes[0], *shape)
+            by_part = [curves_of(curves, one) for one in plan.parts]
+            slots = [size for own in by_part for size in divide(own, sizes, budget - DEFAULT_SINKS)]
+            shares = shares_of([curve for own in by_part for curve in own], slots, sizes[0], *shape)
             tables |= {f"{unit}-{part}": shares, f"{unit}-{part}-damped": damped(shares)}
         for name, shares in tables.items():
             self.passes.write_table(name, shares)
@@ -159,7 +162,7 @@ class Stages:
 
     def _search(self, number: int, windows: torch.Tensor) -> list[float]:
         """Return the losses of a row with each table of windows."""
-        key = ["search", self.plan.options.unit, number]
+        key = ["search", self.plan.unit, number]
         if key not in self.records:
             self.records.put(key, shared_losses(self.replay(number), self._first(number), windows))
         self.tick(self.plan.search_cost(len(windows)))

@@ -19,7 +19,13 @@ SCHEMA = Schema("calibration", advice=f": {AGAIN}")
 UNITS = "uniform", "layer", "head"
 """Things that may differ in their share of the slots: none, layers, or heads too."""
 AUTO = "auto"
-"""Value of ``--kv-policy`` that serves the recommendation of a calibration."""
+"""Value of ``--kv-policy`` that serves the recommendation of a calibration, or :data:`UNCALIBRATED` without one."""
+UNCALIBRATED = "streaming-llm"
+"""Policy that ``auto`` stands for without a calibration.
+
+Of the policies that need nothing of a model and prefill in chunks it diverges least on text (LOG, tables of policies), and
+its prefill is the fastest.
+"""
 SIZES = "model_type", "num_layers", "num_kv_heads", "head_dim"
 
 
@@ -103,11 +109,14 @@ def read_calibration(folder: str) -> Calibration:
 
 
 def recommended(settings: PolicySettings) -> PolicySettings:
-    """Return settings in which policy ``auto`` is replaced by the calibration's policy and, if none is set, budget."""
+    """Return settings in which policy ``auto`` is replaced by the calibration's policy and, if none is set, budget.
+
+    Without a calibration ``auto`` is :data:`UNCALIBRATED`.
+    """
     if settings.policy != AUTO:
         return settings
     if settings.calibration is None:
-        raise ConfigError("--kv-policy auto serves what a calibration recommends: give --kv-calibration DIR")
+        return replace(settings, policy=UNCALIBRATED)
     calibration = read_calibration(settings.calibration)
     sized = settings.budget is not None or settings.compression is not None
     return replace(settings, policy=calibration.policy, budget=settings.budget if sized else calibration.budget)

@@ -103,8 +103,7 @@ class Rows:
         if not _several(self.budget):
             return policy.shares()[layer].expand(rows, -1), [policy.retention.window] * rows
         kept = [policy.retention_of(budget) for budget in self.budget]
-        budgets = torch.tensor([own.budget for own in kept], dtype=torch.int32)
-        return budgets.unsqueeze(1).expand(-1, policy.model.num_kv_heads), [own.window for own in kept]
+        return torch.stack([policy.shares_of(own)[layer] for own in kept]), [own.window for own in kept]
 
 
 def _several(value) -> bool:

@@ -1,13 +1,12 @@
 """Allocators: how the budget of a request is distributed over layers and heads.
 
-Any allocator works with any policy, with two exceptions. ``ada`` needs the votes of a policy that compresses
-prompts, and policies that rank all heads of a layer in one round need heads with equal budgets.
+Any allocator works with any policy, but for ``ada``, which needs the votes of a policy that compresses prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
@@ -55,6 +54,17 @@ def proportional(shares: Sequence[Sequence[float]], kept: Retention, layers: int
     return (kept.first_long + slots).int().view(layers, heads)
 
 
+@dataclass(frozen=True)
+class Proportional:
+    """Allocator :func:`proportional` with measured ``shares [layers][H]``."""
+
+    shares: tuple[tuple[float, ...], ...]
+
+    def __call__(self, kept: Retention, layers: int, heads: int) -> torch.Tensor:
+        """Return the budgets ``[layers, H]`` int32."""
+        return proportional(self.shares, kept, layers, heads)
+
+
 def _whole(sizes: torch.Tensor) -> torch.Tensor:
     """Return ``sizes`` rounded to integers in a way that preserves their sum."""
     return sizes.cumsum(0).round().long().diff(prepend=torch.zeros(1, dtype=torch.int64))
@@ -80,7 +90,7 @@ def allocator_of(name: str, layers: int, heads: int) -> Allocator:
     if not isinstance(found, dict) or not found.get("shares"):
         raise ConfigError(f"--kv-allocator {name} has no shares: write them with 'kvpop distill shares'")
     check_head_shares(found["shares"], layers, heads, name)
-    return partial(proportional, found["shares"])
+    return Proportional(tuple(map(tuple, found["shares"])))
 
 
 ALLOCATORS: dict[str, Allocator] = {

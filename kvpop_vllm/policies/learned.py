@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvpop_vllm.config import ConfigError, ScorerShape
-from kvpop_vllm.policies.allocators import CALIBRATED, proportional
+from kvpop_vllm.policies.allocators import CALIBRATED, Proportional
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import Gate, Scorer, ScorerConfig, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
@@ -58,7 +58,7 @@ class Learned(Policy):
     @functools.cached_property
     def allocate(self):
         if self.allocator == MEASURED:
-            return functools.partial(proportional, self.config.shares)
+            return Proportional(tuple(map(tuple, self.config.shares)))
         return super().allocate
 
     def scorer_shape(self) -> ScorerShape:

@@ -97,12 +97,17 @@ def held_behind_prompt(
 
 
 def slot_positions(
-    pages: Pages, row: torch.Tensor, seen: int, retention: Retention, filled: torch.Tensor | None = None
+    pages: Pages,
+    row: torch.Tensor,
+    seen: int,
+    retention: Retention,
+    filled: torch.Tensor | None = None,
+    heads: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the position of the token in each slot in use, in slot order.
 
     Positions in sinks and ring follow from ``seen``. Those in long-range slots are read from the position
-    words. All heads must have the same budget.
+    words. The heads must have the same budget.
 
     Args:
         pages: one layer's cache.
@@ -110,6 +115,7 @@ def slot_positions(
         seen: tokens the request has processed, more than ``retention.first``.
         retention: budget, sinks and window.
         filled: ``[H]``, filled long-range slots of each head, if the number depends on the tokens.
+        heads: ``[n]`` int64, KV heads to look at, None for all H.
 
     Returns:
         ``[H, n]`` int64, :data:`EMPTY` in slots that are not filled; n is ``min(seen - p, budget)``, or less
@@ -119,12 +125,12 @@ def slot_positions(
         ValueError: the pages have not seen ``seen`` tokens (as stored in the position word of slot 0).
     """
     layout, first, since = pages.layout, retention.first_long, seen - retention.first
-    heads = torch.arange(layout.num_kv_heads).unsqueeze(1)
+    heads = (torch.arange(layout.num_kv_heads) if heads is None else heads).unsqueeze(1)
     count = min(since, retention.budget)
     if filled is not None and since > first:
         count = first + int(filled.max())
     slots = torch.arange(count)
-    blocks = row.expand(layout.num_kv_heads, -1)[:, layout.state_blocks + slots // layout.block_slots].long()
+    blocks = row.expand(layout.num_kv_heads, -1)[heads, layout.state_blocks + slots // layout.block_slots].long()
     words = pages.position[blocks, heads, slots % layout.block_slots].long()
     if seen > 0 and (words[:, 0] != seen).any():
         raise ValueError(f"these pages have seen {words[:, 0].tolist()} tokens, not {seen}")

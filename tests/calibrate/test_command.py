@@ -175,11 +175,6 @@ def test_refusals_of_the_command(kvpop, calibrated):
     start = "calibrate llama --out refused"
     refused(kvpop, f"{start} {words} --policies kvpop", "--policies kvpop needs a scorer: give --scorer DIR")
     refused(kvpop, f"{start} {words} --policies snapkv", "--policies snapkv takes no shares of layers: leave it out")
-    refused(
-        kvpop,
-        f"{start} {words} --shares head --policies rkv",
-        "--policies rkv takes shares of layers only: give --shares",
-    )
     refused(kvpop, f"{start} {words} --rows 7", "--rows 7 is too few for an interval: give at least 8")
     refused(kvpop, f"{start} --data text.jsonl --length 32", "--length 32 is too short to shrink")
     refused(kvpop, f"{start} --data text.jsonl --length 4096", "and 16 are needed, half of them to judge by")

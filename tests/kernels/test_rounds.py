@@ -11,7 +11,7 @@ from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules import rounds
-from kvpop_vllm.rules.rounds import Tokens, cuts, interval, sampled_mass, without_redundancy
+from kvpop_vllm.rules.rounds import Tokens, by_roles, cuts, interval, sampled_mass, without_redundancy
 from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
 
 HEADS, GROUP, SIZE = 2, 2, 32
@@ -30,11 +30,22 @@ def test_interval(topk, every):
 
 def test_a_chunk_is_cut_where_rounds_are_due():
     """Cuts begin at the last round before evictions; B = 48 and k = 40 give a round every 20 tokens."""
-    rule, kept = rule_of("vase"), Retention(48, 2, 6)
+    rule = rule_of("vase")
+    kept = by_roles([48, 48], rule, 6, 0)
+    assert kept == [(Retention(48, 2, 6), None)]
     assert cuts(rule, kept, 0, 28) == [28] and cuts(rule, kept, 0, 40) == [40]
     assert cuts(rule, kept, 0, 100) == [40, 60, 80, 100] and cuts(rule, kept, 45, 101) == [60, 80, 100, 101]
     assert cuts(rule, kept, 60, 61) == [61]
-    assert cuts(rule, kept.behind(1000), 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
+    protected = by_roles([48, 48], rule, 6, 1000)
+    assert cuts(rule, protected, 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
+
+
+def test_heads_of_unequal_shares_cut_where_any_is_due():
+    """Heads of 40 and of 14 long-range slots have rounds every 20 and every 7 tokens; one of none has no rounds."""
+    rule = rule_of("vase")
+    kept = by_roles([48, 22, 48, 8], rule, 6, 0)
+    assert kept == [(Retention(48, 2, 6), [0, 2]), (Retention(22, 2, 6), [1]), (Retention(8, 2, 6), [3])]
+    assert cuts(rule, kept, 0, 60) == [21, 28, 35, 40, 42, 49, 56, 60]
 
 
 def tokens_of(keys, values, queries, sinks=0, window=4) -> Tokens:

@@ -51,12 +51,6 @@ def test_shares_of_a_file_are_parts_of_the_slots():
         made("h2o", allocator=str(matrix.SHARES))
 
 
-@pytest.mark.parametrize("name", ["rkv", "vase"])
-def test_heads_ranked_in_one_round_have_equal_shares(name):
-    with pytest.raises(ConfigError, match="ranks all heads of a layer in one round, and their shares differ: choose"):
-        matrix.made(name, 256, ModelShape("llama", 2, 2, 32, 512, num_heads=4), allocator=str(matrix.SHARES))
-
-
 def test_ranks_are_refused_before_weights_are_loaded(tmp_path):
     model = write_tiny_model(tmp_path / "model")
     config = init_scorer(model, tmp_path / "scorer", sinks=2, window=6, topk=16)

@@ -10,7 +10,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from vllm import envs
 from vllm.config import get_current_vllm_config
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -25,7 +30,15 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout, Pages
-from kvpop_vllm.cache.shares import EqualHeads, SharesByVotes, fixed_shares
+from kvpop_vllm.cache.shares import (
+    Division,
+    EqualHeads,
+    Shares,
+    SharesByVotes,
+    fixed_shares,
+    heads_of_rank,
+    parts_of,
+)
 from kvpop_vllm.cache.step import StepBatch, StepPlan, plan_batch
 from kvpop_vllm.compaction.cartridge import read_config
 from kvpop_vllm.config import ConfigError
@@ -48,6 +61,7 @@ class FixedBudgetBackend(AttentionBackend):
 
     policy: ClassVar = None
     block_slots: ClassVar[int] = BLOCK_SLOTS
+    stages: ClassVar[list[tuple[int, int]]] = []
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list] = [getattr(torch, name) for name in DTYPES["cpu"]]
@@ -111,7 +125,8 @@ class FixedBudgetBackend(AttentionBackend):
             budget=cls.policy.retention.budget,
             sinks=cls.policy.retention.sinks,
             state_blocks=layout.state_blocks,
-            shares=cls.policy.checked_shares(cls.heads(spec.num_kv_heads)),
+            shares=cls.division(),
+            largest=tuple((kept.budget, kept.window) for kept in cls.policy.largest_retentions()),
             protect=cls.policy.protect,
             max_budget=cls.policy.max_budget,
             max_protect=cls.policy.max_protect,
@@ -132,6 +147,24 @@ class FixedBudgetBackend(AttentionBackend):
         return heads_of_rank(*ranks, cls.policy.model.num_kv_heads, held)
 
     @classmethod
+    def division(cls) -> Division | None:
+        """Return how heads divide the slots of a request, the same in all ranks; None if they are equal."""
+        ranks = get_tensor_model_parallel_world_size()
+        return cls.policy.division(parts_of(cls.stages, cls.policy.model.num_kv_heads, ranks))
+
+    @classmethod
+    def part(cls) -> int:
+        """Return the index of this rank's part of :meth:`division`."""
+        stage = get_pp_group().rank_in_group if len(cls.stages) > 1 else 0
+        return stage * get_tensor_model_parallel_world_size() + get_tensor_model_parallel_rank()
+
+    @classmethod
+    def shares(cls) -> Shares | None:
+        """Return the budgets of this rank's heads for requests with the server's budget; None if all heads are equal."""
+        division, kept = cls.division(), cls.policy.retention
+        return None if division is None else division.shares(kept.budget, kept.window)[cls.part()]
+
+    @classmethod
     def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
         """Return the page layout of one layer on this rank."""
         return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats)
@@ -141,7 +174,9 @@ def for_config(vllm_config, base: type[FixedBudgetBackend] = FixedBudgetBackend)
     """Return the backend class of one engine, with its policy and its slots per block."""
     cache = vllm_config.cache_config
     slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
-    return type(base.__name__, (base,), {"policy": engine_policy(vllm_config), "block_slots": slots})
+    policy, stages = engine_policy(vllm_config), vllm_config.parallel_config.pipeline_parallel_size
+    layers = [get_pp_indices(policy.model.num_layers, stage, stages) for stage in range(stages)]
+    return type(base.__name__, (base,), {"policy": policy, "block_slots": slots, "stages": layers})
 
 
 def cartridge_room(policy) -> tuple[tuple[int, ...], bool]:
@@ -149,21 +184,6 @@ def cartridge_room(policy) -> tuple[tuple[int, ...], bool]:
     folders = (policy.settings.cartridge or {}).values()
     loads = bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING) and not policy.compresses
     return tuple(read_config(folder).slots for folder in folders), loads
-
-
-def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
-    """Return the KV heads that a tensor-parallel rank holds.
-
-    With more ranks than heads, several ranks hold the same head.
-
-    Args:
-        rank: the rank.
-        ranks: number of ranks.
-        total: KV heads of the model.
-        held: KV heads of each rank.
-    """
-    first = rank * total // ranks
-    return slice(first, first + held)
 
 
 def _log_kernels(like: torch.Tensor) -> None:
@@ -313,7 +333,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             )
         self.cartridges = cartridge_room(self.policy)
         self.attention: FixedBudgetAttention | None = None
-        self.layer, self.shares = None, None
+        self.layer, self.shares, self.backend = None, None, None
         self.gates: torch.nn.ModuleList | None = None
         self._pages = WeakTensorKeyDictionary()
 
@@ -328,7 +348,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         context[name].sliding_window = None  # no request exceeds it, and vLLM asks for a cache spec by it
         backend = for_config(self.vllm_config)
         heads = backend.heads(self.num_kv_heads)
-        self.layer, self.shares = extract_layer_index(name), self.policy.checked_shares(heads)
+        self.layer, self.shares, self.backend = extract_layer_index(name), backend.shares(), backend
         if self.policy.gated:
             self._add_gate(self.layer, heads)
         rule = self.policy.layer_rule(self.layer, heads)
@@ -425,8 +445,9 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             return divided.pages, divided, own
         if self.shares is None:
             return own, EqualHeads(layout.num_kv_heads), own
-        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device)
-        return shares.view(_all_layers(kv_cache, self.layer)), shares, own
+        division, part = self.backend.division(), self.backend.part()
+        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device, division, part)
+        return shares.view(_all_layers(kv_cache, self.layer - self.shares.first)), shares, own
 
 
 def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
@@ -438,11 +459,11 @@ def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
 
 
 def _all_layers(kv_cache: torch.Tensor, layer: int) -> torch.Tensor:
-    """Return the allocation that holds the caches of all layers, one after another.
+    """Return the allocation that holds the caches of all layers of this stage, one after another.
 
     Args:
         kv_cache: the cache of layer ``layer``.
-        layer: index of the layer.
+        layer: index of the layer in its stage.
 
     Raises:
         RuntimeError: the caches do not lie one after another.

@@ -22,6 +22,7 @@ from kvpop_vllm.vllm_glue.run.backend import (
     FixedBudgetImpl,
     FixedBudgetMetadata,
     FixedBudgetMetadataBuilder,
+    for_config,
 )
 from kvpop_vllm.vllm_glue.run.cache_spec import longest_prefix
 from kvpop_vllm.vllm_glue.start import cuda
@@ -117,7 +118,7 @@ class CudaImpl(FixedBudgetImpl):
         query = query[: scheduler.max_num_scheduled_tokens]
         budgets, most = [budget] * self.num_kv_heads, budget
         if self.shares is not None:
-            budgets, most = self.shares.budgets[self.layer], max(self.shares.counts)
+            budgets, most = self.shares.budgets[self.layer - self.shares.first], max(self.shares.counts)
         length = self.vllm_config.model_config.max_model_len
         longest = longest_prefix(length, self.policy.max_protect, *self.cartridges)
         limits = len(query), scheduler.max_num_seqs, length, query.device, longest
@@ -157,7 +158,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             self.padding,
             vllm_config.scheduler_config.max_num_seqs,
             kv_cache_spec.blocks(longest, kv_cache_spec.slots(budget=kv_cache_spec.max_budget)),
-            kv_cache_spec.shares,
+            for_config(vllm_config).shares(),
             device,
             kv_cache_spec.longest_prefix(longest),
         )
