@@ -103,8 +103,8 @@ def _place(row: Patch) -> tuple[Any, str]:
 
 def _function(owner: Any, name: str) -> Callable:
     """Return a function of a module or class as it is defined, without the method that binds it."""
-    found = vars(owner).get(name) or _PYTHONS[name]
-    return getattr(found, "__func__", found)
+    defined = vars(owner).get(name) or _PYTHONS[name]
+    return getattr(defined, "__func__", defined)
 
 
 def _put(row: Patch, ours: Callable, owner: Any, name: str) -> None:
