@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 HTTP_SERVER = "vllm.entrypoints.launchers.app"
 """Module that every process with vLLM's HTTP server has loaded before it makes a config."""
 _ROW = "_kvpop_row"
-_PYTHONS = {"__setstate__": lambda self, state: self.__dict__.update(state)}
-"""Methods that a class may leave to Python."""
+_DEFAULTS = {"__setstate__": lambda self, state: self.__dict__.update(state)}
+"""What Python does where a class defines no such method."""
 
 
 def _loads_cartridges() -> bool:
@@ -103,7 +103,7 @@ def _place(row: Patch) -> tuple[Any, str]:
 
 def _function(owner: Any, name: str) -> Callable:
     """Return a function of a module or class as it is defined, without the method that binds it."""
-    defined = vars(owner).get(name) or _PYTHONS[name]
+    defined = vars(owner).get(name) or _DEFAULTS[name]
     return getattr(defined, "__func__", defined)
 
 
