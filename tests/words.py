@@ -43,7 +43,7 @@ COUNTS: dict[str, int] = {
     "name most": 65,
     "name of": 15,
     "name others": 24,
-    "name own": 329,
+    "name own": 328,
     "name said": 40,
     "name seen": 132,
     "name some": 9,
