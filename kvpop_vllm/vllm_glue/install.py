@@ -19,7 +19,7 @@ HTTP_SERVER = "vllm.entrypoints.launchers.app"
 """Module that every process with vLLM's HTTP server has loaded before it makes a config."""
 _ROW = "_kvpop_row"
 _DEFAULTS = {"__setstate__": lambda self, state: self.__dict__.update(state)}
-"""What Python does where a class defines no such method."""
+"""Methods of Python that hold where a class defines none of its own."""
 
 
 def _loads_cartridges() -> bool:
