@@ -38,7 +38,7 @@ def share(text: str) -> float:
     return _number(text, float, lambda value: 0 < value <= 1, "above 0 and at most 1")
 
 
-def _number(text: str, kind: type, fits: Callable[[float], bool], what: str) -> float:
+def _number(text: str, kind: type, fits: Callable[[float], bool], allowed: str) -> float:
     """Return a number of a kind and range.
 
     Raises:
@@ -47,7 +47,7 @@ def _number(text: str, kind: type, fits: Callable[[float], bool], what: str) -> 
     """
     value = kind(text)
     if not fits(value):
-        raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
     return value
 
 

@@ -224,10 +224,10 @@ def check_rotation(model: torch.nn.Module, rope: Mapping) -> None:
         ConfigError: one does not; the first is named.
     """
     near, far = {}, {}
-    for position, seen in ((0, near), (SHIFT, far)):
+    for position, by_layer in ((0, near), (SHIFT, far)):
 
-        def attend(layer, q, k, v, scale, seen=seen):
-            seen[layer] = torch.cat([q, k], 1).float()
+        def attend(layer, q, k, v, scale, by_layer=by_layer):
+            by_layer[layer] = torch.cat([q, k], 1).float()
             return Dense()(layer, q, k, v, scale)
 
         hidden_states(model, [1], [position], attend)

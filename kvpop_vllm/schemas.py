@@ -40,13 +40,13 @@ def check_same_model(made_for: Mapping, model: Mapping, source: str, remedy: str
     Raises:
         ConfigError: names the first property that differs.
     """
-    ropes = [dict(properties.get("rope") or {}) for properties in (made_for, model)]
-    for kind, ours, theirs in (("a model", made_for, model), ("rotary embeddings", *ropes)):
-        for key in sorted({*ours, *theirs}) if kind != "a model" else ours:
-            if key != "rope" and ours.get(key) != theirs.get(key):
-                raise ConfigError(
-                    f"{source} was made for {kind} with {key} = {ours.get(key)!r}, {name} has {theirs.get(key)!r}: {remedy}"
-                )
+    properties = [("a model", key, value, model.get(key)) for key, value in made_for.items() if key != "rope"]
+    if "rope" in made_for:
+        ours, theirs = made_for["rope"], model["rope"]
+        properties += [("rotary embeddings", key, ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})]
+    for kind, key, ours, theirs in properties:
+        if ours != theirs:
+            raise ConfigError(f"{source} was made for {kind} with {key} = {ours!r}, {name} has {theirs!r}: {remedy}")
 
 
 @dataclass(frozen=True)

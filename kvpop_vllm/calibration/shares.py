@@ -78,8 +78,8 @@ class Calibration:
             model: shape of a model, with the attributes :data:`SIZES` and ``rope``.
             source: name of the folder in errors.
         """
-        known = [name for name in (*SIZES, "rope") if None not in (getattr(self, name), getattr(model, name))]
-        ours, theirs = ({name: getattr(shape, name) for name in known} for shape in (self, model))
+        compared = [name for name in (*SIZES, "rope") if None not in (getattr(self, name), getattr(model, name))]
+        ours, theirs = ({name: getattr(shape, name) for name in compared} for shape in (self, model))
         check_same_model(ours, theirs, f"--kv-calibration {source}", "run 'kvpop calibrate' on this model")
 
     def write(self, folder: Path) -> None:

@@ -17,7 +17,6 @@ Functions that read or check a file raise ConfigError.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,10 +24,10 @@ import torch
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import read_json, replacing
+from kvpop_vllm.files import read_json
 from kvpop_vllm.rope import band_norms, check_rope, inverse_frequencies, rope_at
 from kvpop_vllm.schemas import NAME, Schema, check_same_model, integer
-from kvpop_vllm.tensor_files import reading, save_tensors
+from kvpop_vllm.tensor_files import reading, write_files
 
 ADVICE = "calibrate the model again"
 SCHEMA = Schema("query-statistics", advice=f": {ADVICE}")
@@ -151,10 +150,7 @@ def write_statistics(folder: str | Path, statistics: QueryStatistics) -> None:
     """
     folder = Path(folder)
     statistics.check(str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
     config = {name: value for name, value in asdict(statistics).items() if name not in ("mean", "norm")}
     parts = {"mean": statistics.mean, "norm": statistics.norm}
     flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in parts.items() for i, t in enumerate(layers)}
-    with replacing(folder / CONFIG_NAME) as text, replacing(folder / TENSORS_NAME) as tensors:
-        text.write_text(json.dumps(SCHEMA.header | config, indent=2) + "\n")
-        save_tensors(flat, tensors, mode_of=text)
+    write_files(folder, CONFIG_NAME, SCHEMA.header | config, TENSORS_NAME, flat)

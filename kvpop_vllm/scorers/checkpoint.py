@@ -7,21 +7,20 @@ and the same tensors under ``model.layers.{i}.self_attn.kvpop.<name>``, in the m
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import read_json, replacing
+from kvpop_vllm.files import read_json
 from kvpop_vllm.schemas import check_same_model
 from kvpop_vllm.scorers import ScorerConfig, parse_config
-from kvpop_vllm.tensor_files import reading, save_tensors
+from kvpop_vllm.tensor_files import reading, write_files
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
@@ -156,15 +155,12 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     """
     folder = Path(folder)
     check_tensors(config, layers, str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
     flat = {
         f"layers.{i}.{name}": t.detach().float().contiguous()
         for i, layer in enumerate(layers)
         for name, t in layer.items()
     }
-    with replacing(folder / CONFIG_NAME) as own, replacing(folder / TENSORS_NAME) as tensors:
-        own.write_text(json.dumps(config.to_json(), indent=2) + "\n")
-        save_tensors(flat, tensors, mode_of=own)
+    write_files(folder, CONFIG_NAME, config.to_json(), TENSORS_NAME, flat)
 
 
 def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
@@ -175,11 +171,8 @@ def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str,
     """
     found: dict[str, torch.Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        with reading(path), safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
     return found
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 HTTP_SERVER = "vllm.entrypoints.launchers.app"
 """Module that every process with vLLM's HTTP server has loaded before it makes a config."""
 _ROW = "_kvpop_row"
-_PYTHONS = {"__setstate__": lambda self, state: self.__dict__.update(state)}
-"""Methods that a class may leave to Python."""
+_DEFAULTS = {"__setstate__": lambda self, state: self.__dict__.update(state)}
+"""Methods of Python that hold where a class defines none of its own."""
 
 
 def _loads_cartridges() -> bool:
@@ -103,8 +103,8 @@ def _place(row: Patch) -> tuple[Any, str]:
 
 def _function(owner: Any, name: str) -> Callable:
     """Return a function of a module or class as it is defined, without the method that binds it."""
-    found = vars(owner).get(name) or _PYTHONS[name]
-    return getattr(found, "__func__", found)
+    defined = vars(owner).get(name) or _DEFAULTS[name]
+    return getattr(defined, "__func__", defined)
 
 
 def _put(row: Patch, ours: Callable, owner: Any, name: str) -> None:

@@ -163,7 +163,7 @@ class EngineRun(Run):
         engine = self.llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
         row = Row.of(manager_of(scheduler), scheduler.running[0], seen)
-        layers = {layer: held for layer, _, (held,) in held_by_layer(engine, [row])}
+        layers = {layer: tensor for layer, _, (tensor,) in held_by_layer(engine, [row])}
         return torch.stack([layers[layer] for layer in sorted(layers)])
 
     def _read(self, tokens: torch.Tensor) -> None:

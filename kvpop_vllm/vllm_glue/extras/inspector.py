@@ -37,10 +37,10 @@ class Row(NamedTuple):
     slots: RequestSlots
 
     @classmethod
-    def of(cls, manager: FixedBudgetManager, request, seen: int) -> Row:
-        """Return the row of a request of the scheduler."""
+    def of(cls, manager: FixedBudgetManager, request, tokens: int) -> Row:
+        """Return the row of a request of the scheduler with ``tokens`` tokens in its cache."""
         blocks = [block.block_id for block in manager.req_to_blocks[request.request_id]]
-        return cls(seen, blocks, manager.slots(request))
+        return cls(tokens, blocks, manager.slots(request))
 
 
 @dataclass
@@ -209,7 +209,7 @@ def held_in_worker(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndar
     """
     try:
         packed = (
-            (layer, first, [np.packbits(held.numpy(), axis=-1) for held in tensors])
+            (layer, first, [np.packbits(tensor.numpy(), axis=-1) for tensor in tensors])
             for layer, first, tensors in held_by_layer(worker, rows)
         )
         return list(packed)

@@ -93,11 +93,11 @@ def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
     )
 
 
-def kept_by_head(seen: int, least: int, mean: float, most: int) -> dict:
-    """Return the numbers of tokens that heads hold and have evicted after ``seen`` tokens, as reports have them."""
+def kept_by_head(tokens: int, least: int, mean: float, most: int) -> dict:
+    """Return how many of so many tokens heads hold and have evicted, as reports have it."""
     return {
         "kept_tokens_per_head": {"min": least, "mean": mean, "max": most},
-        "evicted_tokens_per_head": {"min": seen - most, "mean": seen - mean, "max": seen - least},
+        "evicted_tokens_per_head": {"min": tokens - most, "mean": tokens - mean, "max": tokens - least},
     }
 
 
