@@ -591,8 +591,8 @@ def test_the_rust_front_end(configure, llama, monkeypatch):
 @pytest.mark.parametrize(
     "policy, message",
     [
-        ({"policy": "h2o", "budget": 64, "allocator": "pyramid"}, "--kv-allocator shares blocks among all layers"),
-        ({"policy": "pyramidkv", "budget": 64}, "set it to uniform, or --pipeline-parallel-size 1"),
+        ({"policy": "h2o", "budget": 64, "allocator": "pyramid"}, None),
+        ({"policy": "pyramidkv", "budget": 64}, None),
         ({"policy": "adakv", "budget": 64}, None),
         ({"policy": "random", "budget": 64}, "--kv-policy random draws by seeds of requests"),
         ({"policy": "vase", "budget": 70}, "set --pipeline-parallel-size 1"),
