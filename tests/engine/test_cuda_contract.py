@@ -183,6 +183,15 @@ def test_policies_of_the_cpu(model, tmp_path):
         assert f"{reason}, which only the CPU's path does: serve on a CPU" in message
 
 
+def test_requests_have_one_budget_where_heads_are_unequal(model):
+    """Tables of pages are gathered on the device, from a map for the server's budget."""
+    for allocator in ("pyramid", "uniform"):
+        policy = engine_policy(configure(model, {"policy": "h2o", "budget": 64, "allocator": allocator}))
+        assert policy.one_budget == (allocator == "pyramid")
+    message = refusal(model, {"policy": "h2o", "budget": 64, "allocator": "pyramid", "max_budget": 80})
+    assert "gives all requests one budget here: leave --kv-max-budget out" in message
+
+
 def test_batch_invariance(model, monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert "unset VLLM_BATCH_INVARIANT" in refusal(model, STREAMING)

@@ -59,9 +59,9 @@ def test_requests_with_budgets_of_their_own_have_regions_of_their_own(layers, he
     draw = torch.Generator().manual_seed(5)
     measured = Proportional(tuple(map(tuple, torch.rand(4, 2, generator=draw).tolist())))
     division = Division(measured, 2, 4, 2, (Part((0, 1), (0, 1)), Part(layers, heads)))
-    layout, num_blocks = PageLayout(heads[1] - heads[0], SIZE, torch.float32, N), 60
+    layout, num_blocks = PageLayout(heads[1] - heads[0], SIZE, torch.float32, N), 80
     sizes = [(64, 9), (40, 5), (64, 9), (200, 30), (64, 5)]
-    blocks = torch.randperm(num_blocks, generator=draw).view(5, 12).int()
+    blocks = torch.randperm(num_blocks, generator=draw).view(5, 16).int()
     regions = FixedShares(division.shares(64, 9)[1], layout, num_blocks, "cpu", division, 1)
     budgets, windows = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*sizes, strict=True))
     seen, used = set(), 0
