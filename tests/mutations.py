@@ -131,7 +131,7 @@ FAULTS = {
         # a page too few
         ("return «cdiv(pages, →pages // (»self.layers * self", "tests/kernels/test_regions.py -k regions_of_their_own"),
         # a rank has the shares of the first one
-        ("self.division.shares(*size)[«self.part→0»]", "tests/kernels/test_regions.py -k budgets_of_their_own"),
+        ("self.division.shares(*size)[«self.shard→0»]", "tests/kernels/test_regions.py -k budgets_of_their_own"),
     ],
     f"{KERNELS}/cpp/prefill_chunk.py": [
         # the last protected token has a slot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from threads import one_thread
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.cache.pages import PageLayout, Prefix
-from kvpop_vllm.cache.shares import Division, FixedBudgets, layers_of_stages, parts_of
+from kvpop_vllm.cache.shares import Division, FixedBudgets, layers_of_stages, shards_of
 from kvpop_vllm.config import PolicySettings, protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
@@ -135,7 +136,7 @@ def test_most_blocks_of_unequal_shares(protect):
 
     The heads' pages of all layers are counted together and rounded up to whole blocks.
     """
-    shares = Division(FixedBudgets(((30, 30), (12, 12))), 4, 2, 2, parts_of([(0, 2)], 2, 1), one_budget=True)
+    shares = Division(FixedBudgets(((30, 30), (12, 12))), 4, 2, 2, shards_of([(0, 2)], 2, 1), one_budget=True)
     for sinks, state in itertools.product([0, 4], [0, 1]):
         spec = make_spec(21, sinks, 16, state, protect, shares)
         for length in range(1, 90):
@@ -158,22 +159,25 @@ def test_most_blocks_of_unequal_shares_that_requests_scale(tmp_path, ranks, stag
     """
     model = write_tiny_model(tmp_path / "model")
     write_random_scorer(tmp_path / "scorer", model, "mlp", sinks=4, window=16, topk=20, trained=trained)
-    found = ModelShape.of(model, 256)
     settings = {"policy": "kvpop-mlp", "scorer": str(tmp_path / "scorer"), "max_budget": 90}
-    policy = policies.get("kvpop-mlp")(PolicySettings.parse(settings | {"allocator": str(SHARES)}), found)
-    parts = parts_of(layers_of_stages(2, stages), 2, ranks)
-    division, largest = policy.division(parts), [(own.budget, own.window) for own in policy.largest_retentions()]
+    policy = policies.get("kvpop-mlp")(
+        PolicySettings.parse(settings | {"allocator": str(SHARES)}), ModelShape.of(model, 256)
+    )
+    shards = shards_of(layers_of_stages(2, stages), 2, ranks)
+    division = policy.division(shards)
+    largest = [(retention.budget, retention.window) for retention in policy.largest_retentions()]
     assert len(largest) == (3 if trained else 1) and not policy.one_budget
     spec = dataclasses.replace(make_spec(40, 4, 16, 0, 0, division, 90), largest=tuple(largest))
     for length in (40, 70, 200):
         counts = []
         for budget in range(30, 91):
-            kept = policy.retention_of(budget)
-            table = policy.shares_of(kept)
-            assert int(table.sum()) == budget * 4 and int(table.min()) >= kept.first_long
-            by_rank = [table[slice(*part.layers), slice(*part.heads)] for part in parts]
-            needed = [-(-int(((own.clamp_max(length) + 15) // 16).sum()) // own.numel()) for own in by_rank]
-            counts.append(spec.blocks(length, spec.slots(0, budget, kept.window)))
+            retention = policy.retention_of(budget)
+            table = policy.shares_of(retention)
+            assert int(table.sum()) == budget * 4 and int(table.min()) >= retention.first_long
+            by_rank = [table[slice(*shard.layers), slice(*shard.heads)] for shard in shards]
+            pages = [((budgets.clamp_max(length) + 15) // 16).double() for budgets in by_rank]
+            needed = [math.ceil(each_rank.mean().item()) for each_rank in pages]
+            counts.append(spec.blocks(length, spec.slots(0, budget, retention.window)))
             assert counts[-1] == max(needed), (budget, length)
         assert max(counts) <= spec.most_blocks(length) <= max(counts) + 1
 

@@ -14,7 +14,7 @@ from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from distill.typed import refused
 from safetensors.torch import load_file, save_file
 
-from kvpop_vllm.cache.shares import parts_of
+from kvpop_vllm.cache.shares import shards_of
 from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
@@ -126,9 +126,9 @@ def test_slots_are_balanced_over_the_ranks_that_will_serve(calibrated, kvpop):
     shares = torch.tensor(calibration.shares, dtype=torch.float64)
     assert shares.tolist() != list(map(list, alone))
     assert shares[:, :2].mean().item() == pytest.approx(1) and shares[:, 2:].mean().item() == pytest.approx(1)
-    parts = parts_of([(0, 2)], 4, 2)
+    shards = shards_of([(0, 2)], 4, 2)
     policy = KVpopCache(load_model("llama", torch.float32), "auto", calibration="llama-ranks", budget=64).policy
-    totals = [sum(map(sum, own.budgets)) for own in policy.division(parts).shares(64, policy.retention.window)]
+    totals = [sum(map(sum, shares.budgets)) for shares in policy.division(shards).shares(64, policy.retention.window)]
     assert sum(totals) == 64 * 8 and abs(totals[0] - totals[1]) <= 2
 
 

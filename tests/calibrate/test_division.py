@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kvpop_vllm.cache.shares import Part, layers_of_stages, parts_of
+from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.division import Curve, curves_of, damped, divide, shares_of
 
 SIZES = [2, 4, 8, 16]
@@ -60,13 +60,13 @@ def test_shares_have_mean_1_and_are_of_the_slots_beyond_the_least():
 
 def test_parts_of_a_model_divide_their_own_slots():
     """Each of two stages of two layers, and each rank of each, has as many slots; layers are split where ranks are."""
-    whole = [Curve(layer, (0, 1), losses) for layer, losses in enumerate([(8, 4, 2, 0), (4, 0, 0, 0)] * 2)]
-    assert curves_of(whole, Part((1, 3), (1, 2))) == [Curve(1, (1,), (2, 0, 0, 0)), Curve(2, (1,), (4, 2, 1, 0))]
-    assert curves_of(whole, Part((2, 4), (0, 2))) == whole[2:]
-    for parts in (parts_of(layers_of_stages(4, 2), 2, 1), parts_of(layers_of_stages(4, 2), 2, 2)):
-        by_part = [curves_of(whole, part) for part in parts]
-        slots = [size for own in by_part for size in divide(own, SIZES, 6)]
-        shares = shares_of([curve for own in by_part for curve in own], slots, SIZES[0], 4, 2)
-        for part in parts:
-            assert shares[slice(*part.layers), slice(*part.heads)].mean().item() == pytest.approx(1)
+    curves = [Curve(layer, (0, 1), losses) for layer, losses in enumerate([(8, 4, 2, 0), (4, 0, 0, 0)] * 2)]
+    assert curves_of(curves, Shard((1, 3), (1, 2))) == [Curve(1, (1,), (2, 0, 0, 0)), Curve(2, (1,), (4, 2, 1, 0))]
+    assert curves_of(curves, Shard((2, 4), (0, 2))) == curves[2:]
+    for shards in (shards_of(layers_of_stages(4, 2), 2, 1), shards_of(layers_of_stages(4, 2), 2, 2)):
+        by_rank = [curves_of(curves, shard) for shard in shards]
+        slots = [size for group in by_rank for size in divide(group, SIZES, 6)]
+        shares = shares_of([curve for group in by_rank for curve in group], slots, SIZES[0], 4, 2)
+        for shard in shards:
+            assert shares[slice(*shard.layers), slice(*shard.heads)].mean().item() == pytest.approx(1)
         assert (shares[0] > shares[1]).all() and torch.equal(shares[:2], shares[2:])

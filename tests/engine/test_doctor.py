@@ -199,8 +199,8 @@ def test_doctor_names_what_auto_is(calibrated, model, capsys, monkeypatch, tmp_p
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
     shape = ModelShape.of(model, 256)
     sizes = {name: getattr(shape, name) for name in SIZES}
-    found = Calibration(**sizes, rope=shape.rope, unit="head", shares=((1.5, 0.5), (0.5, 1.5)), windows={"h2o": 0.25}, policy="h2o", budget=64)  # fmt: skip
-    found.write(tmp_path)
+    calibration = Calibration(**sizes, rope=shape.rope, unit="head", shares=((1.5, 0.5), (0.5, 1.5)), windows={"h2o": 0.25}, policy="h2o", budget=64)  # fmt: skip
+    calibration.write(tmp_path)
     options = ["--kv-policy", "auto", *(["--kv-calibration", str(tmp_path)] if calibrated else ["--kv-budget", "64"])]
     assert cli.main(["doctor", str(model), "--skip-tokenizer-init", "--max_model_len", "256", *options]) == 0
     printed = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "policy " in line[:14]]

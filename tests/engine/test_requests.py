@@ -25,7 +25,7 @@ SLOW = [(policy, {}) for policy in ("h2o", "dms-query", "momentkv", "vase", "tri
 SLOW += [("h2o", LAYERS), ("h2o", HEADS), ("vase", HEADS), ("triattention", HEADS)]
 
 
-@pytest.mark.parametrize("policy, more", [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.parametrize("policy, more", [*QUICK, *(pytest.param(*values, marks=pytest.mark.slow) for values in SLOW)])
 def test_sixteen_of_all_kinds(case, policy, more):
     """Sixteen requests of one batch keep their own options, in chunks or whole, with hits or without.
 

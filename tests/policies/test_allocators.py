@@ -12,7 +12,7 @@ import torch
 from policies import matrix
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.shares import layers_of_stages, parts_of
+from kvpop_vllm.cache.shares import layers_of_stages, shards_of
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
@@ -51,7 +51,9 @@ def test_shares_of_a_file_are_parts_of_the_slots():
     assert (policy.shares_of(policy.retention_of(39)) - 14).tolist() == [[38, 1], [23, 38]]
     assert policy.shares_of(policy.retention_of(39)).sum() == 39 * 4
     assert small(allocator=str(matrix.SHARES), max_budget=80).max_budget == 80
-    alike = policies.get("l2norm")(PolicySettings("l2norm", 64, allocator=str(matrix.SHARES)), policy.model, alike=True)
+    alike = policies.get("l2norm")(
+        PolicySettings("l2norm", 64, allocator=str(matrix.SHARES)), policy.model, fixed_shares=True
+    )
     with pytest.raises(ConfigError, match="gives all requests one budget here: leave --kv-budget out"):
         alike.retention_of(39)
     with pytest.raises(ConfigError, match="shares.json: shares must be 30 lists of 3 numbers"):
@@ -69,7 +71,7 @@ def test_a_scorers_shares_hold_in_every_rank(tmp_path):
     assert policy.allocator == "the scorer's shares" and not (policy.shares() == 24).all()
     policy.check_ranks(2)
     uniform = matrix.made("kvpop", 24, shape, scorer=str(tmp_path / "scorer"), allocator="uniform")
-    parts = parts_of(layers_of_stages(shape.num_layers, 2), shape.num_kv_heads, 2)
+    parts = shards_of(layers_of_stages(shape.num_layers, 2), shape.num_kv_heads, 2)
     assert uniform.division(parts) is None
     division, table = policy.division(parts), policy.shares().tolist()
     assert division == pickle.loads(pickle.dumps(division)) and hash(division) == hash(policy.division(parts))
@@ -115,7 +117,7 @@ def test_shares_of_a_class_of_its_own_hold_for_all_requests(monkeypatch):
     unlike = torch.tensor([1023, 1024, 1025], dtype=torch.int32).repeat(30, 1)
     monkeypatch.setattr(type(policy), "shares", lambda own: unlike)
     assert policy.one_budget and policy.checked_shares(slice(0, 3)).heads == 3
-    division = policy.division(parts_of([(0, 30)], 3, 3))
+    division = policy.division(shards_of([(0, 30)], 3, 3))
     assert [shares.counts for shares in division.shares(1024, 5)] == [{1023: 30}, {1024: 30}, {1025: 30}]
 
 
@@ -124,8 +126,9 @@ def test_stages_are_those_of_vllm():
 
     for layers in range(1, 14):
         for stages in range(1, layers + 1):
-            found = layers_of_stages(layers, stages)
-            assert found == [get_pp_indices(layers, stage, stages) for stage in range(stages)]
+            assert layers_of_stages(layers, stages) == [
+                get_pp_indices(layers, stage, stages) for stage in range(stages)
+            ]
 
 
 @pytest.mark.parametrize(

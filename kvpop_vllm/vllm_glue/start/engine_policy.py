@@ -163,9 +163,9 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
             "--kv-compression makes the budget of --max-model-len, which -1 and auto fit to the memory only later: give a "
             "fixed --max-model-len, or --kv-budget"
         )
-    shape, alike = ModelShape.of_engine(model), vllm_config.device_config.device_type == "cuda"
+    shape, on_gpu = ModelShape.of_engine(model), vllm_config.device_config.device_type == "cuda"
     if cls.scorer_kind is None:
-        return cls(settings, shape, alike=alike)
+        return cls(settings, shape, fixed_shares=on_gpu)
     section = checkpoint_section(vllm_config)
     checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
-    return cls(settings, shape, checkpoint=checkpoint, alike=alike)
+    return cls(settings, shape, checkpoint=checkpoint, fixed_shares=on_gpu)
