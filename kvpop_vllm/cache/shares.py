@@ -10,6 +10,7 @@ ones, and less than one block is reserved beyond what is used.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,8 +110,7 @@ def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
     remaining, sizes = layers % stages, [layers // stages] * stages
     for i in range(2, remaining + 2):
         sizes[-i] += 1
-    ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
-    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 def shards_of(stages: Sequence[tuple[int, int]], heads: int, ranks: int) -> tuple[Shard, ...]:
