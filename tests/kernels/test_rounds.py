@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
+from policies.matrix import ROPE, made, random_statistics_folder
 
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules import rounds
 from kvpop_vllm.rules.rounds import Tokens, by_roles, cuts, interval, sampled_mass, without_redundancy
 from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
+from kvpop_vllm.testing.oracle_statistics import read_query_statistics
 
 HEADS, GROUP, SIZE = 2, 2, 32
 LANES = torch.arange(HEADS)
@@ -141,6 +144,28 @@ def test_at_sizes_of_serving(kind, budget, protected):
         at += count
         assert torch.equal(rows.held_by_rows()[0], visible[:, at - 1, :at]), f"after {at} tokens"
     assert not torch.equal(visible[0, -1], visible[1, -1])
+
+
+@pytest.mark.parametrize("protected, seed", [(0, 28), (70, 30)])
+def test_heads_of_unequal_shares_at_sizes_of_serving(tmp_path, protected, seed):
+    """Of two heads one has rounds of 128 tokens and one of 99; with these seeds rounding decides nothing."""
+    shape = ModelShape("llama", 2, HEADS, SIZE, 4096, None, HEADS * GROUP, ROPE)
+    folder = random_statistics_folder(tmp_path, shape)
+    rule = made("triattention", 420, shape, calibration=str(folder)).layer_rule(0, slice(0, HEADS))
+    budgets, length = torch.tensor([420, 330], dtype=torch.int32), 520 + protected
+    topk = [budget - rule.sinks - rule.window for budget in budgets.tolist()]
+    assert [interval(rule.rounds, k) for k in topk] == [128, 99]
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(heads, length, SIZE, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
+    exact, statistics = (x.double() for x in (q, k, v)), read_query_statistics(folder)[0]
+    roles = protected, rule.sinks, rule.window, topk, statistics
+    visible, margins, _, _ = retained_by_rounds(*exact, "expected logits", 0, (0, 0), *roles)
+    assert float(margins.min()) > 1e-4, "a near-tie: choose another seed"
+    rows, at = LayerRows(rule, budgets, k[None], SIZE**-0.5, protected=protected), 0
+    for count in (420, 1, 63, length - 484):
+        rows.append(*(x[None, :, at : at + count] for x in (q, k, v)))
+        at += count
+        assert torch.equal(rows.held_by_rows()[0], visible[:, at - 1, :at]), f"after {at} tokens"
 
 
 def test_cosines_in_blocks_are_those_of_all_pairs(monkeypatch):
