@@ -19,7 +19,7 @@ from kvpop_vllm.cache.accounting import (
     worst_prompts,
 )
 from kvpop_vllm.cache.pages import PageLayout
-from kvpop_vllm.cache.shares import Part, layers_of_stages, parts_of
+from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibration.shares import has_shares
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.model_shape import (
@@ -68,7 +68,7 @@ def plan(options) -> None:
         )
     heads = max(1, shape.num_kv_heads // options.tensor_parallel)
     stages = layers_of_stages(shape.num_layers, options.pipeline_parallel)
-    parts, layers = parts_of(stages, shape.num_kv_heads, options.tensor_parallel), max(b - a for a, b in stages)
+    shards, layers = shards_of(stages, shape.num_kv_heads, options.tensor_parallel), max(b - a for a, b in stages)
     dtype = _dtype(options, config)
     budgets = options.budget or sorted({-(-length // share) for share in SHARES}, reverse=True)
     source = f"{options.model}: config.json, section kvpop"
@@ -105,7 +105,7 @@ def plan(options) -> None:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
             layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
-            held, waste = _bytes_of_rank(layout, layers, policy, parts, options.prompt_length)
+            held, waste = _bytes_of_rank(layout, layers, policy, shards, options.prompt_length)
             unused += [] if waste is None else [waste]
             rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
     if len(rows) == 1:
@@ -113,10 +113,11 @@ def plan(options) -> None:
     parallel = f" a rank of {options.tensor_parallel}" if options.tensor_parallel > 1 else ""
     staged = f" a stage of {options.pipeline_parallel}" if options.pipeline_parallel > 1 else ""
     if unused:
-        least, most = (f"{100 * share:.0f}%" for share in (min(unused), max(unused)))
-        some = least if least == most else f"{least} to {most}"
+        percent = sorted(
+            {f"{100 * share:.0f}%" for share in (min(unused), max(unused))}, key=lambda text: int(text[:-1])
+        )
         notes.append(
-            f"unequal shares: a request holds as many blocks in every rank, {some} of them unused; 'kvpop calibrate"
+            f"unequal shares: a request holds as many blocks in every rank, {' to '.join(percent)} of them unused; 'kvpop calibrate"
             " --tensor-parallel-size R --pipeline-parallel-size R' balances ranks"
         )
     print(
@@ -134,7 +135,7 @@ def plan(options) -> None:
 
 
 def _bytes_of_rank(
-    layout: PageLayout, layers: int, policy: Policy, parts: Sequence[Part], prompt: int | None
+    layout: PageLayout, layers: int, policy: Policy, shards: Sequence[Shard], prompt: int | None
 ) -> tuple[CacheBytes, float | None]:
     """Return the most bytes that a request of the longest length holds in a rank, and the part of them that is unused.
 
@@ -144,24 +145,24 @@ def _bytes_of_rank(
         layout: page layout of the layers.
         layers: layers of the stage with the most.
         policy: resolved policy.
-        parts: layers and heads of each rank.
+        shards: layers and heads of each rank.
         prompt: tokens of the prompt, or None for the length that takes the most blocks.
 
     Returns:
         The bytes, and the part of all ranks' blocks that they need not; None if all need as many, or there is one rank.
     """
-    length, kept, division = policy.model.max_model_len, policy.retention, policy.division(parts)
+    length, retention, division = policy.model.max_model_len, policy.retention, policy.division(shards)
     if division is None:
         return _most_bytes((layout, layers, length), policy, None, prompt), None
-    held = [
+    by_rank = [
         _most_bytes((layout, shares.layers, length), policy, shares, prompt)
-        for shares in division.shares(kept.budget, kept.window)
+        for shares in division.shares(retention.budget, retention.window)
     ]
-    sizes, blocks = [part.layers[1] - part.layers[0] for part in parts], max(own.blocks for own in held)
-    needed = sum(own.blocks * size for own, size in zip(held, sizes, strict=True))
+    sizes, blocks = [shard.layers[1] - shard.layers[0] for shard in shards], max(rank.blocks for rank in by_rank)
+    needed = sum(rank.blocks * size for rank, size in zip(by_rank, sizes, strict=True))
     per_block = layers * layout.num_kv_heads * layout.region_bytes
-    most = CacheBytes(max(own.canonical for own in held), blocks * per_block, blocks)
-    return most, 1 - needed / (blocks * sum(sizes)) if len(parts) > 1 else None
+    largest = CacheBytes(max(rank.canonical for rank in by_rank), blocks * per_block, blocks)
+    return largest, 1 - needed / (blocks * sum(sizes)) if len(shards) > 1 else None
 
 
 def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> CacheBytes:

@@ -114,6 +114,10 @@ FAULTS = {
             "angles = «length→(length - 1)» * rounds.frequencies",
             "tests/policies/test_triattention.py -k 'authors and default'",
         ),
+        # heads of another budget have the statistics of the first ones
+        ("mean=rounds.mean[«chosen_heads→: len(chosen_heads)»]", f"{PRODUCT} -k 'product and triattention and shares'"),
+        # a chunk is cut by the first heads' rounds alone
+        ("for retention, _ in groups«→[:1]»:", "tests/kernels/test_rounds.py -k any_is_due"),
     ],
     f"{KERNELS}/draws.py": [
         # seeds are ignored
@@ -126,6 +130,8 @@ FAULTS = {
     "kvpop_vllm/cache/shares.py": [
         # a page too few
         ("return «cdiv(pages, →pages // (»self.layers * self", "tests/kernels/test_regions.py -k regions_of_their_own"),
+        # a rank has the shares of the first one
+        ("self.division.shares(*size)[«self.shard→0»]", "tests/kernels/test_regions.py -k budgets_of_their_own"),
     ],
     f"{KERNELS}/cpp/prefill_chunk.py": [
         # the last protected token has a slot

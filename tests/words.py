@@ -52,7 +52,7 @@ COUNTS: dict[str, int] = {
     "name there": 32,
     "name those": 4,
     "name told": 70,
-    "name wanted": 20,
+    "name wanted": 19,
     "name what": 23,
     "name where": 38,
     "name which": 6,

@@ -10,6 +10,7 @@ ones, and less than one block is reserved beyond what is used.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,10 +46,10 @@ class Shares:
             return None
         return cls(tuple(tuple(layer) for layer in budgets.tolist()))
 
-    def part(self, part: Part) -> Shares:
-        """Return the shares of the layers and heads of a rank, if these are those of a whole model."""
-        layers = self.budgets[slice(*part.layers)]
-        return Shares(tuple(layer[slice(*part.heads)] for layer in layers), part.layers[0])
+    def of_shard(self, shard: Shard) -> Shares:
+        """Return the shares of the layers and heads of a rank, if these are the shares of a whole model."""
+        layers = self.budgets[slice(*shard.layers)]
+        return Shares(tuple(layer[slice(*shard.heads)] for layer in layers), shard.layers[0])
 
     @property
     def layers(self) -> int:
@@ -79,7 +80,7 @@ class Shares:
         return cdiv(pages, self.layers * self.heads)
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """Layers and KV heads of a rank: of both the first one and the one after the last."""
 
     layers: tuple[int, int]
@@ -109,20 +110,19 @@ def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
     remaining, sizes = layers % stages, [layers // stages] * stages
     for i in range(2, remaining + 2):
         sizes[-i] += 1
-    ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
-    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
-def parts_of(stages: Sequence[tuple[int, int]], heads: int, ranks: int) -> tuple[Part, ...]:
-    """Return the parts of a model: all tensor-parallel ranks of the first pipeline stage, then those of the next.
+def shards_of(stages: Sequence[tuple[int, int]], heads: int, ranks: int) -> tuple[Shard, ...]:
+    """Return the shards of a model: all tensor-parallel ranks of the first pipeline stage, then those of the next.
 
     Args:
         stages: layers of each pipeline stage, see :func:`layers_of_stages`.
         heads: KV heads of the model.
         ranks: number of tensor-parallel ranks.
     """
-    of_ranks = [heads_of_rank(rank, ranks, heads, max(1, heads // ranks)) for rank in range(ranks)]
-    return tuple(Part(layers, (own.start, own.stop)) for layers in stages for own in of_ranks)
+    slices = [heads_of_rank(rank, ranks, heads, max(1, heads // ranks)) for rank in range(ranks)]
+    return tuple(Shard(layers, (chosen.start, chosen.stop)) for layers in stages for chosen in slices)
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class FixedBudgets:
 
     budgets: tuple[tuple[int, ...], ...]
 
-    def __call__(self, kept: Retention, layers: int, heads: int) -> torch.Tensor:
+    def __call__(self, retention: Retention, layers: int, heads: int) -> torch.Tensor:
         """Return the budgets ``[layers, H]`` int32."""
         return torch.tensor(self.budgets, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the heads of a whole model divide the slots of a request, and which rank holds which of them.
+    """How all heads of a model divide the slots of a request, and which rank has which heads.
 
     A request holds as many blocks in every rank: those of the rank that needs most. Two divisions are equal if they
     give equal budgets, also in different processes.
@@ -149,7 +149,7 @@ class Division:
         sinks: s.
         layers: layers of the model.
         heads: KV heads of the model.
-        parts: layers and heads of each rank (:func:`parts_of`).
+        shards: layers and heads of each rank (:func:`shards_of`).
         one_budget: True if all requests have the server's budget.
     """
 
@@ -157,10 +157,10 @@ class Division:
     sinks: int
     layers: int
     heads: int
-    parts: tuple[Part, ...]
+    shards: tuple[Shard, ...]
     one_budget: bool = False
 
-    def whole(self, budget: int, window: int) -> Shares:
+    def all_heads(self, budget: int, window: int) -> Shares:
         """Return the budgets of all heads of the model for a request with ``budget`` tokens and this window."""
         return self._divided(budget, window)[0]
 
@@ -180,8 +180,8 @@ class Division:
                 self._cached.clear()
             with torch.device("cpu"):  # a model may be in the making on the meta device
                 roles = Retention(budget, self.sinks, window)
-                whole = Shares(tuple(map(tuple, self.allocate(roles, self.layers, self.heads).tolist())))
-            self._cached[size] = whole, tuple(map(whole.part, self.parts))
+                shares = Shares(tuple(map(tuple, self.allocate(roles, self.layers, self.heads).tolist())))
+            self._cached[size] = shares, tuple(map(shares.of_shard, self.shards))
         return self._cached[size]
 
 
@@ -275,7 +275,7 @@ class FixedShares(EqualHeads):
         num_blocks: blocks of the pool.
         device: device of the returned tables.
         division: budgets for requests with other budgets; None if there are none.
-        part: index of this rank's part of the division.
+        shard: index of this rank among the shards of the division.
     """
 
     by_layer = True
@@ -287,11 +287,11 @@ class FixedShares(EqualHeads):
         num_blocks: int,
         device: torch.device | str = "cpu",
         division: Division | None = None,
-        part: int = 0,
+        shard: int = 0,
     ):
         self.shares, self.layout, self.num_blocks, self.device = shares, layout, num_blocks, device
         self.division = None if division is None or division.one_budget else division
-        self.part, self.server = part, self._map(shares)
+        self.shard, self.server = shard, self._map(shares)
         self._maps: dict[tuple[int, int], RegionMap] = {}
 
     def _map_of(self, size: tuple[int, int]) -> RegionMap:
@@ -299,7 +299,7 @@ class FixedShares(EqualHeads):
         if size not in self._maps:
             if len(self._maps) >= MOST_MAPS:
                 self._maps.clear()
-            self._maps[size] = self._map(self.division.shares(*size)[self.part])
+            self._maps[size] = self._map(self.division.shares(*size)[self.shard])
         return self._maps[size]
 
     def _map(self, shares: Shares) -> RegionMap:
@@ -326,13 +326,13 @@ class FixedShares(EqualHeads):
         maps = {size: self._map_of(size) for size in dict.fromkeys(sizes)}
         if len(maps) == 1:
             return self._place(maps[sizes[0]], layer, tails, on_cpu)
-        width = max(len(found.ordinal) for found in maps.values())
+        width = max(len(regions.ordinal) for regions in maps.values())
         table = tails.new_zeros(len(tails), self.shares.heads, width)
-        found = budgets.new_zeros(len(tails), self.shares.heads)
+        by_head = budgets.new_zeros(len(tails), self.shares.heads)
         for size, regions in maps.items():
             rows = [row for row, other in enumerate(sizes) if other == size]
-            found[rows], table[rows, :, : len(regions.ordinal)] = self._place(regions, layer, tails[rows], on_cpu)
-        return found, table
+            by_head[rows], table[rows, :, : len(regions.ordinal)] = self._place(regions, layer, tails[rows], on_cpu)
+        return by_head, table
 
     def _place(self, regions: RegionMap, layer: int, tails: torch.Tensor, on_cpu: bool) -> tuple:
         """Return budgets and pages of requests with the budgets of a map, in a layer of this rank."""
@@ -365,10 +365,10 @@ def fixed_shares(
     num_blocks: int,
     device: torch.device | str = "cpu",
     division: Division | None = None,
-    part: int = 0,
+    shard: int = 0,
 ) -> FixedShares:
     """Return the cached map that all layers of a rank share; arguments are those of :class:`FixedShares`."""
-    return FixedShares(shares, layout, num_blocks, device, division, part)
+    return FixedShares(shares, layout, num_blocks, device, division, shard)
 
 
 class SharesByVotes(EqualHeads):

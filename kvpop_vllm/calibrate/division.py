@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvpop_vllm.cache.shares import Part
+from kvpop_vllm.cache.shares import Shard
 
 
 class Curve(NamedTuple):
@@ -53,18 +53,18 @@ def divide(curves: Sequence[Curve], sizes: Sequence[int], mean: float) -> list[f
     return [count + left / heads for count in slots]
 
 
-def curves_of(curves: Sequence[Curve], part: Part) -> list[Curve]:
-    """Return the curves of the layers and heads of a part of the model.
+def curves_of(curves: Sequence[Curve], shard: Shard) -> list[Curve]:
+    """Return the curves of the layers and heads of a rank.
 
     A layer loses as much by each of its heads as by the others, where they were not measured apart.
     """
-    found = []
+    chosen = []
     for curve in curves:
-        heads = tuple(head for head in curve.heads if part.heads[0] <= head < part.heads[1])
-        if heads and part.layers[0] <= curve.layer < part.layers[1]:
+        heads = tuple(head for head in curve.heads if shard.heads[0] <= head < shard.heads[1])
+        if heads and shard.layers[0] <= curve.layer < shard.layers[1]:
             losses = tuple(loss * len(heads) / len(curve.heads) for loss in curve.losses)
-            found.append(Curve(curve.layer, heads, losses))
-    return found
+            chosen.append(Curve(curve.layer, heads, losses))
+    return chosen
 
 
 def shares_of(

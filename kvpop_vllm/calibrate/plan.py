@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.shares import Part, layers_of_stages, parts_of
+from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
@@ -108,7 +108,7 @@ class Plan:
         budgets: budgets of the report, in tokens.
         text: rows of tokens.
         split: number of layers whose heads are measured.
-        parts: layers and heads that divide slots among them: those of each rank that will serve the model.
+        shards: layers and heads that divide slots among them: those of each rank that will serve the model.
     """
 
     def __init__(self, options: Options):
@@ -128,11 +128,11 @@ class Plan:
         prompt = max(prompt for _, prompt in self.text.measured + self.text.held_out)
         if prompt > length // 2:
             raise ConfigError(f"a prompt has {prompt} of {length} tokens, more than half: raise --length")
-        self.parts = self._parts()
+        self.shards = self._shards()
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
 
-    def _parts(self) -> list[Part]:
-        """Return the parts of the model that divide slots; layers' shares hold for the heads of all ranks."""
+    def _shards(self) -> list[Shard]:
+        """Return the layers and heads that divide slots; layers' shares hold for the heads of all ranks."""
         heads, layers, options = self.shape.num_kv_heads, self.shape.num_layers, self.options
         if heads % options.ranks and options.ranks % heads:
             raise ConfigError(
@@ -141,13 +141,13 @@ class Plan:
         if options.stages > layers:
             raise ConfigError(f"--pipeline-parallel-size {options.stages} is more than {layers} layers: lower it")
         ranks = options.ranks if options.unit == "head" else 1
-        return list(dict.fromkeys(parts_of(layers_of_stages(layers, options.stages), heads, ranks)))
+        return list(dict.fromkeys(shards_of(layers_of_stages(layers, options.stages), heads, ranks)))
 
     @property
     def unit(self) -> str:
         """Name of the unit in records and tables, with ranks and stages where slots are divided among their heads."""
         ranks, stages = self.options.ranks, self.options.stages
-        return self.options.unit + (f"-{ranks}x{stages}" if len(self.parts) > 1 else "")
+        return self.options.unit + (f"-{ranks}x{stages}" if len(self.shards) > 1 else "")
 
     @property
     def stride(self) -> int:

@@ -128,9 +128,9 @@ class Stages:
         sizes, shape = [*plan.sizes, plan.length - DEFAULT_SINKS], (plan.shape.num_layers, plan.shape.num_kv_heads)
         tables = {EQUAL: torch.ones(shape, dtype=torch.float64)}
         for part, budget in zip(BUDGETS, plan.budgets, strict=True):
-            by_part = [curves_of(curves, one) for one in plan.parts]
-            slots = [size for own in by_part for size in divide(own, sizes, budget - DEFAULT_SINKS)]
-            shares = shares_of([curve for own in by_part for curve in own], slots, sizes[0], *shape)
+            by_rank = [curves_of(curves, shard) for shard in plan.shards]
+            slots = [size for group in by_rank for size in divide(group, sizes, budget - DEFAULT_SINKS)]
+            shares = shares_of([curve for group in by_rank for curve in group], slots, sizes[0], *shape)
             tables |= {f"{unit}-{part}": shares, f"{unit}-{part}-damped": damped(shares)}
         for name, shares in tables.items():
             self.passes.write_table(name, shares)

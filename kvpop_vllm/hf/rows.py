@@ -103,7 +103,8 @@ class Rows:
         if not _several(self.budget):
             return policy.shares()[layer].expand(rows, -1), [policy.retention.window] * rows
         kept = [policy.retention_of(budget) for budget in self.budget]
-        return torch.stack([policy.shares_of(own)[layer] for own in kept]), [own.window for own in kept]
+        budgets = [policy.shares_of(retention)[layer] for retention in kept]
+        return torch.stack(budgets), [retention.window for retention in kept]
 
 
 def _several(value) -> bool:

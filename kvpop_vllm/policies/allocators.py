@@ -60,9 +60,9 @@ class Proportional:
 
     shares: tuple[tuple[float, ...], ...]
 
-    def __call__(self, kept: Retention, layers: int, heads: int) -> torch.Tensor:
+    def __call__(self, retention: Retention, layers: int, heads: int) -> torch.Tensor:
         """Return the budgets ``[layers, H]`` int32."""
-        return proportional(self.shares, kept, layers, heads)
+        return proportional(self.shares, retention, layers, heads)
 
 
 def _whole(sizes: torch.Tensor) -> torch.Tensor:

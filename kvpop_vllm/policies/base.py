@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvpop_vllm.cache.shares import Division, FixedBudgets, Part, Shares
+from kvpop_vllm.cache.shares import Division, FixedBudgets, Shard, Shares
 from kvpop_vllm.calibration.shares import Calibration, has_shares, read_calibration
 from kvpop_vllm.config import ConfigError, PolicySettings, Retention, resolve_retention
 from kvpop_vllm.kernels.ops import RetentionRule
@@ -39,13 +39,13 @@ class Policy(Declaration):
         settings: the user's settings.
         model: shape of the model.
         retention: resolved budget, sinks and window.
-        alike: True if requests cannot have budgets of their own where heads have unequal ones.
+        fixed_shares: True if unequal shares hold for the server's budget alone, so that requests cannot have other budgets.
     """
 
     settings: PolicySettings
     model: ModelShape
     retention: Retention = field(init=False)
-    alike: bool = field(default=False, kw_only=True)
+    fixed_shares: bool = field(default=False, kw_only=True)
     _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
@@ -112,7 +112,7 @@ class Policy(Declaration):
         This holds if the policy never evicts, if heads divide their budget at the prompt's end, or if a class gives them
         shares that do not follow from the budget.
         """
-        fixed = self.alike or type(self).shares is not Policy.shares
+        fixed = self.fixed_shares or type(self).shares is not Policy.shares
         return self.keeps_all or self.adaptive_head_budgets or (fixed and self.unequal)
 
     def retention_of(self, budget: int) -> Retention:
@@ -234,27 +234,29 @@ class Policy(Declaration):
         """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator; the mean is B."""
         return self.allocate(self.retention, self.model.num_layers, self.model.num_kv_heads)
 
-    def shares_of(self, kept: Retention) -> torch.Tensor:
+    def shares_of(self, retention: Retention) -> torch.Tensor:
         """Return the budgets ``[layers, H]`` int32 of the heads of a request, whose mean is the request's B.
 
-        Sinks and window are those of ``kept``; long-range slots are in proportion to those of the server.
+        Sinks and window are those of ``retention``; the allocator scales the long-range slots of each head.
         """
-        if kept == self.retention:
+        if retention == self.retention:
             return self.shares()
         sizes = self.model.num_layers, self.model.num_kv_heads
-        return self.allocate(kept, *sizes) if self.unequal else torch.full(sizes, kept.budget, dtype=torch.int32)
+        if not self.unequal:
+            return torch.full(sizes, retention.budget, dtype=torch.int32)
+        return self.allocate(retention, *sizes)
 
-    def division(self, parts: Sequence[Part]) -> Division | None:
+    def division(self, shards: Sequence[Shard]) -> Division | None:
         """Return how heads divide the slots of requests, or None if they are equal.
 
         Args:
-            parts: layers and heads of each rank.
+            shards: layers and heads of each rank.
         """
         if not self.unequal:
             return None
         allocate = FixedBudgets(tuple(map(tuple, self.shares().tolist()))) if self.one_budget else self.allocate
         sizes = self.retention.sinks, self.model.num_layers, self.model.num_kv_heads
-        return Division(allocate, *sizes, tuple(parts), self.one_budget)
+        return Division(allocate, *sizes, tuple(shards), self.one_budget)
 
     def largest_retentions(self) -> list[Retention]:
         """Return retentions, one of which gives a head the most slots that a request may have.
@@ -262,17 +264,17 @@ class Policy(Declaration):
         It is that of the largest budget, unless heads are unequal: a scorer may have smaller windows, so more long-range
         slots, below each budget that it was trained with.
         """
-        most = self.max_budget
-        found = [self.retention if most == self.retention.budget else self.retention_of(most)]
+        limit = self.max_budget
+        retentions = [self.retention if limit == self.retention.budget else self.retention_of(limit)]
         shape = self.scorer_shape()
         if shape is None or self.one_budget or not self.unequal:
-            return found
+            return retentions
         budgets = [self.retention.sinks + trained.slots - 1 for trained in shape.trained]
         for budget in budgets:
-            if budget < most:
+            if budget < limit:
                 with contextlib.suppress(ConfigError):  # too small for any request
-                    found.append(self.retention_of(budget))
-        return found
+                    retentions.append(self.retention_of(budget))
+        return retentions
 
     def checked_shares(self, heads: slice) -> Shares | None:
         """Return the validated budgets of ``heads``, or None if they are all B.

@@ -93,7 +93,7 @@ def run_due_rounds(
     pages: Pages,
     table: torch.Tensor,
     ends: list[int],
-    kept: list[list[EqualRoles]],
+    roles: list[list[EqualRoles]],
     seeds: torch.Tensor | None,
     rule: RetentionRule,
     scale: float,
@@ -106,32 +106,32 @@ def run_due_rounds(
         pages: the layer's cache, written in place.
         table: ``[R, H, P]`` pages of the tails.
         ends: position after the last token of each request.
-        kept: heads of each request and the slot roles of their tails.
+        roles: heads of each request and the slot roles of their tails.
         seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
         rule: rule with rounds.
         scale: factor on q . k.
     """
     rounds, layout, count = rule.rounds, pages.layout, len(q)
     first = _first_word(rule, layout.head_size)
-    wanted, due = [], []
-    for r, (end, groups) in enumerate(zip(ends, kept, strict=True)):
+    stored, due = [], []
+    for r, (end, groups) in enumerate(zip(ends, roles, strict=True)):
         for retention, heads in groups:
             full, m = retention.first + retention.budget, interval(rounds, retention.topk)
             if not retention.topk:
                 continue
             if end > max(retention.first, full - m - rounds.queries) and (-end) % m < rounds.queries:
-                wanted.append(r)
+                stored.append(r)
             if end % m == 0 and end - 1 + m >= full and end > retention.first:
                 due.append((r, EqualRoles(retention, heads)))
-    wanted = list(dict.fromkeys(wanted))
+    stored = list(dict.fromkeys(stored))
     states = table[:, :, : layout.state_blocks]
-    if wanted and len(ends) == 1:
+    if stored and len(ends) == 1:
         newest = q[-rounds.queries :]
         places = torch.arange(ends[0] - len(newest), ends[0], device=q.device) % rounds.queries
         store_queries(newest, pages, states.expand(len(newest), -1, -1), places, first)
-    elif wanted:
-        at = slice(None) if len(wanted) == count else torch.tensor(wanted, device=q.device)
-        places = torch.tensor([(ends[r] - 1) % rounds.queries for r in wanted], device=q.device)
+    elif stored:
+        at = slice(None) if len(stored) == count else torch.tensor(stored, device=q.device)
+        places = torch.tensor([(ends[r] - 1) % rounds.queries for r in stored], device=q.device)
         store_queries(q[at], pages, states[at], places, first)
     for r, group in due:
         seed = None if seeds is None else seeds[r : r + 1]

@@ -172,7 +172,7 @@ def retained_by_rounds(
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks
     rankings = []
-    for h, part in enumerate(zip(heads, key, value, strict=True)):
-        head = Head(*part, (seeds, layer, h), statistics and statistics.of_head(h, heads.shape[1]))
+    for h, tensors in enumerate(zip(heads, key, value, strict=True)):
+        head = Head(*tensors, (seeds, layer, h), statistics and statistics.of_head(h, heads.shape[1]))
         rankings.append(Rounds(head, how, ranked, window, topk if isinstance(topk, int) else topk[h]))
     return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **more)

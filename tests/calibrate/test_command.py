@@ -14,6 +14,7 @@ from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from distill.typed import refused
 from safetensors.torch import load_file, save_file
 
+from kvpop_vllm.cache.shares import shards_of
 from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
@@ -97,7 +98,7 @@ def test_policies_take_shares_and_windows(calibrated):
     assert auto.retention.window == int(calibration.windows[calibration.policy] * (32 - auto.retention.sinks))
     assert int(auto.shares().sum()) == 32 * 8 and auto.shares()[0].max() < 32 < auto.shares()[1].min()
     assert KVpopCache(network, "auto", calibration="llama-layer", budget=100).policy.retention.budget == 100
-    auto.check_ranks(2)  # layers differ, heads of a layer do not
+    auto.check_ranks(2)
     h2o = KVpopCache(network, "h2o", calibration="llama-layer", budget=32).policy
     assert h2o.retention.window == 16, "h2o was not measured"
     assert int(h2o.shares().sum()) == 32 * 8 and (h2o.shares() != 32).all()
@@ -110,6 +111,25 @@ def test_policies_take_shares_and_windows(calibrated):
     assert learned.retention.window == 6 and (learned.shares() != 32).all()
     rounds = KVpopCache(network, "rkv", calibration="llama-layer", budget=256).policy
     assert rounds.shares()[0].max() < 256 < rounds.shares()[1].min()
+
+
+def test_slots_are_balanced_over_the_ranks_that_will_serve(calibrated, kvpop):
+    """Heads of each of two ranks have as many slots; with a stage for each layer there is nothing to divide."""
+    _, output, _ = calibrated("llama", "head")
+    alone = read_calibration("llama-head").shares
+    shutil.copytree("llama-head", "llama-ranks", dirs_exist_ok=True)
+    words = "calibrate", "llama", "--out", "llama-ranks", "--shares", "head", *WORDS, "--tensor-parallel-size", "2"
+    status, output, errors = kvpop(*words)
+    assert status == 0, errors
+    report, calibration = json.loads(Path("llama-ranks/report.json").read_text()), read_calibration("llama-ranks")
+    assert report["table"].startswith(("head-2x1-", "equal")) and report["command"].endswith("--tensor-parallel-size 2")
+    shares = torch.tensor(calibration.shares, dtype=torch.float64)
+    assert shares.tolist() != list(map(list, alone))
+    assert shares[:, :2].mean().item() == pytest.approx(1) and shares[:, 2:].mean().item() == pytest.approx(1)
+    shards = shards_of([(0, 2)], 4, 2)
+    policy = KVpopCache(load_model("llama", torch.float32), "auto", calibration="llama-ranks", budget=64).policy
+    totals = [sum(map(sum, shares.budgets)) for shares in policy.division(shards).shares(64, policy.retention.window)]
+    assert sum(totals) == 64 * 8 and abs(totals[0] - totals[1]) <= 2
 
 
 def test_a_scorers_policy_decides(kvpop):
@@ -190,8 +210,12 @@ def test_refusals_of_the_command(kvpop, calibrated):
     write_random_scorer("gate", "llama", "trimkv", sinks=2, window=6, topk=24)
     refused(kvpop, f"{start} {words} --scorer gate", "--scorer gate holds a gate, and shares are for scorers of keys")
     refused(kvpop, f"{start} {words} --scorer nothing", "no scorer at 'nothing'")
-    with pytest.raises(ConfigError, match="^policy auto serves what a calibration recommends: give calibration DIR$"):
-        KVpopCache(load_model("llama", torch.float32), "auto", budget=64)
+    refused(kvpop, f"{start} {words} --shares head --tensor-parallel-size 3", "3 does not divide 4 KV heads: choose")
+    refused(kvpop, f"{start} {words} --pipeline-parallel-size 3", "--pipeline-parallel-size 3 is more than 2 layers")
+    network = load_model("llama", torch.float32)
+    assert KVpopCache(network, "auto", budget=64).policy.name == "streaming-llm"
+    with pytest.raises(ConfigError, match="^policy streaming-llm needs a budget: give budget or compression$"):
+        KVpopCache(network, "auto")
 
 
 def test_plan_and_eval_take_a_calibration(kvpop, calibrated):

@@ -182,7 +182,7 @@ def test_no_value_is_asked_for(model, name):
     builder, layout = group.get_metadata_builder(), group.get_metadata_builder().layout
     shares = EqualHeads(layout.num_kv_heads)
     if name == "unequal":
-        shares = FixedShares(group.kv_cache_spec.shares, layout, 40, "meta")
+        shares = FixedShares(builder.rows.shares, layout, 40, "meta")
     pages = layout.view(torch.empty(40, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device="meta"))
     builder.take_requests([None] * 3, [50] * 3, [50] * 3 if builder.policy.draws else None)
     for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):

@@ -85,7 +85,7 @@ def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
     kept = None
     if not policy.drops_early:
         heads = policy.model.num_layers * policy.model.num_kv_heads
-        shares = None if spec.shares is None else spec.shares.whole(slots.budget, slots.window)
+        shares = None if spec.shares is None else spec.shares.all_heads(slots.budget, slots.window)
         kept = kept_tokens(heads, seen, replace(policy.retention, budget=slots.budget), shares, prefix)
     blocks = blocks_held(manager, request.request_id)
     return CacheUse(

@@ -37,7 +37,7 @@ from kvpop_vllm.cache.shares import (
     SharesByVotes,
     fixed_shares,
     heads_of_rank,
-    parts_of,
+    shards_of,
 )
 from kvpop_vllm.cache.step import StepBatch, StepPlan, plan_batch
 from kvpop_vllm.compaction.cartridge import read_config
@@ -126,7 +126,7 @@ class FixedBudgetBackend(AttentionBackend):
             sinks=cls.policy.retention.sinks,
             state_blocks=layout.state_blocks,
             shares=cls.division(),
-            largest=tuple((kept.budget, kept.window) for kept in cls.policy.largest_retentions()),
+            largest=tuple((largest.budget, largest.window) for largest in cls.policy.largest_retentions()),
             protect=cls.policy.protect,
             max_budget=cls.policy.max_budget,
             max_protect=cls.policy.max_protect,
@@ -150,19 +150,19 @@ class FixedBudgetBackend(AttentionBackend):
     def division(cls) -> Division | None:
         """Return how heads divide the slots of a request, the same in all ranks; None if they are equal."""
         ranks = get_tensor_model_parallel_world_size()
-        return cls.policy.division(parts_of(cls.stages, cls.policy.model.num_kv_heads, ranks))
+        return cls.policy.division(shards_of(cls.stages, cls.policy.model.num_kv_heads, ranks))
 
     @classmethod
-    def part(cls) -> int:
-        """Return the index of this rank's part of :meth:`division`."""
+    def shard(cls) -> int:
+        """Return the index of this rank among the shards of :meth:`division`."""
         stage = get_pp_group().rank_in_group if len(cls.stages) > 1 else 0
         return stage * get_tensor_model_parallel_world_size() + get_tensor_model_parallel_rank()
 
     @classmethod
     def shares(cls) -> Shares | None:
         """Return the budgets of this rank's heads for requests with the server's budget; None if all heads are equal."""
-        division, kept = cls.division(), cls.policy.retention
-        return None if division is None else division.shares(kept.budget, kept.window)[cls.part()]
+        division, retention = cls.division(), cls.policy.retention
+        return None if division is None else division.shares(retention.budget, retention.window)[cls.shard()]
 
     @classmethod
     def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
@@ -445,8 +445,8 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             return divided.pages, divided, own
         if self.shares is None:
             return own, EqualHeads(layout.num_kv_heads), own
-        division, part = self.backend.division(), self.backend.part()
-        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device, division, part)
+        division, shard = self.backend.division(), self.backend.shard()
+        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device, division, shard)
         return shares.view(_all_layers(kv_cache, self.layer - self.shares.first)), shares, own
 
 

@@ -231,8 +231,8 @@ class FixedBudgetSpec(AttentionSpec):
         ``slots`` are its own, by default those of an unprotected request with the server's numbers.
         """
         sizes, slots = (self.sinks, self.block_size, self.state_blocks, self.num_kv_heads), slots or self.slots()
-        parts = (None,) if self.shares is None else self.shares.shares(slots.budget, slots.window)
-        return max(request_blocks(length, slots, sizes, part, self.compression) for part in parts)
+        by_rank = (None,) if self.shares is None else self.shares.shares(slots.budget, slots.window)
+        return max(request_blocks(length, slots, sizes, shares, self.compression) for shares in by_rank)
 
     def dropped(self, slots: RequestSlots) -> list[tuple[int, int]]:
         """Return the columns of a request's row that it no longer needs after the end of its prompt, first and last + 1."""
@@ -248,9 +248,9 @@ class FixedBudgetSpec(AttentionSpec):
         largest = self.largest or ((self.max_budget, self.max_window),)
         most = max(self.blocks(length, self.slots(prompt, *sizes)) for prompt in prompts for sizes in largest)
         # a smaller budget may round the slots of each head up
-        most += self.shares is not None and not self.shares.one_budget
+        rounded = self.shares is not None and not self.shares.one_budget
         # a smaller window may divide the slots of a short prompt such that both parts have a block filled in part
-        return most + (self.compression is not None and self.compression.makes_slots)
+        return most + rounded + (self.compression is not None and self.compression.makes_slots)
 
     def longest_prefix(self, length: int) -> int:
         """Return the most tokens of a request of ``length`` tokens that are protected, slots of cartridges included."""

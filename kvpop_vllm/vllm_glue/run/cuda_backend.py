@@ -158,7 +158,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             self.padding,
             vllm_config.scheduler_config.max_num_seqs,
             kv_cache_spec.blocks(longest, kv_cache_spec.slots(budget=kv_cache_spec.max_budget)),
-            for_config(vllm_config).shares(),
+            None if kv_cache_spec.shares is None else for_config(vllm_config).shares(),
             device,
             kv_cache_spec.longest_prefix(longest),
         )

@@ -8,7 +8,6 @@ import vllm
 from vllm import envs
 from vllm.logger import init_logger
 
-from kvpop_vllm.calibration.shares import AUTO
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, check_spelling
 from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, refusals
 from kvpop_vllm.vllm_glue.start.engine_policy import (
@@ -70,13 +69,7 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     refusals.refuse({f"--data-parallel-size {engines}: set it to 1": several}, "--kv-inspect")
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
-    if engine_args.additional_config[ADDITIONAL_CONFIG_KEY].get("policy") == AUTO and settings.calibration is None:
-        logger.info(
-            "--kv-policy auto without --kv-calibration is %s, the best policy that needs nothing of the model and prefills in"
-            " chunks; 'kvpop calibrate' may find a better one",
-            policy.name,
-        )
-    for line in describe(policy):
+    for line in describe(vllm_config):
         logger.info("%s", line)
     return vllm_config
 

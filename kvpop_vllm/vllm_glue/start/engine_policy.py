@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.utils.weak import WeakIdKeyDictionary
 from vllm.config import get_current_vllm_config_or_none
 
+from kvpop_vllm.calibration.shares import AUTO
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES
 
@@ -44,15 +45,21 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
     return _policies[vllm_config]
 
 
-def describe(policy: Policy) -> list[str]:
-    """Return what a policy keeps of each request, in one or two lines."""
-    kept = policy.retention
+def describe(vllm_config: VllmConfig) -> list[str]:
+    """Return what an engine's policy keeps of each request, in one to three lines; ``auto`` is named first."""
+    policy = engine_policy(vllm_config)
+    kept, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
     corrected = ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else ""
     lines = [
         f"--kv-policy {policy.name}: {kept.budget} tokens per KV head ({kept.sinks} sinks, window {kept.window},"
         f" {kept.topk} long-range){shared}{corrected}"
     ]
+    if vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"] == AUTO:
+        best = (
+            "the best policy that needs no calibration ('kvpop calibrate' may find a better one) and prefills in chunks"
+        )
+        lines.insert(0, f"--kv-policy auto is {policy.name}, {best if folder is None else f'as {folder} recommends'}")
     if policy.compresses:
         lines.append("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
     elif policy.protect:
@@ -156,9 +163,9 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
             "--kv-compression makes the budget of --max-model-len, which -1 and auto fit to the memory only later: give a "
             "fixed --max-model-len, or --kv-budget"
         )
-    shape, alike = ModelShape.of_engine(model), vllm_config.device_config.device_type == "cuda"
+    shape, on_gpu = ModelShape.of_engine(model), vllm_config.device_config.device_type == "cuda"
     if cls.scorer_kind is None:
-        return cls(settings, shape, alike=alike)
+        return cls(settings, shape, fixed_shares=on_gpu)
     section = checkpoint_section(vllm_config)
     checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
-    return cls(settings, shape, checkpoint=checkpoint, alike=alike)
+    return cls(settings, shape, checkpoint=checkpoint, fixed_shares=on_gpu)
