@@ -167,5 +167,5 @@ def _check_starts(pages: Pages, batch: StepBatch) -> None:
     if wrong.any():
         r, h = wrong.nonzero()[0].tolist()
         raise StepOrderError(
-            f"request {r}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens"
+            f"request {batch.requests[r]}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens"
         )

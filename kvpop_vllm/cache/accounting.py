@@ -88,7 +88,7 @@ def request_blocks(
     if compression is not None and slots.prefix:
         if tokens <= -compression.queries:
             return prefix
-        prefix, after = cdiv(slots.prefix, size), slots.behind_prompt(compression)
+        prefix, after = cdiv(slots.prefix, size), compression.after(slots)
         if compression.adaptive_head_budgets and tokens >= 0 and slots.prefix > slots.budget:
             return prefix + state + divided_blocks(heads, slots.budget, size)
         prefix, tail = prefix + cdiv(after.made, size), after.budget
@@ -114,7 +114,7 @@ def dropped_columns(slots: RequestSlots, size: int, state: int, compression: Com
     prefix = cdiv(slots.prefix, size)
     if not compression.makes_slots:
         return [(0, prefix)]
-    first = prefix + cdiv(slots.behind_prompt(compression).made, size)
+    first = prefix + cdiv(compression.after(slots).made, size)
     return [(0, prefix), (first, first + state)]
 
 

@@ -97,7 +97,7 @@ def page_numbers(full: torch.Tensor, width: int) -> torch.Tensor:
 class EqualHeads:
     """Heads that all have the request's budget, and the same page numbers.
 
-    The other ways to share slots, :class:`FixedShares` and :class:`SharesByVotes`, have the same interface.
+    The other ways to share slots, :class:`HeadBudgets` and :class:`SharesByVotes`, have the same interface.
 
     Args:
         heads: H.
@@ -115,8 +115,8 @@ class EqualHeads:
         self,
         layer: int,
         tails: torch.Tensor,
-        compressed: Sequence[bool] | torch.Tensor = (),
-        budgets: torch.Tensor | None = None,
+        compressed: Sequence[bool] | torch.Tensor,
+        budgets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the budgets ``[R, H]`` of a layer's heads and their pages ``[R, H, P]``, both int32.
 
@@ -130,7 +130,30 @@ class EqualHeads:
         return budgets, tails.unsqueeze(1).expand(-1, self.heads, -1)
 
 
-class FixedShares(EqualHeads):
+class HeadBudgets(EqualHeads):
+    """Budgets of heads that are fixed for all requests. The heads of a layer have the same page numbers.
+
+    Args:
+        budgets: ``[layers, H]`` int32 on the CPU.
+        device: device of the tables.
+    """
+
+    by_layer = True
+
+    def __init__(self, budgets: torch.Tensor, device: torch.device | str = "cpu"):
+        super().__init__(budgets.shape[1])
+        self._budgets, self._sent = budgets, budgets.to(device)
+
+    def place(self, layer, tails, compressed, budgets):
+        """Return what :meth:`EqualHeads.place` does; the fixed budgets take the place of those that are given.
+
+        They lie where the given ones do.
+        """
+        table = self._budgets if budgets.device.type == "cpu" else self._sent
+        return super().place(layer, tails, compressed, table[layer].expand(len(tails), -1))
+
+
+class FixedShares(HeadBudgets):
     """Budgets that are fixed for all requests: a map from the pages of each head to the regions of a request.
 
     Args:
@@ -140,9 +163,8 @@ class FixedShares(EqualHeads):
         device: device of the returned tables.
     """
 
-    by_layer = True
-
     def __init__(self, shares: Shares, layout: PageLayout, num_blocks: int, device: torch.device | str = "cpu"):
+        super().__init__(torch.tensor(shares.budgets, dtype=torch.int32, device="cpu"), device)
         self.shares, self.layout, self.num_blocks = shares, layout, num_blocks
         per_block = shares.layers * shares.heads
         full = torch.tensor([[layout.blocks(budget, budget) for budget in layer] for layer in shares.budgets])
@@ -150,19 +172,17 @@ class FixedShares(EqualHeads):
         self.ordinal = (number // per_block).to(device)  # index into the request's blocks
         layer, head = number % per_block // shares.heads, number % shares.heads
         self.offset = (layer * num_blocks * shares.heads + head).to(device)
-        self._budgets = torch.tensor(shares.budgets, dtype=torch.int32, device="cpu")
-        self._sent = self._budgets.to(device)
 
-    def place(self, layer, tails, compressed=(), budgets=None):
-        """Return what :meth:`EqualHeads.place` does; the fixed budgets take the place of those that are given.
+    def place(self, layer, tails, compressed, budgets):
+        """Return what :meth:`HeadBudgets.place` does, with regions of each head's own.
 
-        Entries of pages that are not claimed are the number of another region. Budgets lie where the given ones do.
+        Entries of pages that are not claimed are the number of another region.
         """
+        budgets, _ = super().place(layer, tails, compressed, budgets)
         ordinal = self.ordinal[:, layer].T  # [H, P]
         block = tails.long()[:, ordinal.clamp_max(tails.shape[1] - 1)]
         rows = (block * self.shares.heads + self.offset[:, layer].T).int()
-        table = self._budgets if budgets is not None and budgets.device.type == "cpu" else self._sent
-        return table[layer].expand(len(tails), -1), rows
+        return budgets, rows
 
     def view(self, storage: torch.Tensor) -> Pages:
         """Return all regions of the pool: ``[layers * num_blocks * H, H, N * C]``, the same for every head.
@@ -196,19 +216,19 @@ class SharesByVotes(EqualHeads):
     layer. The budget of each head is stored in its state, so that the page table can be derived from the blocks.
 
     Args:
-        own: pages of the layer, indexed by block.
+        blocks: pages of the layer, indexed by block.
         compression: way in which prompts are compressed.
         budget: B, the mean budget of the heads.
     """
 
     by_layer = True
 
-    def __init__(self, own: Pages, compression: Compression, budget: int):
-        self.pages, self.compression, self.budget = own.by_region(), compression, budget
-        layout = own.layout
-        self.held = layout.state_blocks + divided_blocks(layout.num_kv_heads, budget, layout.block_slots)
+    def __init__(self, blocks: Pages, compression: Compression, budget: int):
+        self.pages, self.compression, self.budget = blocks.by_region(), compression, budget
+        layout = blocks.layout
+        self.blocks = layout.state_blocks + divided_blocks(layout.num_kv_heads, budget, layout.block_slots)
 
-    def place(self, layer, tails, compressed=(), budgets=None):
+    def place(self, layer, tails, compressed, budgets):
         """Return what :meth:`EqualHeads.place` does.
 
         If the prompt of a request has not been compressed yet, its heads are equal and all its blocks are listed.
@@ -216,13 +236,13 @@ class SharesByVotes(EqualHeads):
         layout = self.pages.layout
         heads = torch.arange(layout.num_kv_heads, device=tails.device)
         rows = tails.unsqueeze(1) * layout.num_kv_heads + heads.unsqueeze(1)
-        known = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
-        found, _ = load_page_table(self.pages, rows, self.compression, 1)
-        budgets = torch.where(known, found, self.budget)
-        width = max(self.held, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
-        budgets, found = build_page_table(layout, rows, budgets, width)
+        divided = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
+        stored, _ = load_page_table(self.pages, rows, self.compression, 1)
+        budgets = torch.where(divided, stored, self.budget)
+        width = max(self.blocks, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
+        budgets, table = build_page_table(layout, rows, budgets, width)
         plain = rows[..., torch.arange(width, device=rows.device).clamp_max(rows.shape[2] - 1)].int()
-        return budgets, torch.where(known.unsqueeze(2), found, plain)
+        return budgets, torch.where(divided.unsqueeze(2), table, plain)
 
 
 def store_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, compression: Compression) -> None:

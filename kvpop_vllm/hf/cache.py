@@ -135,7 +135,7 @@ class KVpopCache(Cache, AttentionCache):
             self.policy = resolve(model, settings, max_length)
             self._rows.check(self.policy)
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
-            self.policy.checked_shares(heads)
+            self._shares = self.policy.checked_shares(heads)
             self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
             self._made = slots_of(cartridge, model, self.policy)
             self.head = self._made.head
@@ -212,8 +212,8 @@ class KVpopCache(Cache, AttentionCache):
 
         The number is constant from the first token on, except for protected prefixes.
         """
-        clocks = sum(3 * sequence_lengths.positions.nbytes for sequence_lengths in self._lengths_by_device.values())
-        return clocks + sum(layer.allocated_bytes() for layer in self._layers.values())
+        lengths = sum(sequence_lengths.allocated_bytes() for sequence_lengths in self._lengths_by_device.values())
+        return lengths + sum(layer.allocated_bytes() for layer in self._layers.values())
 
     def dense_bytes(self) -> int:
         """Return the bytes that a ``DynamicCache`` would hold now: keys and values of all tokens and pads."""
@@ -379,7 +379,7 @@ class KVpopCache(Cache, AttentionCache):
         if device not in self._lengths_by_device:
             with torch.inference_mode(False):
                 made = self._made.count
-                sequence_lengths = SequenceLengths(self._rows.seeds(rows), device, made)
+                sequence_lengths = SequenceLengths(self._rows.requests(self.policy, rows, made), device)
             self._lengths_by_device[device] = sequence_lengths
             sequence_lengths.positions.copy_(torch.tensor(self._lengths or [made] * rows))
             sequence_lengths.protected.copy_(torch.tensor(self.protected or [made] * rows))
@@ -419,9 +419,9 @@ class KVpopCache(Cache, AttentionCache):
             warn_of_reference(k)
             sequence_lengths = self._sequence_lengths(k.device, len(self._lengths))
             with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
-                budgets, windows = self._rows.sizes(self.policy, index, len(k))
-                told = k, scale, sequence_lengths, self.policy.shifted
-                self._layers[index] = pages = LayerPages(rule, budgets, windows, *told)
+                budgets = None if self._shares is None else torch.tensor(self._shares.budgets[index], dtype=torch.int32)
+                options = k, scale, sequence_lengths, self.policy.shifted
+                self._layers[index] = pages = LayerPages(rule, budgets, *options)
                 if self._made.count:
                     pages.place(*(part.to(k.device) for part in self._made.layers[index]))
             self._make_room(self._layers[index], self.protected)

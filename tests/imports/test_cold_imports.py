@@ -149,7 +149,7 @@ ARROWS = {
     "files": "config",
     "config": "roles",
     "requests": "config",
-    "kernels": "_C cache roles",
+    "kernels": "_C cache requests roles",
     "rules": "rope kernels cache requests roles",
     "schemas": "config",
     "tensor_files": "config files",

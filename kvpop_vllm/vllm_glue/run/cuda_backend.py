@@ -13,9 +13,9 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
 from kvpop_vllm.cache.pages import Prefix
-from kvpop_vllm.cache.step import NUMBERS, RequestBlocks, Span, StepPlan, numbers_of, rows_of
+from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, rows_of
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.requests import NUMBERS, RequestSlots
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
 from kvpop_vllm.vllm_glue.run.backend import (
     FixedBudgetBackend,
@@ -187,7 +187,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             self._begin_tails([i for i in range(rows) if slots[i].begins_tail(starts[i], starts[i] + 1)], slots)
         widths = self.rows.table.shape[1], self.rows.prefix_table.shape[1]
         blocks = RequestBlocks.of_rows(table[rows:requests], slots[rows:], self.layout.block_slots, widths=widths)
-        return self.finish(StepPlan(self.layout, spans, blocks, rows=view, checks=False), firsts[-1])
+        return FixedBudgetMetadata(StepPlan(self.layout, spans, blocks, rows=view, checks=False), firsts[-1])
 
     def _sent(self, slots: list[RequestSlots]) -> dict[str, torch.Tensor]:
         """Return the numbers of a step's requests that differ from what the device has, for :meth:`DeviceRows.fill`.
