@@ -22,6 +22,13 @@ def send(values: Sequence | torch.Tensor, device: torch.device, dtype: torch.dty
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor, non_blocking=True)
 
 
+def once(self, key: Hashable, make: Callable[[], Any]):
+    """Return ``make()``, which is called once for each key: what all layers of a step have in common."""
+    if key not in self._memo:
+        self._memo[key] = make()
+    return self._memo[key]
+
+
 @dataclass(frozen=True, eq=False)
 class Chunks:
     """Chunks of R requests, in the order of their tokens. Numbers are on the host.
@@ -61,6 +68,8 @@ class Chunks:
     made_table: torch.Tensor | None = None
     _memo: dict = field(default_factory=dict, repr=False)
 
+    once = once
+
     @classmethod
     def one(cls, start: int, length: int, budgets: torch.Tensor, window: int) -> Chunks:
         """Return a chunk of one request, with ``budgets [H]``."""
@@ -88,9 +97,3 @@ class Chunks:
         columns["prefix"] = None if self.prefix is None else self.prefix.of(one)
         place = {"firsts": [first], "tokens": slice(first, first + end - start)}
         return replace(self, starts=[start], lengths=[end - start], **columns, **place, _memo={})
-
-    def once(self, key: Hashable, make: Callable[[], Any]):
-        """Return ``make()``, which is called once for each key: what all layers of a step have in common."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]

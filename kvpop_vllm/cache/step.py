@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
-from kvpop_vllm.cache.chunks import Chunks, send
+from kvpop_vllm.cache.chunks import Chunks, once, send
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.cache.shares import EqualHeads
 from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, OPTIONS, Compression, RequestSlots
@@ -57,8 +57,8 @@ def cut_at_prompt_end(span: Span) -> list[Span]:
         return [span]
     parts = []
     if inside:
-        held = slots._replace(budget=after.budget, window=after.window)
-        parts.append(span._replace(length=inside, slots=held))
+        sizes = {"budget": after.budget, "window": after.window}
+        parts.append(span._replace(length=inside, slots=slots._replace(**sizes)))
     if inside < span.length:
         place = {"first": span.first + inside, "start": span.start + inside - after.shift}
         parts.append(span._replace(**place, length=span.length - inside, slots=after, after=None, compressed=True))
@@ -248,6 +248,9 @@ class StepBatch(DecodeRows):
     starts: torch.Tensor | None = None
     slot_zero: torch.Tensor | None = None
     begun: Begun | None = None
+    _memo: dict = field(default_factory=dict, repr=False)
+
+    once = once
 
 
 class StepPlan:

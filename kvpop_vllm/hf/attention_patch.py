@@ -115,14 +115,14 @@ class Step(GateInputs):
         cache, gate, signals = self.cache, self.cache.gates[layer], self.signals(layer, k, v)
         device = cache.device or q.device
         gate_scores = None if gate is None else gate.to(k.device)(signals).to(device)
-        own, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
+        model_device, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
         pages = cache.layer(layer, q, k, v, scale)
         if layer in cache.attended:
             raise ConfigError(
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
             )
         cache.attended.add(layer)
-        return pages.attend(q, k, v, self._plan(pages).batch(pages.shares), gate_scores).to(own)
+        return pages.attend(q, k, v, self._plan(pages).batch(pages.shares), gate_scores).to(model_device)
 
     def _plan(self, pages) -> StepPlan:
         """Return the plan of the pass for the pages of a layer, made once for all layers with the same block numbers."""

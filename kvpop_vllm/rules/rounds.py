@@ -11,6 +11,7 @@ The module uses torch operations and processes requests one by one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -54,12 +55,41 @@ def cuts(rule: RetentionRule, retention: Retention, start: int, end: int) -> lis
     return [*range((first // every + 1) * every, end, every), end]
 
 
+class Due(NamedTuple):
+    """What rounds have to do after a step.
+
+    Attributes:
+        ends: position after the last token of each request.
+        roles: slot roles of each request's tail.
+        stored: indices of the requests whose newest queries a later round needs.
+        rounds: indices of the requests whose round is due.
+    """
+
+    ends: list[int]
+    roles: list[Retention]
+    stored: list[int]
+    rounds: list[int]
+
+
+def due(rounds: SampledMass | Redundancy | ExpectedLogits, ends: list[int], roles: list[Retention]) -> Due:
+    """Return what rounds have to do after the last tokens of requests; see :class:`Due`."""
+    step = Due(ends, roles, [], [])
+    for r, (end, retention) in enumerate(zip(ends, roles, strict=True)):
+        if not retention.topk:
+            continue
+        full, m = retention.first + retention.budget, interval(rounds, retention.topk)
+        if end > max(retention.first, full - m - rounds.queries) and (-end) % m < rounds.queries:
+            step.stored.append(r)
+        if end % m == 0 and end - 1 + m >= full and end > retention.first:
+            step.rounds.append(r)
+    return step
+
+
 def run_due_rounds(
     q: torch.Tensor,
     pages: Pages,
     table: torch.Tensor,
-    ends: list[int],
-    kept: list[Retention],
+    step: Due,
     seeds: torch.Tensor | None,
     rule: RetentionRule,
     scale: float,
@@ -71,36 +101,24 @@ def run_due_rounds(
             request, of which only the last may end a round.
         pages: the layer's cache, written in place.
         table: ``[R, H, P]`` pages of the tails.
-        ends: position after the last token of each request.
-        kept: slot roles of each request's tail.
+        step: what rounds have to do.
         seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
         rule: rule with rounds.
         scale: factor on q . k.
     """
-    rounds, layout, count = rule.rounds, pages.layout, len(q)
-    first = _first_word(rule, layout.head_size)
-    every = [interval(rounds, retention.topk) for retention in kept]
-    wanted, due = [], []
-    for r, (end, retention, m) in enumerate(zip(ends, kept, every, strict=True)):
-        full = retention.first + retention.budget
-        if not retention.topk:
-            continue
-        if end > max(retention.first, full - m - rounds.queries) and (-end) % m < rounds.queries:
-            wanted.append(r)
-        if end % m == 0 and end - 1 + m >= full and end > retention.first:
-            due.append(r)
-    states = table[:, :, : layout.state_blocks]
-    if wanted and len(ends) == 1:
+    rounds, layout, ends, stored = rule.rounds, pages.layout, step.ends, step.stored
+    first, states = _first_word(rule, layout.head_size), table[:, :, : layout.state_blocks]
+    if stored and len(ends) == 1:
         newest = q[-rounds.queries :]
         places = torch.arange(ends[0] - len(newest), ends[0], device=q.device) % rounds.queries
         store_queries(newest, pages, states.expand(len(newest), -1, -1), places, first)
-    elif wanted:
-        at = slice(None) if len(wanted) == count else torch.tensor(wanted, device=q.device)
-        places = torch.tensor([(ends[r] - 1) % rounds.queries for r in wanted], device=q.device)
+    elif stored:
+        at = slice(None) if len(stored) == len(q) else torch.tensor(stored, device=q.device)
+        places = torch.tensor([(ends[r] - 1) % rounds.queries for r in stored], device=q.device)
         store_queries(q[at], pages, states[at], places, first)
-    for r in due:
+    for r in step.rounds:
         seed = None if seeds is None else seeds[r : r + 1]
-        _run_round(pages, table[r], ends[r], kept[r], rule, scale, seed, q.shape[1] // layout.num_kv_heads)
+        _run_round(pages, table[r], ends[r], step.roles[r], rule, scale, seed, q.shape[1] // layout.num_kv_heads)
 
 
 def _run_round(
@@ -144,12 +162,12 @@ def _first_word(rule: RetentionRule, head_size: int) -> int:
     return rule.state_floats(head_size) - rule.rounds.state_floats(head_size)
 
 
-def _newest(most: int, window: int, seen: int) -> torch.Tensor:
+def _newest(stored: int, window: int, seen: int) -> torch.Tensor:
     """Return the indices of the newest stored queries, oldest first.
 
     At most ``window`` queries are used, so that all of them come after every ranked token.
     """
-    return torch.arange(seen - min(most, window), seen) % most
+    return torch.arange(seen - min(stored, window), seen) % stored
 
 
 @dataclass(frozen=True)

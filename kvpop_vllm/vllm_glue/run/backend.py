@@ -250,8 +250,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         """
         if self.requests is None and not dummy:
             raise RuntimeError("this model runner does not say what requests ask for: leave --worker-cls out")
-        known = (self.requests or [])[:requests]
-        return known + [self.padding] * (requests - len(known))
+        described = (self.requests or [])[:requests]
+        return described + [self.padding] * (requests - len(described))
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         """Return the metadata of a step from vLLM's common metadata."""
@@ -320,8 +320,8 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         if self.policy.gated:
             self._add_gate(self.layer, heads)
         rule = self.policy.layer_rule(self.layer, heads)
-        kept = self.policy.retention
-        if (rule.sinks, rule.window) != (kept.sinks, kept.window):
+        retention = self.policy.retention
+        if (rule.sinks, rule.window) != (retention.sinks, retention.window):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
         layout = backend.layout(self.num_kv_heads, self.head_size, act_dtype)
         device = self.vllm_config.device_config.device_type
@@ -407,14 +407,16 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
         raw = kv_cache.view(torch.uint8)
         place = raw.storage_offset(), raw.shape, raw.stride()
-        own = layout.view(torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place))
+        layer_pages = layout.view(
+            torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place)
+        )
         if self.policy.adaptive_head_budgets:
-            divided = SharesByVotes(own, self.attention.rule.compression, self.policy.retention.budget)
-            return divided.pages, divided, own
+            divided = SharesByVotes(layer_pages, self.attention.rule.compression, self.policy.retention.budget)
+            return divided.pages, divided, layer_pages
         if self.shares is None:
-            return own, EqualHeads(layout.num_kv_heads), own
+            return layer_pages, EqualHeads(layout.num_kv_heads), layer_pages
         shares = fixed_shares(self.shares, layout, blocks, kv_cache.device)
-        return shares.view(_all_layers(kv_cache, self.layer)), shares, own
+        return shares.view(_all_layers(kv_cache, self.layer)), shares, layer_pages
 
 
 def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
