@@ -84,9 +84,8 @@ class LayerPages:
         self.sequence_lengths, self.shifted = sequence_lengths, shifted
         self.rule = rule = rule.to(like.device)
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
-        most = budget = max(record.budget for record in sequence_lengths.requests)
-        if budgets is not None:
-            most = int(budgets.max())
+        most = max(record.budget for record in sequence_lengths.requests) if budgets is None else int(budgets.max())
+        self._budget = most
         self.divided = rule.compresses and rule.compression.adaptive_head_budgets
         if self.divided:
             most = max(most, divided_blocks(heads, most, layout.block_slots) * layout.block_slots)
@@ -96,7 +95,6 @@ class LayerPages:
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self.attention = FixedBudgetAttention(layout, rule, scale)
         self._equal = EqualHeads(heads) if budgets is None else HeadBudgets(budgets.unsqueeze(0), like.device)
-        self._budget = budget if budgets is None else most
 
     def place(self, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> None:
         """Have all rows begin with the same slots, before anything else is in their prefixes.
