@@ -71,7 +71,7 @@ class FixedBudgetAttention:
         if batch.decodes:
             self._decode(q, k, v, pages, blocks, batch, out, gate_scores)
         together = self.rule.rounds is None and not batch.chunks.compresses
-        for chunks in [batch.chunks] if together else self._alone(batch.chunks):
+        for chunks in [batch.chunks] if together else batch.once("chunks", lambda: list(self._alone(batch.chunks))):
             if len(chunks):
                 self._prefill(q, k, v, pages, blocks, chunks, out, gate_scores)
 
@@ -94,10 +94,14 @@ class FixedBudgetAttention:
             **batch.options,
         )
         if self.rule.rounds is not None:
-            prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
-            ends, windows = (batch.positions + 1).tolist(), batch.windows.tolist()
-            roles = list(map(self._roles, batch.budgets.tolist(), windows, prefixes))
-            rounds.run_due_rounds(q[at], pages, batch.table, ends, roles, batch.seeds, self.rule, self.scale)
+            due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
+            rounds.run_due_rounds(q[at], pages, batch.table, due, batch.seeds, self.rule, self.scale)
+
+    def _rounds_of_rows(self, batch: StepBatch) -> rounds.Due:
+        """Return what rounds have to do after the decode rows of a step."""
+        prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
+        sizes = batch.budgets.tolist(), batch.windows.tolist(), prefixes
+        return rounds.due(self.rule.rounds, (batch.positions + 1).tolist(), list(map(self._roles, *sizes)))
 
     def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunks: Chunks, out, gate_scores) -> None:
         """Run chunks together, and what is due at the end of one that is alone; arguments as in :meth:`forward`."""
@@ -123,8 +127,8 @@ class FixedBudgetAttention:
             self._compress(q[at], pages, chunks, prefix)
         if self.rule.rounds is not None:
             roles = [self._roles(chunks.budgets[0].tolist(), chunks.windows[0], chunks.slots[0].prefix)]
-            step = chunks.table, chunks.ends, roles, chunks.seeds
-            rounds.run_due_rounds(q[at], pages, *step, self.rule, self.scale)
+            due = rounds.due(self.rule.rounds, chunks.ends, roles)
+            rounds.run_due_rounds(q[at], pages, chunks.table, due, chunks.seeds, self.rule, self.scale)
 
     def _roles(self, budgets: list[int], window: int, prefix: int) -> list[rounds.EqualRoles]:
         """Return the heads of a request, whose tails have ``budgets``, grouped by their slot roles."""
@@ -166,5 +170,5 @@ def _check_starts(pages: Pages, batch: StepBatch) -> None:
     if wrong.any():
         r, h = wrong.nonzero()[0].tolist()
         raise StepOrderError(
-            f"request {r}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens"
+            f"request {batch.requests[r]}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens"
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -215,7 +215,7 @@ def page_numbers(full: torch.Tensor, width: int) -> torch.Tensor:
 class EqualHeads:
     """Heads that all have the request's budget, and the same page numbers.
 
-    The other ways to share slots, :class:`FixedShares` and :class:`SharesByVotes`, have the same interface.
+    The other ways to share slots, :class:`HeadBudgets` and :class:`SharesByVotes`, have the same interface.
 
     Args:
         heads: H.
@@ -233,9 +233,9 @@ class EqualHeads:
         self,
         layer: int,
         tails: torch.Tensor,
-        compressed: Sequence[bool] | torch.Tensor = (),
-        budgets: torch.Tensor | None = None,
-        windows: torch.Tensor | Sequence[int] = (),
+        compressed: Sequence[bool] | torch.Tensor,
+        budgets: torch.Tensor,
+        windows: torch.Tensor | Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the budgets ``[R, H]`` of a layer's heads and their pages ``[R, H, P]``, both int32.
 
@@ -248,6 +248,30 @@ class EqualHeads:
         """
         budgets = budgets if budgets.dim() == 2 else budgets.unsqueeze(1).expand(-1, self.heads)
         return budgets, tails.unsqueeze(1).expand(-1, self.heads, -1)
+
+
+class HeadBudgets(EqualHeads):
+    """Budgets of a layer's heads that follow from the request's. The heads have the same page numbers.
+
+    Args:
+        budgets: B ``[H]`` of each head, by the request's B.
+        device: device of the tables.
+    """
+
+    by_layer = True
+
+    def __init__(self, budgets: Mapping[int, Sequence[int]], device: torch.device | str = "cpu"):
+        requests = sorted(budgets)
+        heads = [list(budgets[budget]) for budget in requests]
+        super().__init__(len(heads[0]))
+        self._tables = tuple(torch.tensor(numbers, dtype=torch.int32, device="cpu") for numbers in (requests, heads))
+        self._sent = tuple(table.to(device) for table in self._tables)
+
+    def place(self, layer, tails, compressed, budgets, windows):
+        """Return what :meth:`EqualHeads.place` does. Budgets lie where the given ones do."""
+        requests, heads = self._tables if budgets.device.type == "cpu" else self._sent
+        rows = torch.searchsorted(requests, budgets).clamp_max(len(requests) - 1)  # rows of padding have any budget
+        return super().place(layer, tails, compressed, heads[rows], windows)
 
 
 class RegionMap(NamedTuple):
@@ -313,14 +337,14 @@ class FixedShares(EqualHeads):
         sent = (tensor.to(self.device) for tensor in (number // per_block, offset, budgets))
         return RegionMap(*sent, budgets)
 
-    def place(self, layer, tails, compressed=(), budgets=None, windows=()):
+    def place(self, layer, tails, compressed, budgets, windows):
         """Return what :meth:`EqualHeads.place` does; budgets of heads follow from those of their requests.
 
         Entries of pages that are not claimed are the number of another region. Budgets lie where the given ones do.
         """
         layer -= self.shares.first
-        on_cpu = budgets is not None and budgets.device.type == "cpu"
-        if self.division is None or budgets is None:
+        on_cpu = budgets.device.type == "cpu"
+        if self.division is None:
             return self._place(self.server, layer, tails, on_cpu)
         sizes = list(zip(budgets.tolist(), torch.as_tensor(windows).tolist(), strict=True))
         maps = {size: self._map_of(size) for size in dict.fromkeys(sizes)}
@@ -378,19 +402,19 @@ class SharesByVotes(EqualHeads):
     layer. The budget of each head is stored in its state, so that the page table can be derived from the blocks.
 
     Args:
-        own: pages of the layer, indexed by block.
+        blocks: pages of the layer, indexed by block.
         compression: way in which prompts are compressed.
         budget: B, the mean budget of the heads.
     """
 
     by_layer = True
 
-    def __init__(self, own: Pages, compression: Compression, budget: int):
-        self.pages, self.compression, self.budget = own.by_region(), compression, budget
-        layout = own.layout
-        self.held = layout.state_blocks + divided_blocks(layout.num_kv_heads, budget, layout.block_slots)
+    def __init__(self, blocks: Pages, compression: Compression, budget: int):
+        self.pages, self.compression, self.budget = blocks.by_region(), compression, budget
+        layout = blocks.layout
+        self.blocks = layout.state_blocks + divided_blocks(layout.num_kv_heads, budget, layout.block_slots)
 
-    def place(self, layer, tails, compressed=(), budgets=None, windows=()):
+    def place(self, layer, tails, compressed, budgets, windows):
         """Return what :meth:`EqualHeads.place` does.
 
         If the prompt of a request has not been compressed yet, its heads are equal and all its blocks are listed.
@@ -398,13 +422,13 @@ class SharesByVotes(EqualHeads):
         layout = self.pages.layout
         heads = torch.arange(layout.num_kv_heads, device=tails.device)
         rows = tails.unsqueeze(1) * layout.num_kv_heads + heads.unsqueeze(1)
-        known = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
-        found, _ = load_page_table(self.pages, rows, self.compression, 1)
-        budgets = torch.where(known, found, self.budget)
-        width = max(self.held, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
-        budgets, found = build_page_table(layout, rows, budgets, width)
+        divided = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
+        stored, _ = load_page_table(self.pages, rows, self.compression, 1)
+        budgets = torch.where(divided, stored, self.budget)
+        width = max(self.blocks, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
+        budgets, table = build_page_table(layout, rows, budgets, width)
         plain = rows[..., torch.arange(width, device=rows.device).clamp_max(rows.shape[2] - 1)].int()
-        return budgets, torch.where(known.unsqueeze(2), found, plain)
+        return budgets, torch.where(divided.unsqueeze(2), table, plain)
 
 
 def store_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, compression: Compression) -> None:

@@ -48,18 +48,18 @@ def held_tokens(
     Raises:
         ValueError: the pages have not seen ``seen`` tokens.
     """
-    found = torch.zeros(len(budgets), seen, dtype=torch.bool)
-    found[:, :protected] = True
+    is_held = torch.zeros(len(budgets), seen, dtype=torch.bool)
+    is_held[:, :protected] = True
     if seen <= protected:
-        return found
+        return is_held
     filled = filled_slots(pages, row) if rule.threshold is not None else None
     retention = Retention(int(budgets.max()), rule.sinks, rule.window).behind(protected)
     slots = slot_positions(pages, row, seen, retention, filled)
-    own = budgets - rule.sinks if protected else budgets
-    used = (torch.arange(slots.shape[1]) < own.unsqueeze(1)) & (slots != EMPTY)
+    tail_budgets = budgets - rule.sinks if protected else budgets
+    used = (torch.arange(slots.shape[1]) < tail_budgets.unsqueeze(1)) & (slots != EMPTY)
     heads = torch.arange(len(budgets)).unsqueeze(1).expand_as(slots)
-    found[heads[used], slots[used]] = True
-    return found
+    is_held[heads[used], slots[used]] = True
+    return is_held
 
 
 def held_behind_prompt(
@@ -87,13 +87,13 @@ def held_behind_prompt(
         ``[H, seen]`` booleans.
     """
     tail = held_tokens(pages, row, seen - after.shift, rule, budgets, after.made)[:, after.made :]
-    found = torch.zeros(len(budgets), seen, dtype=torch.bool)
-    found[:, after.made + after.shift :] = tail
+    is_held = torch.zeros(len(budgets), seen, dtype=torch.bool)
+    is_held[:, after.made + after.shift :] = tail
     if after.made:
         slots, n = torch.arange(after.made), pages.layout.block_slots
         made = blocks.position[made_row.long()[slots // n], :, slots % n]  # [P, H]
-        found.scatter_(1, made.T.long(), True)
-    return found
+        is_held.scatter_(1, made.T.long(), True)
+    return is_held
 
 
 def slot_positions(
@@ -137,7 +137,7 @@ def slot_positions(
     # newest token of each residue modulo w
     newest = slots + (since - 1 - slots) // retention.window * retention.window
     fixed = retention.first + torch.where(slots < retention.sinks, slots, newest)
-    found = torch.where(slots < first, fixed, words)
+    positions = torch.where(slots < first, fixed, words)
     if filled is not None:
-        found = torch.where(slots < first + filled.unsqueeze(1), found, EMPTY)
-    return found
+        positions = torch.where(slots < first + filled.unsqueeze(1), positions, EMPTY)
+    return positions

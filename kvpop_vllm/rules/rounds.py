@@ -88,12 +88,49 @@ def cuts(rule: RetentionRule, groups: Sequence[EqualRoles], start: int, end: int
     return sorted(places)
 
 
+class Due(NamedTuple):
+    """What rounds have to do after a step.
+
+    Attributes:
+        ends: position after the last token of each request.
+        stored: indices of the requests whose newest queries a later round needs.
+        rounds: indices of the requests whose round is due, with the heads that it ranks.
+    """
+
+    ends: list[int]
+    stored: list[int]
+    rounds: list[tuple[int, EqualRoles]]
+
+
+def due(
+    rounds: SampledMass | Redundancy | ExpectedLogits, ends: list[int], roles: Sequence[Sequence[EqualRoles]]
+) -> Due:
+    """Return what rounds have to do after a step.
+
+    Args:
+        rounds: rounds of the rule.
+        ends: position after the last token of each request.
+        roles: heads of each request and the slot roles of their tails.
+    """
+    stored, ranked = {}, []
+    for r, (end, groups) in enumerate(zip(ends, roles, strict=True)):
+        for group in groups:
+            retention = group.retention
+            if not retention.topk:
+                continue
+            full, m = retention.first + retention.budget, interval(rounds, retention.topk)
+            if end > max(retention.first, full - m - rounds.queries) and (-end) % m < rounds.queries:
+                stored[r] = True
+            if end % m == 0 and end - 1 + m >= full and end > retention.first:
+                ranked.append((r, group))
+    return Due(ends, list(stored), ranked)
+
+
 def run_due_rounds(
     q: torch.Tensor,
     pages: Pages,
     table: torch.Tensor,
-    ends: list[int],
-    roles: list[list[EqualRoles]],
+    step: Due,
     seeds: torch.Tensor | None,
     rule: RetentionRule,
     scale: float,
@@ -105,35 +142,22 @@ def run_due_rounds(
             request, of which only the last may end a round.
         pages: the layer's cache, written in place.
         table: ``[R, H, P]`` pages of the tails.
-        ends: position after the last token of each request.
-        roles: heads of each request and the slot roles of their tails.
+        step: what rounds have to do.
         seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
         rule: rule with rounds.
         scale: factor on q . k.
     """
-    rounds, layout, count = rule.rounds, pages.layout, len(q)
-    first = _first_word(rule, layout.head_size)
-    stored, due = [], []
-    for r, (end, groups) in enumerate(zip(ends, roles, strict=True)):
-        for retention, heads in groups:
-            full, m = retention.first + retention.budget, interval(rounds, retention.topk)
-            if not retention.topk:
-                continue
-            if end > max(retention.first, full - m - rounds.queries) and (-end) % m < rounds.queries:
-                stored.append(r)
-            if end % m == 0 and end - 1 + m >= full and end > retention.first:
-                due.append((r, EqualRoles(retention, heads)))
-    stored = list(dict.fromkeys(stored))
-    states = table[:, :, : layout.state_blocks]
+    rounds, layout, ends, stored = rule.rounds, pages.layout, step.ends, step.stored
+    first, states = _first_word(rule, layout.head_size), table[:, :, : layout.state_blocks]
     if stored and len(ends) == 1:
         newest = q[-rounds.queries :]
         places = torch.arange(ends[0] - len(newest), ends[0], device=q.device) % rounds.queries
         store_queries(newest, pages, states.expand(len(newest), -1, -1), places, first)
     elif stored:
-        at = slice(None) if len(stored) == count else torch.tensor(stored, device=q.device)
+        at = slice(None) if len(stored) == len(q) else torch.tensor(stored, device=q.device)
         places = torch.tensor([(ends[r] - 1) % rounds.queries for r in stored], device=q.device)
         store_queries(q[at], pages, states[at], places, first)
-    for r, group in due:
+    for r, group in step.rounds:
         seed = None if seeds is None else seeds[r : r + 1]
         _run_round(pages, table[r], ends[r], group, rule, scale, seed, q.shape[1] // layout.num_kv_heads)
 
@@ -182,12 +206,12 @@ def _first_word(rule: RetentionRule, head_size: int) -> int:
     return rule.state_floats(head_size) - rule.rounds.state_floats(head_size)
 
 
-def _newest(most: int, window: int, seen: int) -> torch.Tensor:
+def _newest(stored: int, window: int, seen: int) -> torch.Tensor:
     """Return the indices of the newest stored queries, oldest first.
 
     At most ``window`` queries are used, so that all of them come after every ranked token.
     """
-    return torch.arange(seen - min(most, window), seen) % most
+    return torch.arange(seen - min(stored, window), seen) % stored
 
 
 @dataclass(frozen=True)

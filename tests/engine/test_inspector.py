@@ -153,7 +153,7 @@ def test_pages_that_cannot_be_read(served):
     row = inspector.Row.of(own.manager, request, request.num_computed_tokens)
     (error,) = own.run(inspector.held_in_worker, ([row._replace(seen=row.seen + 1)],))
     compression = own.policy.compression  # tokens of a prompt that slots were made of are not counted in the pages
-    seen = row.seen - (0 if compression is None else row.slots.behind_prompt(compression).shift)
+    seen = row.seen - (0 if compression is None else compression.after(row.slots).shift)
     assert error == f"these pages have seen {[seen] * own.shape[1]} tokens, not {seen + 1}"
     while engine.engine.has_unfinished_requests():
         engine.engine.step()

@@ -151,7 +151,7 @@ ARROWS = {
     "argument_types": "config",
     "config": "roles",
     "requests": "config",
-    "kernels": "_C cache roles",
+    "kernels": "_C cache requests roles",
     "rules": "rope kernels cache requests roles",
     "schemas": "config",
     "tensor_files": "config files",

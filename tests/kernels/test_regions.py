@@ -14,6 +14,8 @@ from kvpop_vllm.cache.shares import Division, FixedShares, Shard, Shares
 from kvpop_vllm.policies.allocators import Proportional
 
 N, SIZE = 16, 32
+NUMBERS = torch.zeros(3, dtype=torch.int32)
+"""Numbers of requests, which do not count where all have one budget."""
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -36,7 +38,7 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
     num_blocks = 3 * longest + 1
     blocks = 1 + torch.randperm(3 * longest, generator=draw).view(3, longest)
     regions = FixedShares(shares, layout, num_blocks)
-    rows = [regions.place(layer, blocks.int())[1] for layer in range(layers)]
+    rows = [regions.place(layer, blocks.int(), (), NUMBERS, ())[1] for layer in range(layers)]
     for length in [*range(1, 140), 10_000]:
         held, seen = shares.blocks(state, N, length), set()
         used = 0
@@ -70,7 +72,7 @@ def test_requests_with_budgets_of_their_own_have_regions_of_their_own(layers, he
         assert placed.dtype == torch.int32
         for r, size in enumerate(sizes):
             shares = division.shares(*size)[1]
-            alone, pages = FixedShares(shares, layout, num_blocks).place(layer, blocks[r : r + 1])
+            alone, pages = FixedShares(shares, layout, num_blocks).place(layer, blocks[r : r + 1], (), NUMBERS, ())
             assert placed[r].tolist() == alone[0].tolist() == list(shares.budgets[layer - layers[0]])
             assert shares.blocks(0, N, 10_000) <= blocks.shape[1]
             for h, budget in enumerate(shares.budgets[layer - layers[0]]):
@@ -104,7 +106,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
     for layer, p in enumerate(problems):
         p.budgets = budgets[layer : layer + 1]
         alone, shared = Pool(p), Pool(p)
-        shared.pages, shared.table = regions.view(memory), regions.place(layer, blocks)[1]
+        shared.pages, shared.table = regions.view(memory), regions.place(layer, blocks, (), NUMBERS, ())[1]
         shared.untouched = lambda: True  # others use the rest
         found, expected = (pool.serve([40, 1, length], impl) for pool in (shared, alone))
         assert torch.equal(found.out, expected.out) and torch.equal(found.held[length], expected.held[length])

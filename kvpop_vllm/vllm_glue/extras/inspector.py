@@ -253,7 +253,7 @@ def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, b
     rule, budgets, slots = impl.attention.rule, budgets.cpu(), row.slots
     if (compression := impl.policy.compression) is None:
         return held_tokens(pages, table, row.seen, replace(rule, window=slots.window), budgets, slots.prefix)
-    after, size = slots.behind_prompt(compression), pages.layout.block_slots
+    after, size = compression.after(slots), pages.layout.block_slots
     first = cdiv(slots.prefix, size)
     made = torch.tensor(row.blocks[first : first + cdiv(after.made, size)])
     rule = replace(rule, window=after.window)

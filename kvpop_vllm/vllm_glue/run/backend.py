@@ -203,29 +203,19 @@ class FixedBudgetMetadata:
     """Metadata of one engine step.
 
     With unequal shares the batch is rebuilt per layer, so that a CUDA graph records how the batch is built and not its
-    values. Only the first layer's has starts to be checked, because all layers have seen the same tokens.
+    values.
 
     Attributes:
         plan: plan of the step.
         num_tokens: tokens of the step.
-        shared: the batch of all layers where heads have equal shares, else None.
-        checked: True after the first layer.
     """
 
     plan: StepPlan
     num_tokens: int
-    shared: StepBatch | None
-    checked: bool = False
 
     def batch(self, layer: int, shares: EqualHeads) -> StepBatch:
         """Return the batch of a layer whose heads share slots as ``shares`` says."""
-        batch = self.plan.batch(shares, layer) if shares.by_layer else self.shared
-        if self.checked and batch.starts is not None:
-            batch = dataclasses.replace(batch, starts=None, slot_zero=None)
-        if not shares.by_layer:
-            self.shared = batch
-        self.checked = True
-        return batch
+        return self.plan.batch(shares, layer)
 
 
 class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
@@ -240,29 +230,31 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.retention = backend.policy.retention
         self.policy, self.seed = backend.policy, request_seed(vllm_config.model_config.seed, 0)
         self.unequal = kv_cache_spec.shares is not None or self.policy.adaptive_head_budgets
-        self.spec, self.shares = kv_cache_spec, EqualHeads(kv_cache_spec.num_kv_heads)
-        self.padding = kv_cache_spec.slots()._replace(seed=self.drawn(0) if self.policy.draws else None)
+        self.spec, self.records = kv_cache_spec, {}
+        self.padding = self._record(None, 0)
         self.requests: list[RequestSlots] | None = None  # slots of the step's requests, set before each build
 
-    def take_requests(self, params: list, prompts: list[int], seeds: list[int] | None) -> None:
-        """Take the slots of the next step's requests.
+    def take_requests(self, params: list, prompts: list[int]) -> None:
+        """Take the slots of the next step's requests. The record of a request is made in its first step.
 
         Args:
             params: sampling parameters of each request, or None.
             prompts: tokens of each prompt.
-            seeds: sampling seed of each request, None if scores are not drawn.
         """
-        slots = [of_request(sampling, self.spec, prompt) for sampling, prompt in zip(params, prompts, strict=True)]
-        if seeds is not None:
-            seeds = [
-                sampled if record.seed is None else record.seed for record, sampled in zip(slots, seeds, strict=True)
-            ]
-            slots = [record._replace(seed=self.drawn(seed)) for record, seed in zip(slots, seeds, strict=True)]
-        self.requests = slots
+        records, requests = {}, []
+        for sampling, prompt in zip(params, prompts, strict=True):
+            key = id(sampling), prompt  # the entry holds the parameters, so that no others have this id
+            entry = records[key] = self.records.get(key) or (sampling, self._record(sampling, prompt))
+            requests.append(entry[1])
+        self.records, self.requests = records, requests
 
-    def drawn(self, seed: int) -> int:
-        """Return the seed of the draws of a request with this seed."""
-        return signed(self.seed + signed(seed))
+    def _record(self, sampling, prompt: int) -> RequestSlots:
+        """Return the slots of a request, with the seed of its draws if there are any."""
+        record = of_request(sampling, self.spec, prompt)
+        if not self.policy.draws:
+            return record
+        seed = record.seed if record.seed is not None else getattr(sampling, "seed", None) or 0
+        return record._replace(seed=signed(self.seed + signed(seed)))
 
     def slots(self, requests: int, dummy: bool = False) -> list[RequestSlots]:
         """Return the slots of the step's requests.
@@ -278,8 +270,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         """
         if self.requests is None and not dummy:
             raise RuntimeError("this model runner does not say what requests ask for: leave --worker-cls out")
-        known = (self.requests or [])[:requests]
-        return known + [self.padding] * (requests - len(known))
+        described = (self.requests or [])[:requests]
+        return described + [self.padding] * (requests - len(described))
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         """Return the metadata of a step from vLLM's common metadata."""
@@ -287,11 +279,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         starts, lengths = common.query_start_loc_cpu, common.seq_lens.tolist()
         counts = (starts[1:] - starts[:-1]).tolist()
         step = self.slots(len(counts)), counts, lengths, common.block_table_tensor
-        return self.finish(plan_batch(self.layout, *step, self.policy.compression), int(starts[-1]))
-
-    def finish(self, plan: StepPlan, num_tokens: int) -> FixedBudgetMetadata:
-        """Return a step's metadata, with the shared batch already built if all heads have equal shares."""
-        return FixedBudgetMetadata(plan, num_tokens, None if self.unequal else plan.batch(self.shares))
+        return FixedBudgetMetadata(plan_batch(self.layout, *step, self.policy.compression), int(starts[-1]))
 
 
 class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
@@ -352,8 +340,8 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         if self.policy.gated:
             self._add_gate(self.layer, heads)
         rule = self.policy.layer_rule(self.layer, heads)
-        kept = self.policy.retention
-        if (rule.sinks, rule.window) != (kept.sinks, kept.window):
+        retention = self.policy.retention
+        if (rule.sinks, rule.window) != (retention.sinks, retention.window):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
         layout = backend.layout(self.num_kv_heads, self.head_size, act_dtype)
         device = self.vllm_config.device_config.device_type
@@ -439,15 +427,17 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
         raw = kv_cache.view(torch.uint8)
         place = raw.storage_offset(), raw.shape, raw.stride()
-        own = layout.view(torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place))
+        layer_pages = layout.view(
+            torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place)
+        )
         if self.policy.adaptive_head_budgets:
-            divided = SharesByVotes(own, self.attention.rule.compression, self.policy.retention.budget)
-            return divided.pages, divided, own
+            divided = SharesByVotes(layer_pages, self.attention.rule.compression, self.policy.retention.budget)
+            return divided.pages, divided, layer_pages
         if self.shares is None:
-            return own, EqualHeads(layout.num_kv_heads), own
+            return layer_pages, EqualHeads(layout.num_kv_heads), layer_pages
         division, shard = self.backend.division(), self.backend.shard()
         shares = fixed_shares(self.shares, layout, blocks, kv_cache.device, division, shard)
-        return shares.view(_all_layers(kv_cache, self.layer - self.shares.first)), shares, own
+        return shares.view(_all_layers(kv_cache, self.layer - self.shares.first)), shares, layer_pages
 
 
 def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
