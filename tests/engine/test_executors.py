@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import re
 
 import pytest
 from engine.tiny_engine import PROMPTS, complete, running, scores
 from policies.matrix import SHARES
+from threads import core_for_each_of_two
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +34,8 @@ def alone(case):
 
 @pytest.fixture(autouse=True)
 def a_core_for_each_of_two(monkeypatch):
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    for name, value in core_for_each_of_two().items():
+        monkeypatch.setenv(name, value)
 
 
 def assert_equal(answers, alone) -> None:
