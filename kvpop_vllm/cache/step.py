@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from kvpop_vllm.cache.chunks import Chunks, send
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
@@ -376,6 +377,8 @@ class StepPlan:
             slot_zero = torch.cat([place[:, :, self.layout.state_blocks] for place in places]).long()
         if begun is not None:
             parts = [rows_of(x, chosen) for x, chosen in ((table, begun.rows), (pages, begun.chunks)) if chosen]
+            width = max(part.shape[2] for part in parts)  # requests of other budgets may have fewer pages
+            parts = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in parts]
             begun = begun._replace(table=torch.cat(parts) if len(parts) > 1 else parts[0])
         made = {"table": table, "budgets": budgets, "chunks": chunks, "begun": begun, "writes": self.writes}
         return StepBatch(**(vars(rows) | made), starts=self.starts, slot_zero=slot_zero)
