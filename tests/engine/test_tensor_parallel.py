@@ -9,7 +9,7 @@ from engine.matrix import BUDGET
 from engine.test_cartridges import SLOTS, write
 from engine.test_inspector import core, recorded
 from engine.tiny_engine import answers, complete, running, scores
-from policies.matrix import SHARES
+from policies.matrix import MILD_SHARES, SHARES
 
 from kvpop_vllm.cache.shares import heads_of_rank
 from kvpop_vllm.testing import random_prompt
@@ -38,7 +38,7 @@ HEADS = {"allocator": str(SHARES)}
         ("trimkv", {"allocator": "pyramid"}),
         ("kvpop", HEADS | {"protect_prompt": True}),
         ("vase", {}),
-        ("triattention", HEADS),
+        ("triattention", {"allocator": str(MILD_SHARES)}),
         ("snapkv", {"window": 24}),  # with 16 two tokens have the same votes but for rounding
         ("attention-matching", {}),
         ("streaming-llm", {}),
