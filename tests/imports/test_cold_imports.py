@@ -168,7 +168,7 @@ ARROWS = {
     "evaluation": "calibration hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
     "model_types": "config",
     "hf": "attention compaction distill policies model_hook scorers model_shape rules cache kernels requests config roles model_types",
-    "calibrate": "calibration evaluation distill policies model_hook scorers rope model_shape kernels config files roles argument_types",
+    "calibrate": "calibration cache evaluation distill policies model_hook scorers rope model_shape kernels config files roles argument_types",
     "plan": "calibration policies cache scorers model_shape kernels config argument_types",
 }
 """Each room and the rooms it may import from, as in DESIGN.md."""
