@@ -138,7 +138,7 @@ class FixedBudgets:
 
 @dataclass(frozen=True)
 class Division:
-    """How all heads of a model divide the slots of a request, and which rank has which heads.
+    """Division of the slots of a request among all heads of a model, and of these heads among ranks.
 
     A request holds as many blocks in every rank: those of the rank that needs most. Two divisions are equal if they
     give equal budgets, also in different processes.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from kvpop_vllm.cache.chunks import Chunks, once, send
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
@@ -378,6 +379,8 @@ class StepPlan:
         if begun is not None:
             tables = (step.get("table"), begun.rows), (chunks.table, begun.chunks)
             parts = [rows_of(table, chosen) for table, chosen in tables if chosen]
+            width = max(part.shape[2] for part in parts)  # requests of other budgets may have fewer pages
+            parts = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in parts]
             begun = begun._replace(table=torch.cat(parts) if len(parts) > 1 else parts[0])
         return StepBatch(**(vars(rows) | step), chunks=chunks, begun=begun)
 

@@ -103,7 +103,8 @@ class Policy(Declaration):
     @functools.cached_property
     def unequal(self) -> bool:
         """True if heads have unequal budgets from the first token on."""
-        return bool((self.shares() != self.retention.budget).any())
+        with torch.device("cpu"):  # a model may be in the making on the meta device
+            return bool((self.shares() != self.retention.budget).any())
 
     @functools.cached_property
     def one_budget(self) -> bool:
@@ -254,7 +255,10 @@ class Policy(Declaration):
         """
         if not self.unequal:
             return None
-        allocate = FixedBudgets(tuple(map(tuple, self.shares().tolist()))) if self.one_budget else self.allocate
+        allocate = self.allocate
+        if self.one_budget:
+            with torch.device("cpu"):
+                allocate = FixedBudgets(tuple(map(tuple, self.shares().tolist())))
         sizes = self.retention.sinks, self.model.num_layers, self.model.num_kv_heads
         return Division(allocate, *sizes, tuple(shards), self.one_budget)
 

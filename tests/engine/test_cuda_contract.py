@@ -178,7 +178,7 @@ def test_policies_of_the_cpu(model, tmp_path):
     reasons = {"snapkv": compressing, "adakv": compressing, "vase": rounds, "rkv": rounds, "triattention": rounds}
     statistics = {"calibration": str(random_statistics_folder(tmp_path, ModelShape.of(model, 256)))}
     for policy, reason in reasons.items():
-        message = refusal(model, {"policy": policy, "budget": 100} | (statistics if policy == "triattention" else {}))
+        message = refusal(model, {"policy": policy, "budget": 200} | (statistics if policy == "triattention" else {}))
         assert f"--kv-policy {policy} on a GPU" in message
         assert f"{reason}, which only the CPU's path does: serve on a CPU" in message
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 
 NEW = 24
 HEADS, LAYERS = {"allocator": str(SHARES)}, {"allocator": "pyramid"}
-STAGED = [("streaming-llm", {}), ("kvpop", {}), ("kvpop", HEADS), ("h2o", LAYERS), ("triattention", HEADS)]
-"""Policies of pipeline stages, two with shares of heads and one with shares of layers."""
+STAGED = [("streaming-llm", {}), ("kvpop", {}), ("kvpop", HEADS), ("h2o", LAYERS)]
+"""Policies of pipeline stages, one with shares of heads and one with shares of layers."""
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from engine.driving import Job, preempt_all, watched
 from engine.matrix import BUDGET, SINKS
 from engine.test_cartridges import SLOTS, write
-from policies.matrix import SHARES
+from policies.matrix import MILD_SHARES
 
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.shares import EqualHeads
@@ -26,7 +26,7 @@ CASES = {
     "adakv": ("qwen3", "adakv", {"protect_prompt": True, "budget": 64}),
     "dms": ("llama", "dms-query", {}),
     "vase": ("qwen3", "vase", {}),
-    "triattention, heads": ("qwen3", "triattention", {"allocator": str(SHARES)}),
+    "triattention, heads": ("qwen3", "triattention", {"allocator": str(MILD_SHARES)}),
     "attention-matching": ("qwen3", "attention-matching", {"protect_prompt": True}),
 }
 QUICK = "streaming-llm", "adakv"

@@ -9,7 +9,7 @@ from engine.matrix import BUDGET
 from engine.test_cartridges import SLOTS, write
 from engine.test_inspector import core, recorded
 from engine.tiny_engine import answers, complete, running, scores
-from policies.matrix import SHARES
+from policies.matrix import MILD_SHARES, SHARES
 
 from kvpop_vllm.cache.shares import heads_of_rank
 from kvpop_vllm.testing import random_prompt
@@ -36,11 +36,9 @@ HEADS = {"allocator": str(SHARES)}
     [
         ("kvpop", {}),
         ("trimkv", {"allocator": "pyramid"}),
-        ("kvpop", {"protect_prompt": True}),
-        ("vase", {}),
-        ("triattention", {}),
-        ("triattention", HEADS),
         ("kvpop", HEADS | {"protect_prompt": True}),
+        ("vase", {}),
+        ("triattention", {"allocator": str(MILD_SHARES)}),
         ("snapkv", {"window": 24}),  # with 16 two tokens have the same votes but for rounding
         ("attention-matching", {}),
         ("streaming-llm", {}),
@@ -52,9 +50,9 @@ def test_two_ranks_equal_one(case, monkeypatch, policy, options):
     """Two ranks give the tokens of one rank.
 
     The second case has gates and pages of layers with unequal budgets. In the third, repeated prompts are
-    hit. The fourth draws by the head of the whole model. The fifth has statistics of all heads. In the next two, the
-    heads of each layer have unequal shares, so that the ranks need different numbers of slots. The next two compress
-    prompts. The last three have no state, attention masses with moments, and a channel of the queries.
+    hit. The fourth draws by the head of the whole model. The fifth has statistics of all heads. In the third and the
+    fifth the heads of each layer have unequal shares, so that the ranks need different numbers of slots. The next two
+    compress prompts. The last three have no state, attention masses with moments, and a channel of the queries.
     """
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.matrix import MATRIX
 from hf.prompts import distinct, padded
-from policies.matrix import SHARES
+from policies.matrix import MILD_SHARES, SHARES
 from transformers import StoppingCriteria
 
 from kvpop_vllm.hf import KVpopCache
@@ -22,7 +22,7 @@ OPTIONS = {
     "corrected": ("llama", "kvpop", {"correction": "moment"}),
     "pyramid": ("qwen3", "kvpop-linear", {"allocator": "pyramid"}),
     "heads": ("llama", "kvpop", {"allocator": str(SHARES)}),
-    "heads, rounds": ("qwen3", "triattention", {"allocator": str(SHARES)}),
+    "heads, rounds": ("qwen3", "triattention", {"allocator": str(MILD_SHARES)}),
     "keys and values": ("llama", "trimkv-kv", {}),
     "late": ("qwen3", "dms", {"shifted": True}),
     "borrowed after a norm": ("qwen3", "dms-query", {"shifted": True}),

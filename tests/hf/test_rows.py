@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine.matrix import BUDGET
 from hf.prompts import generate, padded
-from policies.matrix import SHARES
+from policies.matrix import MILD_SHARES, SHARES
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.cache.shares import EqualHeads
@@ -162,7 +162,7 @@ def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
 
 HEADS = {"allocator": str(SHARES)}
 OWN = [("kvpop", {}), ("h2o", {}), ("momentkv", {}), ("random", {}), ("kvpop", HEADS), ("h2o-pyramid", {})]
-OWN += [("rkv", HEADS), ("triattention", HEADS)]
+OWN += [("rkv", HEADS), ("triattention", {"allocator": str(MILD_SHARES)})]
 
 
 @pytest.mark.parametrize("policy, options", OWN)

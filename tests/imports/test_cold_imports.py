@@ -170,7 +170,7 @@ ARROWS = {
     "evaluation": "progress calibration hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
     "model_types": "",
     "hf": "attention compaction policies model_hook scorers model_shape rules cache kernels requests config model_types",
-    "calibrate": "progress calibration evaluation distill policies model_hook scorers rope model_shape config files roles argument_types",
+    "calibrate": "progress calibration cache evaluation distill policies model_hook scorers rope model_shape config files roles argument_types",
     "plan": "calibration policies cache scorers model_shape config argument_types",
 }
 """Each room and the rooms it may import from, as in DESIGN.md."""

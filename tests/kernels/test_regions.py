@@ -38,11 +38,7 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
     num_blocks = 3 * longest + 1
     blocks = 1 + torch.randperm(3 * longest, generator=draw).view(3, longest)
     regions = FixedShares(shares, layout, num_blocks)
-<<<<<<< HEAD
     rows = [regions.place(layer, blocks.int(), (), NUMBERS, ())[1] for layer in range(layers)]
-=======
-    rows = [regions.place(layer, blocks.int(), (), torch.empty(0))[1] for layer in range(layers)]
->>>>>>> plan
     for length in [*range(1, 140), 10_000]:
         held, seen = shares.blocks(state, N, length), set()
         used = 0
@@ -110,11 +106,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
     for layer, p in enumerate(problems):
         p.budgets = budgets[layer : layer + 1]
         alone, shared = Pool(p), Pool(p)
-<<<<<<< HEAD
         shared.pages, shared.table = regions.view(memory), regions.place(layer, blocks, (), NUMBERS, ())[1]
-=======
-        shared.pages, shared.table = regions.view(memory), regions.place(layer, blocks, (), torch.empty(0))[1]
->>>>>>> plan
         shared.untouched = lambda: True  # others use the rest
         found, expected = (pool.serve([40, 1, length], impl) for pool in (shared, alone))
         assert torch.equal(found.out, expected.out) and torch.equal(found.held[length], expected.held[length])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -148,7 +149,7 @@ def test_at_sizes_of_serving(kind, budget, protected):
 
 @pytest.mark.parametrize("protected, seed", [(0, 28), (70, 30)])
 def test_heads_of_unequal_shares_at_sizes_of_serving(tmp_path, protected, seed):
-    """Of two heads one has rounds of 128 tokens and one of 99; with these seeds rounding decides nothing."""
+    """One head has rounds of 128 tokens and one of 99; with these seeds rounding decides nothing."""
     shape = ModelShape("llama", 2, HEADS, SIZE, 4096, None, HEADS * GROUP, ROPE)
     folder = random_statistics_folder(tmp_path, shape)
     rule = made("triattention", 420, shape, calibration=str(folder)).layer_rule(0, slice(0, HEADS))
@@ -161,11 +162,10 @@ def test_heads_of_unequal_shares_at_sizes_of_serving(tmp_path, protected, seed):
     roles = protected, rule.sinks, rule.window, topk, statistics
     visible, margins, _, _ = retained_by_rounds(*exact, "expected logits", 0, (0, 0), *roles)
     assert float(margins.min()) > 1e-4, "a near-tie: choose another seed"
-    rows, at = LayerRows(rule, budgets, k[None], SIZE**-0.5, protected=protected), 0
-    for count in (420, 1, 63, length - 484):
-        rows.append(*(x[None, :, at : at + count] for x in (q, k, v)))
-        at += count
-        assert torch.equal(rows.held_by_rows()[0], visible[:, at - 1, :at]), f"after {at} tokens"
+    rows = LayerRows(rule, budgets, k[None], SIZE**-0.5, protected=protected)
+    for start, end in itertools.pairwise((0, 420, 421, 484, length)):
+        rows.append(*(x[None, :, start:end] for x in (q, k, v)))
+        assert torch.equal(rows.held_by_rows()[0], visible[:, end - 1, :end]), f"after {end} tokens"
 
 
 def test_cosines_in_blocks_are_those_of_all_pairs(monkeypatch):

@@ -321,7 +321,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             )
         self.cartridges = cartridge_room(self.policy)
         self.attention: FixedBudgetAttention | None = None
-        self.layer, self.shares, self.backend = None, None, None
+        self.layer, self.shares, self.division, self.shard = None, None, None, 0
         self.gates: torch.nn.ModuleList | None = None
         self._pages = WeakTensorKeyDictionary()
 
@@ -336,7 +336,8 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         context[name].sliding_window = None  # no request exceeds it, and vLLM asks for a cache spec by it
         backend = for_config(self.vllm_config)
         heads = backend.heads(self.num_kv_heads)
-        self.layer, self.shares, self.backend = extract_layer_index(name), backend.shares(), backend
+        self.layer, self.shares = extract_layer_index(name), backend.shares()
+        self.division, self.shard = backend.division(), backend.shard()
         if self.policy.gated:
             self._add_gate(self.layer, heads)
         rule = self.policy.layer_rule(self.layer, heads)
@@ -435,8 +436,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             return divided.pages, divided, layer_pages
         if self.shares is None:
             return layer_pages, EqualHeads(layout.num_kv_heads), layer_pages
-        division, shard = self.backend.division(), self.backend.shard()
-        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device, division, shard)
+        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device, self.division, self.shard)
         return shares.view(_all_layers(kv_cache, self.layer - self.shares.first)), shares, layer_pages
 
 
