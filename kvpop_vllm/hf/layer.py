@@ -84,10 +84,8 @@ class LayerPages:
         self.sequence_lengths, self.shifted = sequence_lengths, shifted
         self.rule = rule = rule.to(like.device)
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
-        most = max(record.budget for record in sequence_lengths.requests)
-        if budgets is not None:
-            most = max(map(max, budgets.values()))
-        self._budget = most
+        by_row = [record.budget for record in sequence_lengths.requests]
+        self._budget = most = max(by_row if budgets is None else map(max, budgets.values()))
         self.divided = rule.compresses and rule.compression.adaptive_head_budgets
         if self.divided:
             most = max(most, divided_blocks(heads, most, layout.block_slots) * layout.block_slots)
@@ -296,11 +294,11 @@ class LayerRows(LayerPages):
         shifted: bool = False,
         seed: int = 0,
     ):
-        rows, most, budgets = like.shape[0], budget, None
+        rows, row_budget, budgets = like.shape[0], budget, None
         if isinstance(budget, torch.Tensor):
-            most = int(budget.max())
-            budgets = {most: budget.tolist()}
-        record = RequestSlots(0, 0, most, rule.window, request_seed(0, seed))
+            row_budget = int(budget.max())
+            budgets = {row_budget: budget.tolist()}
+        record = RequestSlots(0, 0, row_budget, rule.window, request_seed(0, seed))
         lengths = SequenceLengths([record] * rows, like.device)
         super().__init__(rule, budgets, like, scale, lengths, shifted)
         self.protect(protected)

@@ -89,7 +89,7 @@ def cuts(rule: RetentionRule, groups: Sequence[EqualRoles], start: int, end: int
 
 
 class Due(NamedTuple):
-    """What rounds have to do after a step.
+    """Work of rounds after a step.
 
     Attributes:
         ends: position after the last token of each request.

@@ -161,7 +161,7 @@ ARROWS = {
     "model_hook": "rope scorers model_shape config",
     "policies": "calibration rope scorers model_shape cache kernels config files roles",
     "cache": "requests roles",
-    "attention": "rules kernels cache requests roles",
+    "attention": "rules kernels cache requests",
     "testing": "",
     "bench": "config files",
     "distill": "model_hook scorers model_shape kernels config files roles argument_types",
