@@ -69,8 +69,12 @@ def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, o
     assert found.judge.near_ties <= before + 1
     # [NEW, 2, layers, H]
     counts = torch.stack([torch.stack([row.sum(-1) for row in step]) for step in watch.steps])
-    budgets = torch.tensor(found.judge.policy.budgets(2))
-    assert bool((counts <= budgets[:, None]).all()), counts
+    policy = found.judge.policy
+    topk = policy.topk if isinstance(policy.topk, tuple) else (policy.topk,) * 2
+    budgets = [
+        [policy.sinks + policy.window + k for k in (row if isinstance(row, tuple) else (row,) * 2)] for row in topk
+    ]
+    assert bool((counts <= torch.tensor(budgets)).all()), counts  # [layers, H]
 
 
 def _held(visible, prompt):
