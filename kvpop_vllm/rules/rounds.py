@@ -56,7 +56,7 @@ def cuts(rule: RetentionRule, retention: Retention, start: int, end: int) -> lis
 
 
 class Due(NamedTuple):
-    """What rounds have to do after a step.
+    """Work of rounds after a step.
 
     Attributes:
         ends: position after the last token of each request.
@@ -72,7 +72,7 @@ class Due(NamedTuple):
 
 
 def due(rounds: SampledMass | Redundancy | ExpectedLogits, ends: list[int], roles: list[Retention]) -> Due:
-    """Return what rounds have to do after the last tokens of requests; see :class:`Due`."""
+    """Return the work of rounds after the last tokens of requests."""
     step = Due(ends, roles, [], [])
     for r, (end, retention) in enumerate(zip(ends, roles, strict=True)):
         if not retention.topk:
@@ -101,7 +101,7 @@ def run_due_rounds(
             request, of which only the last may end a round.
         pages: the layer's cache, written in place.
         table: ``[R, H, P]`` pages of the tails.
-        step: what rounds have to do.
+        step: work of the rounds.
         seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
         rule: rule with rounds.
         scale: factor on q . k.
