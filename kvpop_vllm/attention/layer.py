@@ -98,7 +98,7 @@ class FixedBudgetAttention:
             rounds.run_due_rounds(q[at], pages, batch.table, due, batch.seeds, self.rule, self.scale)
 
     def _rounds_of_rows(self, batch: StepBatch) -> rounds.Due:
-        """Return what rounds have to do after the decode rows of a step."""
+        """Return the work of rounds after the decode rows of a step."""
         prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
         sizes = batch.budgets.tolist(), batch.windows.tolist(), prefixes
         return rounds.due(self.rule.rounds, (batch.positions + 1).tolist(), list(map(self._roles, *sizes)))

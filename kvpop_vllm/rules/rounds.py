@@ -105,7 +105,7 @@ class Due(NamedTuple):
 def due(
     rounds: SampledMass | Redundancy | ExpectedLogits, ends: list[int], roles: Sequence[Sequence[EqualRoles]]
 ) -> Due:
-    """Return what rounds have to do after a step.
+    """Return the work of rounds after a step.
 
     Args:
         rounds: rounds of the rule.
@@ -142,7 +142,7 @@ def run_due_rounds(
             request, of which only the last may end a round.
         pages: the layer's cache, written in place.
         table: ``[R, H, P]`` pages of the tails.
-        step: what rounds have to do.
+        step: work of the rounds.
         seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
         rule: rule with rounds.
         scale: factor on q . k.
