@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, check_spelling
 from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, refusals
 from kvpop_vllm.vllm_glue.start.engine_policy import (
+    adopt_published,
     check_checkpoint,
     checkpoint_section,
     choose_model_class,
@@ -26,6 +27,7 @@ def create_engine_config(install, original, self, *args, **kwargs):
     """Wrap the making of a config from engine arguments."""
     with fallback.one_line_errors():
         check_spelling(self.additional_config)
+        adopt_published(self)
         if requested(self):
             vllm_config = _config_with_policy(original, self, *args, **kwargs)
             install(engine_policy(vllm_config))
@@ -81,5 +83,7 @@ def _check_cartridges(vllm_config) -> None:
 
 def _log_unused_scorers(vllm_config, why: str) -> None:
     """Log one line if the model is a full checkpoint."""
-    if vllm_config.model_config is not None and checkpoint_section(vllm_config) is not None:
+    model = vllm_config.model_config
+    published = model is not None and getattr(model.hf_config, "kvpop_published", None) is not None
+    if model is not None and (published or checkpoint_section(vllm_config) is not None):
         logger.info("the checkpoint carries KVpop scorers, which are not used %s", why)
