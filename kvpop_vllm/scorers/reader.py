@@ -94,9 +94,15 @@ class Reading:
 def _check_place(piece: str, place: object, source: str) -> None:
     if piece not in PIECES:
         raise ConfigError(f"{source}: {piece!r} is no piece of a scorer: use {', '.join(PIECES)}")
-    if not isinstance(place, Mapping) or not {"tensor", "axes"} <= place.keys() <= {"tensor", "axes", "part", "slice"}:
+    if not isinstance(place, Mapping) or not {"tensor", "axes"} <= place.keys() <= {
+        "tensor",
+        "axes",
+        "part",
+        "slice",
+        "rows",
+    }:
         raise ConfigError(
-            f"{source}: {piece} must be an object of tensor, axes and perhaps part or slice, got {place!r}"
+            f"{source}: {piece} must be an object of tensor, axes and perhaps part, slice or rows, got {place!r}"
         )
     if not isinstance(place["tensor"], str) or not isinstance(place["axes"], str):
         raise ConfigError(f"{source}: tensor and axes of {piece} must be texts")
@@ -106,13 +112,14 @@ def _check_place(piece: str, place: object, source: str) -> None:
         raise ConfigError(
             f"{source}: axes of {piece} must be of layer, head, part, in, out and 1, got {place['axes']!r}"
         )
-    part, ends = place.get("part"), place.get("slice")
+    part = place.get("part")
     if ("part" in words) != (part is not None) or not (part is None or (type(part) is int and part >= 0)):
         raise ConfigError(f"{source}: {piece} needs a number 'part' if its axes have one, and only then")
-    if ends is not None and not (
-        isinstance(ends, list) and len(ends) == 2 and all(type(end) is int for end in ends) and 0 <= ends[0] < ends[1]
-    ):
-        raise ConfigError(f"{source}: slice of {piece} must be two numbers, first and end, got {ends!r}")
+    for name in ("slice", "rows"):
+        ends = place.get(name, [0, 1])
+        numbers = isinstance(ends, list) and len(ends) == 2 and all(type(end) is int for end in ends)
+        if not numbers or not 0 <= ends[0] < ends[1]:
+            raise ConfigError(f"{source}: {name} of {piece} must be two numbers, first and end, got {ends!r}")
 
 
 @dataclass
@@ -398,7 +405,8 @@ def describe_place(place: Mapping | None) -> str:
     if place is None:
         return "nothing"
     more = f" part {place['part']}" if "part" in place else ""
-    more += f" out {place['slice'][0]} to {place['slice'][1]}" if "slice" in place else ""
+    for name, words in (("slice", "columns"), ("rows", "rows")):
+        more += f", {words} {place[name][0]} to {place[name][1]}" if name in place else ""
     return f"{place['tensor']} as {place['axes'] or 'one number'}{more}"
 
 
@@ -483,6 +491,10 @@ def _one(checkpoint: Checkpoint, place: Mapping, name: str, layer: int, axes: tu
     counts = {"layer": sizes.layers, "head": sizes.heads, "in": 2 * sizes.dim}
     groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", place["axes"])]
     words = [axis for group in groups for axis in group if axis != "1"]
+    if "rows" in place:
+        if not tensor.dim() or place["rows"][1] > len(tensor):
+            raise _misfit(checkpoint, name, tensor, place)
+        tensor = tensor[slice(*place["rows"])]
     if len(groups) != tensor.dim():
         raise _misfit(checkpoint, name, tensor, place)
     lengths = []

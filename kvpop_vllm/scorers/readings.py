@@ -33,17 +33,14 @@ PIECES = {
 """Name in our format, axes, and what the axis ``out`` counts, of each piece."""
 REQUIRED = ("query", "key", "input gate", "forget gate", "score")
 """Pieces that every scorer has. Biases that are missing are 0."""
-MERGES = (
-    ("head", "out"), ("head", "in"), ("part", "head"), ("head", "part"), ("part", "head", "out"), ("layer", "head"),
-    ("layer", "head", "out"),
-)  # fmt: skip
+MERGES = (("head", "out"), ("head", "in"), ("head", "part"), ("layer", "head"), ("layer", "head", "out"))
 """Axes that one axis of a tensor may hold, the last of them fastest."""
 MOST = 64
 """Number of readings after which the search ends."""
 
 _NOISE = frozenset(
     "w weight weights proj projs projection projector linear lin to layer preact act map feature features featuremap fm phi"
-    " param params head heads headwise mlstm lstm xlstm cell scorer kvpop importance mem memory bias b new 0".split()
+    " param params mat vec head heads headwise mlstm lstm xlstm cell scorer kvpop importance mem memory bias b new 0".split()
 )
 _HINTS = (
     (r".*norm|ln", ("norm",)),
@@ -52,9 +49,9 @@ _HINTS = (
     (r"q|wq|query|queries", ("query",)),
     (r"k|wk|key|keys", ("key",)),
     (r"v|wv|value|values", ("value",)),
-    (r"i|wi|ig|i_?gate|in_?gate|input|input_?gate", ("input gate",)),
-    (r"f|wf|fg|f_?gate|forget|forget_?gate", ("forget gate",)),
-    (r"o|a|out|output|score|scores|readout|final", ("score",)),
+    (r"i|wi|bi|ig|i_?gate|in_?gate|input|input_?gate", ("input gate",)),
+    (r"f|wf|bf|fg|f_?gate|forget|forget_?gate", ("forget gate",)),
+    (r"o|bo|a|out|output|score|scores|readout|final", ("score",)),
     (r"qkv|qkv_?o?preact", ("query", "key", "value")),
     (r"qk", ("query", "key")),
     (r"kv", ("key", "value")),
@@ -94,7 +91,7 @@ class Sizes:
 
 
 Pieces = dict[str, dict]
-"""Place of each piece: ``tensor``, ``axes`` and, where a tensor holds several pieces, ``part`` or ``slice``."""
+"""Place of each piece: ``tensor``, ``axes`` and, where a tensor holds several pieces, ``part``, ``slice`` or ``rows``."""
 
 
 def stacks(shapes: Mapping[str, tuple[int, ...]], sizes: Sizes, source: str) -> list[Stack]:
@@ -157,9 +154,10 @@ def hint(template: str) -> tuple[tuple[str, ...], bool] | None:
     No pieces mean that the name hints at none. None means that the name is of a piece that no scorer has.
     """
     words = [word for word in template.split(".") if not word.startswith("{") and not word.isdecimal()]
-    bias = re.fullmatch(r"(.*_)?bias|b|b_.*", words[-1]) is not None
+    words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower().replace("-", "_") for word in words]
+    bias = re.fullmatch(r"(.*_)?bias|b|b_.*|b[ifo]", words[-1]) is not None
     for word in reversed(words):
-        tokens = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower().replace("-", "_").split("_")
+        tokens = word.split("_")
         core = "_".join(token for token in tokens if token not in _NOISE)
         if word == "b" and bias:
             return ("score",), True
@@ -253,21 +251,59 @@ def _fused(stack, pieces, bias, known, missing) -> list[tuple[Pieces, dict[str, 
     for axis_order, out in patterns(stack.shape, wanted, (*known.items(), ("part", count))):
         places = {name: _at(stack, axis_order, part=i) for i, name in enumerate(names)}
         uses.append((places, {PIECES[name][2]: out for name in names if PIECES[name][2]}))
+    uses += _rows(stack, names, known, wanted - {"part"})
     if "out" not in axes:
         return uses
     for axis_order, width in patterns(stack.shape, wanted - {"part"}, tuple(known.items())):
-        for features in range(1, width):
-            widths = [features if PIECES[name][2] == "features" else 0 for name in names]
-            rest = width - sum(widths)
-            if (rest and not widths.count(0)) or (widths.count(0) and rest < 1):
-                continue
-            widths = [part or rest for part in widths]
+        for features, rest, widths in _divisions(names, width):
             ends = list(itertools.accumulate(widths))
             places = {
                 name: _at(stack, axis_order, slice=[end - part, end])
                 for name, part, end in zip(names, widths, ends, strict=True)
             }
             uses.append((places, {"features": features} | ({"values": rest} if rest else {})))
+    return uses
+
+
+def _divisions(names: list[str], width: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield the columns of queries and keys, of values, and of each piece in turn, where a tensor has ``width`` in all."""
+    for features in range(1, width):
+        widths = [features if PIECES[name][2] == "features" else 0 for name in names]
+        rest = width - sum(widths)
+        if (rest == 0) == (widths.count(0) == 0) and rest >= 0:
+            yield features, rest, [part or rest for part in widths]
+
+
+def _rows(
+    stack: Stack, names: list[str], known: dict[str, int], wanted: frozenset[str]
+) -> list[tuple[Pieces, dict[str, int]]]:
+    """Return the readings of a tensor whose first axis holds all heads of one piece, then all of the next."""
+    heads, uses = known["head"], []
+    if "head" not in wanted or heads == 1 or stack.shape[0] % heads:
+        return []
+    width = stack.shape[0] // heads
+    equal = [(0, 0, [width // len(names)] * len(names))] if width % len(names) == 0 else []
+    for features, rest, widths in _divisions(names, width) if "out" in wanted else equal:
+        ends = list(itertools.accumulate(heads * part for part in widths))
+        orders = []
+        for part in widths:
+            sizes = (*known.items(), ("out", part)) if "out" in wanted else tuple(known.items())
+            shape = (heads * part, *stack.shape[1:])
+            orders.append(
+                [
+                    order
+                    for order, _ in patterns(shape, wanted, sizes)
+                    if order.split(" in")[0] in ("head", "(head out)")
+                ]
+            )
+        for axis_order in orders[0]:
+            if all(axis_order in order for order in orders):
+                place = {
+                    name: _at(stack, axis_order, rows=[end - heads * part, end])
+                    for name, part, end in zip(names, widths, ends, strict=True)
+                }
+                bound = {"features": features} | ({"values": rest} if rest else {}) if "out" in wanted else {}
+                uses.append((place, bound))
     return uses
 
 
@@ -295,7 +331,7 @@ def places(found: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
     complete: list[Pieces] = []
 
     def choose(i: int, chosen: Pieces, bound: dict[str, int]) -> None:
-        if len(complete) >= MOST:
+        if len(complete) >= MOST**2:
             return
         if i == len(options):
             if all(piece in chosen for piece in REQUIRED) and _fits(chosen, bound, sizes):
@@ -308,7 +344,7 @@ def places(found: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
     choose(0, {}, {})
     fewest = min(map(_orders, complete), default=0)
     alike = [chosen for chosen in complete if _orders(chosen) == fewest]
-    return [{piece: chosen[piece] for piece in PIECES if piece in chosen} for chosen in alike]
+    return [{piece: chosen[piece] for piece in PIECES if piece in chosen} for chosen in alike[:MOST]]
 
 
 def _orders(chosen: Pieces) -> int:
