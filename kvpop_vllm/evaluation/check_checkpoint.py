@@ -12,11 +12,12 @@ import torch
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
-from kvpop_vllm.evaluation.haystack import text_of
+from kvpop_vllm.distill.tokens import DocumentEncoder
 from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
 from kvpop_vllm.hf import KVpopCache, load_checkpoint
 from kvpop_vllm.hub import local_folder
 from kvpop_vllm.model_hook import CACHE_NAME
+from kvpop_vllm.model_shape import vocabulary_of
 from kvpop_vllm.scorers import reader
 from kvpop_vllm.scorers.checkpoint import write_scorer
 
@@ -73,10 +74,9 @@ def _shuffled(tensors: dict[str, torch.Tensor], draw: torch.Generator) -> dict[s
 
 def _rows(folder: Path, options: argparse.Namespace, budget: int) -> Iterator[torch.Tensor]:
     """Yield rows of tokens from which something is evicted."""
-    tokenizer, count = load_tokenizer(folder), 0
-    for document in documents_of(find_sources([options.data])):
-        ids = torch.tensor(tokenizer(text_of(document)).input_ids, dtype=torch.long)
-        for row in ids.split(options.length):
+    encoder, count = DocumentEncoder(load_tokenizer(folder), vocabulary_of(folder)), 0
+    for _, ids in encoder.encode(documents_of(find_sources([options.data]))):
+        for row in torch.as_tensor(ids, dtype=torch.long).split(options.length):
             if len(row) > budget + 1 and count < options.rows:
                 yield row
                 count += 1

@@ -174,7 +174,7 @@ SPELLINGS = {
     "mlstm_kernels": Spelling(
         _kernels,
         named("Qwen3_KVPop", kvpop_num_sink_tokens=4, kvpop_window=16, kvpop_topk=44, decay_range=[0.99, 0.9999]),
-        {"value_width": 24}, dtype=torch.bfloat16,
+        {"value_width": 24}, ours=_no_score_bias, dtype=torch.bfloat16,
     ),
     "fla": Spelling(
         _fla,

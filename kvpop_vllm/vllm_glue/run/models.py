@@ -15,7 +15,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kvpop_vllm.scorers import checkpoint, reader
 from kvpop_vllm.vllm_glue.run.gated_attention import prepare
-from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, policy_from_checkpoint, requested
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, is_published, policy_from_checkpoint, requested
 
 _DMS_PROJECTION = ".self_attn.dms_proj_alpha"
 """Substring of the names of a DMS model's eviction projections and of their norms."""
@@ -48,7 +48,7 @@ class _CarriesScorers:
         Raises:
             ConfigError: a scorer tensor is missing or has a wrong name, shape or value.
         """
-        published = getattr(self._engine_config.model_config.hf_config, "kvpop_published", None) is not None
+        published = is_published(self._engine_config)
         policy, source = policy_from_checkpoint(self._engine_config), self._engine_config.model_config.model
         scorers: dict[str, torch.Tensor | None] = {}
 

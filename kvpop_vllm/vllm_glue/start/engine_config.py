@@ -17,6 +17,7 @@ from kvpop_vllm.vllm_glue.start.engine_policy import (
     choose_model_class,
     describe,
     engine_policy,
+    is_published,
     requested,
 )
 
@@ -68,7 +69,12 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     refusals.refuse({f"--data-parallel-size {engines}: set it to 1": several}, "--kv-inspect")
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
-    for line in describe(policy):
+    lines = describe(policy)
+    if policy.scorer_kind is not None and settings.scorer is None and is_published(vllm_config):
+        from kvpop_vllm.vllm_glue.start import published
+
+        lines += published.describe(vllm_config, settings.map)
+    for line in lines:
         logger.info("%s", line)
     return vllm_config
 
@@ -83,7 +89,7 @@ def _check_cartridges(vllm_config) -> None:
 
 def _log_unused_scorers(vllm_config, why: str) -> None:
     """Log one line if the model is a full checkpoint."""
-    model = vllm_config.model_config
-    published = model is not None and getattr(model.hf_config, "kvpop_published", None) is not None
-    if model is not None and (published or checkpoint_section(vllm_config) is not None):
+    if vllm_config.model_config is None:
+        return
+    if is_published(vllm_config) or checkpoint_section(vllm_config) is not None:
         logger.info("the checkpoint carries KVpop scorers, which are not used %s", why)

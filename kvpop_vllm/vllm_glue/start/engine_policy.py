@@ -103,6 +103,11 @@ def _config_json(engine_args: EngineArgs) -> object:
         return None
 
 
+def is_published(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine's model is a full checkpoint of other authors."""
+    return getattr(vllm_config.model_config.hf_config, "kvpop_published", None) is not None
+
+
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
     """Return the ``kvpop`` section of a full checkpoint's ``config.json``, or None."""
     return getattr(vllm_config.model_config.hf_text_config, "kvpop", None)
@@ -198,7 +203,7 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
     shape = ModelShape.of_engine(model)
     if cls.scorer_kind is None:
         return cls(settings, shape)
-    if settings.scorer is None and getattr(model.hf_config, "kvpop_published", None) is not None:
+    if settings.scorer is None and is_published(vllm_config):
         from kvpop_vllm.vllm_glue.start import published
 
         return cls(dataclasses.replace(settings, scorer=published.folder_of(vllm_config)), shape)

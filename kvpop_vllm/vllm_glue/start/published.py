@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
 from kvpop_vllm.hub import local_folder
+from kvpop_vllm.scorers import reader
 from kvpop_vllm.supported import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ def _check_tokenizer(engine_args: EngineArgs) -> None:
             f"{engine_args.model}: its tokenizer {name} exists only as code in the folder, which is not executed: give the base"
             " model's with --tokenizer"
         )
+
+
+def describe(vllm_config: VllmConfig, map_file: str | None) -> list[str]:
+    """Return in a few lines how the scorer of an engine's checkpoint is read."""
+    checkpoint = reader.open_checkpoint(folder_of(vllm_config))
+    return reader.describe(checkpoint, reader.reading_of(checkpoint, map_file))
 
 
 def folder_of(vllm_config: VllmConfig) -> str:
