@@ -13,8 +13,16 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hub import local_folder
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
-RESOLVE = "import sys\nfrom kvpop_vllm.cli import main\nsys.exit(main(sys.argv[1:]))"
-"""Program that runs one command of ``kvpop``."""
+RUN = """
+import json, sys
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hub import local_folder
+try:
+    print(json.loads((local_folder(sys.argv[1]) / "kvpop_config.json").read_text())["topk"])
+except ConfigError as error:
+    sys.exit(f"kvpop: {error}")
+"""
+"""Program that prints k of a scorer's folder."""
 
 
 @pytest.fixture(scope="module")
@@ -26,50 +34,48 @@ def base(tmp_path_factory):
 def revisions(base, tmp_path_factory):
     """Return two revisions of a scorer, each with a program that must not be downloaded."""
     root = tmp_path_factory.mktemp("scorers")
-    folders = {name: write_random_scorer(root / name, base, topk=topk) for name, topk in (("main", 44), ("v2", 33))}
+    folders = {name: write_random_scorer(root / name, base, topk=k) for name, k in (("main", 44), ("v2", 33))}
     for folder in folders.values():
         (folder / "modeling.py").write_text("raise SystemExit")
     return folders
 
 
-def plan(base, scorer, home, **environment) -> subprocess.CompletedProcess:
-    """Run ``kvpop plan`` with a scorer, in a process with a hub's cache of its own."""
-    command = [sys.executable, "-c", RESOLVE, "plan", "--model", str(base), "--kv-memory", "1GiB", "--scorer", scorer]
+def read(scorer, home, **environment) -> subprocess.CompletedProcess:
+    """Print k of a scorer, in a process with a hub's cache of its own."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
     env |= {"HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "2", **environment}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", RUN, scorer], env=env, capture_output=True, text=True, timeout=120)
 
 
 def refused(run: subprocess.CompletedProcess) -> str:
     """Return the only line on stderr of a command that failed."""
-    assert run.returncode == 2, run.stdout + run.stderr
+    assert run.returncode == 1, run.stdout + run.stderr
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("kvpop: ")]
     return line
 
 
-def test_the_cache_serves_without_a_network(base, revisions, tmp_path):
+def test_the_cache_serves_without_a_network(revisions, tmp_path):
     lay_out(tmp_path / "hub", "owner/name", revisions)
     offline = {"HF_HUB_OFFLINE": "1"}
-    for name, topk in (("owner/name", 44), ("owner/name@v2", 33), (f"owner/name@{commit_of('owner/name@v2')}", 33)):
-        run = plan(base, name, tmp_path, **offline)
-        assert run.returncode == 0, run.stderr
-        assert str(4 + 16 + topk) in run.stdout
+    for name, expected in (("owner/name", 44), ("owner/name@v2", 33), (f"owner/name@{commit_of('owner/name@v2')}", 33)):
+        run = read(name, tmp_path, **offline)
+        assert run.stdout == f"{expected}\n", run.stderr
     for name in ("owner/other", "owner/name@v3"):
-        line = refused(plan(base, name, tmp_path, **offline))
+        line = refused(read(name, tmp_path, **offline))
         assert f"{name} is no folder here, and the hub cannot be reached, nor does its cache hold it" in line
 
 
-def test_a_server_as_endpoint(base, revisions, tmp_path):
+def test_a_server_as_endpoint(revisions, tmp_path):
     with serving({"owner/name": revisions}) as (address, requested):
-        run = plan(base, "owner/name@v2", tmp_path, HF_ENDPOINT=address)
-        assert run.returncode == 0, run.stderr
-        assert str(4 + 16 + 33) in run.stdout and any("/resolve/" in path for path in requested)
+        run = read("owner/name@v2", tmp_path, HF_ENDPOINT=address)
+        assert run.stdout == "33\n", run.stderr
+        assert any("/resolve/" in path for path in requested)
         assert not any(path.endswith(".py") for path in requested), "code is downloaded"
         for name in ("owner/other", "owner/name@v3"):
-            line = refused(plan(base, name, tmp_path, HF_ENDPOINT=address))
+            line = refused(read(name, tmp_path, HF_ENDPOINT=address))
             assert f"{name} is no folder here, and the hub has none of this name and revision" in line
-    run = plan(base, "owner/name@v2", tmp_path, HF_ENDPOINT=address)  # which is gone
-    assert run.returncode == 0 and str(4 + 16 + 33) in run.stdout, "the cache is used where the hub cannot be reached"
+    run = read("owner/name@v2", tmp_path, HF_ENDPOINT=address)  # which is gone
+    assert run.stdout == "33\n", "the cache is used where the hub cannot be reached"
 
 
 def test_an_existing_folder_wins(revisions, tmp_path, monkeypatch):
