@@ -43,9 +43,11 @@ def local_folder(
             snapshot_download(match["repo"], revision=revision, cache_dir=cache_dir, allow_patterns=list(files))
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        there = isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError)
+        answered = isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError)
         why = (
-            "the hub has none of this name and revision, or asks for a login" if there else "the hub cannot be reached"
+            "the hub has none of this name and revision, or asks for a login"
+            if answered
+            else "the hub cannot be reached"
         )
         raise ConfigError(
             f"{name} is no folder here, and {why}, nor does its cache hold it: check the name, or give a folder"

@@ -51,17 +51,17 @@ def check_checkpoint(options: argparse.Namespace) -> None:
 
 def _scorers(folder: Path, options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Path], int]:
     """Write the scorer under each map, and a shuffled one; return their folders by name, and the budget."""
-    checkpoint, found = reader.open_checkpoint(folder), {}
+    checkpoint, folders = reader.open_checkpoint(folder), {}
     for number, map_file in enumerate(options.map or [None]):
         name = "reading" if map_file is None else str(map_file)
         config, layers = reader.load(checkpoint, reader.reading_of(checkpoint, map_file))
         write_scorer(scratch / f"{number}", config, layers)
-        found[name] = scratch / f"{number}"
+        folders[name] = scratch / f"{number}"
         if not number:
             budget = options.budget or config.sinks + config.window + config.topk
             draw = torch.Generator().manual_seed(options.seed)
             write_scorer(scratch / "shuffled", config, [_shuffled(t, draw) for t in layers])
-    return found | {"shuffled scorer": scratch / "shuffled"}, budget
+    return folders | {"shuffled scorer": scratch / "shuffled"}, budget
 
 
 def _shuffled(tensors: dict[str, torch.Tensor], draw: torch.Generator) -> dict[str, torch.Tensor]:
@@ -112,10 +112,10 @@ def table(nats: dict[str, list[float]], counts: list[int], seed: int = 0) -> lis
         line = f"{name[-32:]:32} {sum(values) / sum(counts):.4f}"
         if name != first:
             pairs = [value - ours for value, ours in zip(values, nats[first], strict=True)]
-            found = bootstrap_ratio(pairs, counts, seed=seed)
-            line += f"  {found.value:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
+            interval = bootstrap_ratio(pairs, counts, seed=seed)
+            line += f"  {interval.value:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
             if name in ("shuffled scorer", "window"):
-                clear += [name] if found.low > 0 else []
+                clear += [name] if interval.low > 0 else []
         lines.append(line)
     if len(clear) == 2:
         return [*lines, f"{first} is better than a shuffled scorer and than a window of the same size"]

@@ -65,7 +65,7 @@ class Facts:
 
 
 def facts_of(config: Mapping, model_keys: frozenset[str], source: str) -> Facts:
-    """Return what a ``config.json`` says about its scorer, nested or flat.
+    """Return label a ``config.json`` says about its scorer, nested or flat.
 
     Args:
         config: contents of ``config.json``.
@@ -108,18 +108,18 @@ def _scalars(config: Mapping, model_keys: frozenset[str], path: str = "") -> Ite
             yield f"{path}{name}", value
 
 
-def _read(key: str, value: object, what: str):
+def _read(key: str, value: object, label: str):
     """Return a checked value, None if the key is of no use."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if key in ("sinks", "window", "topk", "budget", "state", "decay_step"):
         if not number or value != int(value) or not 0 <= value <= MAX_BUDGET:
-            raise ConfigError(f"{what} is {value!r}, which is no number of tokens: mend config.json")
+            raise ConfigError(f"{label} is {value!r}, which is no number of tokens: mend config.json")
         return int(value)
     if key in ("decay_min", "decay_max", "gamma"):
         if not number or not 0 < value <= 1:
             if key == "gamma":
                 return None
-            raise ConfigError(f"{what} is {value!r}, and a decay is above 0 and at most 1: mend config.json")
+            raise ConfigError(f"{label} is {value!r}, and a decay is above 0 and at most 1: mend config.json")
         return float(value)
     if key == "decay_range":
         if (
@@ -127,35 +127,35 @@ def _read(key: str, value: object, what: str):
             or len(value) != 2
             or not all(isinstance(v, float) and 0 < v <= 1 for v in value)
         ):
-            raise ConfigError(f"{what} is {value!r}, which is no range of decays: mend config.json")
+            raise ConfigError(f"{label} is {value!r}, which is no range of decays: mend config.json")
         return tuple(value)
     if key == "gate_softcap":
         if value is False or value == 0:
             return None
         if value is True or not number or value < 0:
-            raise ConfigError(f"{what} is {value!r}, which is no cap: give gate_softcap in a map (--kv-map)")
+            raise ConfigError(f"{label} is {value!r}, which is no cap: give gate_softcap in a map (--kv-map)")
         return float(value)
     if key in ("skip", "value_projection"):
         return value if isinstance(value, bool) else None
     if key == "delayed":
         return value if isinstance(value, bool) else (bool(value) if number else None)
     if key == "norm":
-        return _of(_NORMS, value, what) if isinstance(value, str) and value.lower() != "none" else value is True
+        return _of(_NORMS, value, label) if isinstance(value, str) and value.lower() != "none" else value is True
     tables = {"feature_map": _FEATURE_MAPS, "decay": _DECAYS}
     if key in tables:
-        return _of(tables[key], value, what)
+        return _of(tables[key], value, label)
     if key == "activation":
-        return _of({"silu": "silu", "swish": "silu"}, value, what)
+        return _of({"silu": "silu", "swish": "silu"}, value, label)
     if key == "scorer":
-        return _of({"mlstm": "mlstm", "mlstmscorer": "mlstm", "delayedmlstm": "mlstm"}, value, what)
+        return _of({"mlstm": "mlstm", "mlstmscorer": "mlstm", "delayedmlstm": "mlstm"}, value, label)
     raise AssertionError(key)
 
 
-def _of(table: Mapping[str, str], value: object, what: str) -> str:
-    found = table.get(re.sub(r"[^a-z0-9]", "", str(value).lower()))
-    if found is None:
-        raise ConfigError(f"{what} is {value!r}, and {', '.join(sorted(set(table.values())))} alone can be served")
-    return found
+def _of(table: Mapping[str, str], value: object, label: str) -> str:
+    served = table.get(re.sub(r"[^a-z0-9]", "", str(value).lower()))
+    if served is None:
+        raise ConfigError(f"{label} is {value!r}, and {', '.join(sorted(set(table.values())))} alone can be served")
+    return served
 
 
 def budget_of(facts: Facts, state_entries: int, source: str) -> dict[str, int | None]:
@@ -164,7 +164,7 @@ def budget_of(facts: Facts, state_entries: int, source: str) -> dict[str, int | 
     ``B = s + w + k``. A budget, or a number of long-range tokens, may also count the sinks, the window or the state.
 
     Args:
-        facts: what the config says.
+        facts: label the config says.
         state_entries: tokens whose keys and values take as many numbers as the state.
         source: name of the file in errors.
 

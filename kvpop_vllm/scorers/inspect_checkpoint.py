@@ -45,35 +45,35 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
         check_tensors(*reader.load(checkpoint, reading), str(checkpoint.folder))
         return [*lines, *reader.describe(checkpoint, reading), f"{map_file} fits"]
     try:
-        found, why = reader.readings(checkpoint), ""
+        fitting, why = reader.readings(checkpoint), ""
     except ConfigError as error:
-        found, why = [], str(error)
-    reading = found[0] if found else draft(checkpoint)
-    if found:
+        fitting, why = [], str(error)
+    reading = fitting[0] if fitting else draft(checkpoint)
+    if fitting:
         lines += reader.describe(checkpoint, reading)
-    number = f"{len(found)}" if len(found) < MOST else f"at least {MOST}"
-    if len(found) > 1:
+    number = f"{len(fitting)}" if len(fitting) < MOST else f"at least {MOST}"
+    if len(fitting) > 1:
         lines += [
             f"{number} readings fit, of which this is one; they differ in",
-            *(f"  {text}" for text in reader.differences(found)),
+            *(f"  {text}" for text in reader.differences(fitting)),
         ]
-    elif not found:
+    elif not fitting:
         lines.append(f"no reading fits: {why or reader.why_none(checkpoint)}")
     if unknown := [key for key, number_of in reading.budget.items() if number_of is None]:
         lines.append(f"config.json does not say {', '.join(unknown)}: add them to the map")
     reader.write_map(out, reading)
     use = (
         "serve it as it is, or change the map and give it with --kv-map"
-        if len(found) == 1 and not unknown
+        if len(fitting) == 1 and not unknown
         else "mend it, and give it with --kv-map"
     )
     return [*lines, f"wrote {out}: {use}"]
 
 
 def _tensors(checkpoint: Checkpoint) -> list[str]:
-    found = stacks(checkpoint.shapes, checkpoint.small, str(checkpoint.folder))
+    all_stacks = stacks(checkpoint.shapes, checkpoint.small, str(checkpoint.folder))
     lines = [f"{len(checkpoint.shapes)} tensors are not the base model's:"]
-    for stack in found:
+    for stack in all_stacks:
         able = dict.fromkeys(piece for pieces, _ in uses_of(stack, checkpoint.small) for piece in pieces)
         lines.append(f"  {stack.template} {list(stack.shape)}: {' or '.join(able) or 'no piece of a scorer'}")
     return lines
@@ -81,8 +81,8 @@ def _tensors(checkpoint: Checkpoint) -> list[str]:
 
 def draft(checkpoint: Checkpoint) -> Reading:
     """Return a map to complete: each piece where one tensor alone can be it, with the first order of its axes."""
-    found, pieces = stacks(checkpoint.shapes, checkpoint.small, str(checkpoint.folder)), {}
-    for stack in found:
+    all_stacks, pieces = stacks(checkpoint.shapes, checkpoint.small, str(checkpoint.folder)), {}
+    for stack in all_stacks:
         for places, _ in uses_of(stack, checkpoint.small)[:1]:
             pieces = places | pieces
     pieces |= {piece: {"tensor": "?", "axes": "head in"} for piece in REQUIRED if piece not in pieces}

@@ -91,8 +91,8 @@ def _full(source: Path, out, map_file, sinks, window, topk) -> ScorerConfig:
     """Write the scorer of a full checkpoint of KVpop, whose weights may be pickles; return its config."""
     checkpoint = open_checkpoint(source, pickles=True)
     reading = reading_of(checkpoint, map_file)
-    given = {"sinks": sinks, "window": window, "topk": topk}
-    budget = reading.budget | {name: number for name, number in given.items() if number is not None}
+    options = {"sinks": sinks, "window": window, "topk": topk}
+    budget = reading.budget | {name: number for name, number in options.items() if number is not None}
     config, layers = load(checkpoint, dataclasses.replace(reading, budget=budget))
     write_scorer(out, config, layers)
     return config

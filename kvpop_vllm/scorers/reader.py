@@ -254,12 +254,12 @@ def _check_base_tensors(shapes: Mapping[str, tuple[int, ...]], sizes: Mapping, f
     for layer in range(sizes["num_layers"]):
         for part in ("k", "v"):
             name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
-            found = shapes.get(name, shapes.get(name.removeprefix("model.")))
-            if found is None:
+            shape = shapes.get(name, shapes.get(name.removeprefix("model.")))
+            if shape is None:
                 raise ConfigError(f"{folder}: the base model's tensor {name} is missing: complete the folder")
-            if len(found) == 2 and found[0] != width:
+            if len(shape) == 2 and shape[0] != width:
                 raise ConfigError(
-                    f"{folder}: {name} is {list(found)}, and config.json says {width} rows: one of the two is wrong"
+                    f"{folder}: {name} is {list(shape)}, and config.json says {width} rows: one of the two is wrong"
                 )
 
 
@@ -269,8 +269,8 @@ def readings(checkpoint: Checkpoint) -> list[Reading]:
 
 
 def _places(checkpoint: Checkpoint) -> list[Pieces]:
-    found = stacks(checkpoint.shapes, checkpoint.small, str(checkpoint.folder))
-    return places(found, checkpoint.small, str(checkpoint.folder))
+    all_stacks = stacks(checkpoint.shapes, checkpoint.small, str(checkpoint.folder))
+    return places(all_stacks, checkpoint.small, str(checkpoint.folder))
 
 
 def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
@@ -286,7 +286,7 @@ def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
     by_size = {dim // 2: ["hedgehog"], dim: ["softmax"]}.get(columns, ["hedgehog", "softmax"])
     feature_maps = [facts["feature_map"]] if facts["feature_map"] else by_size
     budget = {}
-    found = []
+    fitting = []
     for feature_map, norm, decay in itertools.product(
         feature_maps, _norms(checkpoint, pieces), _decays(checkpoint, pieces)
     ):
@@ -305,8 +305,8 @@ def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
             "decay_max": ends[1],
             "decay_step": facts["decay_step"] or 1,
         }
-        found.append(Reading(pieces, formula, budget))
-    return found
+        fitting.append(Reading(pieces, formula, budget))
+    return fitting
 
 
 def _width(checkpoint: Checkpoint, pieces: Pieces, piece: str) -> int:
@@ -364,14 +364,14 @@ def reading_of(checkpoint: Checkpoint, map_file: str | Path | None = None) -> Re
     """
     if map_file is not None:
         return read_map(map_file)
-    found, folder = readings(checkpoint), checkpoint.folder
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    fitting, folder = readings(checkpoint), checkpoint.folder
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
         raise ConfigError(f"{folder}: {why_none(checkpoint)}: see 'kvpop inspect-checkpoint {folder}'")
-    number = f"{len(found)}" if len(found) < MOST else f"at least {MOST}"
+    number = f"{len(fitting)}" if len(fitting) < MOST else f"at least {MOST}"
     raise ConfigError(
-        f"{folder}: its scorer can be read in {number} ways ({'; '.join(differences(found))}): run 'kvpop inspect-checkpoint"
+        f"{folder}: its scorer can be read in {number} ways ({'; '.join(differences(fitting))}): run 'kvpop inspect-checkpoint"
         f" {folder}', mend the {MAP_NAME} that it writes, and give it with --kv-map"
     )
 
@@ -384,17 +384,17 @@ def why_none(checkpoint: Checkpoint) -> str:
     return "its scorer's tensors do not make a scorer together, by their names and sizes"
 
 
-def differences(found: list[Reading]) -> list[str]:
+def differences(fitting: list[Reading]) -> list[str]:
     """Return what readings differ in, one text for each piece or key, at most three."""
     texts = []
     for piece in PIECES:
         places_of = {
-            json.dumps(reading.pieces.get(piece), sort_keys=True): reading.pieces.get(piece) for reading in found
+            json.dumps(reading.pieces.get(piece), sort_keys=True): reading.pieces.get(piece) for reading in fitting
         }
         if len(places_of) > 1:
             texts.append(f"{piece}: {' or '.join(sorted({describe_place(place) for place in places_of.values()})[:3])}")
-    for name in found[0].formula:
-        values = list(dict.fromkeys(str(reading.formula[name]) for reading in found))
+    for name in fitting[0].formula:
+        values = list(dict.fromkeys(str(reading.formula[name]) for reading in fitting))
         if len(values) > 1:
             texts.append(f"{name}: {' or '.join(values)}")
     return texts[:3]

@@ -100,8 +100,8 @@ def stacks(shapes: Mapping[str, tuple[int, ...]], sizes: Sizes, source: str) -> 
     for name in sorted(shapes):
         words = tuple("#" if word.isdecimal() else word for word in name.split("."))
         groups.setdefault(words, {})[name] = tuple(shapes[name])
-    found = [stack for group in groups.values() for stack in _split(group, sizes, source)]
-    return sorted(found, key=lambda stack: stack.template)
+    all_stacks = [stack for group in groups.values() for stack in _split(group, sizes, source)]
+    return sorted(all_stacks, key=lambda stack: stack.template)
 
 
 def _split(group: dict[str, tuple[int, ...]], sizes: Sizes, source: str) -> Iterator[Stack]:
@@ -184,13 +184,13 @@ def patterns(shape: tuple[int, ...], axes: frozenset[str], sizes: tuple[tuple[st
         Pairs of a pattern such as ``(head out) in``, in which 1 is an axis of that length, and the size of ``out`` (0
         without one).
     """
-    known = dict(sizes)
-    wanted = frozenset(axis for axis in axes if known.get(axis) != 1)  # an axis of length 1 may be left out
+    axis_sizes = dict(sizes)
+    axes_left = frozenset(axis for axis in axes if axis_sizes.get(axis) != 1)  # an axis of length 1 may be left out
 
     def place(rest: tuple[int, ...], left: frozenset[str], begun: bool) -> Iterator[tuple[list[str], int]]:
         if not rest:
             if not left:
-                yield [], known.get("out", 0)
+                yield [], axis_sizes.get("out", 0)
             return
         length = rest[0]
         if length == 1:
@@ -198,15 +198,15 @@ def patterns(shape: tuple[int, ...], axes: frozenset[str], sizes: tuple[tuple[st
         for names in [(axis,) for axis in sorted(left)] + [merge for merge in MERGES if left.issuperset(merge)]:
             if begun and names[0] == "layer":
                 continue
-            fixed = math.prod(known[axis] for axis in names if axis in known)
-            unknown = "out" in names and "out" not in known
+            fixed = math.prod(axis_sizes[axis] for axis in names if axis in axis_sizes)
+            unknown = "out" in names and "out" not in axis_sizes
             if length % fixed or (not unknown and fixed != length) or (unknown and length // fixed < 2):
                 continue
             text = names[0] if len(names) == 1 else f"({' '.join(names)})"
             for words, out in place(rest[1:], left - set(names), True):
                 yield [text, *words], length // fixed if unknown else out
 
-    return list(dict.fromkeys((" ".join(words), out) for words, out in place(shape, wanted, False)))
+    return list(dict.fromkeys((" ".join(words), out) for words, out in place(shape, axes_left, False)))
 
 
 def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
@@ -215,13 +215,13 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
     if hinted is None:
         return []
     pieces, bias = hinted
-    known = {"layer": sizes.layers, "head": sizes.heads, "in": 2 * sizes.dim}
+    axis_sizes = {"layer": sizes.layers, "head": sizes.heads, "in": 2 * sizes.dim}
     missing = {"layer", "head"} - set(stack.axes)
     if pieces == ("gates",):
         orders = [("input gate", "forget gate"), ("forget gate", "input gate")]
-        return [use for order in orders for use in _fused(stack, order, bias, known, missing)]
+        return [use for order in orders for use in _fused(stack, order, bias, axis_sizes, missing)]
     if len(pieces) > 1:
-        return _fused(stack, pieces, bias, known, missing)
+        return _fused(stack, pieces, bias, axis_sizes, missing)
     uses = []
     for piece in pieces or [piece for piece in PIECES if "bias" not in piece and piece != "norm"]:
         piece = f"{piece} bias" if bias else piece
@@ -231,8 +231,8 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
         forms = [axes, ("out",)] if piece == "norm" and "head" not in stack.axes else [axes]
         for form in forms:
             lacking = missing - ({"head"} - set(form))
-            wanted = frozenset(set(form) - set(stack.axes) | lacking)
-            for axis_order, out in patterns(stack.shape, wanted, tuple(known.items())):
+            axes_left = frozenset(set(form) - set(stack.axes) | lacking)
+            for axis_order, out in patterns(stack.shape, axes_left, tuple(axis_sizes.items())):
                 uses.append(({piece: _at(stack, axis_order)}, {counts: out} if counts else {}))
     return uses
 
@@ -241,20 +241,20 @@ def _at(stack: Stack, axis_order: str, **more) -> dict:
     return {"tensor": stack.template, "axes": axis_order, **more}
 
 
-def _fused(stack, pieces, bias, known, missing) -> list[tuple[Pieces, dict[str, int]]]:
+def _fused(stack, pieces, bias, axis_sizes, missing) -> list[tuple[Pieces, dict[str, int]]]:
     names = [f"{piece} bias" if bias else piece for piece in pieces]
     if any(name not in PIECES for name in names):
         return []
     axes, count = set(PIECES[names[0]][1]), len(names)
-    wanted = frozenset(axes - set(stack.axes) | missing | {"part"})
+    axes_left = frozenset(axes - set(stack.axes) | missing | {"part"})
     uses = []
-    for axis_order, out in patterns(stack.shape, wanted, (*known.items(), ("part", count))):
+    for axis_order, out in patterns(stack.shape, axes_left, (*axis_sizes.items(), ("part", count))):
         places = {name: _at(stack, axis_order, part=i) for i, name in enumerate(names)}
         uses.append((places, {PIECES[name][2]: out for name in names if PIECES[name][2]}))
-    uses += _rows(stack, names, known, wanted - {"part"})
+    uses += _rows(stack, names, axis_sizes, axes_left - {"part"})
     if "out" not in axes:
         return uses
-    for axis_order, width in patterns(stack.shape, wanted - {"part"}, tuple(known.items())):
+    for axis_order, width in patterns(stack.shape, axes_left - {"part"}, tuple(axis_sizes.items())):
         for features, rest, widths in _divisions(names, width):
             ends = list(itertools.accumulate(widths))
             places = {
@@ -275,24 +275,24 @@ def _divisions(names: list[str], width: int) -> Iterator[tuple[int, int, list[in
 
 
 def _rows(
-    stack: Stack, names: list[str], known: dict[str, int], wanted: frozenset[str]
+    stack: Stack, names: list[str], axis_sizes: dict[str, int], axes_left: frozenset[str]
 ) -> list[tuple[Pieces, dict[str, int]]]:
     """Return the readings of a tensor whose first axis holds all heads of one piece, then all of the next."""
-    heads, uses = known["head"], []
-    if "head" not in wanted or heads == 1 or stack.shape[0] % heads:
+    heads, uses = axis_sizes["head"], []
+    if "head" not in axes_left or heads == 1 or stack.shape[0] % heads:
         return []
     width = stack.shape[0] // heads
     equal = [(0, 0, [width // len(names)] * len(names))] if width % len(names) == 0 else []
-    for features, rest, widths in _divisions(names, width) if "out" in wanted else equal:
+    for features, rest, widths in _divisions(names, width) if "out" in axes_left else equal:
         ends = list(itertools.accumulate(heads * part for part in widths))
         orders = []
         for part in widths:
-            sizes = (*known.items(), ("out", part)) if "out" in wanted else tuple(known.items())
+            sizes = (*axis_sizes.items(), ("out", part)) if "out" in axes_left else tuple(axis_sizes.items())
             shape = (heads * part, *stack.shape[1:])
             orders.append(
                 [
                     order
-                    for order, _ in patterns(shape, wanted, sizes)
+                    for order, _ in patterns(shape, axes_left, sizes)
                     if order.split(" in")[0] in ("head", "(head out)")
                 ]
             )
@@ -302,25 +302,25 @@ def _rows(
                     name: _at(stack, axis_order, rows=[end - heads * part, end])
                     for name, part, end in zip(names, widths, ends, strict=True)
                 }
-                bound = {"features": features} | ({"values": rest} if rest else {}) if "out" in wanted else {}
+                bound = {"features": features} | ({"values": rest} if rest else {}) if "out" in axes_left else {}
                 uses.append((place, bound))
     return uses
 
 
-def places(found: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
+def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
     """Return every way to use each stack of tensors once so that a scorer is complete, up to :data:`MOST`.
 
     Of those that differ in the order of axes, the ones that order pieces of one kind alike are returned.
 
     Args:
-        found: all stacks of scorer tensors; see :func:`stacks`.
+        all_stacks: all stacks of scorer tensors; see :func:`stacks`.
         sizes: sizes of the model.
         source: name of the checkpoint in errors.
 
     Raises:
         ConfigError: a stack is of no use under any reading.
     """
-    options = [(stack, uses_of(stack, sizes)) for stack in found]
+    options = [(stack, uses_of(stack, sizes)) for stack in all_stacks]
     for stack, uses in options:
         if not uses:
             raise ConfigError(
@@ -358,7 +358,7 @@ def _fits(chosen: Pieces, bound: dict[str, int], sizes: Sizes) -> bool:
     return "value" in chosen or bound.get("values") == sizes.dim
 
 
-def lacking(found: list[Stack], sizes: Sizes) -> list[str]:
+def lacking(all_stacks: list[Stack], sizes: Sizes) -> list[str]:
     """Return the pieces that every scorer has and no stack can be."""
-    able = {piece for stack in found for pieces, _ in uses_of(stack, sizes) for piece in pieces}
+    able = {piece for stack in all_stacks for pieces, _ in uses_of(stack, sizes) for piece in pieces}
     return [piece for piece in REQUIRED if piece not in able]

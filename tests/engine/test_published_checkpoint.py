@@ -20,12 +20,12 @@ POLICY = {"policy": "kvpop"}
 @pytest.fixture(scope="module")
 def spelt(tmp_path_factory):
     """Return ``make(name)``, which returns the base model, the scorer in our format and the full checkpoint."""
-    known = {}
+    written = {}
 
     def make(name: str) -> tuple[Path, Path, Path]:
-        if name not in known:
-            known[name] = write_spelling(tmp_path_factory.mktemp(name), SPELLINGS[name])
-        return known[name]
+        if name not in written:
+            written[name] = write_spelling(tmp_path_factory.mktemp(name), SPELLINGS[name])
+        return written[name]
 
     return make
 
@@ -45,8 +45,8 @@ def test_tokens_and_log_probabilities_are_those_of_our_format(spelt, name):
 def test_the_command_needs_no_budget(spelt, name, caplog):
     *_, full = spelt(name)
     config = configure(full, POLICY, trust_remote_code=True)
-    kept, model = engine_policy(config).retention, config.model_config
-    assert (kept.budget, kept.sinks, kept.window) == (64, 4, 16)
+    retention, model = engine_policy(config).retention, config.model_config
+    assert (retention.budget, retention.sinks, retention.window) == (64, 4, 16)
     assert model.architectures == ["Qwen3KVpopForCausalLM"] and not model.trust_remote_code
     assert "the scorer is read as" in caplog.text and "forget gate: " in caplog.text
     assert pickle.loads(pickle.dumps(model.hf_config)).kvpop_published is not None

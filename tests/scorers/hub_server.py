@@ -48,8 +48,8 @@ def serving(repositories: dict[str, dict[str, Path]]) -> Iterator[tuple[str, lis
                 repository, revision = "/".join(words[2:4]), words[5] if len(words) > 5 else "main"
                 folder = self._find(repository, revision)
                 if folder is None:
-                    known = repository in repositories
-                    self._answer(404, X_Error_Code="RevisionNotFound" if known else "RepoNotFound")
+                    exists = repository in repositories
+                    self._answer(404, X_Error_Code="RevisionNotFound" if exists else "RepoNotFound")
                     return
                 name = next((n for n, f in repositories[repository].items() if f == folder), revision)
                 files = sorted(file for file in folder.rglob("*") if file.is_file())

@@ -39,7 +39,7 @@ class Spelling:
         write: takes a layer's number and its tensors in our format, and returns tensors by their names.
         config: keys added to ``config.json``.
         values: options of the random scorer.
-        whole: takes all layers' tensors of ``write``, and returns those of the file.
+        join: takes all layers' tensors of ``write``, and returns those of the file.
         ours: changes a layer's tensors in our format to what the spelling means by them.
         dtype: dtype of the scorer's tensors.
         shards: number of files.
@@ -49,7 +49,7 @@ class Spelling:
     write: Callable[[int, Tensors], Tensors]
     config: dict
     values: dict = field(default_factory=dict)
-    whole: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    join: Callable[[Tensors], Tensors] = lambda tensors: tensors
     ours: Callable[[Tensors], Tensors] = lambda tensors: tensors
     dtype: torch.dtype = torch.float32
     shards: int = 1
@@ -184,7 +184,7 @@ SPELLINGS = {
     "stacked": Spelling(
         _stacked_names,
         named("kvpop_qwen3", sink_size=4, protected_window=16, kvpop_top_k=44, gamma_min=0.99, gamma_max=0.9999, kv_budget=64),
-        {"value_width": 24}, whole=_over_layers,
+        {"value_width": 24}, join=_over_layers,
     ),
     "heads": Spelling(
         _heads,
@@ -221,7 +221,7 @@ def write_spelling(root: Path, spelling: Spelling) -> tuple[Path, Path, Path]:
     save_file(rounded, file)
     full = root / "full"
     full.mkdir()
-    scorer = {name: t.to(spelling.dtype).contiguous() for name, t in spelling.whole(written).items()}
+    scorer = {name: t.to(spelling.dtype).contiguous() for name, t in spelling.join(written).items()}
     _write_shards(full, load_file(base / "model.safetensors") | scorer, spelling.shards)
     config = json.loads((base / "config.json").read_text()) | spelling.config
     (full / "config.json").write_text(json.dumps(config))

@@ -61,11 +61,11 @@ def test_exchanged_halves_and_exchanged_gates_show(reasoner, tmp_path, capsys):
     command = ["check-checkpoint", str(reasoner), "--data", str(text), "--rows", "12", "--dtype", "float32", *words]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    found = {
+    lows = {
         name: low
         for name, low in re.findall(r"(gates|halves|scorer|window)\S*\s+[\d.]+  \S+ \(([+-][\d.]+) to", printed)
     }
-    assert found.keys() == {"gates", "halves", "scorer", "window"} and all(float(low) > 0 for low in found.values())
+    assert lows.keys() == {"gates", "halves", "scorer", "window"} and all(float(low) > 0 for low in lows.values())
     assert "is better than a shuffled scorer and than a window of the same size" in printed
 
 

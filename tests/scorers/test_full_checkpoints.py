@@ -196,12 +196,12 @@ MAPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", MAPS)
-def test_a_wrong_map_is_refused_in_one_line(full, tmp_path, what):
+@pytest.mark.parametrize("mistake", MAPS)
+def test_a_wrong_map_is_refused_in_one_line(full, tmp_path, mistake):
     out = tmp_path / "map.json"
     inspect_checkpoint(full, out)
     kvpop_map = json.loads(out.read_text())
-    change, message = MAPS[what]
+    change, message = MAPS[mistake]
     change(kvpop_map)
     out.write_text(json.dumps(kvpop_map))
     with pytest.raises(ConfigError) as error:
