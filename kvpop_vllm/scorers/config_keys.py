@@ -1,4 +1,4 @@
-"""What the ``config.json`` of a published checkpoint says about its scorer, under names that nobody has fixed.
+"""Reader of the keys of a published checkpoint's ``config.json`` that are of its scorer, under names that nobody has fixed.
 
 Errors are ConfigErrors.
 """
@@ -47,7 +47,7 @@ DECAY_RANGE = 0.999, 0.999999
 
 @dataclass
 class Facts:
-    """What a config says, None where it says nothing.
+    """Values that a config says, None where it says nothing.
 
     Attributes:
         values: checked value of each key of :data:`KEYS`.

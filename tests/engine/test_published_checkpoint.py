@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from engine.tiny_engine import configure, generate
+from huggingface_hub import constants
+from scorers.hub_server import lay_out
 from scorers.spellings import SPELLINGS, write_spelling
 
 from kvpop_vllm.config import ConfigError
@@ -65,6 +67,15 @@ def test_a_scorer_folder_goes_before_the_checkpoints_own(spelt, tmp_path):
     other = write_random_scorer(tmp_path / "other", base, "mlstm", topk=30)
     assert engine_policy(configure(full, POLICY | {"scorer": str(other)})).retention.budget == 50
     assert engine_policy(configure(base, POLICY | {"scorer": str(full)})).retention.budget == 64
+
+
+def test_a_name_of_the_hub_in_its_cache(spelt, tmp_path, monkeypatch):
+    *_, full = spelt("xlstm")
+    lay_out(tmp_path, "owner/name", {"main": full})
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert engine_policy(configure("owner/name", POLICY)).retention.budget == 64
+    assert engine_policy(configure(full, POLICY | {"scorer": "owner/name@main"})).retention.budget == 64
 
 
 @pytest.mark.parametrize(

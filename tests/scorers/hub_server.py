@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,4 @@ def lay_out(cache: Path, repository: str, revisions: dict[str, Path]) -> None:
         (root / "refs").mkdir(parents=True, exist_ok=True)
         (root / "refs" / name).write_text(commit)
         snapshot = root / "snapshots" / commit
-        snapshot.mkdir(parents=True)
-        for file in folder.iterdir():
-            (snapshot / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(folder, snapshot)
