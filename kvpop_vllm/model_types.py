@@ -74,11 +74,7 @@ def register_published(config: Mapping) -> type:
     """
     register()
     parent, kind = CONFIGS[published_base(config)], config.get("model_type")
-    if (
-        isinstance(kind, str)
-        and "kvpop" in kind.lower().replace("_", "").replace("-", "")
-        and kind != parent.model_type
-    ):
+    if published_base({"model_type": kind}) is not None and kind != parent.model_type:
 
         def from_dict(cls, config_dict, **kwargs):
             return parent.from_dict(config_dict, **kwargs)

@@ -68,7 +68,9 @@ def load_checkpoint(folder: str | Path, **options) -> torch.nn.Module:
     names = [f"^{re.escape(name)}$" for name in open_checkpoint(folder).shapes]
     model_class = type(MODELS[base].__name__, (MODELS[base],), {"_keys_to_ignore_on_load_unexpected": names})
     config = model_types.register_published(config).from_dict(config)
-    return model_class.from_pretrained(folder, config=config, trust_remote_code=False, **options)
+    model = model_class.from_pretrained(folder, config=config, trust_remote_code=False, **options)
+    model.__class__ = MODELS[base]  # which pickles
+    return model
 
 
 def published_scorer(model: torch.nn.Module) -> str | None:

@@ -41,6 +41,8 @@ _DECAYS = {
     "gamma": "gamma", "raw": "gamma", "linear": "gamma", "value": "gamma", "direct": "gamma",
 }  # fmt: skip
 _NORMS = {"rms": "rms", "rmsnorm": "rms", "headwiserms": "rms", "layer": "layer", "layernorm": "layer", "ln": "layer"}
+DEEPEST = 8
+"""Levels of nested objects that are searched."""
 DECAY_RANGE = 0.999, 0.999999
 """Range of the decay where the config says none (KVpop, table 3)."""
 
@@ -102,7 +104,7 @@ def _scalars(config: Mapping, model_keys: frozenset[str], path: str = "") -> Ite
     for name, value in config.items():
         if not path and name in model_keys and not (name == "sliding_window" and not config.get("use_sliding_window")):
             continue
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and path.count(".") < DEEPEST:
             yield from _scalars(value, model_keys, f"{path}{name}.")
         elif not (name == "sliding_window" and value is None):
             yield f"{path}{name}", value

@@ -35,6 +35,8 @@ REQUIRED = ("query", "key", "input gate", "forget gate", "score")
 """Pieces that every scorer has. Biases that are missing are 0."""
 MERGES = (("head", "out"), ("head", "in"), ("head", "part"), ("layer", "head"), ("layer", "head", "out"))
 """Axes that one axis of a tensor may hold, the last of them fastest."""
+WIDEST = 4096
+"""Largest number of columns of queries and keys that is tried where a tensor holds them with values."""
 MOST = 64
 """Number of readings after which the search ends."""
 
@@ -127,7 +129,9 @@ def _split(group: dict[str, tuple[int, ...]], sizes: Sizes, source: str) -> Iter
         first = [*first[:i], f"{{{axis}}}", *first[i + 1 :]]
     template = ".".join(first)
     for numbers in itertools.product(*(range(counts[axis]) for axis in places)):
-        name = template.format(**dict(zip(places, numbers, strict=True)))
+        name = template
+        for axis, number in zip(places, numbers, strict=True):
+            name = name.replace(f"{{{axis}}}", str(number))
         if name not in group:
             raise ConfigError(
                 f"{source}: tensor {name} is missing, and others of its kind are there: complete the folder"
@@ -267,7 +271,7 @@ def _fused(stack, pieces, bias, axis_sizes, missing) -> list[tuple[Pieces, dict[
 
 def _divisions(names: list[str], width: int) -> Iterator[tuple[int, int, list[int]]]:
     """Yield the columns of queries and keys, of values, and of each piece in turn, where a tensor has ``width`` in all."""
-    for features in range(1, width):
+    for features in range(1, min(width, WIDEST)):
         widths = [features if PIECES[name][2] == "features" else 0 for name in names]
         rest = width - sum(widths)
         if (rest == 0) == (widths.count(0) == 0) and rest >= 0:

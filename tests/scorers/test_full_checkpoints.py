@@ -281,3 +281,16 @@ def test_a_budget_may_count_the_state(budget, topk):
 )
 def test_names_of_checkpoints(config, base):
     assert published_base(config) == base
+
+
+def test_the_model_can_be_saved_and_pickled_as_the_base(full, tmp_path):
+    model = load_checkpoint(full)
+    assert pickle.loads(pickle.dumps(model)).config.kvpop_published == "Qwen3_KVPop"
+    model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="has no tensors but the base model's, so no scorer: give --kv-scorer DIR"):
+        read_scorer(tmp_path / "saved")
+
+
+def test_plan_reads_the_scorer(full, capsys):
+    assert main(["plan", "--model", str(full), "--kv-memory", "1GiB", "--budget", "64"]) == 0
+    assert "kvpop's state is that of a scorer of default size" not in capsys.readouterr().out
