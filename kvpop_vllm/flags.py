@@ -74,7 +74,12 @@ SETTINGS = (
         "what the scorer was trained with at this budget, or the policy's own",
     ),
     Setting(
-        "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors", "the checkpoint's own"
+        "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors, or its name on the hub",
+        "the checkpoint's own",
+    ),
+    Setting(
+        "map", str, "FILE", "How to read the scorer of a full checkpoint of other authors, as 'kvpop inspect-checkpoint' writes it",
+        "the only reading that fits",
     ),
     Setting(
         "calibration", str, "DIR",
@@ -115,7 +120,7 @@ SETTINGS = (
         "off", "; every step is then slower", where=(ENGINE,),
     ),
     Setting(
-        "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact); repeatable",
+        "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact), by folder or name on the hub; repeatable",
         "none", "; without --kv-policy everything behind them is kept",
     ),
     Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", where=(CACHE,)),

@@ -21,6 +21,7 @@ from kvpop_vllm.config import ConfigError, check_version
 from kvpop_vllm.model_shape import positions_of, read_model_config, rotations, text_config
 from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
+from kvpop_vllm.scorers.reader import is_published
 from kvpop_vllm.supported import RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS
 
 check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
@@ -248,6 +249,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
             says, the model's attention cannot be replaced, or the model rescales its logits.
     """
     config = read_model_config(folder)
+    published = {"config": config} if is_published(folder) else {}
     for name in RESCALED_LOGITS:
         if getattr(text_config(config), name, None) not in (None, 1.0):
             raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")
@@ -259,6 +261,8 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            **published,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None

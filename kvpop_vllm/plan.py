@@ -34,6 +34,7 @@ from kvpop_vllm.model_shape import (
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
+from kvpop_vllm.scorers.reader import is_published
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES, unserved
 
 SHARES = (2, 4, 8)
@@ -75,6 +76,8 @@ def plan(options) -> None:
     section = getattr(text, "kvpop", None)
     own = parse_config(section, source) if section is not None else None
     given = None
+    if options.scorer is None and is_published(options.model):
+        options.scorer = options.model
     if options.scorer:
         config = read_scorer(options.scorer)[0]
         check_model(config, **folder_sizes(options.model), source=options.scorer)

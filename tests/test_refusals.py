@@ -739,7 +739,7 @@ def test_full_checkpoints(configure, exported, tmp_path):
         edit(copy / "config.json", kvpop=section)
         assert named in refusal(configure, copy, own)
     edit(copy / "config.json", kvpop=...)
-    assert "--kv-scorer" in refusal(configure, copy, own)
+    assert "config.json does not say sinks and window and topk" in refusal(configure, copy, own)
     edit(copy / "config.json", kvpop=right["kvpop"], architectures=["Qwen3ForCausalLM"])
     assert "must be one of LlamaKVpopForCausalLM" in refusal(configure, copy, own)
     edit(copy / "config.json", **right)

@@ -29,6 +29,7 @@ from safetensors import safe_open
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import add_file, check_new, read_json
+from kvpop_vllm.hub import local_folder
 from kvpop_vllm.model_shape import read_model_config, shape_of, text_config
 from kvpop_vllm.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.schemas import NAME, Rule, Schema, check_same_model, integer
@@ -215,7 +216,7 @@ def read_config(folder: str | Path) -> CartridgeConfig:
     Raises:
         ConfigError: the folder or file does not exist, is not JSON, or has invalid contents.
     """
-    folder = Path(folder)
+    folder = local_folder(folder)
     path = folder / CONFIG_NAME
     if not path.is_file():
         _refuse_pickle(folder)
@@ -240,7 +241,8 @@ def read_cartridge(folder: str | Path) -> Cartridge:
         ConfigError: as :func:`read_config`; or the tensor file is missing, damaged or a pickle, or a tensor is
             missing, unknown, or has a wrong shape, dtype or value.
     """
-    config, path = read_config(folder), Path(folder) / TENSORS_NAME
+    folder = local_folder(folder)
+    config, path = read_config(folder), folder / TENSORS_NAME
     if not path.is_file():
         _refuse_pickle(path.parent)
         raise ConfigError(f"no cartridge at {str(folder)!r}: {TENSORS_NAME} is missing; copy the whole folder")
@@ -250,7 +252,7 @@ def read_cartridge(folder: str | Path) -> Cartridge:
         names = _check_headers(config, found, str(path))
         layers = [tuple(name and file.get_tensor(name) for name in own) for own in names]
     _check_values(layers, str(path))
-    return Cartridge(config, layers, digest_of(Path(folder), CONFIG_NAME, TENSORS_NAME))
+    return Cartridge(config, layers, digest_of(folder, CONFIG_NAME, TENSORS_NAME))
 
 
 def _check_headers(config: CartridgeConfig, found: dict, source: str) -> list[tuple[str, str, str | None]]:

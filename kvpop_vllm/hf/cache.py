@@ -71,6 +71,7 @@ class KVpopCache(Cache, AttentionCache):
         sinks: as in :class:`kvpop_vllm.config.PolicySettings`.
         window: as in :class:`kvpop_vllm.config.PolicySettings`.
         scorer: scorer folder; by default the model's own scorer if it is a full checkpoint.
+        map: as in :class:`kvpop_vllm.config.PolicySettings`.
         calibration: as in :class:`kvpop_vllm.config.PolicySettings`.
         correction: as in :class:`kvpop_vllm.config.PolicySettings`.
         allocator: as in :class:`kvpop_vllm.config.PolicySettings`.
@@ -111,6 +112,7 @@ class KVpopCache(Cache, AttentionCache):
         sinks: int | None = None,
         window: int | None = None,
         scorer: str | PathLike | None = None,
+        map: str | PathLike | None = None,
         calibration: str | PathLike | None = None,
         correction: str | None = None,
         allocator: str | PathLike | None = None,
@@ -126,7 +128,8 @@ class KVpopCache(Cache, AttentionCache):
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         arguments = dict(policy=policy, compression=compression, sinks=sinks, window=window, correction=correction)
-        for name, value in (("scorer", scorer), ("calibration", calibration), ("allocator", allocator)):
+        files = ("scorer", scorer), ("map", map), ("calibration", calibration), ("allocator", allocator)
+        for name, value in files:
             arguments[name] = str(value) if isinstance(value, PathLike) else value
         try:
             self._rows = Rows(budget, protect_prompt, seed, prompt)

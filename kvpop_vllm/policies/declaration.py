@@ -142,10 +142,11 @@ class Declaration(ABC):
         Raises:
             ConfigError: the policy cannot be used with this model.
         """
-        if self.settings.scorer is not None:
-            raise ConfigError(
-                f"--kv-policy {self.name} uses no scorer: leave --kv-scorer out, or choose a kvpop policy"
-            )
+        for name in ("scorer", "map"):
+            if getattr(self.settings, name) is not None:
+                raise ConfigError(
+                    f"--kv-policy {self.name} uses no scorer: leave --kv-{name} out, or choose a kvpop policy"
+                )
 
     def scorer_shape(self) -> ScorerShape | None:
         """Return the retention settings of the scorer's config, or None without a scorer."""

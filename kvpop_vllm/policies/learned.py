@@ -32,7 +32,9 @@ class Learned(Policy):
     def prepare(self):
         if self.settings.scorer is not None:
             source = self.settings.scorer
-            self.config, self._layers = read_scorer(source)
+            self.config, self._layers = read_scorer(source, self.settings.map)
+        elif self.settings.map is not None:
+            raise ConfigError("--kv-map is for full checkpoints of other authors, and the model is none: leave it out")
         elif self.checkpoint is not None:
             source = "the checkpoint's kvpop section"
             self.config, self._layers = self.checkpoint, [{} for _ in range(self.checkpoint.num_layers)]

@@ -2,7 +2,8 @@
 
 An adapter folder holds ``kvpop_config.json`` and ``kvpop_scorer.safetensors`` with tensors
 ``layers.{i}.<name>``. A full checkpoint holds the same config as section ``kvpop`` of its ``config.json``,
-and the same tensors under ``model.layers.{i}.self_attn.kvpop.<name>``, in the model's own files.
+and the same tensors under ``model.layers.{i}.self_attn.kvpop.<name>``, in the model's own files. Full checkpoints of
+other authors are read by :mod:`kvpop_vllm.scorers.reader`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
+from kvpop_vllm.hub import local_folder
 from kvpop_vllm.schemas import check_same_model
 from kvpop_vllm.scorers import ScorerConfig, parse_config
+from kvpop_vllm.scorers.reader import INDEX, MODEL_NAMES, is_published, read_published
 from kvpop_vllm.tensor_files import reading, write_files
 
 CONFIG_NAME = "kvpop_config.json"
@@ -35,12 +38,6 @@ FULL_CHECKPOINT_NAMES = (
 A row is (pattern with groups ``layer`` and ``name``, tensor name in the scorer format). The second column may
 use every group of the pattern. Another published layout needs one more row.
 """
-
-_MODEL_NAMES = re.compile(
-    r"^(model\.)?(embed_tokens|norm|lm_head|layers\.\d+\."
-    r"(self_attn\.([qkvo]_proj|qkv_proj|[qk]_norm|rotary_emb)|mlp|input_layernorm|post_attention_layernorm))\."
-)
-"""Pattern of Llama's and Qwen3's own tensors; only used to leave them out of an error message."""
 
 
 def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]], source: str) -> None:
@@ -94,27 +91,36 @@ def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], s
                 )
 
 
-def read_config(folder: str | Path) -> ScorerConfig:
-    """Read and check ``kvpop_config.json``.
-
-    Raises:
-        ConfigError: the folder or file does not exist, is not JSON, or has invalid contents.
-    """
-    path = Path(folder) / CONFIG_NAME
-    if not path.is_file():
+def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig:
+    """Return the config of a scorer; see :func:`read_scorer`."""
+    path = local_folder(folder)
+    if is_published(path) and not (path / CONFIG_NAME).exists():
+        return read_published(path, map_file)[0]
+    if map_file is not None:
+        raise ConfigError(f"--kv-map is for full checkpoints of other authors, and {folder} is none: leave it out")
+    if not (path / CONFIG_NAME).is_file():
         raise ConfigError(
             f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop init-scorer'"
         )
-    return parse_config(read_json(path, "write the scorer again"), str(path))
+    return parse_config(read_json(path / CONFIG_NAME, "write the scorer again"), str(path / CONFIG_NAME))
 
 
-def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
-    """Return the config of a scorer folder and, per layer, its tensors (float32).
+def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
+    """Return the config of a scorer and, per layer, its tensors (float32).
+
+    Args:
+        folder: scorer folder, folder of a full checkpoint of other authors, or a name of the hub.
+        map_file: how to read the latter; by default the only reading that fits.
 
     Raises:
-        ConfigError: as :func:`read_config`; or the tensor file is missing, truncated or has wrong tensors.
+        ConfigError: a file does not exist, is damaged, or has wrong contents.
     """
-    config, path = read_config(folder), Path(folder) / TENSORS_NAME
+    path = local_folder(folder)
+    if is_published(path) and not (path / CONFIG_NAME).exists():
+        config, layers = read_published(path, map_file)
+        check_tensors(config, layers, str(path))
+        return config, layers
+    config, path = read_config(path, map_file), path / TENSORS_NAME
     if not path.is_file():
         raise ConfigError(f"no scorer at {str(folder)!r}: {TENSORS_NAME} is missing")
     with reading(path):
@@ -122,6 +128,15 @@ def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.
     layers = split_layers(config, tensors.items(), str(path))
     check_tensors(config, layers, str(path))
     return config, layers
+
+
+def files_of(folder: str | Path) -> tuple:
+    """Return the folder of a scorer, and the names of files in it that tell it from others."""
+    path = local_folder(folder)
+    names = (CONFIG_NAME, TENSORS_NAME)
+    if is_published(path) and not (path / CONFIG_NAME).exists():  # its weights are too many to be read for this
+        names = tuple(name for name in ("config.json", INDEX) if (path / name).is_file())
+    return path, *names
 
 
 def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source: str) -> list[dict[str, T]]:
@@ -204,7 +219,7 @@ def check_layout(names: Iterable[str], source: str) -> None:
     unknown = [n for n in names if looks_like_scorer(n) and full_checkpoint_name(n) is None]
     if not unknown and any(full_checkpoint_name(n) for n in names):
         return
-    listed = unknown or [n for n in names if not _MODEL_NAMES.match(n)]
+    listed = unknown or [n for n in names if not MODEL_NAMES.match(n)]
     listed = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "{i}", n) for n in listed})
     raise ConfigError(
         f"{source}: scorer tensors must be named model.layers.{{i}}.self_attn.kvpop.<name>; names found that are neither "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import struct
 from typing import TYPE_CHECKING
 
@@ -10,7 +13,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.calibration.shares import AUTO
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
-from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES
+from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES, published_base
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,6 +72,47 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             " too small"
         )
     return lines
+
+
+def adopt_published(engine_args: EngineArgs) -> None:
+    """Have a full checkpoint of other authors served as its base model, without its code.
+
+    Any other model is left alone.
+
+    Raises:
+        ConfigError: its base is not served, or its tokenizer exists only as code.
+    """
+    config = _config_json(engine_args)
+    if not isinstance(config, dict) or (base := published_base(config)) is None:
+        return
+    from kvpop_vllm import model_types
+    from kvpop_vllm.model_shape import check_base
+    from kvpop_vllm.vllm_glue.start import published
+
+    check_base(base, engine_args.model)
+    model_types.register_published(config)
+    published.adopt(engine_args, config, base)
+
+
+def _config_json(engine_args: EngineArgs) -> object:
+    """Return the contents of a model's ``config.json``, None where it has none that can be read."""
+    name = os.fspath(engine_args.model)
+    try:
+        if os.path.isdir(name):
+            with open(os.path.join(name, "config.json"), "rb") as file:
+                return json.load(file)
+        if name.count("/") != 1 or os.path.exists(name):
+            return None
+        from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+        return get_hf_file_to_dict("config.json", name, engine_args.revision)
+    except Exception:  # vLLM says what is wrong with the model
+        return None
+
+
+def is_published(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine's model is a full checkpoint of other authors."""
+    return getattr(vllm_config.model_config.hf_config, "kvpop_published", None) is not None
 
 
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
@@ -166,6 +210,11 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
     shape, on_gpu = ModelShape.of_engine(model), vllm_config.device_config.device_type == "cuda"
     if cls.scorer_kind is None:
         return cls(settings, shape, fixed_shares=on_gpu)
+    if settings.scorer is None and is_published(vllm_config):
+        from kvpop_vllm.vllm_glue.start import published
+
+        found = dataclasses.replace(settings, scorer=published.folder_of(vllm_config))
+        return cls(found, shape, fixed_shares=on_gpu)
     section = checkpoint_section(vllm_config)
     checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
     return cls(settings, shape, checkpoint=checkpoint, fixed_shares=on_gpu)
