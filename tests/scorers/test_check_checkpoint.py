@@ -63,7 +63,7 @@ def test_exchanged_halves_and_exchanged_gates_show(reasoner, tmp_path, capsys):
     printed = capsys.readouterr().out
     lows = {
         name: low
-        for name, low in re.findall(r"(gates|halves|scorer|window)\S*\s+[\d.]+  \S+ \(([+-][\d.]+) to", printed)
+        for name, low in re.findall(r"(gates|halves|scorer|window)(?:\.json)?\s+[\d.]+  \S+ \(([+-][\d.]+) to", printed)
     }
     assert lows.keys() == {"gates", "halves", "scorer", "window"} and all(float(low) > 0 for low in lows.values())
     assert "is better than a shuffled scorer and than a window of the same size" in printed

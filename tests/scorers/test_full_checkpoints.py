@@ -42,9 +42,12 @@ def test_the_scorer_is_that_of_our_format(spelt):
     for layer, value in zip(layers, values, strict=True):
         assert layer.keys() == value.keys()
         for name in value.keys() - ({} if spelling.exact else {"decay_logit"}):
-            torch.testing.assert_close(layer[name], value[name], rtol=0, atol=1e-6 if "norm" in name else 0)
+            torch.testing.assert_close(
+                layer[name], value[name], rtol=0, atol=1e-6 if name in ("norm.weight", "v_proj") else 0
+            )
 
 
+@torch.no_grad()
 def test_it_is_served_as_its_base(spelt):
     _, base, adapter, full = spelt
     model, theirs = AutoModelForCausalLM.from_pretrained(base).eval(), load_checkpoint(full).eval()
