@@ -270,7 +270,8 @@ class HeadBudgets(EqualHeads):
     def place(self, layer, tails, compressed, budgets, windows):
         """Return what :meth:`EqualHeads.place` does. Budgets lie where the given ones do."""
         requests, heads = self._tables if budgets.device.type == "cpu" else self._sent
-        rows = torch.searchsorted(requests, budgets).clamp_max(len(requests) - 1)  # rows of padding have any budget
+        of_rows = budgets if budgets.dim() == 1 else budgets[:, 0].contiguous()
+        rows = torch.searchsorted(requests, of_rows).clamp_max(len(requests) - 1)  # rows of padding have any budget
         return super().place(layer, tails, compressed, heads[rows], windows)
 
 

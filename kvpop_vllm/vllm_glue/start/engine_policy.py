@@ -207,7 +207,7 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
             "--kv-compression makes the budget of --max-model-len, which -1 and auto fit to the memory only later: give a "
             "fixed --max-model-len, or --kv-budget"
         )
-    shape, on_gpu = ModelShape.of_engine(model), vllm_config.device_config.device_type == "cuda"
+    shape, on_gpu = ModelShape.of_engine(model), vllm_config.device_config.device_type != "cpu"
     if cls.scorer_kind is None:
         return cls(settings, shape, fixed_shares=on_gpu)
     if settings.scorer is None and is_published(vllm_config):
