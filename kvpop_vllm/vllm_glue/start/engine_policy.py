@@ -213,8 +213,8 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
     if settings.scorer is None and is_published(vllm_config):
         from kvpop_vllm.vllm_glue.start import published
 
-        found = dataclasses.replace(settings, scorer=published.folder_of(vllm_config))
-        return cls(found, shape, fixed_shares=on_gpu)
+        of_checkpoint = dataclasses.replace(settings, scorer=published.folder_of(vllm_config))
+        return cls(of_checkpoint, shape, fixed_shares=on_gpu)
     section = checkpoint_section(vllm_config)
     checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
     return cls(settings, shape, checkpoint=checkpoint, fixed_shares=on_gpu)
