@@ -26,16 +26,16 @@ DECODE, PREFILL = "tests/kernels/test_decode_step.py", "tests/kernels/test_prefi
 PREFIX, PRODUCT = "tests/kernels/test_prefix.py", "tests/policies/test_product.py"
 CONTRACT, FAIL_SAFE = "tests/engine/test_contract.py", "tests/engine/test_fail_safe.py"
 SERVING, TRITON_PREFILL = "tests/kernels/test_triton_serving.py", "tests/kernels/test_triton_prefill.py"
-GPU = "KVPOP_PRETEND_CUDA=1 TRITON_INTERPRET=1 -p engine.cuda_platform tests/engine/test_cuda_interpreted.py"
+GPU = "KVPOP_PRETEND_CUDA=1 TRITON_INTERPRET=1 -p engine.cuda_platform tests/engine"
 DRIVERS = {
     "prefix": (
         "tests/engine/test_fidelity.py -k 'test_chunks and sharing and 16'",
-        f"{GPU} -k 'protected_prompts and V1'",
+        f"{GPU}/test_cuda_interpreted.py -k 'protected_prompts and V1'",
         "tests/hf/test_protected.py -k 'alone and kvpop'",
     ),
     "sizes": (
         "tests/engine/test_requests.py -k sixteen -m 'not slow'",
-        f"{GPU} -k 'sizes_of_their_own and V1'",
+        f"{GPU}/test_cuda_runners.py -k numbers_of_their_requests",
         "tests/hf/test_rows.py -k of_their_own",
     ),
 }

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from kvpop_vllm.cache.chunks import Chunks, once, send
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.cache.shares import EqualHeads
-from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, OPTIONS, Compression, RequestSlots
+from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, OPTIONS, RequestSlots
 
 NO_CHUNKS = Chunks([], [], torch.zeros(0, 0, dtype=torch.int32, device="cpu"), [])
 
@@ -324,19 +324,27 @@ class StepPlan:
 
     def _writes(self, spans: list[Span], blocks: RequestBlocks) -> tuple[torch.Tensor, ...] | None:
         """Return indices, blocks and slots of the protected tokens of the step, or None if there are none."""
-        size, device, parts = self.layout.block_slots, blocks.tails.device, []
-        for span in spans:
-            if count := span.protected:
-                t = torch.arange(span.start, span.start + count, device=device)
-                parts.append((span.first + t - span.start, blocks.prefixes[span.request, t // size].long(), t % size))
-        if self.rows.writes is not None:
-            parts = [self.rows.writes, *parts]
-        return tuple(map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else next(iter(parts), None)
+        size, counts = self.layout.block_slots, [span.protected for span in spans]
+        if not any(counts):
+            return self.rows.writes
+        begins = itertools.accumulate(counts, initial=0)
+        columns = [
+            (span.request, span.first - begin, span.start - begin) for span, begin in zip(spans, begins, strict=False)
+        ]
+        numbers = torch.tensor(columns, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"), 0)
+        numbers[:, 1:] += torch.arange(len(numbers), device="cpu").unsqueeze(1)
+        requests, tokens, t = send(numbers, blocks.tails.device).unbind(1)
+        writes = tokens, blocks.prefixes[requests, t // size].long(), t % size
+        return writes if self.rows.writes is None else tuple(map(torch.cat, zip(self.rows.writes, writes, strict=True)))
 
     def _begun(self, singles: list[Span], chunked: list[Span], blocks: RequestBlocks, ahead: int) -> Begun | None:
         """Return the requests whose tails begin in this step, or None if there are none."""
         rows, chunks = (
-            [i for i, s in enumerate(spans) if s.slots.begins_tail(s.start, s.start + s.length + ahead)]
+            [
+                i
+                for i, s in enumerate(spans)
+                if s.start <= s.slots.prefix and s.slots.begins_tail(s.start, s.start + s.length + ahead)
+            ]
             for spans in (singles, chunked)
         )
         if not rows and not chunks:
@@ -391,7 +399,7 @@ def plan_batch(
     counts: Sequence[int],
     lengths: Sequence[int],
     table: torch.Tensor,
-    compression: Compression | None = None,
+    after: Sequence[RequestSlots] | None = None,
 ) -> StepPlan:
     """Return the plan of a flat batch whose requests follow one another, and whose numbers the host knows.
 
@@ -401,11 +409,17 @@ def plan_batch(
         counts: tokens of each request in this step.
         lengths: tokens of each request, these included.
         table: ``[requests, W]`` int32, blocks of each request's prefix, state and tail.
-        compression: way in which prompts are compressed, or None.
+        after: what each request is after the end of its prompt, or None if prompts are not compressed.
     """
-    firsts, starts, after = itertools.accumulate(counts, initial=0), map(operator.sub, lengths, counts), None
-    spans = map(Span, itertools.count(), firsts, starts, counts, slots)
-    if compression is not None:
-        after = [compression.after(record) for record in slots]
-        spans = (span._replace(after=record) for span, record in zip(spans, after, strict=True))
-    return StepPlan(layout, list(spans), RequestBlocks.of_rows(table, slots, layout.block_slots, after))
+    firsts, starts = itertools.accumulate(counts, initial=0), map(operator.sub, lengths, counts)
+    columns = itertools.count(), firsts, starts, counts, slots
+    if after is None:
+        spans = list(map(Span, *columns))
+    else:
+        spans = [
+            Span(i, first, start, count, record, later)
+            if start < record.prefix
+            else Span(i, first, start - later.shift, count, later, None, True)
+            for i, first, start, count, record, later in zip(*columns, after, strict=False)
+        ]
+    return StepPlan(layout, spans, RequestBlocks.of_rows(table, slots, layout.block_slots, after))

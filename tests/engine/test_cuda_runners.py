@@ -54,6 +54,16 @@ def test_seeds(runner, version):
     assert int(batch.seeds[0]) - server == 100 and int(batch.chunks.seeds[0]) - server == 101
 
 
+def test_chunks_have_the_numbers_of_their_requests(runner):
+    """Budgets and windows of chunks are compared with those that requests ask for, not with another plan."""
+    runner, rows = runner(), [[1 + i, 11 + i] for i in range(3)]
+    server = runner.group.get_metadata_builder().padding
+    asks = [None, server._replace(budget=server.budget - 8, window=server.window - 1), None]
+    chunks = runner.step([30, 31, 32], [30, 31, 32], rows, asks=asks).batch(0, EQUAL).chunks
+    sizes = dict(zip(chunks.lengths, zip(chunks.budgets[:, 0].tolist(), chunks.windows, strict=True), strict=True))
+    assert sizes == {30 + i: ((ask or server).budget, (ask or server).window) for i, ask in enumerate(asks)}
+
+
 def test_a_row_never_keeps_another_requests_numbers(runner, version):
     """A row that a shorter step left out has the server's budget and window when a later request takes it."""
     runner, rows = runner(), [[1 + i, 11 + i] for i in range(3)]

@@ -241,8 +241,9 @@ def _next_step(impl, rows: list[Row], device: torch.device) -> StepPlan:
     for i, row in enumerate(rows):
         table[i, : len(row.blocks)] = torch.tensor(row.blocks)
     slots, lengths = [row.slots._replace(seed=None) for row in rows], [row.seen + 1 for row in rows]  # nothing is drawn
-    step = slots, [1] * len(rows), lengths, table.to(device)
-    return plan_batch(impl.attention.layout, *step, impl.policy.compression)
+    compression = impl.policy.compression
+    after = compression and [compression.after(record) for record in slots]
+    return plan_batch(impl.attention.layout, slots, [1] * len(rows), lengths, table.to(device), after)
 
 
 def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -230,7 +231,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.retention = backend.policy.retention
         self.policy, self.seed = backend.policy, request_seed(vllm_config.model_config.seed, 0)
         self.unequal = kv_cache_spec.shares is not None or self.policy.adaptive_head_budgets
-        self.spec, self.records = kv_cache_spec, {}
+        self.spec, self.records, compression = kv_cache_spec, {}, self.policy.compression
+        self.after = compression and functools.lru_cache(maxsize=4096)(compression.after)
         self.padding = self._record(None, 0)
         self.requests: list[RequestSlots] | None = None  # slots of the step's requests, set before each build
 
@@ -278,8 +280,10 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         common = common_attn_metadata
         starts, lengths = common.query_start_loc_cpu, common.seq_lens.tolist()
         counts = (starts[1:] - starts[:-1]).tolist()
-        step = self.slots(len(counts)), counts, lengths, common.block_table_tensor
-        return FixedBudgetMetadata(plan_batch(self.layout, *step, self.policy.compression), int(starts[-1]))
+        slots = self.slots(len(counts))
+        after = self.after and [self.after(record) for record in slots]
+        plan = plan_batch(self.layout, slots, counts, lengths, common.block_table_tensor, after)
+        return FixedBudgetMetadata(plan, int(starts[-1]))
 
 
 class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
