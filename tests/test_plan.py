@@ -107,7 +107,7 @@ def test_a_broken_pipe_elsewhere_is_an_error(monkeypatch, capsys):
 def test_a_file_of_shares_leaves_out_the_policies_that_need_equal_heads(planned, tmp_path):
     (tmp_path / "shares.json").write_text(json.dumps({"shares": [[1, 2, 1]] * 30}))
     size = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"
-    lines, rows = planned(DEMO, *size, "--allocator", str(tmp_path / "shares.json"))
+    lines, rows = planned(DEMO, *size, "--calibration", str(tmp_path / "shares.json"))
     assert ("h2o", 1024) in rows and not {("rkv", 1024), ("vase", 1024)} & set(rows)
     assert sum("ranks all heads of a layer in one round" in line for line in lines) == 2
 

@@ -99,7 +99,9 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     add_setting(
         command,
         "calibration",
-        "a folder of 'kvpop calibrate', for triattention; each other policy also with its shares and window",
+        "folders of 'kvpop calibrate', or files of shares: the first for triattention; each other policy also with the shares and"
+        " window of each",
+        nargs="+",
     )
     add_setting(
         command,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import read_json, replacing
+from kvpop_vllm.files import read_json, replacing, write_whole
 from kvpop_vllm.scorers import ScorerConfig, parse_config
 from kvpop_vllm.tensor_files import reading, save_tensors
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
+MODEL_CONFIG, SECTION = "config.json", "kvpop"
 T = TypeVar("T")
 
 FULL_CHECKPOINT_NAMES = (
@@ -94,13 +95,25 @@ def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], s
                 )
 
 
+def is_full_checkpoint(folder: str | Path) -> bool:
+    """Return whether a folder without a ``kvpop_config.json`` is a model whose config has a scorer's section."""
+    folder = Path(folder)
+    if (folder / CONFIG_NAME).is_file() or not (folder / MODEL_CONFIG).is_file():
+        return False
+    config = read_json(folder / MODEL_CONFIG, "write the model again")
+    return isinstance(config, dict) and SECTION in config
+
+
 def read_config(folder: str | Path) -> ScorerConfig:
-    """Read and check ``kvpop_config.json``.
+    """Read and check ``kvpop_config.json``, or the scorer's section of a full checkpoint.
 
     Raises:
         ConfigError: the folder or file does not exist, is not JSON, or has invalid contents.
     """
     path = Path(folder) / CONFIG_NAME
+    if is_full_checkpoint(folder):
+        path = Path(folder) / MODEL_CONFIG
+        return parse_config(read_json(path, "write the model again")[SECTION], f"{path}, section {SECTION}")
     if not path.is_file():
         raise ConfigError(
             f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop init-scorer'"
@@ -108,13 +121,38 @@ def read_config(folder: str | Path) -> ScorerConfig:
     return parse_config(read_json(path, "write the scorer again"), str(path))
 
 
+def write_shares(folder: str | Path, shares: Sequence[Sequence[float]]) -> None:
+    """Write shares ``[layers][H]`` of heads, or none, into the config of a scorer's folder or of a full checkpoint.
+
+    Raises:
+        ConfigError: as :func:`read_config`, or the shares are not those of such a model.
+        OSError: the file cannot be written.
+    """
+    config = read_config(folder)
+    content = parse_config(config.to_json() | {"shares": [list(row) for row in shares]}, str(folder)).to_json()
+    path = Path(folder) / CONFIG_NAME
+    if is_full_checkpoint(folder):
+        path = Path(folder) / MODEL_CONFIG
+        content = read_json(path, "write the model again") | {SECTION: content}
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def scorer_files(folder: str | Path) -> list[str]:
+    """Return the names of the files that hold a scorer."""
+    if is_full_checkpoint(folder):
+        return [MODEL_CONFIG, *sorted(path.name for path in Path(folder).glob("*.safetensors"))]
+    return [CONFIG_NAME, TENSORS_NAME]
+
+
 def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
-    """Return the config of a scorer folder and, per layer, its tensors (float32).
+    """Return the config of a scorer folder or full checkpoint and, per layer, its tensors (float32).
 
     Raises:
         ConfigError: as :func:`read_config`; or the tensor file is missing, truncated or has wrong tensors.
     """
     config, path = read_config(folder), Path(folder) / TENSORS_NAME
+    if is_full_checkpoint(folder):
+        return config, layers_of(config, read_tensors(folder, looks_like_scorer), str(folder))
     if not path.is_file():
         raise ConfigError(f"no scorer at {str(folder)!r}: {TENSORS_NAME} is missing")
     with reading(path):

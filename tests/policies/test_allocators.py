@@ -42,19 +42,19 @@ def test_the_allocator_is_the_policys_own_or_the_one_asked_for():
 def test_shares_of_a_file_are_parts_of_the_slots():
     """Sinks and window belong to every head, and rounding loses no slot."""
     small = functools.partial(matrix.made, "l2norm", 64, ModelShape("llama", 2, 2, 32, 256), sinks=4, window=10)
-    policy = small(allocator=str(matrix.SHARES))
+    policy = small(calibration=str(matrix.SHARES))
     assert (policy.shares() - 14).tolist() == [[75, 3], [47, 75]]  # of 4 x 50, by 1.51, 0.06, 0.94 and 1.51
     assert policy.one_budget and policy.checked_shares(slice(0, 2)).layers == 2
     with pytest.raises(ConfigError, match="gives all requests one budget here: leave --kv-max-budget out"):
-        small(allocator=str(matrix.SHARES), max_budget=80)
+        small(calibration=str(matrix.SHARES), max_budget=80)
     with pytest.raises(ConfigError, match="shares.json: shares must be 30 lists of 3 numbers"):
-        made("h2o", allocator=str(matrix.SHARES))
+        made("h2o", calibration=str(matrix.SHARES))
 
 
 @pytest.mark.parametrize("name", ["rkv", "vase"])
 def test_heads_ranked_in_one_round_have_equal_shares(name):
     with pytest.raises(ConfigError, match="ranks all heads of a layer in one round, and their shares differ: choose"):
-        matrix.made(name, 256, ModelShape("llama", 2, 2, 32, 512, num_heads=4), allocator=str(matrix.SHARES))
+        matrix.made(name, 256, ModelShape("llama", 2, 2, 32, 512, num_heads=4), calibration=str(matrix.SHARES))
 
 
 def test_ranks_are_refused_before_weights_are_loaded(tmp_path):

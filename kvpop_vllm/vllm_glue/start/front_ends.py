@@ -89,14 +89,14 @@ async def check_engines(engine_client: EngineClient) -> None:
 def settings_of(vllm_config: VllmConfig) -> dict:
     """Return the resolved settings that all processes of a server share, by name.
 
-    Scorers, calibrations, cartridges and files of shares are compared by their content, since their folders may differ between
+    Scorers, calibrations and cartridges are compared by their content, since their folders may differ between
     machines. ``compression`` is resolved into the budget.
     """
-    from kvpop_vllm.calibration.shares import NAME as SHARES
+    from kvpop_vllm.calibration.shares import shares_file
     from kvpop_vllm.calibration.statistics import CONFIG_NAME as STATISTICS
     from kvpop_vllm.calibration.statistics import TENSORS_NAME as QUERIES
     from kvpop_vllm.compaction.cartridge import digest_of
-    from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
+    from kvpop_vllm.scorers.checkpoint import scorer_files
     from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
 
     policy = engine_policy(vllm_config)
@@ -104,11 +104,10 @@ def settings_of(vllm_config: VllmConfig) -> dict:
     settings |= {"max_budget": policy.max_budget, "protect_prompt": policy.protect, "max_protect": policy.max_protect}
     settings["cartridge"] = {name: f"{placed.digest:.12}" for name, placed in names_of(vllm_config).placed.items()}
     if (scorer := policy.settings.scorer) is not None:
-        settings["scorer"] = f"sha256 {digest_of(Path(scorer), CONFIG_NAME, TENSORS_NAME):.12}"
+        settings["scorer"] = f"sha256 {digest_of(Path(scorer), *scorer_files(scorer)):.12}"
     if (calibration := policy.settings.calibration) is not None:
-        names = [name for name in (SHARES, STATISTICS, QUERIES) if (Path(calibration) / name).is_file()]
-        settings["calibration"] = f"sha256 {digest_of(Path(calibration), *names):.12}"
+        shares = shares_file(calibration)
+        names = [name for name in (shares.name, STATISTICS, QUERIES) if (shares.parent / name).is_file()]
+        settings["calibration"] = f"sha256 {digest_of(shares.parent, *names):.12}"
     settings["allocator"] = policy.allocator
-    if (shares := Path(policy.allocator)).is_file():
-        settings["allocator"] = f"sha256 {digest_of(shares.parent, shares.name):.12}"
     return {name: settings[name] for name in FLAGS if name != "compression"}
