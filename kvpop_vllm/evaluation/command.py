@@ -99,8 +99,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     add_setting(
         command,
         "calibration",
-        "folders of 'kvpop calibrate', or files of shares: the first for triattention; each other policy also with the shares and"
-        " window of each",
+        "each with each of these, as --kv-calibration; none is without, and triattention takes the first (default: none)",
         nargs="+",
     )
     add_setting(

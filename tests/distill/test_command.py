@@ -226,6 +226,8 @@ REFUSED = {
     f"{START} --hidden=9": "--hidden is about mlp scorers, not mlstm",
     f"{START} --no-project-values --value-size=9": "--value-size is about the value projection",
     f"{START} --fit-decay-rows=3": "is about fitted decays: give --fit-decays",
+    f"{START} --calibration-rows=3": "--fit-decay-rows is about fitted decays: give --fit-decays",
+    f"{START} --calibrate --calibrate-max=1.0": "fit_decays needs 0 < min < max < 1",
     f"{START} --phase=streaming-plus --samples=3": "phase streaming-plus has none",
     f"{START} --phase=uptrain --topk=3": "phase uptrain is dense",
     f"{START} --phase=uptrain --ce=0.5": "phase uptrain has cross-entropy alone",

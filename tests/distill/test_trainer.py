@@ -18,7 +18,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.checkpoints import Checkpoints
 from kvpop_vllm.distill.decays import decay_grid
 from kvpop_vllm.distill.metrics import read_metrics
-from kvpop_vllm.distill.recipe import Recipe, TrainingError
+from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe, TrainingError
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.scorers import Decay, log_gamma
@@ -227,6 +227,19 @@ def test_a_damaged_checkpoint_is_named_and_no_older_one_taken_unasked(model, tmp
     with pytest.raises(ConfigError, match="run.json is damaged"):
         train(model, tmp_path)
     assert older.exists()
+
+
+def test_a_run_with_the_former_names_of_options_goes_on(model, tmp_path):
+    recipe = dataclasses.replace(RECIPE, fit_decay_min=0.8, fit_decay_max=0.99)
+    result = train(model, tmp_path, recipe).run()
+    path = tmp_path / "run/run.json"
+    settings = json.loads(path.read_text())
+    former = {new: old for old, new in FORMER_NAMES.items()}
+    path.write_text(json.dumps({former.get(name, name): value for name, value in settings.items()}))
+    assert "calibrate_min" in path.read_text() and "fit_decay" not in path.read_text()
+    assert train(model, tmp_path, recipe).run() == result
+    with pytest.raises(ConfigError, match="holds a run with fit_decay_max = 0.99, not 0.98: choose another --out"):
+        train(model, tmp_path, dataclasses.replace(recipe, fit_decay_max=0.98))
 
 
 def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
