@@ -131,11 +131,8 @@ class Stages:
         :data:`PROBE` tries the best only, by the last queries with all heads' windows shrunk. Under another policy the best
         table is then improved, see :meth:`improve`.
         """
-        plan, unit, shape = (
-            self.plan,
-            self.plan.options.unit,
-            (self.plan.shape.num_layers, self.plan.shape.num_kv_heads),
-        )
+        plan, unit = self.plan, self.plan.options.unit
+        shape = plan.shape.num_layers, plan.shape.num_kv_heads
         tables, smallest = {EQUAL: torch.ones(shape, dtype=torch.float64)}, plan.sizes[0]
         for budget in plan.budgets:
             mean = budget - DEFAULT_SINKS if plan.decides == PROBE else self._roles(budget).topk
@@ -167,15 +164,18 @@ class Stages:
         """
         tables, topk = self.passes.tables, self._roles(self.plan.budget).topk
         for number in range(ROUNDS):
-            shares, around = tables[best], []
+            shares, around, names = tables[best], [], []
             for layer, heads, *_ in curves:
-                size, losses = float(shares[layer, heads[0]]) * topk, {}
-                for other in sorted({size / 2, size, 2 * size + topk / 8}):
-                    name = f"round-{number}-{layer}-{heads[0]}-{other:.2f}"
-                    tables[name] = shares.clone()
-                    tables[name][layer, list(heads)] = other / topk
-                    losses[other] = self._at_budget(name)
-                around.append(Curve(layer, heads, tuple(losses), tuple(losses.values())))
+                size = float(shares[layer, heads[0]]) * topk
+                start = f"round-{number}-{layer}-{heads[0]}"
+                sizes = {size / 2: f"{start}-half", 2 * size + topk / 8: f"{start}-twice"} | {size: best}
+                for other in {*sizes} - {size}:
+                    tables[sizes[other]] = shares.clone()
+                    tables[sizes[other]][layer, list(heads)] = other / topk
+                around.append(Curve(layer, heads, tuple(sorted(sizes)), ()))
+                names += [sizes[other] for other in sorted(sizes)]
+            losses = iter(self._at_budget(names))
+            around = [curve._replace(losses=tuple(next(losses) for _ in curve.sizes)) for curve in around]
             divided = shares_of(around, divide(around, topk), 0, *shares.shape)
             new = {f"round-{number}": divided, f"round-{number}-damped": between(divided, shares)}
             tables |= new
@@ -191,10 +191,12 @@ class Stages:
         choices = [self._choice(budget, name) for name in names for budget in self.plan.budgets]
         return _scores(torch.tensor(self._kl(choices), dtype=torch.float64), names)
 
-    def _at_budget(self, name: str) -> float:
-        """Return the divergence with a table at the recommended budget; the table's mean may differ from 1."""
-        roles, mean = self._roles(self.plan.budget), float(self.passes.tables[name].mean())
-        return self._kl([Choice(self.plan.decides, roles.first_long + round(mean * roles.topk), roles.window, name)])[0]
+    def _at_budget(self, names: list[str]) -> list[float]:
+        """Return the divergence with each table at the recommended budget; a table's mean may differ from 1."""
+        roles, tables = self._roles(self.plan.budget), self.passes.tables
+        slots = [round(float(tables[name].mean()) * roles.topk) for name in names]
+        pairs = zip(names, slots, strict=True)
+        return self._kl([Choice(self.plan.decides, roles.first_long + k, roles.window, name) for name, k in pairs])
 
     def _kl(self, choices: list[Choice]) -> list[float]:
         """Return the divergence of measured rows under choices, means over rows."""

@@ -107,7 +107,7 @@ def test_rows_are_taken_over_from_the_same_commit_only(bench, monkeypatch):
         rows, times = after, late
     for chosen, commits in {"abc": "abc", "def abc": "def", "ghi def": "ghi, def", "ghi": "ghi"}.items():
         said = bench("--table", "--budget", "128", "--commit", *chosen.split())[3]
-        assert [line[9] for line in table_of(said)[2:]] == [commits] * 2
+        assert [line[10] for line in table_of(said)[2:]] == [commits] * 2
         assert said.out.count("Times on ") == (chosen != "ghi")
 
 
