@@ -137,7 +137,7 @@ class Cells:
             records.append(last | {"kl_before": self.kl_before(resolved, row)})
         names = ("error", "nll", "kl", "kl_before")
         means = {name: statistics.mean(each.get(name, 0.0) for each in records) for name in names}
-        kls = " ".join(f"{each['kl']:.6g}" for each in records) if runs else ""
+        kls = " ".join(f"{record['kl']:.6g}" for record in records) if runs else ""
         about = {"kls": kls, "units": " ".join(map(str, self.units)) if runs else ""}
         return {"error": means["error"], "perplexity": math.exp(means.pop("nll"))} | means | about
 

@@ -196,8 +196,8 @@ def best(options) -> list[str]:
         ConfigError: this commit has no such table.
     """
     length, budget = map(str, options.shorter)
-    asked = argparse.Namespace(**(vars(options) | {"length": length}))
-    rows = [row for row in there(asked, "quality").values() if row["budget"] == budget and not row["scorer"]]
+    shorter = argparse.Namespace(**(vars(options) | {"length": length}))
+    rows = [row for row in there(shorter, "quality").values() if row["budget"] == budget and not row["scorer"]]
     kl: dict[str, float] = {}
     for row in rows:  # rows at equal bytes come after those at equal k, and take their place where there are any
         kl[row["policy"]] = float(row["kl"])

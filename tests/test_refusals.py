@@ -75,7 +75,7 @@ SETTINGS = [
         for x in ("some", "ALL", "", " 1", "-1", -1, 1.0, "1.5", NAN, [1], {}, 2**24 + 1)
     ),
     ({"protect_prompt": "1" * 30}, f"{PROTECT}{'1' * 30}"),
-    ({"allocator": "cone"}, "--kv-allocator must be one of uniform, pyramid, ada or a file, got 'cone'"),
+    ({"allocator": "cone"}, "--kv-allocator must be one of uniform, pyramid, ada, got 'cone'"),
     ({"correction": "momentum"}, "--kv-correction must be one of none, moment, got 'momentum'"),
     ({"budget": 64, "compression": 4}, "--kv-budget and --kv-compression both set the budget: give only one of them"),
     *(

@@ -145,8 +145,8 @@ class Comparison:
         """
         path, out = self.calibrations / name / NAME, self.records / f"{SHARES}{name}.jsonl"
         if path.exists() and json.loads(path.read_text())["unit"] != UNITS[0] and not self._has(out, self.rows):
-            what = ["--calibration", path.parent, "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
-            yield self._evaluation(out, [*words, *what])
+            more = ["--calibration", path.parent, "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
+            yield self._evaluation(out, [*words, *more])
 
     def run_trained(self, names: Iterable[str], steps: int) -> None:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""

@@ -163,20 +163,20 @@ class Shrunk:
 
     Args:
         row: the row.
-        kept: attention with a number of slots.
+        attention: attention with a number of slots.
         variants: KV heads that shrink and the slots that they have, for each variant; no head stands for all.
     """
 
     everywhere = False
 
-    def __init__(self, row: RowReplay, kept: Kept, variants: list[tuple[int | None, int]]):
-        self.row, self.kept, self.chosen, self.variants = row, kept, variants, len(variants)
+    def __init__(self, row: RowReplay, attention: Kept, variants: list[tuple[int | None, int]]):
+        self.row, self.attention, self.chosen, self.variants = row, attention, variants, len(variants)
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention ``[V, Hq, Q, D]`` of all variants."""
         group, outs = q.shape[1] // k.shape[1], []
         dense = Windowed(0)(self.row, layer, self.row.length, scale)
-        by_size = {size: self.kept(self.row, layer, size, scale) for size in {size for _, size in self.chosen}}
+        by_size = {size: self.attention(self.row, layer, size, scale) for size in {size for _, size in self.chosen}}
         for head, size in self.chosen:
             out = by_size[size]
             if head is not None:
@@ -217,25 +217,25 @@ def shared_losses(row: RowReplay, first: int, windows: torch.Tensor) -> list[flo
 
 
 @torch.inference_mode()
-def layer_losses(row: RowReplay, layer: int, kept: Kept, sizes: list[int]) -> list[float]:
+def layer_losses(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -> list[float]:
     """Return the KL with each number of slots of all heads of a layer, in nats per token."""
-    return _losses(row, layer, kept, [(None, size) for size in sizes])
+    return _losses(row, layer, attention, [(None, size) for size in sizes])
 
 
 @torch.inference_mode()
-def head_losses(row: RowReplay, layer: int, kept: Kept, sizes: list[int]) -> list[list[float]]:
+def head_losses(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -> list[list[float]]:
     """Return the KL with each number of slots of each KV head of a layer alone, in nats per token."""
     heads = row.attended[layer][1].shape[1]
-    losses = iter(_losses(row, layer, kept, [(head, size) for size in sizes for head in range(heads)]))
+    losses = iter(_losses(row, layer, attention, [(head, size) for size in sizes for head in range(heads)]))
     by_size = [[next(losses) for _ in range(heads)] for _ in sizes]
     return [list(of_head) for of_head in zip(*by_size, strict=True)]
 
 
-def _losses(row: RowReplay, layer: int, kept: Kept, variants: list) -> list[float]:
+def _losses(row: RowReplay, layer: int, attention: Kept, variants: list) -> list[float]:
     return [
         loss
         for part in _parts(variants)
-        for loss in row.divergence(row.run_from(layer, Shrunk(row, kept, part))).tolist()
+        for loss in row.divergence(row.run_from(layer, Shrunk(row, attention, part))).tolist()
     ]
 
 

@@ -83,16 +83,16 @@ class Options:
 def specs_of(options: Options) -> dict[str, PolicySpec]:
     """Return the policies of a report by name, first the one that decides."""
     specs = [] if options.scorer is None else [_of_scorer(options)]
-    asked = [("--policy", options.policy)] if options.policy and not specs else []
-    asked += [("--policies", name) for name in options.policies]
-    for flag, name in asked:
+    named = [("--policy", options.policy)] if options.policy and not specs else []
+    named += [("--policies", name) for name in options.policies]
+    for flag, name in named:
         cls = policies.get(name)
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
             why = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
             raise ConfigError(f"{flag} {name} {why}")
         if cls.order is Order.ROUNDS and options.unit == "head":
             raise ConfigError(f"{flag} {name} takes shares of layers only: give --shares layer")
-    names = [name for flag, name in asked if flag == "--policy"] + [PROBE, *options.policies]
+    names = [name for flag, name in named if flag == "--policy"] + [PROBE, *options.policies]
     specs += [PolicySpec(name, name).measured(options.out) for name in dict.fromkeys(names)]
     return {spec.policy: spec for spec in specs}
 

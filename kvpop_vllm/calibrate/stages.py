@@ -84,7 +84,7 @@ class Stages:
         """Return the number of first tokens of a measured row that all heads see."""
         return self.plan.text.measured[number][1] or DEFAULT_SINKS
 
-    def kept(self, number: int) -> Kept:
+    def attention(self, number: int) -> Kept:
         """Return the attention of a measured row with few slots: a window, or that of the policy that decides."""
         if self.plan.decides == PROBE:
             return Windowed(self._first(number))
@@ -119,7 +119,7 @@ class Stages:
             key = [unit, number, layer]
             if key not in self.records:
                 row = row or self.replay(number)
-                self.records.put(key, measure(row, layer, self.kept(number), sizes))
+                self.records.put(key, measure(row, layer, self.attention(number), sizes))
             losses.append(self.records[key])
             self.tick(self.plan.layer_cost(layer, variants))
         self.tick(1)

@@ -191,24 +191,26 @@ def test_policies_with_a_calibration_stand_beside_equal_shares(bench, folder, tm
     shape = ModelShape.of(folder / "model", 700)
     sizes = {name: getattr(shape, name) for name in SIZES} | {"rope": shape.rope}
     shares = tuple((0.5 + layer,) * shape.num_kv_heads for layer in range(shape.num_layers))
-    found = {"unit": "layer", "shares": shares, "windows": {"h2o": 0.125}, "policy": "h2o", "budget": 128}
+    content = {"unit": "layer", "shares": shares, "windows": {"h2o": 0.125}, "policy": "h2o", "budget": 128}
     (tmp_path / "calibration").mkdir()
-    Calibration(**sizes, **found).write(tmp_path / "calibration")
+    Calibration(**sizes, **content).write(tmp_path / "calibration")
     words = ("--calibration", str(tmp_path / "calibration"), "--parts", "quality", "--rows", "9")
-    status, rows, _, said = bench(*words, "--budget", "128", "--policies", "streaming-llm", "h2o")
-    of = {row["policy"]: row for row in rows}
-    assert status == 0 and set(of) == {
+    status, rows, _, output = bench(*words, "--budget", "128", "--policies", "streaming-llm", "h2o")
+    rows_of = {row["policy"]: row for row in rows}
+    assert status == 0 and set(rows_of) == {
         "dense",
         *(f"{n}{end}" for n in ("h2o", "streaming-llm") for end in ("", SHARED)),
     }
-    assert of["h2o, calibrated"]["window"] == "16" != of["h2o"]["window"] and of["h2o"]["calibration"] == ""
-    assert of["h2o, calibrated"]["calibration"].startswith("calibration@")
-    losses = {name: [float(kl) for kl in row["kls"].split()] for name, row in of.items()}
-    assert len(losses["h2o"]) == 9 and len(set(of["h2o"]["units"].split())) > 8
-    line = next(line for line in table_of(said) if line[1] == "h2o, calibrated")
+    assert (
+        rows_of["h2o, calibrated"]["window"] == "16" != rows_of["h2o"]["window"] and rows_of["h2o"]["calibration"] == ""
+    )
+    assert rows_of["h2o, calibrated"]["calibration"].startswith("calibration@")
+    losses = {name: [float(kl) for kl in row["kls"].split()] for name, row in rows_of.items()}
+    assert len(losses["h2o"]) == 9 and len(set(rows_of["h2o"]["units"].split())) > 8
+    line = next(line for line in table_of(output) if line[1] == "h2o, calibrated")
     ratio = sum(losses["h2o, calibrated"]) / sum(losses["h2o"])
     assert line[8].startswith(f"{ratio:.2f} (") and " to " in line[7]
-    best = min(("h2o", "streaming-llm"), key=lambda name: min(float(of[n]["kl"]) for n in (name, name + SHARED)))
+    best = min(("h2o", "streaming-llm"), key=lambda name: min(float(rows_of[n]["kl"]) for n in (name, name + SHARED)))
     words = (*words, "--length", "600", "--budget", "100", "--best", "1", "--from", "700", "128")
     status, rows, _, _ = bench(*words)
     named = {row["policy"] for row in rows if row["length"] == "600"} - {"dense"}

@@ -117,11 +117,11 @@ def test_a_layer_and_a_head_lose_what_a_policy_evicts(replay):
         full = RowReplay(row.model, tokens, LENGTH)  # what comes before the last queries is dense
         exact = row.model(tokens[None], attend=smallest_norms(-1, None, 0)).logits[0].double().log_softmax(-1)
     shape = ModelShape.of(row.model.config, LENGTH)
-    kept = Evicting(PolicySpec("l2norm", "l2norm", protect=0).resolve(shape, 40, sinks=FIRST, window=8))
+    evicting = Evicting(PolicySpec("l2norm", "l2norm", protect=0).resolve(shape, 40, sinks=FIRST, window=8))
     sizes = [0, 5, 28]
-    found = {(None, size): loss for size, loss in zip(sizes, layer_losses(full, 1, kept, sizes), strict=True)}
-    found |= {(1, size): loss for size, loss in zip(sizes, head_losses(full, 1, kept, sizes)[1], strict=True)}
-    for (head, size), loss in found.items():
+    losses = {(None, size): loss for size, loss in zip(sizes, layer_losses(full, 1, evicting, sizes), strict=True)}
+    losses |= {(1, size): loss for size, loss in zip(sizes, head_losses(full, 1, evicting, sizes)[1], strict=True)}
+    for (head, size), loss in losses.items():
         with torch.inference_mode():
             evicted = row.model(tokens[None], attend=smallest_norms(1, head, size)).logits[0].double().log_softmax(-1)
         expected = float(F.kl_div(evicted, exact, reduction="none", log_target=True).sum(-1).mean())

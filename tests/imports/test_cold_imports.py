@@ -164,7 +164,7 @@ ARROWS = {
     "bench": "config files",
     "distill": "model_hook scorers model_shape kernels config files roles argument_types",
     "calibration": "rope kernels schemas tensor_files config files",
-    "compaction": "rope distill policies model_hook scorers model_shape rules cache kernels schemas tensor_files config files roles argument_types",
+    "compaction": "calibration rope distill policies model_hook scorers model_shape rules cache kernels schemas tensor_files config files roles argument_types",
     "evaluation": "calibration hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
     "model_types": "config",
     "hf": "attention compaction distill policies model_hook scorers model_shape rules cache kernels requests config roles model_types",
