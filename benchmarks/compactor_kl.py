@@ -21,9 +21,10 @@ from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.haystack import rows_in_turn, single_documents, units_of
-from kvpop_vllm.evaluation.output import format_table, progress
+from kvpop_vllm.evaluation.output import format_table
 from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
 from kvpop_vllm.model_shape import vocabulary_of
+from kvpop_vllm.progress import progress
 
 SINKS = 4
 """First tokens that the comparison keeps beside the last ones."""

@@ -29,6 +29,7 @@ import hashlib
 import itertools
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,8 +165,6 @@ def chosen(options) -> list:
     Raises:
         ConfigError: a policy that was asked for cannot be compared.
     """
-    from kvpop_vllm.evaluation.policies import in_registry
-
     specs, left_out = in_registry(options.scorer, options.model_folder, options.calibration)
     for line in left_out:
         say(f"left out: {line}")
@@ -208,6 +207,45 @@ def best(options) -> list[str]:
         plain = name.removesuffix(SHARED)
         lowest[plain] = min(value, lowest.get(plain, value))
     return list(dict.fromkeys([*sorted(lowest, key=lowest.get)[: options.best], WINDOW]))
+
+
+def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | None = None) -> tuple[list, list[str]]:
+    """Return a spec for every registered policy that evicts.
+
+    Policies that need a scorer appear once for each scorer of their kind.
+
+    Args:
+        scorers: scorer folders.
+        model: folder of the model.
+        calibration: folder of ``kvpop calibrate``, or None.
+
+    Returns:
+        The specs, named after their policies (and folders, if a policy has several), and for each policy
+        that is left out a line with the reason.
+    """
+    from kvpop_vllm.evaluation.policies import learned, training_free
+
+    found, broken = policies.loadable()
+    folders: dict[str, list] = {}
+    for folder in scorers:
+        spec, _ = learned(folder, model)
+        folders.setdefault(spec.policy, []).append(spec)
+    specs = []
+    for cls in found:
+        if cls.keeps_all:
+            continue
+        if cls.calibrated and calibration is None:
+            broken.append(f"{cls.name} needs statistics of the model's queries: give --calibration DIR")
+            continue
+        if cls.scorer_kind is None:
+            specs.append(training_free(cls.name).measured(calibration))
+            continue
+        mine = folders.get(cls.name, [])
+        if not mine:
+            broken.append(f"{cls.name} needs a scorer of kind {cls.scorer_kind!r}: give --scorer DIR")
+        one = len(mine) == 1
+        specs += [replace(c, name=cls.name if one else f"{cls.name}, {c.scorer}") for c in mine]
+    return specs, broken
 
 
 def cell(options, cells, part: str, done: dict[tuple, dict], spec, setting) -> dict | None:

@@ -4,6 +4,7 @@ import argparse
 import functools
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from kvpop_vllm.config import ConfigError, protection
@@ -18,50 +19,35 @@ UNITS = {
 
 
 def non_negative(text: str) -> int:
-    """Return an integer of at least 0.
-
-    Raises:
-        argparse.ArgumentTypeError: it is negative.
-    """
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
+    """Return an integer of at least 0; raises as :func:`_number`."""
+    return _number(text, int, lambda value: value >= 0, "at least 0")
 
 
 def positive(text: str) -> int:
-    """Return an integer of at least 1.
-
-    Raises:
-        argparse.ArgumentTypeError: it is less.
-    """
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+    """Return an integer of at least 1; raises as :func:`_number`."""
+    return _number(text, int, lambda value: value >= 1, "at least 1")
 
 
 def temperature(text: str) -> float:
-    """Return a finite number of at least 0.
-
-    Raises:
-        argparse.ArgumentTypeError: it is another.
-    """
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
-    return value
+    """Return a finite number of at least 0; raises as :func:`_number`."""
+    return _number(text, float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
 
 
 def share(text: str) -> float:
-    """Return a number above 0 and at most 1.
+    """Return a number above 0 and at most 1; raises as :func:`_number`."""
+    return _number(text, float, lambda value: 0 < value <= 1, "above 0 and at most 1")
+
+
+def _number(text: str, kind: type, fits: Callable[[float], bool], allowed: str) -> float:
+    """Return a number of a kind and range.
 
     Raises:
-        argparse.ArgumentTypeError: it is another.
+        argparse.ArgumentTypeError: it is out of range.
+        ValueError: it is no number of this kind.
     """
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    value = kind(text)
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
     return value
 
 

@@ -52,9 +52,11 @@ def import_published(options: argparse.Namespace) -> None:
     """
     from kvpop_vllm.compaction.published import import_cartridge, published_cartridge
     from kvpop_vllm.config import ConfigError
+    from kvpop_vllm.hub import FILES, PICKLES, local_folder
     from kvpop_vllm.scorers.published import import_gates
 
     roles = {name: getattr(options, name) for name in ("sinks", "window", "topk")}
+    options.source = str(local_folder(options.source, files=(*FILES, *PICKLES)))
     if pickle := published_cartridge(options.source):
         if unused := [name for name, value in roles.items() if value is not None]:
             raise ConfigError(f"a cartridge has no use for --{unused[0]}: leave it out")
@@ -65,8 +67,22 @@ def import_published(options: argparse.Namespace) -> None:
         return
     if options.model is not None:
         raise ConfigError("gates name their model themselves: leave --model out")
-    config = import_gates(options.source, options.directory, **roles)
+    config = import_gates(options.source, options.directory, **roles, map_file=options.map)
     print(f"wrote a {config.scorer} scorer to {options.directory}")
+
+
+def inspect_checkpoint(options: argparse.Namespace) -> None:
+    """Run ``kvpop inspect-checkpoint``."""
+    from kvpop_vllm.scorers.inspect_checkpoint import inspect_checkpoint
+
+    print("\n".join(inspect_checkpoint(options.directory, options.out, options.map)))
+
+
+def check_checkpoint(options: argparse.Namespace) -> None:
+    """Run ``kvpop check-checkpoint``."""
+    from kvpop_vllm.evaluation.check_checkpoint import check_checkpoint
+
+    check_checkpoint(options)
 
 
 def export(options: argparse.Namespace) -> None:
@@ -156,18 +172,43 @@ def add_init(commands: Commands) -> None:
 def add_import(commands: Commands) -> None:
     """Add ``kvpop import``."""
     purpose = (
-        "write a published checkpoint into DIR: the gates of TRIM-KV or DMS as a scorer, a cartridge as one of ours"
+        "write a published checkpoint into DIR: the gates of TRIM-KV or DMS, or KVpop's scorer, as a scorer folder, a cartridge as"
+        " one of ours"
     )
     command = add_command(commands, "import", purpose, import_published)
     command.add_argument(
-        "source", metavar="SOURCE", help="folder with its config.json and weights; a cartridge's .pt file"
+        "source",
+        metavar="SOURCE",
+        help="folder with its config.json and weights, or its name on the hub; a cartridge's .pt file",
     )
     command.add_argument("directory", metavar="DIR", help="folder to write")
     command.add_argument("--model", metavar="MODEL", help="folder of a cartridge's base model")
+    command.add_argument("--map", metavar="FILE", help="how to read a KVpop checkpoint (kvpop inspect-checkpoint)")
     add_setting(command, "sinks", "first tokens always kept (default: TRIM-KV 0, DMS 1)")
     add_setting(command, "window", "latest tokens always kept (default: TRIM-KV 1, DMS its own)")
     help_of_topk = "long-range tokens per KV head (default: TRIM-KV its memory size)"
     command.add_argument("--topk", type=positive, help=help_of_topk)
+
+
+def add_checkpoints(commands: Commands) -> None:
+    """Add ``kvpop inspect-checkpoint`` and ``kvpop check-checkpoint``."""
+    purpose = "print what a KVpop checkpoint of other authors holds and how its scorer is read, and write a map of it"
+    command = add_command(commands, "inspect-checkpoint", purpose, inspect_checkpoint)
+    command.add_argument("directory", metavar="DIR", help="folder of the checkpoint, or its name on the hub")
+    command.add_argument(
+        "--out", metavar="FILE", default="kvpop_map.json", help="file to write (default kvpop_map.json)"
+    )
+    command.add_argument("--map", metavar="FILE", help="a map to check instead; nothing is written")
+    purpose = "compare the likelihood of a text under a KVpop checkpoint with dense, a shuffled scorer and a window of the same size"
+    command = add_command(commands, "check-checkpoint", purpose, check_checkpoint)
+    command.add_argument("directory", metavar="DIR", help="folder of the checkpoint, or its name on the hub")
+    command.add_argument("--data", required=True, metavar="TEXT", help="a text file")
+    command.add_argument("--map", metavar="FILE", action="append", help="how to read it; repeat it to compare maps")
+    add_setting(command, "budget", "tokens per KV head (default: the checkpoint's)")
+    command.add_argument("--length", type=positive, metavar="N", default=2048, help="tokens of a row (default 2048)")
+    command.add_argument("--rows", type=positive, metavar="N", default=16, help="most rows (default 16)")
+    command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default: its own)")
+    command.add_argument("--seed", type=int, default=0, help="of the shuffled scorer and the interval (default 0)")
 
 
 def add_export(commands: Commands) -> None:
@@ -207,6 +248,7 @@ def add_plan(commands: Commands) -> None:
         ("block-size", "N", 64, "slots of a block (default 64)"),
         ("dense-block-size", "N", 128, "tokens of stock's (default 128, as on a CPU)"),
         ("tensor-parallel", "R", 1, "ranks; all numbers are then those of one"),
+        ("pipeline-parallel", "R", 1, "stages; all numbers are then those of the one with the most layers"),
     ):
         command.add_argument(f"--{name}", type=positive, metavar=metavar, default=default, help=text)
 
@@ -226,6 +268,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_command(commands, "fetch-demo-model", purpose, fetch_demo_model).add_argument("directory", metavar="DIR")
     add_init(commands)
     add_import(commands)
+    add_checkpoints(commands)
     add_compact(commands, vllm_sampler)
     add_train_compactor(commands)
     add_calibrate(commands)

@@ -82,6 +82,7 @@ class PolicySettings:
         sinks: s.
         window: w.
         scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
+        map: file of ``kvpop inspect-checkpoint`` that says how to read a full checkpoint of other authors.
         calibration: folder of ``kvpop calibrate``, or a JSON file with the shares of all heads.
         correction: correction of the outputs for evicted tokens, one of CORRECTIONS.
         allocator: distribution of the budget over layers and heads, one of ALLOCATORS.
@@ -100,6 +101,7 @@ class PolicySettings:
     sinks: int | None = None
     window: int | None = None
     scorer: str | None = None
+    map: str | None = None
     calibration: str | None = None
     correction: str | None = None
     allocator: str | None = None

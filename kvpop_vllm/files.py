@@ -56,6 +56,12 @@ def write_whole(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8")
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file with their ends, without a last one that was cut off; none if there is no file."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
 def write_figure(path: Path, figure) -> None:
     """Write a figure of matplotlib as PNG by :func:`replacing`."""
     with replacing(path) as draft:

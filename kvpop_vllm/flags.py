@@ -75,7 +75,12 @@ SETTINGS = (
         "what the scorer was trained with at this budget, or the policy's own",
     ),
     Setting(
-        "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors", "the checkpoint's own"
+        "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors, or its name on the hub",
+        "the checkpoint's own",
+    ),
+    Setting(
+        "map", str, "FILE", "How to read the scorer of a full checkpoint of other authors, as 'kvpop inspect-checkpoint' writes it",
+        "the only reading that fits",
     ),
     Setting(
         "calibration", str, "DIR|FILE",
@@ -115,7 +120,7 @@ SETTINGS = (
         "off", "; every step is then slower", where=(ENGINE,),
     ),
     Setting(
-        "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact); repeatable",
+        "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact), by folder or name on the hub; repeatable",
         "none", "; without --kv-policy everything behind them is kept",
     ),
     Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", where=(CACHE,)),
@@ -152,23 +157,3 @@ def settings_of(where: str) -> dict[str, Setting]:
 
 FLAGS = {name: each.flag for name, each in settings_of(ENGINE).items()}
 """Command-line flag of each setting of an engine."""
-
-
-def engine_table() -> str:
-    """Return the table of flags, keys and arguments in ``docs/flags.md``."""
-    lines = ["| flag | key and `KVpopCache` argument | default | meaning |", "|---|---|---|---|"]
-    for each in SETTINGS:
-        if REQUEST in each.where:
-            continue
-        flag = f"`{each.flag} {each.metavar}`".replace("|", "\\|").replace(" `", "`") if ENGINE in each.where else "-"
-        only = "" if len(each.where) > 1 else f" ({each.where[0]} only)"
-        lines.append(f"| {flag} | `{each.name}`{only} | {each.default or '-'} | {each.meaning}. |")
-    return "\n".join(lines)
-
-
-def request_table() -> str:
-    """Return the table of the keys of a request in ``docs/flags.md``."""
-    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for name, each in settings_of(REQUEST).items():
-        lines.append(f"| `{name}` | {each.metavar} | {each.default or 'of the server'} | {each.meaning}. |")
-    return "\n".join(lines)

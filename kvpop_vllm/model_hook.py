@@ -8,6 +8,7 @@ is taken by hooks on the model.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +19,9 @@ from safetensors import SafetensorError
 
 from kvpop_vllm.config import ConfigError, check_version
 from kvpop_vllm.model_shape import positions_of, read_model_config, rotations, text_config
+from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
+from kvpop_vllm.scorers.reader import is_published
 from kvpop_vllm.supported import RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS
 
 check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
@@ -31,6 +34,8 @@ CACHE_NAME = "cache" if Version(transformers.__version__) >= Version("5.24") els
 """Argument under which this version of transformers passes a cache to a model."""
 POSITIONS = 512
 """Positions whose logits over the whole vocabulary are in memory at once."""
+SHIFT = 100
+"""Position at which :func:`check_rotation` compares queries and keys with those at position 0."""
 
 
 class Attend(Protocol):
@@ -191,6 +196,51 @@ class Dense:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **mask)
 
 
+def hidden_states(model: torch.nn.Module, ids: Sequence[int], positions: Sequence[int], attend: Attend) -> torch.Tensor:
+    """Return the last hidden states ``[T, E]`` of a row of tokens.
+
+    Args:
+        model: from :func:`load_model`.
+        ids: ``[T]``, a sequence or a tensor, as ``positions``.
+        positions: ``[T]``.
+        attend: attention of the layers.
+    """
+    device = next(model.parameters()).device
+    row = {"input_ids": ids, "position_ids": positions}
+    row = {name: torch.as_tensor(values, device=device).unsqueeze(0) for name, values in row.items()}
+    return model.get_decoder()(**row, use_cache=False, attend=attend).last_hidden_state[0]
+
+
+@torch.no_grad()
+def check_rotation(model: torch.nn.Module, rope: Mapping) -> None:
+    """Check that every layer rotates as :func:`kvpop_vllm.rope.turned` does, or not at all if ``rope`` says so.
+
+    A token alone attends to itself, so that its queries and keys at two positions differ by their rotation in every layer.
+
+    Args:
+        model: from :func:`load_model`.
+        rope: rope parameters of the model, see :func:`kvpop_vllm.rope.rope_of`.
+
+    Raises:
+        ConfigError: one does not; the first is named.
+    """
+    near, far = {}, {}
+    for position, by_layer in ((0, near), (SHIFT, far)):
+
+        def attend(layer, q, k, v, scale, by_layer=by_layer):
+            by_layer[layer] = torch.cat([q, k], 1).float()
+            return Dense()(layer, q, k, v, scale)
+
+        hidden_states(model, [1], [position], attend)
+    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2
+    for layer, later in far.items():
+        if (turned(near[layer], SHIFT, rope_at(rope, layer)) - later).norm() > limit * later.norm():
+            raise ConfigError(
+                f"layer {layer} of the model does not rotate queries and keys as its config says, with channels paired as in"
+                " Llama: choose another model"
+            )
+
+
 def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
     """Return a causal language model from a local folder, whose forward takes ``attend``.
 
@@ -199,6 +249,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
             says, the model's attention cannot be replaced, or the model rescales its logits.
     """
     config = read_model_config(folder)
+    published = {"config": config} if is_published(folder) else {}
     for name in RESCALED_LOGITS:
         if getattr(text_config(config), name, None) not in (None, 1.0):
             raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")
@@ -210,6 +261,8 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            **published,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None

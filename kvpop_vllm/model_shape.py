@@ -17,7 +17,7 @@ from typing import Any
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
 from kvpop_vllm.rope import model_rope
-from kvpop_vllm.supported import FULL_CHECKPOINT_SUFFIX
+from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, base_keys, published_base
 
 ADVICE = "give the folder of a decoder-only language model"
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
@@ -118,7 +118,12 @@ def resolve(config: Mapping | Any, source: str | Path) -> Any:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ConfigError(f"{source} has no 'model_type': {ADVICE}")
-    base = kind.removesuffix(FULL_CHECKPOINT_SUFFIX)
+    base = published_base(config)
+    if base is None:
+        base = kind.removesuffix(FULL_CHECKPOINT_SUFFIX)
+    else:
+        check_base(base, source)
+        config = base_keys(config, base)
     if base not in CONFIG_MAPPING:
         nested = {name: resolve(config[name], source) for name in TEXT_CONFIGS if isinstance(config.get(name), Mapping)}
         return SimpleNamespace(**{**config, **nested})
@@ -126,6 +131,18 @@ def resolve(config: Mapping | Any, source: str | Path) -> Any:
         return CONFIG_MAPPING[base].from_dict(copy.deepcopy({**config, "model_type": base}))
     except Exception as error:  # each model type has checks of its own
         raise ConfigError(f"{source}: transformers refuses it ({' '.join(str(error).split())}): {ADVICE}") from None
+
+
+def check_base(base: str, source: str | Path) -> None:
+    """Check that the base of a full checkpoint is one that carries scorers.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if base not in ARCHITECTURES:
+        raise ConfigError(
+            f"{source}: a KVpop checkpoint of {base or 'no known model'} cannot be served, those of {' and '.join(ARCHITECTURES)} can"
+        )
 
 
 def read_model_config(folder: str | Path) -> Any:

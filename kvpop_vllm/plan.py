@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvpop_vllm.cache.accounting import (
     worst_prompts,
 )
 from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibration.shares import has_shares
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.model_shape import (
@@ -32,6 +34,7 @@ from kvpop_vllm.model_shape import (
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
+from kvpop_vllm.scorers.reader import is_published
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES, unserved
 
 SHARES = (2, 4, 8)
@@ -60,13 +63,21 @@ def plan(options) -> None:
         raise ConfigError(
             f"--tensor-parallel {options.tensor_parallel} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
         )
+    if options.pipeline_parallel > shape.num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel {options.pipeline_parallel} is more than {shape.num_layers} layers: lower it"
+        )
     heads = max(1, shape.num_kv_heads // options.tensor_parallel)
+    stages = layers_of_stages(shape.num_layers, options.pipeline_parallel)
+    shards, layers = shards_of(stages, shape.num_kv_heads, options.tensor_parallel), max(b - a for a, b in stages)
     dtype = _dtype(options, config)
     budgets = options.budget or sorted({-(-length // share) for share in SHARES}, reverse=True)
     source = f"{options.model}: config.json, section kvpop"
     section = getattr(text, "kvpop", None)
     own = parse_config(section, source) if section is not None else None
     given = None
+    if options.scorer is None and is_published(options.model):
+        options.scorer = options.model
     if options.scorer:
         config = read_scorer(options.scorer)[0]
         check_model(config, **folder_sizes(options.model), source=options.scorer)
@@ -83,10 +94,8 @@ def plan(options) -> None:
             if cls.calibrated
         ]
         classes = [cls for cls in classes if not cls.calibrated]
-    rows = []
-    stock = dense_request_bytes(
-        shape.num_layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size
-    )
+    rows, unused = [], []
+    stock = dense_request_bytes(layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size)
     rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
     for budget in budgets:
         for cls in classes:
@@ -94,19 +103,28 @@ def plan(options) -> None:
                 continue
             try:
                 policy = _policy(cls, budget, shape, options, given, own)
-                shares = policy.checked_shares(slice(0, heads))
+                policy.check_ranks(options.tensor_parallel)
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
             layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
-            lengths = layout, shape.num_layers, shape.max_model_len
-            held = _most_bytes(lengths, policy, shares, options.prompt_length)
+            held, waste = _bytes_of_rank(layout, layers, policy, shards, options.prompt_length)
+            unused += [] if waste is None else [waste]
             rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
     if len(rows) == 1:
         raise ConfigError(notes[-1])
     parallel = f" a rank of {options.tensor_parallel}" if options.tensor_parallel > 1 else ""
+    staged = f" a stage of {options.pipeline_parallel}" if options.pipeline_parallel > 1 else ""
+    if unused:
+        percent = sorted(
+            {f"{100 * share:.0f}%" for share in (min(unused), max(unused))}, key=lambda text: int(text[:-1])
+        )
+        notes.append(
+            f"unequal shares: a request holds as many blocks in every rank, {' to '.join(percent)} of them unused; 'kvpop calibrate"
+            " --tensor-parallel-size R --pipeline-parallel-size R' balances ranks"
+        )
     print(
-        f"{shape.num_layers} layers, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "
+        f"{layers} layers{staged}, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "
         f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {options.block_size} slots a block"
     )
     print(_table(rows))
@@ -117,6 +135,37 @@ def plan(options) -> None:
     if given != "mlstm" and (own is None or own.scorer != "mlstm"):
         notes.insert(0, "kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     print("\n".join(notes), end="\n" if notes else "")
+
+
+def _bytes_of_rank(
+    layout: PageLayout, layers: int, policy: Policy, shards: Sequence[Shard], prompt: int | None
+) -> tuple[CacheBytes, float | None]:
+    """Return the most bytes that a request of the longest length holds in a rank, and the part of them that is unused.
+
+    With unequal shares a request holds as many blocks in every rank: those of the rank that needs most.
+
+    Args:
+        layout: page layout of the layers.
+        layers: layers of the stage with the most.
+        policy: resolved policy.
+        shards: layers and heads of each rank.
+        prompt: tokens of the prompt, or None for the length that takes the most blocks.
+
+    Returns:
+        The bytes, and the part of all ranks' blocks that they need not; None if all need as many, or there is one rank.
+    """
+    length, retention, division = policy.model.max_model_len, policy.retention, policy.division(shards)
+    if division is None:
+        return _most_bytes((layout, layers, length), policy, None, prompt), None
+    by_rank = [
+        _most_bytes((layout, shares.layers, length), policy, shares, prompt)
+        for shares in division.shares(retention.budget, retention.window)
+    ]
+    sizes, blocks = [shard.layers[1] - shard.layers[0] for shard in shards], max(rank.blocks for rank in by_rank)
+    needed = sum(rank.blocks * size for rank, size in zip(by_rank, sizes, strict=True))
+    per_block = layers * layout.num_kv_heads * layout.region_bytes
+    largest = CacheBytes(max(rank.canonical for rank in by_rank), blocks * per_block, blocks)
+    return largest, 1 - needed / (blocks * sum(sizes)) if len(shards) > 1 else None
 
 
 def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> CacheBytes:

@@ -46,8 +46,8 @@ class Compression(Protocol):
     def state_floats(self, head_size: int) -> int:
         """Return the number of float32 values in one head's state."""
 
-    def after(self, prompt: int, budget: int, window: int) -> tuple[int, int, int]:
-        """Return made slots, window and shift of a request after the end of its prompt."""
+    def after(self, slots: RequestSlots) -> RequestSlots:
+        """Return what a request is after the end of its prompt, which is compressed there."""
 
 
 class ServerSlots(Protocol):
@@ -101,10 +101,13 @@ class RequestSlots(NamedTuple):
         """Return whether the tail after the prefix begins with one of the tokens ``[start, end)``."""
         return 0 < self.prefix and start <= self.prefix < end
 
-    def behind_prompt(self, compression: Compression) -> RequestSlots:
-        """Return what the request is after the end of its prompt, which is compressed there."""
-        made, window, shift = compression.after(self.prefix, self.budget, self.window)
-        return self._replace(prefix=made, made=made, budget=self.budget - made, window=window, shift=shift)
+
+NUMBERS = {"prefix": "int64", "made": "int64", "budget": "int32", "window": "int32", "seed": "int64"}
+"""Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
+OPTIONS = {"windows": "window", "seeds": "seed"}
+"""Numbers that ``ops.decode_step`` takes of every request besides its budget, by the name of the argument."""
+KERNELS_TAKE = ("budget", *OPTIONS.values())
+"""Numbers that kernels take of every decoded request; prefixes are apart."""
 
 
 def resolve(policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Placed] = ()) -> RequestSlots:
@@ -182,14 +185,14 @@ def _retention(policy, budget: object):
         raise ConfigError(str(error).replace("--kv-budget", BUDGET)) from None
 
 
-def _protected(policy, asked: object, prompt: int) -> int:
-    if asked is None:
+def _protected(policy, value: object, prompt: int) -> int:
+    if value is None:
         return protected_tokens(policy.protect, prompt)
-    if not (asked is True or asked == "all" or (_integer(asked) and asked >= 0)):
-        raise ConfigError(f'{PROTECT} must be "all" or a whole number of tokens, got {asked!r}')
+    if not (value is True or value == "all" or (_integer(value) and value >= 0)):
+        raise ConfigError(f'{PROTECT} must be "all" or a whole number of tokens, got {value!r}')
     if policy.compresses:
         raise ConfigError(f"--kv-policy {policy.name} holds the prompt until its end anyway: leave {PROTECT} out")
-    protect, most = protection(asked, PROTECT), policy.max_protect
+    protect, most = protection(value, PROTECT), policy.max_protect
     tokens = protected_tokens(protect, prompt)
     wanted = tokens if protect is True else protect
     if most is not True and wanted > most:
@@ -203,12 +206,12 @@ def _protected(policy, asked: object, prompt: int) -> int:
     return tokens
 
 
-def named(extra_args: Mapping | None, known: Mapping[str, Placed]) -> dict[str, Placed]:
+def named(extra_args: Mapping | None, cartridges: Mapping[str, Placed]) -> dict[str, Placed]:
     """Return the cartridges that a request asks for, by name and in order.
 
     Args:
         extra_args: what the request asks for.
-        known: cartridges of the server, by name.
+        cartridges: those of the server, by name.
 
     Raises:
         UnknownCartridge: the server has no cartridge of a name.
@@ -222,17 +225,21 @@ def named(extra_args: Mapping | None, known: Mapping[str, Placed]) -> dict[str, 
     if len(set(names)) < len(names):
         raise ConfigError(f"{CARTRIDGES} names a cartridge twice: name each once")
     for name in names:
-        if name not in known:
-            those = f"name one of {', '.join(known)}" if known else "this server has none, start it with --kv-cartridge"
-            raise UnknownCartridge(f"the cartridge {name!r} does not exist: {those}")
-    placed = {name: known[name] for name in names}
-    if len({each.digest for each in placed.values()}) < len(placed):
+        if name not in cartridges:
+            advice = (
+                f"name one of {', '.join(cartridges)}"
+                if cartridges
+                else "this server has none, start it with --kv-cartridge"
+            )
+            raise UnknownCartridge(f"the cartridge {name!r} does not exist: {advice}")
+    placed = {name: cartridges[name] for name in names}
+    if len({cartridge.digest for cartridge in placed.values()}) < len(placed):
         raise ConfigError(f"{CARTRIDGES} names a cartridge twice, by two names of it: name each once")
     return placed
 
 
-def _seed(policy, asked: Mapping) -> int | None:
-    seed = asked.get(SEED)
+def _seed(policy, options: Mapping) -> int | None:
+    seed = options.get(SEED)
     if seed is None:
         return None
     if not _integer(seed) or not -(2**63) <= seed < 2**64:

@@ -1,4 +1,4 @@
-"""Reader of the JSON configs of scorers, cartridges and compactors: format, keys and values."""
+"""Reader of the JSON files of scorers, cartridges, compactors and calibrations: format, keys and values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ Rule = tuple[Callable[[Any], bool], str]
 """Function that says whether a value is right, and what a right value is, in words."""
 
 FLAG: Rule = (lambda value: isinstance(value, bool), "true or false")
+TEXT: Rule = (lambda value: isinstance(value, str), "a string")
 NAME: Rule = (lambda value: isinstance(value, str) and bool(value), "a name")
 
 
@@ -24,6 +25,28 @@ def one_of(choices: Iterable[str]) -> Rule:
     """Return the rule of strings among ``choices``."""
     choices = tuple(choices)
     return lambda value: value in choices, f"one of {', '.join(choices)}"
+
+
+def check_same_model(made_for: Mapping, model: Mapping, source: str, remedy: str, name: str = "this one") -> None:
+    """Check that a file was made for a model.
+
+    Args:
+        made_for: properties of the model that it was made for; those of ``rope``, if it is there, are compared one by one.
+        model: properties of the model.
+        source: name of the file in errors.
+        remedy: what to give instead.
+        name: name of the model in errors.
+
+    Raises:
+        ConfigError: names the first property that differs.
+    """
+    properties = [("a model", key, value, model.get(key)) for key, value in made_for.items() if key != "rope"]
+    if "rope" in made_for:
+        ours, theirs = made_for["rope"], model["rope"]
+        properties += [("rotary embeddings", key, ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})]
+    for kind, key, ours, theirs in properties:
+        if ours != theirs:
+            raise ConfigError(f"{source} was made for {kind} with {key} = {ours!r}, {name} has {theirs!r}: {remedy}")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,37 @@ Only these models hand over what the gates of ``trimkv`` and ``dms`` read.
 
 STOCK_ARCHITECTURES = {name.replace("KVpop", ""): name for name in ARCHITECTURES.values()}
 """Architecture of the full checkpoint, by architecture of the base model."""
+
+
+def published_base(config: Mapping[str, Any]) -> str | None:
+    """Return the base model type of a full checkpoint of other authors, None for any other config.
+
+    Its model type or architecture contains ``kvpop``, in any case and with any separators, and it has no section that
+    this package wrote. The base may be one that is not in ARCHITECTURES,
+    several where names disagree, or empty.
+
+    Args:
+        config: contents of a ``config.json``.
+    """
+    section, names = config.get("kvpop"), config.get("architectures")
+    kind, names = config.get("model_type"), names if isinstance(names, list) else []
+    if isinstance(section, Mapping) and "format" in section:
+        return None
+    words = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in (kind, *names) if isinstance(name, str)]
+    if not any("kvpop" in word for word in words):
+        return None
+    bases = [re.sub(r"kvpop|forcausallm|lmheadmodel|model", "", word) for word in words]
+    return " or ".join(dict.fromkeys(base for base in bases if base))
+
+
+def base_keys(config: Mapping[str, Any], base: str) -> dict[str, Any]:
+    """Return the keys of a published checkpoint's config that are its base model's, without any that name code."""
+    from transformers import CONFIG_MAPPING
+
+    keys = {*CONFIG_MAPPING[base]().to_dict(), "rope_theta", "rope_scaling", "torch_dtype", "quantization_config"}
+    keys -= {"architectures", "auto_map", "model_type", "transformers_version", "_name_or_path"}
+    return {name: value for name, value in config.items() if name in keys}
+
 
 RESCALED_LOGITS = (
     "final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap",

@@ -51,16 +51,26 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) ->
     shutil.copymode(mode_of, path)
 
 
-def write_folder(
+def write_files(
     folder: Path, config_name: str, config: dict, tensors_name: str, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Write a folder of a JSON config and its tensors, whole or not at all.
+    """Write a JSON config and its tensors into a folder, each file whole or not at all, the config last.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / config_name) as text, replacing(folder / tensors_name) as draft:
+        text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_tensors(tensors, draft, mode_of=text)
+
+
+def write_folder(folder: Path, *files) -> None:
+    """Write a folder of a JSON config and its tensors, whole or not at all; ``files`` are those of :func:`write_files`.
 
     Raises:
         OSError: a file cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as draft:
-        draft.mkdir()
-        (draft / config_name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_tensors(tensors, draft / tensors_name, mode_of=draft / config_name)
+        write_files(draft, *files)

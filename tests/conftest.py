@@ -69,6 +69,21 @@ def _module(item) -> str:
     return "/".join(item.path.parts[-2:])
 
 
+@pytest.fixture
+def run_kvpop(capfd):
+    """Function that runs a command line of ``kvpop`` and returns status, output and errors."""
+    from kvpop_vllm.cli import main
+
+    def run(*words):
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as stop:  # argparse
+            status = stop.code
+        return status, *capfd.readouterr()
+
+    return run
+
+
 @pytest.fixture(scope="module", autouse=True)
 def threads_of_the_process():
     """Give every module the same number of torch threads, because tests compare bits with other processes."""

@@ -26,14 +26,18 @@ DECODE, PREFILL = "tests/kernels/test_decode_step.py", "tests/kernels/test_prefi
 PREFIX, PRODUCT = "tests/kernels/test_prefix.py", "tests/policies/test_product.py"
 CONTRACT, FAIL_SAFE = "tests/engine/test_contract.py", "tests/engine/test_fail_safe.py"
 SERVING, TRITON_PREFILL = "tests/kernels/test_triton_serving.py", "tests/kernels/test_triton_prefill.py"
-GPU = "tests/engine/test_cuda.py"
+GPU = "KVPOP_PRETEND_CUDA=1 TRITON_INTERPRET=1 -p engine.cuda_platform tests/engine/test_cuda_interpreted.py"
 DRIVERS = {
     "prefix": (
-        "tests/engine/test_fidelity.py -k 'test_chunks and protected'",
-        GPU,
-        "tests/hf/test_protected.py -k alone",
+        "tests/engine/test_fidelity.py -k 'test_chunks and sharing and 16'",
+        f"{GPU} -k 'protected_prompts and V1'",
+        "tests/hf/test_protected.py -k 'alone and kvpop'",
     ),
-    "sizes": ("tests/engine/test_requests.py -k sixteen", GPU, "tests/hf/test_rows.py -k of_their_own"),
+    "sizes": (
+        "tests/engine/test_requests.py -k sixteen -m 'not slow'",
+        f"{GPU} -k 'sizes_of_their_own and V1'",
+        "tests/hf/test_rows.py -k of_their_own",
+    ),
 }
 """Tests of vLLM on a CPU, of vLLM on a GPU and of transformers, for faults that each of them must find."""
 
@@ -114,6 +118,10 @@ FAULTS = {
             "angles = «length→(length - 1)» * rounds.frequencies",
             "tests/policies/test_triattention.py -k 'authors and default'",
         ),
+        # heads of another budget have the statistics of the first ones
+        ("mean=rounds.mean[«chosen_heads→: len(chosen_heads)»]", f"{PRODUCT} -k 'product and triattention and shares'"),
+        # a chunk is cut by the first heads' rounds alone
+        ("for retention, _ in groups«→[:1]»:", "tests/kernels/test_rounds.py -k any_is_due"),
     ],
     f"{KERNELS}/draws.py": [
         # seeds are ignored
@@ -126,6 +134,8 @@ FAULTS = {
     "kvpop_vllm/cache/shares.py": [
         # a page too few
         ("return «cdiv(pages, →pages // (»self.layers * self", "tests/kernels/test_regions.py -k regions_of_their_own"),
+        # a rank has the shares of the first one
+        ("self.division.shares(*size)[«self.shard→0»]", "tests/kernels/test_regions.py -k budgets_of_their_own"),
     ],
     f"{KERNELS}/cpp/prefill_chunk.py": [
         # the last protected token has a slot
@@ -273,7 +283,10 @@ FAULTS = {
         ("AttentionMass(mean=«True→False»)", "tests/policies/test_identities.py -k divides"),
     ],
 }
-"""Faults by file: a piece of text with «the right words→the wrong ones», and arguments of pytest for what must fail."""
+"""Faults by file: a piece of text with «the right words→the wrong ones», and arguments of pytest for what must fail.
+
+Assignments before these arguments are environment variables.
+"""
 
 
 class Mutation(NamedTuple):
@@ -335,11 +348,14 @@ def source_of(file: str) -> str:
 
 def run(tree: Path, tests: str, interpreted: bool) -> subprocess.CompletedProcess:
     """Run tests in a copy of the working tree; ``interpreted`` is for those of Triton's kernels."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "passive"}
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'tests'}", "OMP_WAIT_POLICY": "passive"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # it would be taken for that of the file before
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+    words = shlex.split(tests)
+    while "=" in words[0]:
+        name, environment[name] = words.pop(0).split("=")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
 
 

@@ -104,12 +104,43 @@ def test_a_broken_pipe_elsewhere_is_an_error(monkeypatch, capsys):
     assert capsys.readouterr().err == "kvpop: [Errno 32] Broken pipe\n"
 
 
-def test_a_file_of_shares_leaves_out_the_policies_that_need_equal_heads(planned, tmp_path):
+def test_a_file_of_shares_serves_every_policy_that_takes_shares(planned, tmp_path):
     (tmp_path / "shares.json").write_text(json.dumps({"shares": [[1, 2, 1]] * 30}))
     size = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"
     lines, rows = planned(DEMO, *size, "--calibration", str(tmp_path / "shares.json"))
-    assert ("h2o", 1024) in rows and not {("rkv", 1024), ("vase", 1024)} & set(rows)
-    assert sum("ranks all heads of a layer in one round" in line for line in lines) == 2
+    assert {("h2o", 1024), ("rkv", 1024), ("vase", 1024)} <= set(rows)
+    assert [line for line in lines if line.startswith("attention-matching, 1024 tokens")] == [
+        "attention-matching, 1024 tokens: --policy attention-matching makes as many slots for every head: leave --allocator out"
+    ]
+    assert not any(line.startswith("unequal shares") for line in lines), "one rank"
+
+
+def unused(lines: list[str]) -> int:
+    """Return the largest part of a request's blocks that is unused, in percent."""
+    (line,) = (line for line in lines if line.startswith("unequal shares"))
+    return int(re.search(r"in every rank, .*?(\d+)% of them unused", line)[1])
+
+
+def test_what_ranks_and_stages_waste(planned, tmp_path):
+    """Blocks are those of the rank that needs most; the line says how many of all ranks' blocks are unused.
+
+    With 1 to 3 slots of 4 for the heads of three ranks, k = 512 of 1,024 and N = 64, a rank needs 1, 2 or 3 times 4 pages
+    of long-range slots, and 8 of sinks and window.
+    """
+    (tmp_path / "shares.json").write_text(json.dumps({"shares": [[0.5, 1, 1.5]] * 30}))
+    size = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"
+    shared = *size, "--calibration", str(tmp_path / "shares.json")
+    lines, rows = planned(DEMO, *shared, "--tensor-parallel", "3")
+    assert lines[0].startswith("30 layers, 1 KV heads of 64 a rank of 3, bfloat16")
+    assert rows["h2o", 1024][1] == f"{(8 + 12) * 64 * 264 * 30 / 2**20:.1f} MiB"
+    assert 25 < unused(lines) < 40
+    _, staged = planned(DEMO, *shared, "--tensor-parallel", "3", "--pipeline-parallel", "4")
+    assert staged["h2o", 1024][1] == f"{(8 + 12) * 64 * 264 * 8 / 2**20:.1f} MiB", "a stage has at most 8 of 30 layers"
+    balanced = json.dumps({"shares": [[0.5, 0.5, 0.5], [1.5, 1.5, 1.5]] * 15})
+    (tmp_path / "shares.json").write_text(balanced)
+    lines, rows = planned(DEMO, *shared, "--tensor-parallel", "3")
+    assert unused(lines) < 8, "what is left is whole pages"
+    assert main(["plan", "--model", str(tmp_path), *size, "--pipeline-parallel", "31"]) == 2
 
 
 def test_corrections_allocators_and_budgets(planned):

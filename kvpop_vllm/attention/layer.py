@@ -13,7 +13,6 @@ from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.cache.step import StepBatch
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
-from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules import compress, rounds
 
 
@@ -72,7 +71,7 @@ class FixedBudgetAttention:
         if batch.decodes:
             self._decode(q, k, v, pages, blocks, batch, out, gate_scores)
         together = self.rule.rounds is None and not batch.chunks.compresses
-        for chunks in [batch.chunks] if together else self._alone(batch.chunks):
+        for chunks in [batch.chunks] if together else batch.once("chunks", lambda: list(self._alone(batch.chunks))):
             if len(chunks):
                 self._prefill(q, k, v, pages, blocks, chunks, out, gate_scores)
 
@@ -95,10 +94,14 @@ class FixedBudgetAttention:
             **batch.options,
         )
         if self.rule.rounds is not None:
-            prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
-            ends, windows = (batch.positions + 1).tolist(), batch.windows.tolist()
-            roles = list(map(self._roles, batch.budgets[:, 0].tolist(), windows, prefixes))
-            rounds.run_due_rounds(q[at], pages, batch.table, ends, roles, batch.seeds, self.rule, self.scale)
+            due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
+            rounds.run_due_rounds(q[at], pages, batch.table, due, batch.seeds, self.rule, self.scale)
+
+    def _rounds_of_rows(self, batch: StepBatch) -> rounds.Due:
+        """Return the work of rounds after the decode rows of a step."""
+        prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
+        sizes = batch.budgets.tolist(), batch.windows.tolist(), prefixes
+        return rounds.due(self.rule.rounds, (batch.positions + 1).tolist(), list(map(self._roles, *sizes)))
 
     def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunks: Chunks, out, gate_scores) -> None:
         """Run chunks together, and what is due at the end of one that is alone; arguments as in :meth:`forward`."""
@@ -123,20 +126,20 @@ class FixedBudgetAttention:
         if chunks.compresses:
             self._compress(q[at], pages, chunks, prefix)
         if self.rule.rounds is not None:
-            roles = [self._roles(int(chunks.budgets[0, 0]), chunks.windows[0], chunks.slots[0].prefix)]
-            step = chunks.table, chunks.ends, roles, chunks.seeds
-            rounds.run_due_rounds(q[at], pages, *step, self.rule, self.scale)
+            roles = [self._roles(chunks.budgets[0].tolist(), chunks.windows[0], chunks.slots[0].prefix)]
+            due = rounds.due(self.rule.rounds, chunks.ends, roles)
+            rounds.run_due_rounds(q[at], pages, chunks.table, due, chunks.seeds, self.rule, self.scale)
 
-    def _roles(self, budget: int, window: int, prefix: int) -> Retention:
-        """Return the slot roles of a request's tail."""
-        return Retention(budget, self.rule.sinks, window).behind(prefix)
+    def _roles(self, budgets: list[int], window: int, prefix: int) -> list[rounds.EqualRoles]:
+        """Return the heads of a request, whose tails have ``budgets``, grouped by their slot roles."""
+        return rounds.by_roles(budgets, self.rule, window, prefix)
 
     def _alone(self, chunks: Chunks) -> Iterator[Chunks]:
         """Yield chunks one by one, cut where rounds are due."""
         for r, (start, end) in enumerate(zip(chunks.starts, chunks.ends, strict=True)):
             cuts = [end]
             if self.rule.rounds is not None:
-                roles = self._roles(int(chunks.budgets[r, 0]), chunks.windows[r], chunks.slots[r].prefix)
+                roles = self._roles(chunks.budgets[r].tolist(), chunks.windows[r], chunks.slots[r].prefix)
                 cuts = rounds.cuts(self.rule, roles, start, end)
             for begin, cut in zip([start, *cuts], cuts, strict=False):
                 yield chunks.part(r, begin, cut)
@@ -167,5 +170,5 @@ def _check_starts(pages: Pages, batch: StepBatch) -> None:
     if wrong.any():
         r, h = wrong.nonzero()[0].tolist()
         raise StepOrderError(
-            f"request {r}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens"
+            f"request {batch.requests[r]}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens"
         )

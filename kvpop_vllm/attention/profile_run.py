@@ -12,7 +12,7 @@ import torch
 from kvpop_vllm.cache.allocate import allocate_pages
 from kvpop_vllm.cache.device_rows import DeviceRows
 from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
-from kvpop_vllm.cache.shares import EqualHeads
+from kvpop_vllm.cache.shares import HeadBudgets
 from kvpop_vllm.cache.step import RequestBlocks, Span, StepBatch, StepPlan
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.requests import RequestSlots
@@ -59,21 +59,20 @@ def worst_case_batches(
         Pages, step and its number of tokens.
     """
     pages, table = allocate_pages(layout, most, length=length, device=device)
-    heads, sizes = EqualHeads(layout.num_kv_heads), torch.tensor([budgets], dtype=torch.int32, device="cpu")
+    shares = HeadBudgets({max(budgets): budgets}, device)
     slots = RequestSlots(0, 0, max(budgets), rule.window, 0 if rule.seeded else None)
     blocks = torch.zeros(1, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
 
     def step(rows: int, spans: list[Span]) -> tuple[Pages, StepBatch, int]:
         padding = DeviceRows(layout, slots, rows, table.shape[2], None, device, longest).view(rows, rule.seeded, False)
         place = RequestBlocks(*(x.expand(max(1, len(spans)), -1) for x in (table[0, :1], blocks)))
-        own = sizes.expand(max(1, len(spans)), -1)
-        plan = StepPlan(layout, spans, place, rows=padding, budgets=own, checks=False)
-        return pages, plan.batch(heads), rows + sum(span.length for span in spans)
+        plan = StepPlan(layout, spans, place, rows=padding, checks=False)
+        return pages, plan.batch(shares), rows + sum(span.length for span in spans)
 
     def chunks(length: int, start: int, prefix: int, several: int = 1) -> tuple[Pages, StepBatch, int]:
         """Return a step of chunks of ``length`` tokens from position ``start`` on, after prefixes of ``prefix`` tokens."""
-        own = slots._replace(prefix=prefix)
-        return step(0, [Span(i, i * length, start, length, own) for i in range(several)])
+        protected = slots._replace(prefix=prefix)
+        return step(0, [Span(i, i * length, start, length, protected) for i in range(several)])
 
     yield step(min(tokens, requests), [])
     count, start, most_tokens = min(tokens, length), 0, min(tokens, length)

@@ -31,7 +31,7 @@ def shift(gate_scores: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int)
         prefixes = None if batch.prefix is None else batch.prefix.tokens
         _replace(gate_scores[batch.tokens], pages, batch.table, batch.positions, batch.windows, prefixes, sinks)
     if len(chunks):
-        device, prefixes = gate_scores.device, [own.prefix for own in chunks.slots]
+        device, prefixes = gate_scores.device, [record.prefix for record in chunks.slots]
         columns = chunks.firsts, chunks.starts, chunks.windows, prefixes
         firsts, starts, windows, prefixes = chunks.once("first tokens", lambda: send(columns, device))
         for first, length in zip(chunks.firsts, chunks.lengths, strict=True):

@@ -60,10 +60,10 @@ def kept_tokens(
     """
     protected = min(protected, length)
     sinks = retention.sinks - retention.behind(protected).sinks
-    held: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for budget, many in (shares.counts if shares else {retention.budget: heads}).items():
-        held[protected + min(length - protected, budget - sinks)] += many
-    return dict(held)
+        counts[protected + min(length - protected, budget - sinks)] += many
+    return dict(counts)
 
 
 def request_blocks(
@@ -88,7 +88,7 @@ def request_blocks(
     if compression is not None and slots.prefix:
         if tokens <= -compression.queries:
             return prefix
-        prefix, after = cdiv(slots.prefix, size), slots.behind_prompt(compression)
+        prefix, after = cdiv(slots.prefix, size), compression.after(slots)
         if compression.adaptive_head_budgets and tokens >= 0 and slots.prefix > slots.budget:
             return prefix + state + divided_blocks(heads, slots.budget, size)
         prefix, tail = prefix + cdiv(after.made, size), after.budget
@@ -114,7 +114,7 @@ def dropped_columns(slots: RequestSlots, size: int, state: int, compression: Com
     prefix = cdiv(slots.prefix, size)
     if not compression.makes_slots:
         return [(0, prefix)]
-    first = prefix + cdiv(slots.behind_prompt(compression).made, size)
+    first = prefix + cdiv(compression.after(slots).made, size)
     return [(0, prefix), (first, first + state)]
 
 
@@ -141,14 +141,14 @@ def request_bytes(
     slots = RequestSlots(min(protected, length), 0, retention.budget, retention.window)
     prefix, heads = 0 if compression else slots.prefix, num_layers * layout.num_kv_heads
     counts = kept_tokens(heads, length, retention, shares, prefix)
-    held = sum(tokens * many for tokens, many in counts.items())
+    tokens_held = sum(tokens * many for tokens, many in counts.items())
     sizes = retention.sinks, layout.block_slots, layout.state_blocks, layout.num_kv_heads
     blocks = request_blocks(length, slots, sizes, shares, compression)
     if compression is not None:
         dropped = dropped_columns(slots, layout.block_slots, layout.state_blocks, compression)
         blocks -= sum(last - first for first, last in dropped)
     per_token = 2 * layout.head_size * layout.dtype.itemsize
-    return CacheBytes(held * per_token, blocks * heads * layout.region_bytes, blocks)
+    return CacheBytes(tokens_held * per_token, blocks * heads * layout.region_bytes, blocks)
 
 
 def compressing_bytes(
@@ -167,8 +167,8 @@ def compressing_bytes(
     blocks, heads = after.blocks + cdiv(prompt, layout.block_slots), num_layers * layout.num_kv_heads
     if compression.makes_slots:  # the state is given up with the prompt
         blocks += layout.state_blocks
-    whole = heads * prompt * 2 * layout.head_size * layout.dtype.itemsize
-    return CacheBytes(after.canonical + whole, blocks * heads * layout.region_bytes, blocks)
+    of_prompt = heads * prompt * 2 * layout.head_size * layout.dtype.itemsize
+    return CacheBytes(after.canonical + of_prompt, blocks * heads * layout.region_bytes, blocks)
 
 
 def worst_prompts(longest: int, length: int, size: int) -> list[int]:

@@ -30,8 +30,8 @@ def allocate_pages(
     Returns:
         The pages, zeroed, and the table ``[R, H, P]`` int32: prefix blocks, state blocks, slot blocks.
     """
-    own = budget if length is None else max(1, length - protected)
-    blocks = cdiv(protected, layout.block_slots) + layout.blocks(own, budget)
+    tokens = budget if length is None else max(1, length - protected)
+    blocks = cdiv(protected, layout.block_slots) + layout.blocks(tokens, budget)
     raw = torch.zeros(requests * blocks, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device=device)
     rows = torch.arange(requests * blocks, dtype=torch.int32, device=device).view(requests, blocks)
     return layout.view(raw), rows.unsqueeze(1).expand(-1, layout.num_kv_heads, -1)

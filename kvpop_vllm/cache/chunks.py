@@ -22,6 +22,13 @@ def send(values: Sequence | torch.Tensor, device: torch.device, dtype: torch.dty
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor, non_blocking=True)
 
 
+def once(self, key: Hashable, make: Callable[[], Any]):
+    """Return ``make()``, which is called once for each key: what all layers of a step have in common."""
+    if key not in self._memo:
+        self._memo[key] = make()
+    return self._memo[key]
+
+
 @dataclass(frozen=True, eq=False)
 class Chunks:
     """Chunks of R requests, in the order of their tokens. Numbers are on the host.
@@ -59,7 +66,9 @@ class Chunks:
     seeds: torch.Tensor | None = None
     after: Sequence[RequestSlots | None] = ()
     made_table: torch.Tensor | None = None
-    _known: dict = field(default_factory=dict, repr=False)
+    _memo: dict = field(default_factory=dict, repr=False)
+
+    once = once
 
     @classmethod
     def one(cls, start: int, length: int, budgets: torch.Tensor, window: int) -> Chunks:
@@ -83,14 +92,8 @@ class Chunks:
         """Return the tokens at positions ``[start, end)`` of chunk r, by default all, as chunks of one request."""
         start, end = self.starts[r] if start is None else start, self.ends[r] if end is None else end
         first, one = self.firsts[r] + start - self.starts[r], slice(r, r + 1)
-        parts = ("budgets", "table", "seeds", "made_table", "windows", "slots", "follows", "after")
-        own = {name: None if (x := getattr(self, name)) is None else x[one] for name in parts}
-        own["prefix"] = None if self.prefix is None else self.prefix.of(one)
+        names = ("budgets", "table", "seeds", "made_table", "windows", "slots", "follows", "after")
+        columns = {name: None if (x := getattr(self, name)) is None else x[one] for name in names}
+        columns["prefix"] = None if self.prefix is None else self.prefix.of(one)
         place = {"firsts": [first], "tokens": slice(first, first + end - start)}
-        return replace(self, starts=[start], lengths=[end - start], **own, **place, _known={})
-
-    def once(self, key: Hashable, make: Callable[[], Any]):
-        """Return ``make()``, which is called once for each key: what all layers of a step have in common."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+        return replace(self, starts=[start], lengths=[end - start], **columns, **place, _memo={})

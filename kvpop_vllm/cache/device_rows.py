@@ -11,8 +11,8 @@ import torch
 
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.cache.shares import Shares
-from kvpop_vllm.cache.step import KERNELS_TAKE, NUMBERS, DecodeRows
-from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.cache.step import DecodeRows
+from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, RequestSlots
 
 PADDING = -1
 """Position of a row of padding: nothing is read or written for it."""
@@ -36,7 +36,7 @@ class DeviceRows:
 
     Args:
         layout: page layout of the layers.
-        slots: slots of a request that asks for nothing.
+        default: slots of a request that asks for nothing.
         most: largest number of requests of a step.
         columns: largest number of blocks of a request's state and tail.
         shares: budgets of all heads if they are unequal, else None.
@@ -44,18 +44,18 @@ class DeviceRows:
         longest: most protected tokens of a request.
 
     Attributes:
-        numbers: ``[most]`` each, by name of :data:`kvpop_vllm.cache.step.NUMBERS`; budgets are ``[most, H]`` int32.
+        numbers: ``[most]`` each, by name of :data:`kvpop_vllm.requests.NUMBERS`; budgets are ``[most, H]`` int32.
         table: ``[most, columns]`` int32, blocks of each request's state and tail, else :data:`NULL_BLOCK`.
         positions: ``[most]`` int64, :data:`PADDING` in rows of padding.
         prefix_table: ``[most, F]`` int32, prefix blocks of each request and the blocks after them.
-        blocks: ``[most]`` int64, block of the new token if it is protected, else :data:`NULL_BLOCK`.
-        slots: ``[most]`` int64, slot of the new token if it is protected, else 0.
+        token_blocks: ``[most]`` int64, block of the new token if it is protected, else :data:`NULL_BLOCK`.
+        token_slots: ``[most]`` int64, slot of the new token if it is protected, else 0.
     """
 
     def __init__(
         self,
         layout: PageLayout,
-        slots: RequestSlots,
+        default: RequestSlots,
         most: int,
         columns: int,
         shares: Shares | None,
@@ -64,13 +64,13 @@ class DeviceRows:
     ):
         self.layout, self.shares, self.protects = layout, shares, longest > 0
         self.numbers = {
-            name: torch.full((most,), getattr(slots, name) or 0, dtype=dtype, device=device)
+            name: torch.full((most,), getattr(default, name) or 0, dtype=getattr(torch, dtype), device=device)
             for name, dtype in NUMBERS.items()
         }
         self.numbers["budget"] = self.numbers["budget"].unsqueeze(1).repeat(1, layout.num_kv_heads)
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
         self.positions = torch.full((most,), PADDING, dtype=torch.int64, device=device)
-        self.blocks, self.slots = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2))
+        self.token_blocks, self.token_slots = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2))
         width = cdiv(longest, layout.block_slots)
         self.prefix_table = torch.full((most, width), NULL_BLOCK, dtype=torch.int32, device=device)
         self._columns = torch.arange(columns, dtype=torch.int32, device=device)
@@ -81,7 +81,7 @@ class DeviceRows:
         rows: int,
         lengths: torch.Tensor,
         block_table: torch.Tensor,
-        slots: torch.Tensor,
+        slot_mapping: torch.Tensor,
         sent: Mapping[str, torch.Tensor] = {},  # noqa: B006
     ) -> None:
         """Fill the first ``rows`` rows, with operations on the device only.
@@ -95,7 +95,7 @@ class DeviceRows:
             rows: number of rows to fill.
             lengths: ``[>= rows]`` int32, length of each request with the new token.
             block_table: ``[>= rows, W]`` int32, blocks of each request's prefix, state and tail.
-            slots: ``[>= rows]`` int64, -1 if a token has none; other values are not used.
+            slot_mapping: ``[>= rows]`` int64, -1 if a token has no slot; other values are not used.
             sent: ``[n]`` each, numbers of the step's requests by name, in pinned CPU memory. Numbers that are not
                 sent keep their values.
         """
@@ -106,15 +106,15 @@ class DeviceRows:
         width, block = tails.shape[1], tails[:, self.layout.state_blocks]
         if self.protects:
             inside, block = self._fill_prefixes(wanted, block_table[:rows], block)
-        real = (slots[:rows] >= 0) & (block != NULL_BLOCK)
+        real = (slot_mapping[:rows] >= 0) & (block != NULL_BLOCK)
         positions.copy_(torch.where(real, wanted, PADDING))
         since = positions - prefixes if self.protects else positions
-        held = self._columns[:width] < self._blocks(since).unsqueeze(1)
-        self.table[:rows, :width].copy_(torch.where(held, tails, NULL_BLOCK))
+        in_use = self._columns[:width] < self._blocks(since).unsqueeze(1)
+        self.table[:rows, :width].copy_(torch.where(in_use, tails, NULL_BLOCK))
         if self.protects:
             inside &= positions >= 0
-            self.blocks[:rows].copy_(torch.where(inside, block, NULL_BLOCK))
-            self.slots[:rows].copy_(torch.where(inside, wanted % self.layout.block_slots, 0))
+            self.token_blocks[:rows].copy_(torch.where(inside, block, NULL_BLOCK))
+            self.token_slots[:rows].copy_(torch.where(inside, wanted % self.layout.block_slots, 0))
 
     def _fill_prefixes(
         self, wanted: torch.Tensor, table: torch.Tensor, block: torch.Tensor
@@ -173,7 +173,7 @@ class DeviceRows:
         numbers = {name: self.numbers[name][:rows] for name in KERNELS_TAKE if drawn or name != "seed"}
         prefix = writes = None
         if self.protects:
-            writes = self._rows[:rows], self.blocks[:rows], self.slots[:rows]
+            writes = self._rows[:rows], self.token_blocks[:rows], self.token_slots[:rows]
             prefix = Prefix(None, self.prefix_table, self.numbers["prefix"], self.numbers["made"] if made else None)
             prefix = prefix.of(slice(0, rows))
         return DecodeRows(slice(0, rows), self.table[:rows], self.positions[:rows], numbers, (), prefix, writes)

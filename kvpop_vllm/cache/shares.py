@@ -10,26 +10,34 @@ ones, and less than one block is reserved beyond what is used.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
 from kvpop_vllm.requests import Compression
+from kvpop_vllm.roles import Retention
+
+MOST_DIVIDED, MOST_MAPS = 1024, 64
+"""Largest numbers of request budgets whose shares, and whose maps to regions, are cached."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Unequal budgets of all heads of all layers that share a request's blocks.
+    """Unequal budgets of all heads of all layers that share a request's blocks: those of one rank.
 
     Attributes:
         budgets: ``[layers][H]``, in tokens.
+        first: index of the first of these layers.
     """
 
     budgets: tuple[tuple[int, ...], ...]
+    first: int = 0
 
     @classmethod
     def of(cls, budgets: torch.Tensor, budget: int) -> Shares | None:
@@ -37,6 +45,11 @@ class Shares:
         if (budgets == budget).all():
             return None
         return cls(tuple(tuple(layer) for layer in budgets.tolist()))
+
+    def of_shard(self, shard: Shard) -> Shares:
+        """Return the shares of the layers and heads of a rank, if these are the shares of a whole model."""
+        layers = self.budgets[slice(*shard.layers)]
+        return Shares(tuple(layer[slice(*shard.heads)] for layer in layers), shard.layers[0])
 
     @property
     def layers(self) -> int:
@@ -65,6 +78,111 @@ class Shares:
             many * (state_blocks + cdiv(min(length, budget), block_slots)) for budget, many in self.counts.items()
         )
         return cdiv(pages, self.layers * self.heads)
+
+
+class Shard(NamedTuple):
+    """Layers and KV heads of a rank: of both the first one and the one after the last."""
+
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+
+
+def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
+    """Return the KV heads that a tensor-parallel rank holds.
+
+    With more ranks than heads, several ranks hold the same head.
+
+    Args:
+        rank: the rank.
+        ranks: number of ranks.
+        total: KV heads of the model.
+        held: KV heads of each rank.
+    """
+    first = rank * total // ranks
+    return slice(first, first + held)
+
+
+def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
+    """Return the first layer of each pipeline stage and the one after its last, as vLLM divides layers.
+
+    Layers that remain go to the stages before the last one, one to each.
+    """
+    remaining, sizes = layers % stages, [layers // stages] * stages
+    for i in range(2, remaining + 2):
+        sizes[-i] += 1
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
+
+def shards_of(stages: Sequence[tuple[int, int]], heads: int, ranks: int) -> tuple[Shard, ...]:
+    """Return the shards of a model: all tensor-parallel ranks of the first pipeline stage, then those of the next.
+
+    Args:
+        stages: layers of each pipeline stage, see :func:`layers_of_stages`.
+        heads: KV heads of the model.
+        ranks: number of tensor-parallel ranks.
+    """
+    slices = [heads_of_rank(rank, ranks, heads, max(1, heads // ranks)) for rank in range(ranks)]
+    return tuple(Shard(layers, (chosen.start, chosen.stop)) for layers in stages for chosen in slices)
+
+
+@dataclass(frozen=True)
+class FixedBudgets:
+    """Allocator that gives the same ``budgets [layers][H]`` to every request."""
+
+    budgets: tuple[tuple[int, ...], ...]
+
+    def __call__(self, retention: Retention, layers: int, heads: int) -> torch.Tensor:
+        """Return the budgets ``[layers, H]`` int32."""
+        return torch.tensor(self.budgets, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Division of the slots of a request among all heads of a model, and of these heads among ranks.
+
+    A request holds as many blocks in every rank: those of the rank that needs most. Two divisions are equal if they
+    give equal budgets, also in different processes.
+
+    Attributes:
+        allocate: function ``(retention, layers, H) -> budgets [layers, H]`` int32, a function of a module or an object
+            that can be compared.
+        sinks: s.
+        layers: layers of the model.
+        heads: KV heads of the model.
+        shards: layers and heads of each rank (:func:`shards_of`).
+        one_budget: True if all requests have the server's budget.
+    """
+
+    allocate: Callable[[Retention, int, int], torch.Tensor]
+    sinks: int
+    layers: int
+    heads: int
+    shards: tuple[Shard, ...]
+    one_budget: bool = False
+
+    def all_heads(self, budget: int, window: int) -> Shares:
+        """Return the budgets of all heads of the model for a request with ``budget`` tokens and this window."""
+        return self._divided(budget, window)[0]
+
+    def shares(self, budget: int, window: int) -> tuple[Shares, ...]:
+        """Return the budgets of the heads of each rank for a request with ``budget`` tokens and this window."""
+        return self._divided(budget, window)[1]
+
+    @cached_property
+    def _cached(self) -> dict[tuple[int, int], tuple[Shares, tuple[Shares, ...]]]:
+        return {}
+
+    def _divided(self, budget: int, window: int) -> tuple[Shares, tuple[Shares, ...]]:
+        """Return the budgets of all heads, and of the heads of each rank."""
+        size = budget, window
+        if size not in self._cached:
+            if len(self._cached) >= MOST_DIVIDED:
+                self._cached.clear()
+            with torch.device("cpu"):  # a model may be in the making on the meta device
+                roles = Retention(budget, self.sinks, window)
+                shares = Shares(tuple(map(tuple, self.allocate(roles, self.layers, self.heads).tolist())))
+            self._cached[size] = shares, tuple(map(shares.of_shard, self.shards))
+        return self._cached[size]
 
 
 def divided_blocks(heads: int, budget: int, size: int) -> int:
@@ -97,7 +215,7 @@ def page_numbers(full: torch.Tensor, width: int) -> torch.Tensor:
 class EqualHeads:
     """Heads that all have the request's budget, and the same page numbers.
 
-    The other ways to share slots, :class:`FixedShares` and :class:`SharesByVotes`, have the same interface.
+    The other ways to share slots, :class:`HeadBudgets` and :class:`SharesByVotes`, have the same interface.
 
     Args:
         heads: H.
@@ -115,8 +233,9 @@ class EqualHeads:
         self,
         layer: int,
         tails: torch.Tensor,
-        compressed: Sequence[bool] | torch.Tensor = (),
-        budgets: torch.Tensor | None = None,
+        compressed: Sequence[bool] | torch.Tensor,
+        budgets: torch.Tensor,
+        windows: torch.Tensor | Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the budgets ``[R, H]`` of a layer's heads and their pages ``[R, H, P]``, both int32.
 
@@ -125,44 +244,126 @@ class EqualHeads:
             tails: ``[R, W]``, state and slot blocks of each request.
             compressed: ``[R]``, True for requests whose prompt has been compressed.
             budgets: ``[R]`` or ``[R, H]`` int32, B of each request or head.
+            windows: ``[R]``, w of each request.
         """
         budgets = budgets if budgets.dim() == 2 else budgets.unsqueeze(1).expand(-1, self.heads)
         return budgets, tails.unsqueeze(1).expand(-1, self.heads, -1)
 
 
-class FixedShares(EqualHeads):
-    """Budgets that are fixed for all requests: a map from the pages of each head to the regions of a request.
+class HeadBudgets(EqualHeads):
+    """Budgets of a layer's heads that follow from the request's. The heads have the same page numbers.
 
     Args:
-        shares: budgets of this rank's heads.
-        layout: page layout, the same for all layers.
-        num_blocks: blocks of the pool.
-        device: device of the returned tables.
+        budgets: B ``[H]`` of each head, by the request's B.
+        device: device of the tables.
     """
 
     by_layer = True
 
-    def __init__(self, shares: Shares, layout: PageLayout, num_blocks: int, device: torch.device | str = "cpu"):
-        self.shares, self.layout, self.num_blocks = shares, layout, num_blocks
-        per_block = shares.layers * shares.heads
+    def __init__(self, budgets: Mapping[int, Sequence[int]], device: torch.device | str = "cpu"):
+        requests = sorted(budgets)
+        heads = [list(budgets[budget]) for budget in requests]
+        super().__init__(len(heads[0]))
+        self._tables = tuple(torch.tensor(numbers, dtype=torch.int32, device="cpu") for numbers in (requests, heads))
+        self._sent = tuple(table.to(device) for table in self._tables)
+
+    def place(self, layer, tails, compressed, budgets, windows):
+        """Return what :meth:`EqualHeads.place` does. Budgets lie where the given ones do."""
+        requests, heads = self._tables if budgets.device.type == "cpu" else self._sent
+        rows = torch.searchsorted(requests, budgets).clamp_max(len(requests) - 1)  # rows of padding have any budget
+        return super().place(layer, tails, compressed, heads[rows], windows)
+
+
+class RegionMap(NamedTuple):
+    """Map from the pages of each head to the regions of a request's blocks, for requests with one budget.
+
+    Attributes:
+        ordinal: ``[P, layers, H]``, index into the request's blocks.
+        offset: ``[P, layers, H]``, what is added to H times the block to get the region.
+        budgets: ``[layers, H]`` int32.
+        on_cpu: the same on the CPU.
+    """
+
+    ordinal: torch.Tensor
+    offset: torch.Tensor
+    budgets: torch.Tensor
+    on_cpu: torch.Tensor
+
+
+class FixedShares(EqualHeads):
+    """Budgets that follow from the request's: a map from the pages of each head to the regions of a request.
+
+    Args:
+        shares: budgets of this rank's heads for a request with the server's budget.
+        layout: page layout, the same for all layers.
+        num_blocks: blocks of the pool.
+        device: device of the returned tables.
+        division: budgets for requests with other budgets; None if there are none.
+        shard: index of this rank among the shards of the division.
+    """
+
+    by_layer = True
+
+    def __init__(
+        self,
+        shares: Shares,
+        layout: PageLayout,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        division: Division | None = None,
+        shard: int = 0,
+    ):
+        self.shares, self.layout, self.num_blocks, self.device = shares, layout, num_blocks, device
+        self.division = None if division is None or division.one_budget else division
+        self.shard, self.server = shard, self._map(shares)
+        self._maps: dict[tuple[int, int], RegionMap] = {}
+
+    def _map_of(self, size: tuple[int, int]) -> RegionMap:
+        """Return the map for requests with a budget and a window."""
+        if size not in self._maps:
+            if len(self._maps) >= MOST_MAPS:
+                self._maps.clear()
+            self._maps[size] = self._map(self.division.shares(*size)[self.shard])
+        return self._maps[size]
+
+    def _map(self, shares: Shares) -> RegionMap:
+        """Return the map for requests with these budgets."""
+        layout, per_block = self.layout, shares.layers * shares.heads
         full = torch.tensor([[layout.blocks(budget, budget) for budget in layer] for layer in shares.budgets])
         number = page_numbers(full.flatten(), int(full.max())).unflatten(1, full.shape)  # [P, layers, H]
-        self.ordinal = (number // per_block).to(device)  # index into the request's blocks
         layer, head = number % per_block // shares.heads, number % shares.heads
-        self.offset = (layer * num_blocks * shares.heads + head).to(device)
-        self._budgets = torch.tensor(shares.budgets, dtype=torch.int32, device="cpu")
-        self._sent = self._budgets.to(device)
+        offset = layer * self.num_blocks * shares.heads + head
+        budgets = torch.tensor(shares.budgets, dtype=torch.int32, device="cpu")
+        sent = (tensor.to(self.device) for tensor in (number // per_block, offset, budgets))
+        return RegionMap(*sent, budgets)
 
-    def place(self, layer, tails, compressed=(), budgets=None):
-        """Return what :meth:`EqualHeads.place` does; the fixed budgets take the place of those that are given.
+    def place(self, layer, tails, compressed, budgets, windows):
+        """Return what :meth:`EqualHeads.place` does; budgets of heads follow from those of their requests.
 
         Entries of pages that are not claimed are the number of another region. Budgets lie where the given ones do.
         """
-        ordinal = self.ordinal[:, layer].T  # [H, P]
+        layer -= self.shares.first
+        on_cpu = budgets.device.type == "cpu"
+        if self.division is None:
+            return self._place(self.server, layer, tails, on_cpu)
+        sizes = list(zip(budgets.tolist(), torch.as_tensor(windows).tolist(), strict=True))
+        maps = {size: self._map_of(size) for size in dict.fromkeys(sizes)}
+        if len(maps) == 1:
+            return self._place(maps[sizes[0]], layer, tails, on_cpu)
+        width = max(len(regions.ordinal) for regions in maps.values())
+        table = tails.new_zeros(len(tails), self.shares.heads, width)
+        by_head = budgets.new_zeros(len(tails), self.shares.heads)
+        for size, regions in maps.items():
+            rows = [row for row, other in enumerate(sizes) if other == size]
+            by_head[rows], table[rows, :, : len(regions.ordinal)] = self._place(regions, layer, tails[rows], on_cpu)
+        return by_head, table
+
+    def _place(self, regions: RegionMap, layer: int, tails: torch.Tensor, on_cpu: bool) -> tuple:
+        """Return budgets and pages of requests with the budgets of a map, in a layer of this rank."""
+        ordinal = regions.ordinal[:, layer].T  # [H, P]
         block = tails.long()[:, ordinal.clamp_max(tails.shape[1] - 1)]
-        rows = (block * self.shares.heads + self.offset[:, layer].T).int()
-        table = self._budgets if budgets is not None and budgets.device.type == "cpu" else self._sent
-        return table[layer].expand(len(tails), -1), rows
+        rows = (block * self.shares.heads + regions.offset[:, layer].T).int()
+        return (regions.on_cpu if on_cpu else regions.budgets)[layer].expand(len(tails), -1), rows
 
     def view(self, storage: torch.Tensor) -> Pages:
         """Return all regions of the pool: ``[layers * num_blocks * H, H, N * C]``, the same for every head.
@@ -183,10 +384,15 @@ class FixedShares(EqualHeads):
 
 @functools.lru_cache(maxsize=8)
 def fixed_shares(
-    shares: Shares, layout: PageLayout, num_blocks: int, device: torch.device | str = "cpu"
+    shares: Shares,
+    layout: PageLayout,
+    num_blocks: int,
+    device: torch.device | str = "cpu",
+    division: Division | None = None,
+    shard: int = 0,
 ) -> FixedShares:
-    """Return the cached map that all layers of an engine share."""
-    return FixedShares(shares, layout, num_blocks, device)
+    """Return the cached map that all layers of a rank share; arguments are those of :class:`FixedShares`."""
+    return FixedShares(shares, layout, num_blocks, device, division, shard)
 
 
 class SharesByVotes(EqualHeads):
@@ -196,19 +402,19 @@ class SharesByVotes(EqualHeads):
     layer. The budget of each head is stored in its state, so that the page table can be derived from the blocks.
 
     Args:
-        own: pages of the layer, indexed by block.
+        blocks: pages of the layer, indexed by block.
         compression: way in which prompts are compressed.
         budget: B, the mean budget of the heads.
     """
 
     by_layer = True
 
-    def __init__(self, own: Pages, compression: Compression, budget: int):
-        self.pages, self.compression, self.budget = own.by_region(), compression, budget
-        layout = own.layout
-        self.held = layout.state_blocks + divided_blocks(layout.num_kv_heads, budget, layout.block_slots)
+    def __init__(self, blocks: Pages, compression: Compression, budget: int):
+        self.pages, self.compression, self.budget = blocks.by_region(), compression, budget
+        layout = blocks.layout
+        self.blocks = layout.state_blocks + divided_blocks(layout.num_kv_heads, budget, layout.block_slots)
 
-    def place(self, layer, tails, compressed=(), budgets=None):
+    def place(self, layer, tails, compressed, budgets, windows):
         """Return what :meth:`EqualHeads.place` does.
 
         If the prompt of a request has not been compressed yet, its heads are equal and all its blocks are listed.
@@ -216,13 +422,13 @@ class SharesByVotes(EqualHeads):
         layout = self.pages.layout
         heads = torch.arange(layout.num_kv_heads, device=tails.device)
         rows = tails.unsqueeze(1) * layout.num_kv_heads + heads.unsqueeze(1)
-        known = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
-        found, _ = load_page_table(self.pages, rows, self.compression, 1)
-        budgets = torch.where(known, found, self.budget)
-        width = max(self.held, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
-        budgets, found = build_page_table(layout, rows, budgets, width)
+        divided = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
+        stored, _ = load_page_table(self.pages, rows, self.compression, 1)
+        budgets = torch.where(divided, stored, self.budget)
+        width = max(self.blocks, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
+        budgets, table = build_page_table(layout, rows, budgets, width)
         plain = rows[..., torch.arange(width, device=rows.device).clamp_max(rows.shape[2] - 1)].int()
-        return budgets, torch.where(known.unsqueeze(2), found, plain)
+        return budgets, torch.where(divided.unsqueeze(2), table, plain)
 
 
 def store_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, compression: Compression) -> None:

@@ -5,29 +5,16 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
-from kvpop_vllm.cache.chunks import Chunks, send
+from kvpop_vllm.cache.chunks import Chunks, once, send
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.cache.shares import EqualHeads
-from kvpop_vllm.requests import Compression, RequestSlots
-
-NUMBERS = {
-    "prefix": torch.int64,
-    "made": torch.int64,
-    "budget": torch.int32,
-    "window": torch.int32,
-    "seed": torch.int64,
-}
-"""Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
-OPTIONS = {"windows": "window", "seeds": "seed"}
-"""Numbers that ``ops.decode_step`` takes of every request besides its budget, by the name of the argument."""
-KERNELS_TAKE = ("budget", *OPTIONS.values())
-"""Numbers that kernels take of every decoded request; prefixes are apart."""
-
+from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, OPTIONS, Compression, RequestSlots
 
 NO_CHUNKS = Chunks([], [], torch.zeros(0, 0, dtype=torch.int32, device="cpu"), [])
 
@@ -41,8 +28,8 @@ class Span(NamedTuple):
         start: position of that token, as the kernels count.
         length: number of tokens.
         slots: slots of the request, as the kernels take them.
-        after: what the request is after the end of its prompt, if the tokens are part of a prompt that is compressed
-            there, else None.
+        after: what the request is after the end of its prompt, if the prompt is compressed there and has not been, else
+            None.
         compressed: True if its prompt has been compressed before these tokens.
     """
 
@@ -60,21 +47,23 @@ class Span(NamedTuple):
         return max(0, min(self.length, self.slots.prefix - self.start))
 
 
-def spans_of(span: Span, compression: Compression) -> list[Span]:
+def cut_at_prompt_end(span: Span) -> list[Span]:
     """Return the tokens of a request as the kernels take them, cut at the end of a prompt that is compressed there.
 
     Prompts are held until their end and compressed then. After its end, a prompt leaves a prefix of the slots that were
     made of it. This is where compression enters a plan.
     """
-    slots, after = span.slots, span.slots.behind_prompt(compression)
-    if span.start >= slots.prefix:
-        return [span._replace(start=span.start - after.shift, slots=after, compressed=True)]
-    inside, held = span.protected, slots._replace(budget=after.budget, window=after.window)
-    first = span._replace(length=inside, slots=held, after=after)
-    if inside == span.length:
-        return [first]
-    rest = {"first": span.first + inside, "start": slots.prefix - after.shift, "length": span.length - inside}
-    return [first, span._replace(**rest, slots=after, compressed=True)]
+    slots, after, inside = span.slots, span.after, span.protected
+    if after is None:
+        return [span]
+    parts = []
+    if inside:
+        sizes = {"budget": after.budget, "window": after.window}
+        parts.append(span._replace(length=inside, slots=slots._replace(**sizes)))
+    if inside < span.length:
+        place = {"first": span.first + inside, "start": span.start + inside - after.shift}
+        parts.append(span._replace(**place, length=span.length - inside, slots=after, after=None, compressed=True))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -97,7 +86,7 @@ class RequestBlocks:
         table: torch.Tensor,
         slots: Sequence[RequestSlots],
         size: int,
-        compression: Compression | None = None,
+        after: Sequence[RequestSlots] | None = None,
         widths: tuple[int | None, int | None] = (None, None),
     ) -> RequestBlocks:
         """Return the parts of rows ``table [requests, W]`` that hold prefix, made slots, state and tail, in this order.
@@ -106,14 +95,13 @@ class RequestBlocks:
             table: block table of the engine.
             slots: slots of each request.
             size: N, slots per block.
-            compression: way in which prompts are compressed, or None.
+            after: what each request is after the end of its prompt, or None if prompts are not compressed.
             widths: columns of ``tails`` and of ``prefixes``, for which GPU kernels are compiled; None for all of them.
         """
         columns, made = [cdiv(record.prefix, size) for record in slots], None
-        if compression is not None:
+        if after is not None:
             made = from_columns(table, columns)
-            more = (cdiv(record.behind_prompt(compression).made, size) for record in slots)
-            columns = [first + count for first, count in zip(columns, more, strict=True)]
+            columns = [first + cdiv(record.made, size) for first, record in zip(columns, after, strict=True)]
         return cls(from_columns(table, columns, widths[0]), table[:, : widths[1]], made)
 
     def prefix(self, spans: Sequence[Span]) -> Prefix | None:
@@ -208,12 +196,16 @@ class DecodeRows:
 
 
 def numbers_of(slots: Sequence[RequestSlots], names: Iterable[str] = KERNELS_TAKE) -> dict[str, torch.Tensor]:
-    """Return numbers of requests, ``[R]`` on the CPU each, without seeds if nothing is drawn."""
+    """Return numbers of requests, ``[R]`` on the CPU each, without seeds if nothing is drawn.
+
+    Raises:
+        TypeError: some requests have a seed and others have none.
+    """
     columns = {name: list(map(operator.attrgetter(name), slots)) for name in names}
     return {
-        name: torch.tensor(values, dtype=NUMBERS[name], device="cpu")
+        name: torch.tensor(values, dtype=getattr(torch, NUMBERS[name]), device="cpu")
         for name, values in columns.items()
-        if None not in values
+        if set(values) != {None}
     }
 
 
@@ -241,9 +233,10 @@ class StepBatch(DecodeRows):
         table: ``[R, H, P]`` int32, pages of the decoded requests' tails.
         budgets: ``[R, H]`` int32, B of each of their heads.
         chunks: chunks of the other requests.
-        starts: ``[n]`` int64, first position of each request with tokens, decoded ones first; 0 if it is at most p,
-            because the tail then starts over. None if the host must not wait for it, or if another layer has
-            checked them; each kernel then checks its own requests.
+        requests: index in the flat batch of each request with tokens, decoded ones first.
+        starts: ``[n]`` int64, first position of each of these requests; 0 if it is at most p, because the tail then
+            starts over. None if the host must not wait for it, or if another layer has checked them; each kernel then
+            checks its own requests.
         slot_zero: ``[n, H]`` int64, page of each head's slot 0, which stores ``tokens_seen``; None as for
             ``starts``.
         begun: requests whose tails begin in this step, None if there are none.
@@ -252,9 +245,13 @@ class StepBatch(DecodeRows):
     table: torch.Tensor | None = None
     budgets: torch.Tensor | None = None
     chunks: Chunks | None = None
+    requests: Sequence[int] = ()
     starts: torch.Tensor | None = None
     slot_zero: torch.Tensor | None = None
     begun: Begun | None = None
+    _memo: dict = field(default_factory=dict, repr=False)
+
+    once = once
 
 
 class StepPlan:
@@ -264,9 +261,7 @@ class StepPlan:
         layout: page layout of the layers.
         spans: tokens of each request whose numbers the host knows, in the order of the flat batch.
         blocks: where these requests lie.
-        compression: way in which prompts are compressed, or None.
         rows: decode rows; all ``spans`` are chunks then. None to decode the spans of one token.
-        budgets: ``[requests, H]`` int32 on the CPU, if heads have budgets that their request's slots do not say.
         ahead: 0 if a tail begins in the step of its first token; 1 if it begins in the step of the token before.
         checks: False if the host must not wait for the positions at which the caches end.
     """
@@ -276,37 +271,34 @@ class StepPlan:
         layout: PageLayout,
         spans: Sequence[Span],
         blocks: RequestBlocks,
-        compression: Compression | None = None,
         *,
         rows: DecodeRows | None = None,
-        budgets: torch.Tensor | None = None,
         ahead: int = 0,
         checks: bool = True,
     ):
-        self.layout, self.checks = layout, checks
+        self.layout, self.checks, self._shared = layout, checks, None
         singles, chunked = [], []
         for span in spans:
-            parts = [span] if compression is None else spans_of(span, compression)
+            parts = [span] if span.after is None else cut_at_prompt_end(span)
             decoded = rows is None and span.length == 1 and parts[0].after is None
             if span.length:
                 (singles if decoded else chunked).extend(parts)
         self.rows = DecodeRows.of_spans(singles, blocks) if rows is None else rows
         self.tails = rows_of(blocks.tails, [span.request for span in chunked])
         follows = [i > 0 and span.request == chunked[i - 1].request for i, span in enumerate(chunked)]
-        self.chunks = self._chunks(chunked, follows, blocks, budgets) if chunked else NO_CHUNKS
+        self.chunks = self._chunks(chunked, follows, blocks) if chunked else NO_CHUNKS
         self.compressed = [span.compressed and not later for span, later in zip(chunked, follows, strict=True)]
         self.writes, self.begun = self.rows.writes, None
-        if any(span.slots.prefix for span in spans):
-            self.writes = self._writes([*singles, *chunked], blocks)
+        if near := [span for span in [*singles, *chunked] if span.start <= span.slots.prefix > 0]:
+            self.writes = self._writes(near, blocks)
             self.begun = self._begun(singles, chunked, blocks, ahead)
         self.first_parts = [i for i, later in enumerate(follows) if not later] if any(follows) else slice(None)
         starting = [*singles, *(span for span, later in zip(chunked, follows, strict=True) if not later)]
-        starts = [span.start if span.start > span.slots.prefix else 0 for span in starting]
+        self.requests = [span.request for span in starting] if checks else []
+        starts = [span.start if span.start > span.slots.prefix else 0 for span in starting] if checks else []
         self.starts = torch.tensor(starts, dtype=torch.int64, device=self.tails.device) if checks else None
 
-    def _chunks(
-        self, spans: list[Span], follows: list[bool], blocks: RequestBlocks, budgets: torch.Tensor | None
-    ) -> Chunks:
+    def _chunks(self, spans: list[Span], follows: list[bool], blocks: RequestBlocks) -> Chunks:
         """Return the chunks, whose pages are not known yet and whose budgets are those of their requests."""
         chosen, slots = [span.request for span in spans], [span.slots for span in spans]
         lengths, firsts = [span.length for span in spans], [span.first for span in spans]
@@ -314,15 +306,11 @@ class StepPlan:
         tokens = slice(firsts[0], firsts[-1] + lengths[-1])
         if sum(lengths) < tokens.stop - tokens.start:  # decoded tokens or padding lie between them
             tokens = send([i for span in spans for i in range(span.first, span.first + span.length)], device)
-        sizes, held = numbers["budget"], [span.after is not None for span in spans]
-        if budgets is not None:  # less the slots that are made of a prompt, which lie in its prefix
-            made = [(span.after or span.slots).made if span.compressed or span.after else 0 for span in spans]
-            sizes = budgets[chosen] - torch.tensor(made, dtype=torch.int32, device="cpu").unsqueeze(1)
-        seeds = numbers.get("seed")
+        seeds, after = numbers.get("seed"), [span.after for span in spans]
         return Chunks(
             [span.start for span in spans],
             lengths,
-            sizes,
+            numbers["budget"],
             [record.window for record in slots],
             firsts=firsts,
             tokens=tokens,
@@ -330,8 +318,8 @@ class StepPlan:
             follows=follows,
             prefix=blocks.prefix(spans),
             seeds=None if seeds is None else send(seeds, device),
-            after=[span.after for span in spans],
-            made_table=rows_of(blocks.made, chosen) if any(held) else None,
+            after=after,
+            made_table=rows_of(blocks.made, chosen) if any(after) else None,
         )
 
     def _writes(self, spans: list[Span], blocks: RequestBlocks) -> tuple[torch.Tensor, ...] | None:
@@ -357,28 +345,44 @@ class StepPlan:
         return Begun(rows, chunks, blocks.prefix(spans))
 
     def batch(self, shares: EqualHeads, layer: int = 0) -> StepBatch:
-        """Return the batch of a layer, or that of all layers if they have equal heads.
+        """Return the batch of a layer; layers with equal heads have the same one.
+
+        Only the first layer's has starts to be checked, because all layers have seen the same tokens.
 
         Args:
             shares: how heads share slots.
             layer: index of the layer.
         """
+        batch = None if shares.by_layer else self._shared
+        if batch is None:
+            batch = self._place(shares, layer)
+            self._shared = replace(batch, starts=None, slot_zero=None) if self.checks else batch
+            self.checks = False
+        return batch
+
+    def _place(self, shares: EqualHeads, layer: int) -> StepBatch:
+        """Return the step in the pages of a layer; arguments as in :meth:`batch`."""
         rows, chunks, begun, places = self.rows, self.chunks, self.begun, []
-        budgets = table = pages = slot_zero = None
+        step = {"writes": self.writes}
         if rows.decodes:
-            budgets, table = shares.place(layer, rows.tails, rows.compressed, rows.numbers["budget"])
-            places.append(table)
+            step["budgets"], step["table"] = shares.place(
+                layer, rows.tails, rows.compressed, rows.numbers["budget"], rows.windows
+            )
+            places.append(step["table"])
         if len(chunks):
-            sizes, pages = shares.place(layer, self.tails, self.compressed, chunks.budgets)
-            chunks = replace(chunks, budgets=sizes, table=pages, _known={})
+            budgets, pages = shares.place(layer, self.tails, self.compressed, chunks.budgets, chunks.windows)
+            chunks = replace(chunks, budgets=budgets, table=pages, _memo={})
             places.append(pages[self.first_parts])
         if self.checks and places:
-            slot_zero = torch.cat([place[:, :, self.layout.state_blocks] for place in places]).long()
+            zero = torch.cat([table[:, :, self.layout.state_blocks] for table in places]).long()
+            step |= {"requests": self.requests, "starts": self.starts, "slot_zero": zero}
         if begun is not None:
-            parts = [rows_of(x, chosen) for x, chosen in ((table, begun.rows), (pages, begun.chunks)) if chosen]
+            tables = (step.get("table"), begun.rows), (chunks.table, begun.chunks)
+            parts = [rows_of(table, chosen) for table, chosen in tables if chosen]
+            width = max(part.shape[2] for part in parts)  # requests of other budgets may have fewer pages
+            parts = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in parts]
             begun = begun._replace(table=torch.cat(parts) if len(parts) > 1 else parts[0])
-        made = {"table": table, "budgets": budgets, "chunks": chunks, "begun": begun, "writes": self.writes}
-        return StepBatch(**(vars(rows) | made), starts=self.starts, slot_zero=slot_zero)
+        return StepBatch(**(vars(rows) | step), chunks=chunks, begun=begun)
 
 
 def plan_batch(
@@ -399,6 +403,9 @@ def plan_batch(
         table: ``[requests, W]`` int32, blocks of each request's prefix, state and tail.
         compression: way in which prompts are compressed, or None.
     """
-    firsts, starts = itertools.accumulate(counts, initial=0), map(operator.sub, lengths, counts)
-    spans = list(map(Span, itertools.count(), firsts, starts, counts, slots))
-    return StepPlan(layout, spans, RequestBlocks.of_rows(table, slots, layout.block_slots, compression), compression)
+    firsts, starts, after = itertools.accumulate(counts, initial=0), map(operator.sub, lengths, counts), None
+    spans = map(Span, itertools.count(), firsts, starts, counts, slots)
+    if compression is not None:
+        after = [compression.after(record) for record in slots]
+        spans = (span._replace(after=record) for span, record in zip(spans, after, strict=True))
+    return StepPlan(layout, list(spans), RequestBlocks.of_rows(table, slots, layout.block_slots, after))

@@ -66,6 +66,14 @@ def add_calibrate(commands) -> None:
     command.add_argument(
         "--protect-prompt", action="store_true", help="rows are documents, whose prompts are never evicted"
     )
+    for name, things in (("tensor", "ranks"), ("pipeline", "stages")):
+        command.add_argument(
+            f"--{name}-parallel-size",
+            type=positive,
+            default=1,
+            metavar="N",
+            help=f"{things} that will serve the model, among which slots are balanced (default 1)",
+        )
     command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default float32)")
     command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     command.add_argument(
@@ -78,10 +86,6 @@ def run_calibrate(options) -> None:
     """Run `kvpop calibrate`."""
     if options.rows is not None and options.rows < LEAST_ROWS:
         raise ConfigError(f"--rows {options.rows} is too few for an interval: give at least {LEAST_ROWS}")
-    if options.threads:
-        import torch
-
-        torch.set_num_threads(options.threads)
     from kvpop_vllm.calibrate.plan import Options
     from kvpop_vllm.calibrate.run import calibrate, dry_run
 
@@ -91,6 +95,7 @@ def run_calibrate(options) -> None:
     chosen = {name: getattr(options, name) for name in names if getattr(options, name)}
     chosen |= {"unit": options.shares, "protect": options.protect_prompt}
     chosen |= {"budgets": tuple(sorted(set(options.budget or ()), reverse=True)), "policies": tuple(options.policies)}
+    chosen |= {"ranks": options.tensor_parallel_size, "stages": options.pipeline_parallel_size}
     out = options.out or f"{options.scorer}/calibration"
     settings = Options(options.model, out, tuple(options.data), **chosen)
     (dry_run if options.dry_run else calibrate)(settings)

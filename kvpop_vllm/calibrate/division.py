@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from kvpop_vllm.cache.shares import Shard
+
 
 class Curve(NamedTuple):
     """Losses of some heads with each number of slots.
@@ -51,6 +53,20 @@ def divide(curves: Sequence[Curve], mean: float) -> list[float]:
         slots[number] += more
         left -= more * len(curves[number].heads)
     return [count + left / heads for count in slots]
+
+
+def curves_of(curves: Sequence[Curve], shard: Shard) -> list[Curve]:
+    """Return the curves of the layers and heads of a rank.
+
+    A layer loses as much by each of its heads as by the others, where they were not measured apart.
+    """
+    chosen = []
+    for curve in curves:
+        heads = tuple(head for head in curve.heads if shard.heads[0] <= head < shard.heads[1])
+        if heads and shard.layers[0] <= curve.layer < shard.layers[1]:
+            losses = tuple(loss * len(heads) / len(curve.heads) for loss in curve.losses)
+            chosen.append(curve._replace(heads=heads, losses=losses))
+    return chosen
 
 
 def shares_of(

@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import policies
+from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation.policies import PolicySpec, learned
 from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
-from kvpop_vllm.policies.base import GATED, Order
-from kvpop_vllm.scorers.checkpoint import scorer_files
+from kvpop_vllm.policies.base import GATED
+from kvpop_vllm.scorers.checkpoint import files_of, is_published_scorer
 
 VERSION = 2
 """Version of what is measured."""
@@ -64,6 +65,8 @@ class Options:
         rows: rows to measure on, and as many to judge by.
         protect: True to protect the prompts of documents.
         dtype: dtype of the model.
+        ranks: tensor-parallel ranks that will serve the model.
+        stages: pipeline stages that will serve the model.
     """
 
     model: str
@@ -78,6 +81,8 @@ class Options:
     rows: int = 10
     protect: bool = False
     dtype: str = "float32"
+    ranks: int = 1
+    stages: int = 1
 
 
 def specs_of(options: Options) -> dict[str, PolicySpec]:
@@ -90,8 +95,6 @@ def specs_of(options: Options) -> dict[str, PolicySpec]:
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
             why = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
             raise ConfigError(f"{flag} {name} {why}")
-        if cls.order is Order.ROUNDS and options.unit == "head":
-            raise ConfigError(f"{flag} {name} takes shares of layers only: give --shares layer")
     names = [name for flag, name in named if flag == "--policy"] + [PROBE, *options.policies]
     specs += [PolicySpec(name, name).measured(options.out) for name in dict.fromkeys(names)]
     return {spec.policy: spec for spec in specs}
@@ -107,6 +110,10 @@ def _of_scorer(options: Options) -> PolicySpec:
         )
     if policies.get(spec.policy).signals & GATED:
         raise ConfigError(f"--scorer {options.scorer} holds a gate, and shares are for scorers of keys and values")
+    if not Path(options.scorer).is_dir() or is_published_scorer(options.scorer):
+        raise ConfigError(
+            f"--scorer {options.scorer} cannot take shares, which are written into a scorer's folder: write one with 'kvpop import'"
+        )
     return spec
 
 
@@ -126,6 +133,7 @@ class Plan:
         budgets: budgets of the report, in tokens.
         text: rows of tokens.
         split: number of layers whose heads are measured.
+        shards: layers and heads that divide slots among them: those of each rank that will serve the model.
     """
 
     def __init__(self, options: Options):
@@ -154,7 +162,26 @@ class Plan:
         else:
             self.sizes = [0, *(max(2, after // part) for part in SIZES)]
             self.queries = after - 1 if prompt else length // EVICTING_QUERIES
+        self.shards = self._shards()
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
+
+    def _shards(self) -> list[Shard]:
+        """Return the layers and heads that divide slots; layers' shares hold for the heads of all ranks."""
+        heads, layers, options = self.shape.num_kv_heads, self.shape.num_layers, self.options
+        if heads % options.ranks and options.ranks % heads:
+            raise ConfigError(
+                f"--tensor-parallel-size {options.ranks} does not divide {heads} KV heads: choose another"
+            )
+        if options.stages > layers:
+            raise ConfigError(f"--pipeline-parallel-size {options.stages} is more than {layers} layers: lower it")
+        ranks = options.ranks if options.unit == "head" else 1
+        return list(dict.fromkeys(shards_of(layers_of_stages(layers, options.stages), heads, ranks)))
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit in records and tables, with ranks and stages where slots are divided among their heads."""
+        ranks, stages = self.options.ranks, self.options.stages
+        return self.options.unit + (f"-{ranks}x{stages}" if len(self.shards) > 1 else "")
 
     @property
     def stride(self) -> int:
@@ -181,10 +208,16 @@ class Plan:
             "protect-prompt": self.options.protect,
             "dtype": self.options.dtype,
             "policy": self.decides,
-            "scorer": self.options.scorer
-            and [_sample(Path(self.options.scorer) / name) for name in scorer_files(self.options.scorer)[1:]],
+            "scorer": self._scorer_samples(),
             "budgets": self.budgets,
         }
+
+    def _scorer_samples(self) -> list[str] | None:
+        """Return hashes of the scorer's tensors; its config changes when shares are written into it."""
+        if self.options.scorer is None:
+            return None
+        folder, _, *tensors = files_of(self.options.scorer)
+        return [_sample(folder / name) for name in tensors]
 
     @property
     def budget(self) -> int:
@@ -225,7 +258,8 @@ class Plan:
         """Passes of a row in a round of improvement."""
         if self.decides == PROBE:
             return 0
-        units = self.shape.num_layers + self.split * (self.shape.num_kv_heads - 1)
+        parts = len({shard.heads for shard in self.shards})
+        units = self.shape.num_layers * parts + self.split * (self.shape.num_kv_heads - parts)
         return 2 * units + 2 * len(self.budgets)
 
 

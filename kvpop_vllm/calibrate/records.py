@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvpop_vllm.calibration import shares, statistics
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import whole_lines, write_whole
 
 NAME = "measured.jsonl"
 RESULTS = (shares.NAME, "report.json", statistics.CONFIG_NAME, statistics.TENSORS_NAME)
@@ -47,11 +48,8 @@ class Records:
 
     def _read(self) -> list:
         """Return all lines, without a last one that was cut off, which is taken away."""
-        text = self.path.read_text(encoding="utf-8", errors="replace")
-        lines = text.splitlines(keepends=True)
-        if lines and not lines[-1].endswith("\n"):
-            self.path.write_text("".join(lines[:-1]), encoding="utf-8")
-            lines.pop()
+        lines = whole_lines(self.path)
+        write_whole(self.path, "".join(lines))
         try:
             return list(map(json.loads, lines))
         except ValueError:

@@ -20,9 +20,10 @@ from kvpop_vllm.calibration.shares import AUTO, SIZES, UNITS, Calibration
 from kvpop_vllm.calibration.statistics import CONFIG_NAME, write_statistics
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import default_device
-from kvpop_vllm.evaluation.output import format_table, note, progress
+from kvpop_vllm.evaluation.output import format_table, note
 from kvpop_vllm.files import write_whole
 from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.progress import progress
 from kvpop_vllm.scorers.checkpoint import write_shares
 
 COLUMNS = "policy", "budget", "window", "shares", "kl", "over equal", "MiB", "prefill"
@@ -109,6 +110,8 @@ def command(options: Options, calibration: Calibration) -> str:
     if options.scorer is not None and policies.get(calibration.policy).scorer_kind is not None:
         words += ["--kv-scorer", options.scorer]
     words += ["--kv-protect-prompt", "all"] if options.protect else []
+    for flag, size in (("--tensor-parallel-size", options.ranks), ("--pipeline-parallel-size", options.stages)):
+        words += [flag, str(size)] if size > 1 else []
     if default_device().type == "cpu":
         words += ["--kv-cache-memory-bytes", str(1 << 30)]
     return shlex.join(words)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.calibrate.division import Curve, between, divide, shares_of
+from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_of
 from kvpop_vllm.calibrate.layers import Evicting, Kept, RowReplay, Windowed, head_losses, layer_losses, shared_losses
 from kvpop_vllm.calibrate.passes import EQUAL, Choice, Passes
 from kvpop_vllm.calibrate.plan import PROBE, ROUNDS, SERVED, SHORTLIST, WINDOWS, Plan
@@ -128,17 +128,18 @@ class Stages:
     def search(self, curves: list[Curve]) -> str:
         """Return the name of the table of shares that measured rows like best, :data:`EQUAL` for none.
 
-        Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The
-        geometric mean over budgets of the divergence decides, under the policy that decides and on the kernels of serving.
-        :data:`PROBE` tries the best only, by the last queries with all heads' windows shrunk. Under another policy the best
-        table is then improved, see :meth:`improve`.
+        Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The heads of
+        each rank have as many slots together as those of any other of as many layers. The geometric mean over budgets of the
+        divergence decides, under the policy that decides and on the kernels of serving. :data:`PROBE` tries the best only, by
+        the last queries with all heads' windows shrunk. Under another policy the best table is then improved, see
+        :meth:`improve`.
         """
-        plan, unit = self.plan, self.plan.options.unit
+        plan, unit = self.plan, self.plan.unit
         shape = plan.shape.num_layers, plan.shape.num_kv_heads
         tables, smallest = {EQUAL: torch.ones(shape, dtype=torch.float64)}, plan.sizes[0]
         for budget in plan.budgets:
             mean = budget - DEFAULT_SINKS if plan.decides == PROBE else self._roles(budget).topk
-            shares = shares_of(curves, divide(curves, mean), smallest, *shape)
+            shares = self._divided(curves, mean, smallest)
             tables |= {f"{unit}-{budget}": shares, f"{unit}-{budget}-damped": between(shares)}
         self.passes.tables |= tables
         names = list(tables)
@@ -153,11 +154,18 @@ class Stages:
         best = min(scores, key=scores.get)
         return best if plan.decides == PROBE else self.improve(best, scores[best], curves)
 
+    def _divided(self, curves: list[Curve], mean: float, smallest: float) -> torch.Tensor:
+        """Return the shares ``[layers, H]`` by which the heads of each rank divide ``mean`` slots of each head."""
+        by_rank = [curves_of(curves, shard) for shard in self.plan.shards]
+        slots = [size for group in by_rank for size in divide(group, mean)]
+        shape = self.plan.shape.num_layers, self.plan.shape.num_kv_heads
+        return shares_of([curve for group in by_rank for curve in group], slots, smallest, *shape)
+
     def improve(self, best: str, score: float, curves: list[Curve]) -> str:
         """Return the name of the best table found from a table on, in which losses do not add up as alone.
 
-        In each round every layer (or head) gets half and twice its slots while the others keep theirs. The slots are then
-        divided by these losses. The new table, or one half way to it, replaces the old one if it is better.
+        In each round every layer (or its heads in a rank, or head) gets half and twice its slots while the others keep theirs.
+        The slots are then divided by these losses. The new table, or one half way to it, replaces the old one if it is better.
 
         Args:
             best: name of a table.
@@ -165,11 +173,12 @@ class Stages:
             curves: layers and heads that differ.
         """
         tables, topk = self.passes.tables, self._roles(self.plan.budget).topk
+        curves = [curve for shard in self.plan.shards for curve in curves_of(curves, shard)]
         for number in range(ROUNDS):
             shares, around, names = tables[best], [], []
             for layer, heads, *_ in curves:
                 size = float(shares[layer, heads[0]]) * topk
-                start = f"round-{number}-{layer}-{heads[0]}"
+                start = f"{self.plan.unit}-round-{number}-{layer}-{heads[0]}"
                 sizes = {size / 2: f"{start}-half", 2 * size + topk / 8: f"{start}-twice"} | {size: best}
                 for other in {*sizes} - {size}:
                     tables[sizes[other]] = shares.clone()
@@ -178,8 +187,9 @@ class Stages:
                 names += [sizes[other] for other in sorted(sizes)]
             losses = iter(self._at_budget(names))
             around = [curve._replace(losses=tuple(next(losses) for _ in curve.sizes)) for curve in around]
-            divided = shares_of(around, divide(around, topk), 0, *shares.shape)
-            new = {f"round-{number}": divided, f"round-{number}-damped": between(divided, shares)}
+            divided = self._divided(around, topk, 0)
+            name = f"{self.plan.unit}-round-{number}"
+            new = {name: divided, f"{name}-damped": between(divided, shares)}
             tables |= new
             scores = self._measured(list(new))
             name = min(scores, key=scores.get)
@@ -229,7 +239,7 @@ class Stages:
 
     def _search(self, number: int, windows: torch.Tensor) -> list[float]:
         """Return the losses of a row with each table of windows."""
-        key = ["search", self.plan.options.unit, number]
+        key = ["search", self.plan.unit, number]
         if key not in self.records:
             self.records.put(key, shared_losses(self.replay(number), self._first(number), windows))
         self.tick(self.plan.search_cost(len(windows)))

@@ -8,13 +8,11 @@ import torch
 
 from kvpop_vllm.calibration.statistics import QueryStatistics
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.model_hook import Attend, Dense
+from kvpop_vllm.model_hook import Attend, Dense, check_rotation, hidden_states
 from kvpop_vllm.model_shape import rope_of, shape_of
 from kvpop_vllm.rope import band_norms, check_rope, inverse_frequencies, rope_at, turned
 
 ADVICE = "choose another model, or another policy"
-SHIFT = 100
-"""Position at which queries are compared with those at position 0."""
 
 
 class QuerySums:
@@ -65,10 +63,10 @@ def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> Q
     if rope is None:
         raise ConfigError(f"layers of this model have different rotary embeddings: {ADVICE}")
     check_rope(rope, "the model's config")
-    check_query_rotation(model, rope)
+    check_rotation(model, rope)
     sums = QuerySums(rope)
     for row in filter(len, rows):
-        _forward(model, row, 0, sums)
+        hidden_states(model, row, range(len(row)), sums)
     if len(sums.tokens) != shape["num_layers"]:
         raise ConfigError(f"{len(sums.tokens)} of {shape['num_layers']} layers have attended: give texts, or {ADVICE}")
     shape.pop("hidden_size", None)
@@ -81,48 +79,7 @@ def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> Q
     return statistics
 
 
-@torch.no_grad()
-def check_query_rotation(model: torch.nn.Module, rope: dict) -> None:
-    """Check that every layer rotates queries as :func:`kvpop_vllm.rope.turned` does, or not at all if ``rope`` says so.
-
-    A token alone attends to itself, so that its queries at two positions differ by their rotation in every layer.
-
-    Raises:
-        ConfigError: one does not; the first is named.
-    """
-    near, far = _Queries(), _Queries()
-    _forward(model, [1], 0, near)
-    _forward(model, [1], SHIFT, far)
-    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2
-    for layer, q in near.queries.items():
-        later = far.queries[layer]
-        if (turned(q, SHIFT, rope_at(rope, layer)) - later).norm() > limit * later.norm():
-            raise ConfigError(
-                f"layer {layer} of the model does not rotate queries as its config says, with channels paired as in Llama:"
-                f" {ADVICE}"
-            )
-
-
-class _Queries(Dense):
-    """Dense attention that keeps every layer's queries ``[B, Hq, S, D]`` float32."""
-
-    def __init__(self):
-        self.queries: dict[int, torch.Tensor] = {}
-
-    def __call__(self, layer, q, k, v, scale):
-        self.queries[layer] = q.float()
-        return super().__call__(layer, q, k, v, scale)
-
-
 def _pairs(rope: dict, layer: int, head_dim: int) -> int:
     """Return the number of pairs of channels that a layer rotates."""
     rope = rope_at(rope, layer)
     return 0 if rope is None else len(inverse_frequencies(rope, head_dim))
-
-
-def _forward(model: torch.nn.Module, tokens: Sequence[int], first: int, attend: Attend) -> None:
-    """Run a model's decoder on tokens that begin at position ``first``."""
-    device = next(model.parameters()).device
-    ids = torch.as_tensor(tokens, device=device).unsqueeze(0)
-    positions = torch.arange(first, first + ids.shape[1], device=device).unsqueeze(0)
-    model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, attend=attend)

@@ -10,16 +10,38 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvpop_vllm.config import MAX_BUDGET, ConfigError, PolicySettings, check_head_shares
+from kvpop_vllm.config import ConfigError, PolicySettings, check_head_shares
 from kvpop_vllm.files import read_json, write_whole
+from kvpop_vllm.schemas import TEXT, Schema, check_same_model, integer, one_of
 
 NAME = "shares.json"
-FORMAT, VERSION = "kvpop-calibration", 1
+AGAIN = "run 'kvpop calibrate' again"
+SCHEMA = Schema("calibration", advice=f": {AGAIN}")
 UNITS = "uniform", "layer", "head"
 """Things that may differ in their share of the slots: none, layers, or heads too."""
 AUTO = "auto"
-"""Value of ``--kv-policy`` that serves the recommendation of a calibration."""
+"""Value of ``--kv-policy`` that serves the recommendation of a calibration, or :data:`UNCALIBRATED` without one."""
+UNCALIBRATED = "streaming-llm"
+"""Policy that ``auto`` stands for without a calibration.
+
+Of the policies that need nothing of a model and prefill in chunks it diverges least on text (LOG, tables of policies), and
+its prefill is the fastest.
+"""
 SIZES = "model_type", "num_layers", "num_kv_heads", "head_dim"
+
+
+def _fractions(windows: object) -> bool:
+    numbers = windows.values() if isinstance(windows, dict) else [None]
+    return all(type(value) in (int, float) and 0 < value <= 1 for value in numbers)
+
+
+RULES = {
+    **dict.fromkeys(("model_type", "policy"), TEXT),
+    **dict.fromkeys((*SIZES[1:], "budget"), integer(1)),
+    "rope": (lambda rope: isinstance(rope, dict | None), "an object or null"),
+    "unit": one_of(UNITS),
+    "windows": (_fractions, "an object of numbers above 0 and at most 1"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,21 +79,15 @@ class Calibration:
             model: shape of a model, with the attributes :data:`SIZES` and ``rope``.
             source: name of the folder or file in errors.
         """
-        for name in (*SIZES, "rope"):
-            ours, theirs = getattr(self, name), getattr(model, name)
-            if None not in (ours, theirs) and ours != theirs:
-                label = name.replace("_", " ").replace("num ", "number of ").replace("rope", "rotation")
-                raise ConfigError(
-                    f"--kv-calibration {source} is of another model: its {label} is {ours}, the model's {theirs}: run 'kvpop"
-                    " calibrate' on this model"
-                )
+        compared = [name for name in (*SIZES, "rope") if None not in (getattr(self, name), getattr(model, name))]
+        ours, theirs = ({name: getattr(shape, name) for name in compared} for shape in (self, model))
+        check_same_model(ours, theirs, f"--kv-calibration {source}", "run 'kvpop calibrate' on this model")
         if self.shares is not None:
             check_head_shares(self.shares, model.num_layers, model.num_kv_heads, source)
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""
-        content = {"format": FORMAT, "version": VERSION} | asdict(self)
-        write_whole(folder / NAME, json.dumps(content) + "\n")
+        write_whole(folder / NAME, json.dumps(SCHEMA.header | asdict(self)) + "\n")
 
 
 def shares_file(source: str) -> Path:
@@ -86,36 +102,32 @@ def has_shares(source: str | None) -> bool:
 
 def read_calibration(source: str) -> Calibration:
     """Return the contents of a folder's ``shares.json``, or of a file of shares."""
-    path, again = shares_file(source), "run 'kvpop calibrate' again"
+    path = shares_file(source)
     if not path.is_file():
         raise ConfigError(f"--kv-calibration {source} has no {NAME}: give the folder of a finished 'kvpop calibrate'")
-    content = read_json(path, again)
+    content = read_json(path, AGAIN)
     if path.name != NAME or (isinstance(content, dict) and set(content) == {"shares"}):
         return _only_shares(content, path)
-    if not isinstance(content, dict) or (content.pop("format", None), content.pop("version", None)) != (
-        FORMAT,
-        VERSION,
-    ):
-        raise ConfigError(f"{path} is no calibration of version {VERSION}: {again}")
-    names = set(Calibration.__dataclass_fields__)
-    if set(content) != names:
-        name = sorted(names ^ set(content))[0]
-        raise ConfigError(f"{path} {'lacks' if name in names else 'has an unknown key'} {name!r}: {again}")
-    wrong = next((name for name, valid in _valid(content).items() if not valid), None)
-    if wrong is not None:
-        raise ConfigError(f"{path}: {wrong} cannot be {json.dumps(content[wrong])[:80]}: {again}")
-    if content["shares"] is not None:
+    content = SCHEMA.body(content, str(path))
+    SCHEMA.check_keys(content, Calibration.__dataclass_fields__, (), str(path))
+    SCHEMA.check(content, RULES, str(path))
+    if content["unit"] == UNITS[0]:
+        SCHEMA.check(content, {"shares": (lambda shares: shares is None, "null")}, str(path))
+    else:
         check_head_shares(content["shares"], content["num_layers"], content["num_kv_heads"], str(path))
         content["shares"] = tuple(map(tuple, content["shares"]))
     return Calibration(**content)
 
 
 def recommended(settings: PolicySettings) -> PolicySettings:
-    """Return settings in which policy ``auto`` is replaced by the calibration's policy and, if none is set, budget."""
+    """Return settings in which policy ``auto`` is replaced by the calibration's policy and, if none is set, budget.
+
+    Without a calibration ``auto`` is :data:`UNCALIBRATED`.
+    """
     if settings.policy != AUTO:
         return settings
     if settings.calibration is None:
-        raise ConfigError("--kv-policy auto serves what a calibration recommends: give --kv-calibration DIR")
+        return replace(settings, policy=UNCALIBRATED)
     calibration = read_calibration(settings.calibration)
     if calibration.policy is None:
         raise ConfigError(
@@ -134,22 +146,3 @@ def _only_shares(content: object, path: Path) -> Calibration:
     return Calibration(
         **sizes, rope=None, unit=UNITS[2], shares=content["shares"], windows={}, policy=None, budget=None
     )
-
-
-def _valid(content: dict) -> dict[str, bool]:
-    """Return for each key whether its value has the right type and range."""
-    texts = {name: isinstance(content[name], str) for name in ("model_type", "policy")}
-    numbers = {name: _size(content[name]) for name in (*SIZES[1:], "budget")}
-    windows, unit = content["windows"], content["unit"]
-    fractions = isinstance(windows, dict) and all(_fraction(value) for value in windows.values())
-    shares = (content["shares"] is None) == (unit == UNITS[0])
-    rope = content["rope"] is None or isinstance(content["rope"], dict)
-    return texts | numbers | {"rope": rope} | {"unit": unit in UNITS, "windows": fractions, "shares": shares}
-
-
-def _size(value: object) -> bool:
-    return type(value) is int and 1 <= value <= MAX_BUDGET
-
-
-def _fraction(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value <= 1

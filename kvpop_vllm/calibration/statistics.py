@@ -17,7 +17,6 @@ Functions that read or check a file raise ConfigError.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,10 +24,10 @@ import torch
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import read_json, replacing
+from kvpop_vllm.files import read_json
 from kvpop_vllm.rope import band_norms, check_rope, inverse_frequencies, rope_at
-from kvpop_vllm.schemas import NAME, Schema, integer
-from kvpop_vllm.tensor_files import reading, save_tensors
+from kvpop_vllm.schemas import NAME, Schema, check_same_model, integer
+from kvpop_vllm.tensor_files import reading, write_files
 
 ADVICE = "calibrate the model again"
 SCHEMA = Schema("query-statistics", advice=f": {ADVICE}")
@@ -105,21 +104,10 @@ class QueryStatistics:
             source: name of the folder in errors.
             model: sizes of the model and ``rope``, by the names of the attributes.
         """
-        remedy = "calibrate this model, or give its folder with --kv-calibration"
-        for name, value in model.items():
-            if name != "rope" and getattr(self, name) != value:
-                raise ConfigError(
-                    f"{source} was made for a model with {name} = {getattr(self, name)!r}, this one has {value!r}: {remedy}"
-                )
-        rope = model["rope"]
-        if rope is None:
+        if model["rope"] is None:
             raise ConfigError("layers of this model have different rotary embeddings: choose another policy")
-        for name in sorted({*self.rope, *rope}):
-            if self.rope.get(name) != rope.get(name):
-                raise ConfigError(
-                    f"{source} was made for rotary embeddings with {name} = {self.rope.get(name)!r}, this model has"
-                    f" {rope.get(name)!r}: {remedy}"
-                )
+        made_for = {name: getattr(self, name) for name in model}
+        check_same_model(made_for, model, source, "calibrate this model, or give its folder with --kv-calibration")
 
 
 def read_statistics(folder: str | Path) -> QueryStatistics:
@@ -162,10 +150,7 @@ def write_statistics(folder: str | Path, statistics: QueryStatistics) -> None:
     """
     folder = Path(folder)
     statistics.check(str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
     config = {name: value for name, value in asdict(statistics).items() if name not in ("mean", "norm")}
     parts = {"mean": statistics.mean, "norm": statistics.norm}
     flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in parts.items() for i, t in enumerate(layers)}
-    with replacing(folder / CONFIG_NAME) as text, replacing(folder / TENSORS_NAME) as tensors:
-        text.write_text(json.dumps(SCHEMA.header | config, indent=2) + "\n")
-        save_tensors(flat, tensors, mode_of=text)
+    write_files(folder, CONFIG_NAME, SCHEMA.header | config, TENSORS_NAME, flat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.model_hook import Attend, Dense
+from kvpop_vllm.model_hook import Attend, Dense, hidden_states
 
 ROWS = 256
 """Queries whose mask is in memory at once."""
@@ -22,10 +22,7 @@ def log_probabilities(
         attend: attention of the layers.
         index: which R of the tokens, a list or a slice.
     """
-    device = next(model.parameters()).device
-    row = {"input_ids": ids, "position_ids": positions}
-    row = {name: torch.as_tensor(values, device=device).unsqueeze(0) for name, values in row.items()}
-    hidden = model.get_decoder()(**row, use_cache=False, attend=attend).last_hidden_state[0, index]
+    hidden = hidden_states(model, ids, positions, attend)[index]
     return model.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
@@ -41,22 +38,6 @@ class Recorder(Dense):
         return super().__call__(layer, q, k, v, scale)
 
 
-class CompactAttend:
-    """Attention of own tokens over a cache with biases, which all of them see, and causally over each other.
-
-    Args:
-        layers: keys ``[H, P, D]``, values ``[H, P, D]`` and biases ``[H, P]`` or None of every layer.
-        segments: ``[R]``, number of the sequence that each own token belongs to; None if all are one.
-    """
-
-    def __init__(self, layers: list, segments: torch.Tensor | None = None):
-        self.layers, self.segments = layers, segments
-
-    def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
-        return attend(q, k, v, scale, *self.layers[layer], self.segments)
-
-
 def attend(q, k, v, scale, cache_k, cache_v, bias, segments=None) -> torch.Tensor:
     """Return the attention ``[1, Hq, R, D]`` of own tokens over a cache and over each other.
 
@@ -68,7 +49,7 @@ def attend(q, k, v, scale, cache_k, cache_v, bias, segments=None) -> torch.Tenso
         cache_k: ``[H, P, D]``.
         cache_v: ``[H, P, D]``.
         bias: ``[H, P]``, added to the scaled logits, or None.
-        segments: see :class:`CompactAttend`.
+        segments: ``[R]``, number of the sequence that each own token belongs to; None if all are one.
     """
     count, group = q.shape[2], q.shape[1] // k.shape[1]
     slots = cache_k.shape[1]

@@ -21,7 +21,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from safetensors import safe_open
@@ -29,9 +29,10 @@ from safetensors import safe_open
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import add_file, check_new, read_json
+from kvpop_vllm.hub import local_folder
 from kvpop_vllm.model_shape import read_model_config, shape_of, text_config
 from kvpop_vllm.rope import check_rope, rope_at, rope_of, turned
-from kvpop_vllm.schemas import NAME, Schema, integer
+from kvpop_vllm.schemas import NAME, Rule, Schema, check_same_model, integer
 from kvpop_vllm.tensor_files import reading, write_folder
 
 __all__ = [
@@ -70,46 +71,44 @@ Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Keys ``[H, P, D]``, values ``[H, P, D]`` and biases ``[H, P]`` or None."""
 
 
-@dataclass(frozen=True)
-class CartridgeConfig:
-    """Contents of ``kvpop_cartridge.json``.
+@dataclass(frozen=True, kw_only=True)
+class MadeFor:
+    """Config of a file that was made for one base model.
 
     Attributes:
+        schema: format of the file.
+        rules: rules of single values.
+        optional: keys that a file may lack.
         model_type: model type of the base model.
         num_layers: layers of the base model.
         num_kv_heads: H.
         head_dim: D.
         rope: rope parameters of the base model, see :func:`rope_of`.
-        slots: P, a multiple of 64.
-        next_position: position of the first own token on the cartridge's timeline.
-        method: how the cartridge was made.
         base: digests of the base model, see :func:`base_digests`.
         provenance: further JSON.
-        head: token ids with which the slots begin; a request's prompt begins with them too, and its own tokens are those
-            behind them. Empty if own tokens are the whole prompt.
     """
+
+    schema: ClassVar[Schema]
+    rules: ClassVar[dict[str, Rule]]
+    optional: ClassVar[tuple[str, ...]] = ()
 
     model_type: str
     num_layers: int
     num_kv_heads: int
     head_dim: int
     rope: dict
-    slots: int
-    next_position: int
-    method: str
     base: dict
     provenance: dict
-    head: list = field(default_factory=list)
 
     @classmethod
-    def from_dict(cls, raw: object, source: str = "this cartridge") -> CartridgeConfig:
+    def from_dict(cls, raw: object, source: str) -> Self:
         """Return the checked config of a decoded file; ``source`` names it in errors.
 
         Raises:
             ConfigError: a key is missing, unknown or has an impossible value.
         """
-        values = SCHEMA.body(raw, source)
-        SCHEMA.check_keys(values, [own.name for own in fields(cls)], ["head"], source)
+        values = cls.schema.body(raw, source)
+        cls.schema.check_keys(values, [key.name for key in fields(cls)], cls.optional, source)
         config = cls(**values)
         config.check(source)
         return config
@@ -120,8 +119,8 @@ class CartridgeConfig:
         Raises:
             ConfigError: a value is impossible.
         """
-        self.check("this cartridge")
-        return SCHEMA.header | asdict(self)
+        self.check(f"this {self.schema.kind}")
+        return self.schema.header | asdict(self)
 
     def check(self, source: str) -> None:
         """Check all values.
@@ -129,8 +128,40 @@ class CartridgeConfig:
         Raises:
             ConfigError: one is impossible; ``source`` is named.
         """
-        SCHEMA.check(vars(self), RULES, source)
-        check_made_for(self, SCHEMA, source)
+        self.schema.check(vars(self), self.rules, source)
+        check_rope(self.rope, source)
+        if not isinstance(self.base, Mapping) or set(self.base) != {"config", "weights"}:
+            raise ConfigError(f"{source}: base must hold the digests config and weights{self.schema.advice}")
+        if not all(isinstance(digest, str | None) for digest in self.base.values()):
+            raise ConfigError(f"{source}: the digests of base must be text{self.schema.advice}")
+        if not isinstance(self.provenance, Mapping):
+            raise ConfigError(f"{source}: provenance must be an object{self.schema.advice}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CartridgeConfig(MadeFor):
+    """Contents of ``kvpop_cartridge.json``.
+
+    Attributes:
+        slots: P, a multiple of 64.
+        next_position: position of the first own token on the cartridge's timeline.
+        method: how the cartridge was made.
+        head: token ids with which the slots begin; a request's prompt begins with them too, and its own tokens are those
+            behind them. Empty if own tokens are the whole prompt.
+    """
+
+    schema = SCHEMA
+    rules = RULES
+    optional = ("head",)
+
+    slots: int
+    next_position: int
+    method: str
+    head: list = field(default_factory=list)
+
+    def check(self, source: str) -> None:
+        """Check all values; see :meth:`MadeFor.check`."""
+        super().check(source)
         if self.slots % BLOCK_SLOTS:
             raise ConfigError(
                 f"{source}: {self.slots} slots are no multiple of {BLOCK_SLOTS}: pad with slots of bias -1e30"
@@ -139,21 +170,6 @@ class CartridgeConfig:
             raise ConfigError(f"{source}: head must be a list of token ids{SCHEMA.advice}")
         if len(self.head) > self.next_position:
             raise ConfigError(f"{source}: head has more tokens than next_position: write the cartridge again")
-
-
-def check_made_for(config: object, schema: Schema, source: str) -> None:
-    """Check rope parameters, digests of the base model and provenance of a cartridge's or compactor's config.
-
-    Raises:
-        ConfigError: one is impossible; ``source`` is named.
-    """
-    check_rope(config.rope, source)
-    if not isinstance(config.base, Mapping) or set(config.base) != {"config", "weights"}:
-        raise ConfigError(f"{source}: base must hold the digests config and weights{schema.advice}")
-    if not isinstance(config.base["config"], str | None) or not isinstance(config.base["weights"], str | None):
-        raise ConfigError(f"{source}: the digests of base must be text{schema.advice}")
-    if not isinstance(config.provenance, Mapping):
-        raise ConfigError(f"{source}: provenance must be an object{schema.advice}")
 
 
 class Cartridge(NamedTuple):
@@ -200,7 +216,7 @@ def read_config(folder: str | Path) -> CartridgeConfig:
     Raises:
         ConfigError: the folder or file does not exist, is not JSON, or has invalid contents.
     """
-    folder = Path(folder)
+    folder = local_folder(folder)
     path = folder / CONFIG_NAME
     if not path.is_file():
         _refuse_pickle(folder)
@@ -225,7 +241,8 @@ def read_cartridge(folder: str | Path) -> Cartridge:
         ConfigError: as :func:`read_config`; or the tensor file is missing, damaged or a pickle, or a tensor is
             missing, unknown, or has a wrong shape, dtype or value.
     """
-    config, path = read_config(folder), Path(folder) / TENSORS_NAME
+    folder = local_folder(folder)
+    config, path = read_config(folder), folder / TENSORS_NAME
     if not path.is_file():
         _refuse_pickle(path.parent)
         raise ConfigError(f"no cartridge at {str(folder)!r}: {TENSORS_NAME} is missing; copy the whole folder")
@@ -235,7 +252,7 @@ def read_cartridge(folder: str | Path) -> Cartridge:
         names = _check_headers(config, found, str(path))
         layers = [tuple(name and file.get_tensor(name) for name in own) for own in names]
     _check_values(layers, str(path))
-    return Cartridge(config, layers, digest_of(Path(folder), CONFIG_NAME, TENSORS_NAME))
+    return Cartridge(config, layers, digest_of(folder, CONFIG_NAME, TENSORS_NAME))
 
 
 def _check_headers(config: CartridgeConfig, found: dict, source: str) -> list[tuple[str, str, str | None]]:
@@ -397,19 +414,9 @@ def check_base(
     """
     folder = model if isinstance(model, str | Path) else weights
     resolved, name = _resolved(model), str(folder or "the model")
-    shape, rope = shape_of(resolved, name), rope_of(resolved)
-    for key in ("model_type", "num_layers", "num_kv_heads", "head_dim"):
-        if shape[key] != getattr(config, key):
-            raise ConfigError(
-                f"{source} was made for a model with {key} = {getattr(config, key)!r}, {name} has {shape[key]!r}: give"
-                f" a {kind} of this model"
-            )
-    if rope != (own := rope_of({"rope_parameters": config.rope})):
-        key = next(key for key in sorted(set(rope) | set(own)) if rope.get(key) != own.get(key))
-        raise ConfigError(
-            f"{source} was made for rotary embeddings with {key} = {own.get(key)!r}, {name} has {rope.get(key)!r}: give"
-            f" a {kind} of this model"
-        )
+    properties = shape_of(resolved, name) | {"rope": rope_of(resolved)}
+    made_for = {key: getattr(config, key) for key in MODEL_RULES} | {"rope": rope_of({"rope_parameters": config.rope})}
+    check_same_model(made_for, properties, source, f"give a {kind} of this model", name)
     digests = {"config": _config_digest(resolved, name), "weights": _weights_digest(Path(folder)) if folder else None}
     for key, value in digests.items():
         if None not in (value, config.base[key]) and value != config.base[key]:

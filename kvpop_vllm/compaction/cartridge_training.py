@@ -37,13 +37,15 @@ from kvpop_vllm.compaction.conversations import (
 )
 from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
-from kvpop_vllm.compaction.run import CompactOptions, Progress, check_length, corpus_of, load, slots_of
+from kvpop_vllm.compaction.run import CompactOptions, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
 from kvpop_vllm.compaction.trained_cache import TrainedCache, losses, packs
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.training_loop import CosineLoop, check_same_run, write_next_to_run
+from kvpop_vllm.files import whole_lines
 from kvpop_vllm.model_shape import positions_of, read_model_config
+from kvpop_vllm.progress import progress
 from kvpop_vllm.rope import rope_at, turned
 
 Engine = Callable[[str, str, int, set[int]], AbstractContextManager[Sampler]]
@@ -142,10 +144,10 @@ def train_cartridge(
         own = nullcontext(TransformersSampler(loaded, stop)) if loaded is not None else None
         todo = -(-training.conversations // ROUND) - _rounds(path, training.conversations)
         if todo:
-            done = Progress(todo, "round of conversations")
-            with own or engine(model, options.dtype, chunk + room, stop) as sample:
-                many, seed = training.conversations, options.seed
-                make_conversations(path, place, tokens, many, sample, longest=chunk, seed=seed, done=done)
+            many, how = training.conversations, {"longest": chunk, "seed": options.seed}
+            start_engine = own or engine(model, options.dtype, chunk + room, stop)
+            with start_engine as sample, progress(todo, "rounds of conversations") as tick:
+                make_conversations(path, place, tokens, many, sample, **how, done=lambda: tick(1))
         conversations = read_conversations(path)
     loaded = load(model, options.dtype) if loaded is None else loaded
     layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
@@ -204,7 +206,7 @@ def stop_tokens(model: str, tokenizer) -> set[int]:
 
 def _rounds(path: Path, count: int) -> int:
     """Return how many rounds of conversations a file holds."""
-    found = min(count, sum(line.endswith("\n") for line in path.open(encoding="utf-8"))) if path.exists() else 0
+    found = min(count, len(whole_lines(path)))
     return -(-count // ROUND) if found == count else found // ROUND
 
 

@@ -6,7 +6,7 @@ A folder holds ``kvpop_compactor.json`` and ``kvpop_compactor.safetensors``, wit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
-from kvpop_vllm.compaction.cartridge import DTYPES, MODEL_RULES, check_base, check_made_for, digest_of
+from kvpop_vllm.compaction.cartridge import DTYPES, MODEL_RULES, MadeFor, check_base, digest_of
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
@@ -33,49 +33,28 @@ RULES = MODEL_RULES | {"slots": integer(1), "width": integer(1)}
 """Rules of single fields of a compactor's config."""
 
 
-@dataclass(frozen=True)
-class CompactorConfig:
+@dataclass(frozen=True, kw_only=True)
+class CompactorConfig(MadeFor):
     """Contents of ``kvpop_compactor.json``.
 
     Attributes:
-        model_type: model type of the base model.
-        num_layers: layers of the base model.
-        num_kv_heads: H.
-        head_dim: D.
-        rope: rope parameters of the base model.
-        base: digests of the base model, see :func:`kvpop_vllm.compaction.cartridge.base_digests`.
         slots: P, a multiple of 64.
         width: channels of the compactor's queries and keys, an even number.
-        provenance: further JSON.
     """
 
-    model_type: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    rope: dict
-    base: dict
+    schema = SCHEMA
+    rules = RULES
+
     slots: int
     width: int
-    provenance: dict
 
-    @classmethod
-    def from_dict(cls, raw: object, source: str) -> CompactorConfig:
-        """Return the checked config of a decoded file; ``source`` names it in errors.
-
-        Raises:
-            ConfigError: a key is missing, unknown or has an impossible value.
-        """
-        values = SCHEMA.body(raw, source)
-        SCHEMA.check_keys(values, [own.name for own in fields(cls)], (), source)
-        SCHEMA.check(values, RULES, source)
-        config = cls(**values)
-        check_made_for(config, SCHEMA, source)
-        if config.slots % BLOCK_SLOTS or config.width % 2 or config.width > 2 * config.head_dim:
+    def check(self, source: str) -> None:
+        """Check all values; see :meth:`MadeFor.check`."""
+        super().check(source)
+        if self.slots % BLOCK_SLOTS or self.width % 2 or self.width > 2 * self.head_dim:
             raise ConfigError(
-                f"{source}: slots {config.slots} or width {config.width} is impossible: copy the compactor again"
+                f"{source}: slots {self.slots} or width {self.width} is impossible: copy the compactor again"
             )
-        return config
 
     def build(self) -> Compactor:
         """Return an untrained compactor of these sizes."""
@@ -156,4 +135,4 @@ def write_compactor(folder: str | Path, config: CompactorConfig, module: Compact
     named = {name: own.detach().cpu().half().contiguous() for name, own in module.state_dict().items()}
     if bad := next((name for name, own in named.items() if not bool(own.isfinite().all())), None):
         raise ConfigError(f"tensor {bad} of the compactor is not finite in float16: train with a lower --lr")
-    write_folder(folder, CONFIG_NAME, SCHEMA.header | asdict(config), TENSORS_NAME, named)
+    write_folder(folder, CONFIG_NAME, config.to_dict(), TENSORS_NAME, named)

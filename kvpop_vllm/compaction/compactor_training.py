@@ -12,12 +12,13 @@ import torch
 
 from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
-from kvpop_vllm.compaction.cache_attention import CompactAttend, Recorder, log_probabilities
+from kvpop_vllm.compaction.cache_attention import Recorder, log_probabilities
 from kvpop_vllm.compaction.cartridge import Layer, base_of
 from kvpop_vllm.compaction.compactor_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.compaction.still import WIDTH, Compactor
+from kvpop_vllm.compaction.trained_cache import Packed
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.run import load_tokenizer
@@ -114,7 +115,8 @@ def still_losses(
     with torch.no_grad():
         teacher = log_probabilities(model, tokens[:-1], positions[:-1], recorder, slice(size, None))
     layers = compactor([(k[:, :size], v[:, :size]) for k, v in recorder.layers])
-    student = log_probabilities(model, tokens[size:-1], positions[size:-1], CompactAttend(layers), slice(None))
+    student_attend = Packed(layers, [len(tokens) - 1 - size])
+    student = log_probabilities(model, tokens[size:-1], positions[size:-1], student_attend, slice(None))
     kl = (teacher.exp() * (teacher - student)).sum(-1).mean()
     return kl, -student.gather(1, tokens[size + 1 :, None]).mean()
 

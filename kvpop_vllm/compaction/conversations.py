@@ -17,7 +17,7 @@ import torch
 
 from kvpop_vllm.compaction.prompt_place import Place
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import write_whole
+from kvpop_vllm.files import whole_lines, write_whole
 
 SEEDS = {
     "summary": (
@@ -187,7 +187,7 @@ def make_conversations(
         seed: seed of chunks, prompts and samples.
         done: called after each round.
     """
-    lines = _whole_lines(path)[:count]
+    lines = whole_lines(path)[:count]
     lines = lines[: len(lines) if len(lines) == count else len(lines) // ROUND * ROUND]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(lines))
@@ -200,13 +200,7 @@ def make_conversations(
 
 def read_conversations(path: Path) -> list[Conversation]:
     """Return the conversations of a file."""
-    return [Conversation(**json.loads(line)) for line in _whole_lines(path)]
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """Return the lines of a file with their ends, without a last one that has none."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [line for line in lines if line.endswith("\n")]
+    return [Conversation(**json.loads(line)) for line in whole_lines(path)]
 
 
 def _round(place: Place, tokens, numbers: range, sample: Sampler, longest: int, seed: int) -> list[Conversation]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpop_vllm.compaction.cache_attention import Recorder, attend
+from kvpop_vllm.model_hook import hidden_states
 from kvpop_vllm.rules.matching import Matching, match, padded
 
 
@@ -35,15 +36,8 @@ class Reference:
 def read_corpus(model, tokens: list[int], first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return every layer's keys and values ``[H, T, D]`` of a text that begins at position ``first``."""
     recorder = Recorder()
-    _forward(model, tokens, torch.arange(len(tokens)) + first, recorder)
+    hidden_states(model, tokens, range(first, first + len(tokens)), recorder)
     return recorder.layers
-
-
-def _forward(model, tokens, positions, attend):
-    device = next(model.parameters()).device
-    ids = torch.tensor(tokens, device=device).unsqueeze(0)
-    decoder = model.get_decoder()
-    return decoder(input_ids=ids, position_ids=positions.to(device).unsqueeze(0), use_cache=False, attend=attend)
 
 
 class Fitting:
@@ -145,5 +139,5 @@ def fit(model, fitting: Fitting, reference: Reference, tokens: int) -> list[tupl
     """
     positions = torch.cat([torch.arange(len(own)) for own in reference.sequences]) + tokens
     with torch.no_grad():
-        _forward(model, [t for own in reference.sequences for t in own], positions, fitting)
+        hidden_states(model, [t for own in reference.sequences for t in own], positions, fitting)
     return fitting.layers

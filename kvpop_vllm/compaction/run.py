@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from tqdm import tqdm
 
 from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
@@ -27,11 +25,11 @@ from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
 from kvpop_vllm.files import check_new
-from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.model_hook import check_rotation, load_model
 from kvpop_vllm.model_shape import positions_of, read_model_config
 from kvpop_vllm.policies.allocators import proportional
+from kvpop_vllm.progress import progress
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.rules.matching import Matching
 from kvpop_vllm.supported import unserved
 
@@ -73,29 +71,6 @@ class CompactOptions:
     compactor: str | None = None
     place: str | None = None
     system: str | None = None
-
-
-class Progress:
-    """Progress bar on a terminal, lines elsewhere; both on stderr.
-
-    Args:
-        total: number of steps.
-        unit: name of a step.
-    """
-
-    def __init__(self, total: int, unit: str):
-        self.total, self.unit, self.count = total, unit, 0
-        self.bar = tqdm(total=total, unit=unit) if sys.stderr.isatty() else None
-
-    def __call__(self) -> None:
-        """Report one more step."""
-        self.count += 1
-        if self.bar is not None:
-            self.bar.update()
-            if self.count == self.total:
-                self.bar.close()
-        elif self.count * 10 // self.total > (self.count - 1) * 10 // self.total:
-            print(f"{self.unit} {self.count} of {self.total}", file=sys.stderr, flush=True)
 
 
 def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
@@ -223,34 +198,14 @@ def load(model: str, dtype: str) -> torch.nn.Module:
     """Return the model for inference on the default device.
 
     Raises:
-        ConfigError: it cannot be loaded, has layers other than full attention, or one that rotates keys in another way
-            than :func:`kvpop_vllm.rope.turned`.
+        ConfigError: it cannot be loaded, has layers other than full attention, or as
+            :func:`kvpop_vllm.model_hook.check_rotation`.
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
     if features := unserved(loaded.config.get_text_config(), {}, positions_of(loaded.config)):
         raise ConfigError(f"a cartridge cannot serve a model with {features[0]}: choose another model")
     check_rotation(loaded, base_of(model)["rope"])
     return loaded
-
-
-@torch.no_grad()
-def check_rotation(model: torch.nn.Module, rope: dict, shift: int = 100) -> None:
-    """Check that every layer of a model rotates a key as :func:`turned` does, or not at all if ``rope`` says so.
-
-    A token alone attends to itself, so that its keys at two positions differ by their rotation in every layer.
-
-    Raises:
-        ConfigError: one does not; the first is named.
-    """
-    near, far = (read_corpus(model, [1], first=position) for position in (0, shift))
-    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 3e-2
-    for i, ((k, _), (later, _)) in enumerate(zip(near, far, strict=True)):
-        k, later = k.float(), later.float()
-        if (turned(k, shift, rope_at(rope, i)) - later).norm() > limit * later.norm():
-            raise ConfigError(
-                f"layer {i} of the model does not rotate keys as its config says, with channels paired as in Llama: choose"
-                " another model"
-            )
 
 
 @torch.no_grad()
@@ -282,22 +237,22 @@ def layers_of(
     chunks = list(zip([0, *ends], ends, strict=False))
     caches = read_corpus(model, tokens)
     if options.queries == "self-study":
-        done = Progress(options.answers, "answer")
-        reference = self_study(
-            model, place, corpus, caches, positions, answers=options.answers, seed=options.seed, done=done
-        )
+        how = {"answers": options.answers, "seed": options.seed}
+        with progress(options.answers, "answers") as tick:
+            reference = self_study(model, place, corpus, caches, positions, **how, done=lambda: tick(1))
     else:
         reference = repeat_prefill(place, corpus, chunks, positions)
-    fitting = Fitting(
-        caches,
-        reference,
-        budgets,
-        chunks,
-        options.matching,
-        on_policy=options.on_policy,
-        queries=options.reference,
-        seed=options.seed,
-        slots=slots,
-        done=Progress(len(budgets), "layer"),
-    )
-    return fit(model, fitting, reference, len(tokens)), len(tokens)
+    with progress(len(budgets), "layers") as tick:
+        fitting = Fitting(
+            caches,
+            reference,
+            budgets,
+            chunks,
+            options.matching,
+            on_policy=options.on_policy,
+            queries=options.reference,
+            seed=options.seed,
+            slots=slots,
+            done=lambda: tick(1),
+        )
+        return fit(model, fitting, reference, len(tokens)), len(tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvpop_vllm.files import naming, write_figure, write_whole
+from kvpop_vllm.files import naming, whole_lines, write_figure, write_whole
 
 
 class Metrics:
@@ -62,13 +62,7 @@ class Metrics:
 
 def read_metrics(path: Path) -> list[dict]:
     """Return the rows of a ``metrics.jsonl``, without a last line that is incomplete."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+    return list(map(json.loads, whole_lines(path)))
 
 
 def plot(rows: list[dict], path: Path) -> None:

@@ -25,7 +25,7 @@ def load_tokenizer(model: str | Path):
         ConfigError: there is none that loads.
     """
     try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
 from kvpop_vllm.distill.decays import fit_decays
 from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
 from kvpop_vllm.distill.student import Student, Teacher
-from kvpop_vllm.distill.training_loop import Loop, check_settings, read_settings
+from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, read_settings
 from kvpop_vllm.files import replacing, write_whole
 from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
 from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
@@ -202,17 +201,9 @@ class Trainer(Loop):
     def rate(self, step: int, peak: float, end: float | None) -> float:
         """Return a learning rate (KVpop Table 3).
 
-        It rises linearly in the warm-up, then falls as a cosine from peak to end. It is ``peak`` at steps
-        ``warmup - 1`` and ``warmup``, and ``end`` at the last step, unless the warm-up lasts until then.
-        Without an end it is constant.
+        It is that of :func:`cosine`. Without an end it is constant.
         """
-        warmup, last = self.recipe.warmup, self.recipe.steps - 1
-        if end is None:
-            return peak
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        progress = (step - warmup) / (last - warmup) if step < last else 1.0
-        return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
+        return peak if end is None else cosine(step, self.recipe.steps, self.recipe.warmup, peak, end)
 
     def finish(self, last: dict[str, float]) -> dict[str, float]:
         """Fit decays if asked, write what was trained, and return the metrics, with ``lost_mass`` of fitted decays."""

@@ -82,6 +82,18 @@ def write_next_to_run(out: Path, write: Callable[[Path], None], *names: str) -> 
     remove(draft)
 
 
+def cosine(step: int, steps: int, warmup: int, peak: float, end: float) -> float:
+    """Return the learning rate of a step, which rises linearly in the warm-up and then falls as a cosine.
+
+    It is ``peak`` at steps ``warmup - 1`` and ``warmup``, and ``end`` at the last of ``steps``, unless the warm-up lasts
+    until then.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / (steps - 1 - warmup) if step < steps - 1 else 1.0
+    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
 class Loop(ABC):
     """Training loop, for one process or many; the same call continues a run that was stopped.
 
@@ -205,11 +217,7 @@ class CosineLoop(Loop):
 
     def rate(self, step: int) -> float:
         """Return a learning rate: it rises over the first twentieth of the steps, then falls as a cosine to a tenth."""
-        warmup = max(1, self.steps // 20)
-        if step < warmup:
-            return self.lr * (step + 1) / warmup
-        progress = (step - warmup) / max(1, self.steps - 1 - warmup)
-        return self.lr * (END + (1 - END) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return cosine(step, self.steps, max(1, self.steps // 20), self.lr, END * self.lr)
 
     def rates(self, step: int) -> list[float]:
         """Return the learning rate of the only group of parameters in a step."""

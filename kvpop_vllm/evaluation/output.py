@@ -1,22 +1,18 @@
-"""Output of evaluations: a table on stdout, progress and notes on stderr, and records in a file."""
+"""Output of evaluations: a table on stdout, notes on stderr, and records in a file."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.statistics import INTERVAL
 from kvpop_vllm.files import naming
 
-SECONDS = 60
-"""Seconds between lines of progress in a log."""
 DECIMALS = {"MiB": 1, "kl ratio": 3, "kl_message ratio": 3, "gap ratio": 3, "written": 0, "build s": 1, "first s": 2}
 DECIMALS |= dict.fromkeys(("exact", "partial", "of dense", "difference", "right", "before_error", "answered"), 3)
 """Decimals of a column's floats, if not four."""
@@ -25,36 +21,6 @@ DECIMALS |= dict.fromkeys(("exact", "partial", "of dense", "difference", "right"
 def note(line: str) -> None:
     """Print a line about the evaluation to stderr; stdout holds the table alone."""
     print(line, file=sys.stderr)
-
-
-@contextmanager
-def progress(total: float, what: str) -> Iterator[Callable[[float], object]]:
-    """Show on stderr how much is done: a bar on a terminal, else a line at most every minute.
-
-    Args:
-        total: amount of work in any unit.
-        what: name of the work.
-
-    Yields:
-        A function to call with the amount that was done since.
-    """
-    shown = "{desc}: {percentage:3.0f}%, {elapsed} so far, {remaining} left"
-    options = {"miniters": 0, "mininterval": SECONDS, "file": _Lines(), "bar_format": shown}
-    if sys.stderr.isatty():
-        options = {"bar_format": shown.replace("%,", "%|{bar}|")}
-    with tqdm(total=total, desc=what, **options) as bar:
-        yield bar.update
-
-
-class _Lines:
-    """Output of tqdm as lines on stderr."""
-
-    def write(self, text: str) -> None:
-        if text := text.strip("\r\n "):
-            note(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
 
 
 def read_records(path: str) -> tuple[dict, list[dict]]:

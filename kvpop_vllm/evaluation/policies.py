@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -271,42 +270,3 @@ def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
     check_model(config, **folder_sizes(model), source=folder)
     (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)
     return PolicySpec(folder, policy, scorer=folder), config.retention
-
-
-def in_registry(
-    scorers: Iterable[str], model: str | Path, calibration: str | None = None
-) -> tuple[list[PolicySpec], list[str]]:
-    """Return a spec for every registered policy that evicts.
-
-    Policies that need a scorer appear once for each scorer of their kind.
-
-    Args:
-        scorers: scorer folders.
-        model: folder of the model.
-        calibration: folder of ``kvpop calibrate``, or None.
-
-    Returns:
-        The specs, named after their policies (and folders, if a policy has several), and for each policy
-        that is left out a line with the reason.
-    """
-    found, broken = policies.loadable()
-    folders: dict[str, list[PolicySpec]] = {}
-    for folder in scorers:
-        spec, _ = learned(folder, model)
-        folders.setdefault(spec.policy, []).append(spec)
-    specs = []
-    for cls in found:
-        if cls.keeps_all:
-            continue
-        if cls.calibrated and calibration is None:
-            broken.append(f"{cls.name} needs statistics of the model's queries: give --calibration DIR")
-            continue
-        if cls.scorer_kind is None:
-            specs.append(training_free(cls.name).measured(calibration))
-            continue
-        mine = folders.get(cls.name, [])
-        if not mine:
-            broken.append(f"{cls.name} needs a scorer of kind {cls.scorer_kind!r}: give --scorer DIR")
-        one = len(mine) == 1
-        specs += [replace(c, name=cls.name if one else f"{cls.name}, {c.scorer}") for c in mine]
-    return specs, broken

@@ -21,12 +21,13 @@ from kvpop_vllm.evaluation import options as asked
 from kvpop_vllm.evaluation import reasoning, replay, retrieval, summaries
 from kvpop_vllm.evaluation.backends import Backend, Run, Sampling, TransformersBackend
 from kvpop_vllm.evaluation.haystack import Row, replay_rows, rows_in_turn, sentences, units_of
-from kvpop_vllm.evaluation.output import format_table, note, progress, records_file
+from kvpop_vllm.evaluation.output import format_table, note, records_file
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from kvpop_vllm.evaluation.report import Report
 from kvpop_vllm.evaluation.runner import DENSE, OWN, Runs, Setting, dense_bytes, described, evaluate, resolve_all
 from kvpop_vllm.evaluation.statistics import LEAST
 from kvpop_vllm.model_shape import ModelShape, check_length, vocabulary_of
+from kvpop_vllm.progress import progress
 
 DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
 """Policies of ``--task text`` if none are named."""

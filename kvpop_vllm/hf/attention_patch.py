@@ -20,11 +20,12 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch
 from transformers import DynamicCache, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 
+from kvpop_vllm.cache.step import StepPlan
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf.checks import refuse_model
 from kvpop_vllm.model_hook import CACHE_NAME, NAME, GateInputs, borrow_channel, borrowed_share, show_hidden_states
@@ -85,6 +86,7 @@ class Step(GateInputs):
     Attributes:
         thread: thread of the pass.
         length: L.
+        plans: plan of the pass; several if layers differ in their devices or numbers of blocks.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Step(GateInputs):
         super().__init__()
         self.cache, self.positions, self.starts, self.counts, self.recorded = cache, positions, starts, counts, recorded
         self.thread, self.length = threading.get_ident(), positions.shape[1]
+        self.plans: dict[Hashable, StepPlan] = {}
 
     @torch.compiler.disable  # the kernels cannot be compiled
     def __call__(self, layer, q, k, v, scale):
@@ -112,18 +115,23 @@ class Step(GateInputs):
         cache, gate, signals = self.cache, self.cache.gates[layer], self.signals(layer, k, v)
         device = cache.device or q.device
         gate_scores = None if gate is None else gate.to(k.device)(signals).to(device)
-        own, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
+        model_device, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
         pages = cache.layer(layer, q, k, v, scale)
         if layer in cache.attended:
             raise ConfigError(
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
             )
         cache.attended.add(layer)
-        if self.starts is None:
-            batch = pages.decode(cache.protected)
-        else:
-            batch = pages.prefill(self.starts, self.counts, self.length, cache.protected)
-        return pages.attend(q, k, v, batch, gate_scores).to(own)
+        return pages.attend(q, k, v, self._plan(pages).batch(pages.shares), gate_scores).to(model_device)
+
+    def _plan(self, pages) -> StepPlan:
+        """Return the plan of the pass for the pages of a layer, made once for all layers with the same block numbers."""
+        if (key := pages.plan_key) not in self.plans:
+            if self.starts is None:
+                self.plans[key] = pages.plan_decode(self.cache.protected)
+            else:
+                self.plans[key] = pages.plan_prefill(self.starts, self.counts, self.length, self.cache.protected)
+        return self.plans[key]
 
 
 def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:

@@ -71,6 +71,7 @@ class KVpopCache(Cache, AttentionCache):
         sinks: as in :class:`kvpop_vllm.config.PolicySettings`.
         window: as in :class:`kvpop_vllm.config.PolicySettings`.
         scorer: scorer folder; by default the model's own scorer if it is a full checkpoint.
+        map: as in :class:`kvpop_vllm.config.PolicySettings`.
         calibration: as in :class:`kvpop_vllm.config.PolicySettings`.
         correction: as in :class:`kvpop_vllm.config.PolicySettings`.
         allocator: as in :class:`kvpop_vllm.config.PolicySettings`.
@@ -111,6 +112,7 @@ class KVpopCache(Cache, AttentionCache):
         sinks: int | None = None,
         window: int | None = None,
         scorer: str | PathLike | None = None,
+        map: str | PathLike | None = None,
         calibration: str | PathLike | None = None,
         correction: str | None = None,
         allocator: str | PathLike | None = None,
@@ -125,17 +127,17 @@ class KVpopCache(Cache, AttentionCache):
         check_model(model, max_length)
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
-        given = dict(policy=policy, compression=compression, sinks=sinks, window=window)
-        given |= dict(correction=correction)
-        for name, value in (("scorer", scorer), ("calibration", calibration), ("allocator", allocator)):
-            given[name] = str(value) if isinstance(value, PathLike) else value
+        arguments = dict(policy=policy, compression=compression, sinks=sinks, window=window, correction=correction)
+        files = ("scorer", scorer), ("map", map), ("calibration", calibration), ("allocator", allocator)
+        for name, value in files:
+            arguments[name] = str(value) if isinstance(value, PathLike) else value
         try:
             self._rows = Rows(budget, protect_prompt, seed, prompt)
-            settings = parse_settings(given | self._rows.settings())
+            settings = parse_settings(arguments | self._rows.settings())
             self.policy = resolve(model, settings, max_length)
             self._rows.check(self.policy)
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
-            self.policy.checked_shares(heads)
+            self._budgets = self._rows.head_budgets(self.policy)
             self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
             self._made = slots_of(cartridge, model, self.policy)
             self.head = self._made.head
@@ -212,8 +214,8 @@ class KVpopCache(Cache, AttentionCache):
 
         The number is constant from the first token on, except for protected prefixes.
         """
-        clocks = sum(3 * sequence_lengths.positions.nbytes for sequence_lengths in self._lengths_by_device.values())
-        return clocks + sum(layer.allocated_bytes() for layer in self._layers.values())
+        lengths = sum(sequence_lengths.allocated_bytes() for sequence_lengths in self._lengths_by_device.values())
+        return lengths + sum(layer.allocated_bytes() for layer in self._layers.values())
 
     def dense_bytes(self) -> int:
         """Return the bytes that a ``DynamicCache`` would hold now: keys and values of all tokens and pads."""
@@ -278,19 +280,19 @@ class KVpopCache(Cache, AttentionCache):
         sequence_lengths = self._sequence_lengths(inputs.device, rows)
         protected = self.protected or [made] * rows
         if decoding or length == 1 and all(counts) and not self._protects:
-            own, starts = sequence_lengths.positions.unsqueeze(1).clone(), None
+            position_ids, starts = sequence_lengths.positions.unsqueeze(1).clone(), None
         else:
             shift = torch.tensor([end - length for end in after]).unsqueeze(1)
-            own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
+            position_ids, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
             # a prompt, or the rest of one
             protected = [
-                made + protected_tokens(asked, end - made) if columns < self._columns or p == seen else p
-                for asked, p, seen, end in zip(
+                made + protected_tokens(protect, end - made) if columns < self._columns or p == seen else p
+                for protect, p, seen, end in zip(
                     self._rows.protects(self.policy, rows), protected, lengths, after, strict=True
                 )
             ]
         if look and positions is not None:
-            check_positions(positions, own - made, counts)
+            check_positions(positions, position_ids - made, counts)
         if self.text is not None and self.next_text is not None and len(self.text) == len(self.next_text):
             check_text(self.next_text, self.text, mask, columns)
         self.next_text = None
@@ -299,15 +301,15 @@ class KVpopCache(Cache, AttentionCache):
         self._before = self._columns, self._lengths, self.protected
         self._go_to(columns, lengths, protected)
         self.attended = set()
-        return Step(self, own, starts, counts, recorded)
+        return Step(self, position_ids, starts, counts, recorded)
 
     def _go_to(self, columns: int, lengths: list[int], protected: list[int]) -> None:
         """Set the columns and tokens seen, and the protected tokens, on the host and on all devices."""
-        for each in self._lengths_by_device.values() if lengths else ():
+        for sequence_lengths in self._lengths_by_device.values() if lengths else ():
             if columns != self._columns:
-                each.positions.copy_(torch.tensor(lengths))
+                sequence_lengths.positions.copy_(torch.tensor(lengths))
             if protected != self.protected:
-                each.protected.copy_(torch.tensor(protected))
+                sequence_lengths.protected.copy_(torch.tensor(protected))
         if self.text is not None and columns < self._columns:
             self.text = self.text[:, :columns]
         self._columns, self._lengths, self.protected = columns, lengths, protected
@@ -325,19 +327,19 @@ class KVpopCache(Cache, AttentionCache):
         Raises:
             ValueError: a longer pass without either is ambiguous.
         """
-        kept, told = self.get_seq_length(), self._columns
+        reusable, columns = self.get_seq_length(), self._columns
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            told = mask.shape[1] - length
-        elif length > 1 and kept < told and positions is not None:
-            told = int(positions[0, 0])
-        elif length > 1 and kept < told:
+            columns = mask.shape[1] - length
+        elif length > 1 and reusable < columns and positions is not None:
+            columns = int(positions[0, 0])
+        elif length > 1 and reusable < columns:
             raise ValueError(
-                f"{length} columns may follow the {told} that were seen or the {kept} that are protected: give attention_mask or"
+                f"{length} columns may follow the {columns} that were seen or the {reusable} that are protected: give attention_mask or"
                 " position_ids"
             )
-        if told != kept or kept == self._columns:
+        if columns != reusable or reusable == self._columns:
             return self._columns, self._lengths
-        return kept, [max(0, seen - (self._columns - kept)) for seen in self._lengths]
+        return reusable, [max(0, seen - (self._columns - reusable)) for seen in self._lengths]
 
     def _make_room(self, layer: LayerPages, protected: list[int]) -> None:
         """Allocate pages for the protected tokens in a layer.
@@ -367,11 +369,11 @@ class KVpopCache(Cache, AttentionCache):
         Raises:
             ValueError: a row is longer than the sequences that the cache was made for.
         """
-        most = self._max_length
-        if most is not None and max(lengths) > most:
+        longest = self._max_length
+        if longest is not None and max(lengths) > longest:
             why = f"which {self.policy.name} keeps" if self.policy.keeps_all else "up to which the model attends alike"
             raise ValueError(
-                f"{max(lengths)} tokens are more than max_length {most}, {why}: raise max_length, or shorten the text"
+                f"{max(lengths)} tokens are more than max_length {longest}, {why}: raise max_length, or shorten the text"
             )
 
     def _sequence_lengths(self, device: torch.device, rows: int) -> SequenceLengths:
@@ -379,7 +381,7 @@ class KVpopCache(Cache, AttentionCache):
         if device not in self._lengths_by_device:
             with torch.inference_mode(False):
                 made = self._made.count
-                sequence_lengths = SequenceLengths(self._rows.seeds(rows), device, made)
+                sequence_lengths = SequenceLengths(self._rows.requests(self.policy, rows, made), device)
             self._lengths_by_device[device] = sequence_lengths
             sequence_lengths.positions.copy_(torch.tensor(self._lengths or [made] * rows))
             sequence_lengths.protected.copy_(torch.tensor(self.protected or [made] * rows))
@@ -400,11 +402,11 @@ class KVpopCache(Cache, AttentionCache):
                 size, or the kernels of the device do not support them.
             ValueError: a CUDA graph holds the pages, and others are needed.
         """
-        known = self._layers.get(index)
+        pages_before = self._layers.get(index)
         if (
-            known is None
+            pages_before is None
             or not self._columns
-            and (known.pages.layout.dtype, known.pages.raw.device) != (k.dtype, k.device)
+            and (pages_before.pages.layout.dtype, pages_before.pages.raw.device) != (k.dtype, k.device)
         ):
             shape = self.policy.model
             expected = len(self._lengths), shape.num_kv_heads, k.shape[2], shape.head_dim
@@ -412,16 +414,16 @@ class KVpopCache(Cache, AttentionCache):
                 raise ConfigError(
                     f"layer {index} has keys {tuple(k.shape)} and values {tuple(v.shape)}, not {expected}: choose another model"
                 )
-            if known is not None:
+            if pages_before is not None:
                 self._check_unrecorded()
             rule = self.policy.layer_rule(index, self._heads)
             check_kernels(k, rule)
             warn_of_reference(k)
             sequence_lengths = self._sequence_lengths(k.device, len(self._lengths))
             with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
-                budgets, windows = self._rows.sizes(self.policy, index, len(k))
-                told = k, scale, sequence_lengths, self.policy.shifted
-                self._layers[index] = pages = LayerPages(rule, budgets, windows, *told)
+                budgets = self._budgets and {budget: layers[index] for budget, layers in self._budgets.items()}
+                options = k, scale, sequence_lengths, self.policy.shifted
+                self._layers[index] = pages = LayerPages(rule, budgets, *options)
                 if self._made.count:
                     pages.place(*(part.to(k.device) for part in self._made.layers[index]))
             self._make_room(self._layers[index], self.protected)
@@ -433,12 +435,12 @@ class KVpopCache(Cache, AttentionCache):
         Raises:
             RuntimeError: a layer attended without the cache.
         """
-        some, whole = bool(self.attended), len(self.attended) == len(self)
-        if failed or not whole:
+        any_layer, all_layers = bool(self.attended), len(self.attended) == len(self)
+        if failed or not all_layers:
             self._break_off()
             if failed:
                 return
-            if some:
+            if any_layer:
                 raise RuntimeError(
                     "layers attended without the KVpopCache: leave the model's attention alone in a pass"
                 )
@@ -508,8 +510,8 @@ class KVpopCache(Cache, AttentionCache):
         return self.policy.model.num_layers
 
     def __repr__(self) -> str:
-        kept = self.policy.retention
-        return f"KVpopCache({self.policy.name}, budget={kept.budget}, sinks={kept.sinks}, window={kept.window}, lengths={self._lengths})"
+        roles = self.policy.retention
+        return f"KVpopCache({self.policy.name}, budget={roles.budget}, sinks={roles.sinks}, window={roles.window}, lengths={self._lengths})"
 
     @property
     def batch_size(self) -> int:
@@ -524,7 +526,7 @@ class KVpopCache(Cache, AttentionCache):
         """
         if not self._rows.any_protects(self.policy) or not self._lengths:
             return self._columns
-        unprotected = (seen - kept for seen, kept in zip(self._lengths, self.protected, strict=True))
+        unprotected = (seen - protected for seen, protected in zip(self._lengths, self.protected, strict=True))
         return self._columns - max(unprotected)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -9,8 +10,13 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalL
 
 from kvpop_vllm import model_types
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import read_json
+from kvpop_vllm.hub import local_folder
+from kvpop_vllm.model_shape import check_base
 from kvpop_vllm.model_types import LlamaKVpopConfig, Qwen3KVpopConfig
 from kvpop_vllm.scorers import ScorerConfig, checkpoint
+from kvpop_vllm.scorers.reader import is_published, open_checkpoint
+from kvpop_vllm.supported import published_base
 
 SCORERS = [r"\.self_attn\.(kvpop|retention_gate)\."]
 """Patterns of tensor names that are not parameters of the model."""
@@ -30,9 +36,52 @@ class Qwen3KVpopForCausalLM(Qwen3ForCausalLM):
     _keys_to_ignore_on_load_unexpected = SCORERS
 
 
+MODELS = {model.config_class.base: model for model in (LlamaKVpopForCausalLM, Qwen3KVpopForCausalLM)}
+"""Class of the models of full checkpoints, by base model type."""
+
 model_types.register()
-for _model in (LlamaKVpopForCausalLM, Qwen3KVpopForCausalLM):
+for _model in MODELS.values():
     AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)
+
+
+def load_checkpoint(folder: str | Path, **options) -> torch.nn.Module:
+    """Return the model of a full checkpoint, of this package or of other authors, as its base model.
+
+    No code of the folder is executed. Give the model to :class:`kvpop_vllm.hf.KVpopCache`, which finds the scorer. In
+    this process, ``AutoTokenizer.from_pretrained(folder)`` then works as well.
+
+    Args:
+        folder: folder, or a name of the hub.
+        options: of transformers' ``from_pretrained``, such as ``dtype``.
+
+    Raises:
+        ConfigError: an option asks for the folder's code, or the checkpoint cannot be served.
+    """
+    if options.pop("trust_remote_code", False):
+        raise ConfigError("no code of a checkpoint is executed: leave trust_remote_code out")
+    folder = local_folder(folder)
+    if not is_published(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
+    config = read_json(folder / "config.json", "give the folder of a full checkpoint")
+    base = published_base(config)
+    check_base(base, folder / "config.json")
+    names = [f"^{re.escape(name)}$" for name in open_checkpoint(folder).shapes]
+    model_class = type(MODELS[base].__name__, (MODELS[base],), {"_keys_to_ignore_on_load_unexpected": names})
+    config = model_types.register_published(config).from_dict(config)
+    model = model_class.from_pretrained(folder, config=config, trust_remote_code=False, **options)
+    model.__class__ = MODELS[base]  # which pickles
+    return model
+
+
+def published_scorer(model: torch.nn.Module) -> str | None:
+    """Return the folder or name of the hub of a model whose checkpoint is another author's, else None."""
+    name, config = model.name_or_path, model.config.get_text_config()
+    if Path(name).is_dir():
+        return str(name) if is_published(name) else None
+    if getattr(config, "kvpop_published", None) is None:
+        return None
+    commit = getattr(model.config, "_commit_hash", None)
+    return f"{name}@{commit}" if commit else str(name)
 
 
 def scorer_tensors(folder: str | Path, config: ScorerConfig) -> list[dict[str, torch.Tensor]]:

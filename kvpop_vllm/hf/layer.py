@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,8 +12,8 @@ from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.cache.allocate import allocate_pages
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
-from kvpop_vllm.cache.shares import EqualHeads, SharesByVotes, divided_blocks
-from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan
+from kvpop_vllm.cache.shares import EqualHeads, HeadBudgets, SharesByVotes, divided_blocks
+from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan, numbers_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.draws import request_seed
@@ -24,28 +25,38 @@ from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 class SequenceLengths:
     """Progress of R rows on one device. Decode steps advance it there, without synchronising with the host.
 
+    Args:
+        requests: record of each row; all begin with equally many made slots.
+        device: device of the tensors.
+
     Attributes:
+        requests: record of each row on the host; prefixes are those of the last prefill.
         positions: ``[R]`` int64, position of each row's next token.
         protected: ``[R]`` int64, p of each row.
-        seeds: ``[R]`` int64, seed of the draws of each row.
-        row_seeds: the same seeds, on the host.
         made: ``[R]`` int64, slots of cartridges with which each row begins, or None.
+        numbers: ``[R]`` each, numbers that kernels take, by name.
     """
 
-    def __init__(self, seeds: list[int], device: torch.device, made: int = 0):
-        self.row_seeds, self.seeds = seeds, torch.tensor(seeds, device=device)
-        self.positions, self.protected = (torch.full_like(self.seeds, made) for _ in range(2))
-        self.made = self.positions.clone() if made else None
+    def __init__(self, requests: list[RequestSlots], device: torch.device):
+        self.requests = requests
+        self.numbers = {name: tensor.to(device) for name, tensor in numbers_of(requests).items()}
+        made = torch.tensor([record.made for record in requests], device=device)
+        self.positions, self.protected = made.clone(), made.clone()
+        self.made = made if any(record.made for record in requests) else None
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
         one = all(count == 1 for count in counts)
         self.positions.add_(1 if one else torch.tensor(counts, device=self.positions.device))
 
+    def allocated_bytes(self) -> int:
+        """Return the bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in (self.positions, self.protected, *self.numbers.values()))
+
     def restart(self) -> None:
         """Set all positions and all p to where the rows begin."""
-        for each in (self.positions, self.protected):
-            each.zero_() if self.made is None else each.copy_(self.made)
+        for numbers in (self.positions, self.protected):
+            numbers.zero_() if self.made is None else numbers.copy_(self.made)
 
 
 class LayerPages:
@@ -53,8 +64,7 @@ class LayerPages:
 
     Args:
         rule: retention rule of the layer.
-        budgets: ``[R, H]`` int32, on the CPU.
-        windows: w of each row.
+        budgets: B ``[H]`` of each head, by the row's B; None if all heads have their row's.
         like: keys ``[R, H, L, D]``, for sizes, dtype and device.
         scale: factor on q . k.
         sequence_lengths: progress of the rows on the device.
@@ -64,17 +74,18 @@ class LayerPages:
     def __init__(
         self,
         rule: RetentionRule,
-        budgets: torch.Tensor,
-        windows: list[int],
+        budgets: Mapping[int, Sequence[int]] | None,
         like: torch.Tensor,
         scale: float,
         sequence_lengths: SequenceLengths,
         shifted: bool = False,
     ):
         rows, heads, _, size = like.shape
-        self.sequence_lengths, self.shifted, self.budgets = sequence_lengths, shifted, budgets
+        self.sequence_lengths, self.shifted = sequence_lengths, shifted
         self.rule = rule = rule.to(like.device)
-        layout, most = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size)), int(budgets.max())
+        layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
+        by_row = [record.budget for record in sequence_lengths.requests]
+        self._budget = most = max(by_row if budgets is None else map(max, budgets.values()))
         self.divided = rule.compresses and rule.compression.adaptive_head_budgets
         if self.divided:
             most = max(most, divided_blocks(heads, most, layout.block_slots) * layout.block_slots)
@@ -82,11 +93,8 @@ class LayerPages:
             most += layout.block_slots  # the last blocks are those of made slots, and neither part need fill its own
         self.pages, self.table = allocate_pages(layout, most, requests=rows, device=like.device)
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
-        self._budgets = budgets.contiguous().to(like.device)
-        self._windows = torch.tensor(windows, dtype=torch.int32, device=like.device)
         self.attention = FixedBudgetAttention(layout, rule, scale)
-        sizes = zip(budgets.amax(1).tolist(), windows, sequence_lengths.row_seeds, strict=True)
-        self.slots = [RequestSlots(0, 0, *size) for size in sizes]  # prefixes are those of the last prefill
+        self._equal = EqualHeads(heads) if budgets is None else HeadBudgets(budgets, like.device)
 
     def place(self, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> None:
         """Have all rows begin with the same slots, before anything else is in their prefixes.
@@ -103,7 +111,6 @@ class LayerPages:
             array[first:] = values.to(array).unflatten(1, (count, size)).transpose(0, 1)
         blocks = torch.arange(first, first + count, dtype=torch.int32, device=k.device)
         self.prefix_table = blocks.expand(rows, -1).contiguous()
-        self.slots = [slots._replace(made=k.shape[1]) for slots in self.slots]
 
     def _extend(self, blocks: int) -> None:
         """Add blocks behind the existing ones, which are moved."""
@@ -131,58 +138,63 @@ class LayerPages:
         blocks = torch.arange(first, first + rows * more, dtype=torch.int32, device=self.pages.raw.device)
         self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, more)], 1)
 
-    def decode(self, protected: list[int]) -> StepBatch:
-        """Return the step of one token for every row. The rows' tails have begun.
+    @property
+    def plan_key(self) -> Hashable:
+        """Key of layers that have the same plan of a step: their pages have the same numbers."""
+        return self.pages.raw.device, self.pages.layout, self.table.shape
+
+    def plan_decode(self, protected: list[int]) -> StepPlan:
+        """Return the plan of a step of one token for every row. The rows' tails have begun.
 
         ``protected`` is p of each row; a rule that compresses prompts has compressed them.
         """
-        rows, clock = len(self.table), self.sequence_lengths
-        positions, budgets, windows, prefix = clock.positions, self._budgets, self._windows, None
+        rows, lengths = len(self.table), self.sequence_lengths
+        positions, numbers, prefix = lengths.positions, lengths.numbers, None
         if any(protected):
-            prefix = Prefix(None, self.prefix_table, clock.protected, clock.made)
+            prefix = Prefix(None, self.prefix_table, lengths.protected, lengths.made)
         if self.rule.compresses:
-            after = [slots.behind_prompt(self.rule.compression) for slots in self.slots]
-            shift, made, windows = torch.tensor([(own.shift, own.made, own.window) for own in after]).unbind(1)
-            positions, budgets, windows = positions - shift, budgets - made.int().unsqueeze(1), windows.int()
+            after = [self.rule.compression.after(record) for record in lengths.requests]
+            shift, made = torch.tensor([(record.shift, record.made) for record in after]).unbind(1)
+            positions, numbers = positions - shift, numbers_of(after)
             prefix = Prefix(None, self._made_table, made, made) if any(made) else None
-        numbers = {"budget": budgets, "window": windows, "seed": clock.seeds}
         decoded = DecodeRows(slice(0, rows), self.table[:, 0], positions, numbers, [True] * rows, prefix)
-        return self._plan([], rows=decoded, checks=False).batch(self._shares)
+        return StepPlan(self.pages.layout, [], self._blocks, rows=decoded, checks=False)
 
-    def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
-        """Return the step of the last ``counts[r]`` of the ``length`` tokens of each row r.
+    def plan_prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepPlan:
+        """Return the plan of a step of the last ``counts[r]`` of the ``length`` tokens of each row r.
 
         Args:
             starts: position of each row's first token.
             counts: number of tokens of each row.
             length: number of columns.
-            protected: p of each row. A rule that compresses prompts does so behind token p - 1.
+            protected: p of each row. A rule that compresses prompts does so after token p - 1.
         """
+        lengths, compression = self.sequence_lengths, self.rule.compression
         # a rule that compresses prompts keeps the number of their tokens, which the cache forgets
-        kept = [self.rule.compresses and start >= p for start, p in zip(starts, protected, strict=True)]
-        told = zip(self.slots, protected, kept, strict=True)
-        self.slots = [slots if past else slots._replace(prefix=p) for slots, p, past in told]
-        spans = [
-            Span(r, (r + 1) * length - count, start, count, slots)
-            for r, (start, count, slots) in enumerate(zip(starts, counts, self.slots, strict=True))
+        lengths.requests = [
+            record if compression is not None and start >= p else record._replace(prefix=p)
+            for record, start, p in zip(lengths.requests, starts, protected, strict=True)
         ]
-        none = self.sequence_lengths.positions[:0]
-        decoded = DecodeRows(slice(0, 0), self.table[:0, 0], none, {"budget": self._budgets[:0]})
+        spans = [
+            Span(r, (r + 1) * length - count, start, count, record, compression and compression.after(record))
+            for r, (start, count, record) in enumerate(zip(starts, counts, lengths.requests, strict=True))
+        ]
+        decoded = DecodeRows(slice(0, 0), self.table[:0, 0], lengths.positions[:0], lengths.numbers)
         # tails begin one token early, because the next token may be part of a CUDA graph
-        return self._plan(spans, rows=decoded, budgets=self.budgets, ahead=1).batch(self._shares)
+        return StepPlan(self.pages.layout, spans, self._blocks, rows=decoded, ahead=1)
 
-    def _plan(self, spans: list[Span], **options) -> StepPlan:
-        """Return the plan of a step; ``options`` are those of :class:`StepPlan`."""
+    @property
+    def _blocks(self) -> RequestBlocks:
+        """Blocks of the rows."""
         prefixes, made = self.prefix_table, None
         if self.rule.compresses:
             width = max(table.shape[1] for table in (prefixes, self._made_table))
             prefixes, made = (pad(x, (0, width - x.shape[1])) for x in (prefixes, self._made_table))
-        blocks = RequestBlocks(self.table[:, 0], prefixes, made)
-        return StepPlan(self.pages.layout, spans, blocks, self.rule.compression, **options)
+        return RequestBlocks(self.table[:, 0], prefixes, made)
 
     def _after_prompt(self, row: int) -> RequestSlots:
         """Return what a row is after the end of its prompt, under a rule that compresses prompts."""
-        return self.slots[row].behind_prompt(self.rule.compression)
+        return self.rule.compression.after(self.sequence_lengths.requests[row])
 
     @property
     def _made_table(self) -> torch.Tensor:
@@ -190,11 +202,9 @@ class LayerPages:
         return self.table[:, 0].flip(1)
 
     @property
-    def _shares(self) -> EqualHeads:
-        """Shares of the heads in the slots."""
-        if self.divided:
-            return SharesByVotes(self.pages, self.rule.compression, int(self.budgets[0, 0]))
-        return EqualHeads(self.pages.layout.num_kv_heads)
+    def shares(self) -> EqualHeads:
+        """Shares of the heads in the slots, those of layer 0."""
+        return SharesByVotes(self.pages, self.rule.compression, self._budget) if self.divided else self._equal
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, gate_scores=None
@@ -224,14 +234,19 @@ class LayerPages:
 
     def held(self, row: int, seen: int, protected: int) -> torch.Tensor:
         """Return which of a row's tokens are held, ``[H, seen]`` booleans on the CPU."""
-        compressed = self.rule.compresses and seen >= protected
-        place = 0, self.table[:, 0], [compressed] * len(self.table), self._budgets
-        budgets, table = (each[row].cpu() for each in self._shares.place(*place))
+        compressed, record = self.rule.compresses and seen >= protected, self.sequence_lengths.requests[row]
+        place = (
+            self.table[row : row + 1, 0],
+            [compressed],
+            torch.tensor([record.budget], dtype=torch.int32),
+            [record.window],
+        )
+        budgets, table = (tensor[0].cpu() for tensor in self.shares.place(0, *place))
         pages = self.pages.by_region() if self.divided else self.pages
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
         if not compressed:
-            rule = replace(self.rule, window=self.slots[row].window)
+            rule = replace(self.rule, window=record.window)
             return held_tokens(pages, table, seen, rule, budgets, protected)
         after = self._after_prompt(row)
         rule, made = replace(self.rule, window=after.window), (self.pages, self._made_table[row])
@@ -248,11 +263,8 @@ class LayerPages:
         return tuple(array[at].transpose(0, 1) for array in (self.pages.k, self.pages.v, self.pages.score))
 
     def allocated_bytes(self) -> int:
-        """Return the bytes of the pages and tables of this layer."""
-        return sum(
-            tensor.untyped_storage().nbytes()
-            for tensor in (self.pages.raw, self.table, self.prefix_table, self._budgets, self._windows)
-        )
+        """Return the bytes of the pages and block tables of this layer."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in (self.pages.raw, self.table, self.prefix_table))
 
 
 class LayerRows(LayerPages):
@@ -282,10 +294,13 @@ class LayerRows(LayerPages):
         shifted: bool = False,
         seed: int = 0,
     ):
-        rows, heads = like.shape[:2]
-        budgets = torch.as_tensor(budget, dtype=torch.int32).expand(rows, heads)
-        lengths = SequenceLengths([request_seed(0, seed)] * rows, like.device)
-        super().__init__(rule, budgets, [rule.window] * rows, like, scale, lengths, shifted)
+        rows, row_budget, budgets = like.shape[0], budget, None
+        if isinstance(budget, torch.Tensor):
+            row_budget = int(budget.max())
+            budgets = {row_budget: budget.tolist()}
+        record = RequestSlots(0, 0, row_budget, rule.window, request_seed(0, seed))
+        lengths = SequenceLengths([record] * rows, like.device)
+        super().__init__(rule, budgets, like, scale, lengths, shifted)
         self.protect(protected)
         lengths.protected.fill_(protected)
         self.seen, self.protected = 0, [protected] * rows
@@ -300,8 +315,9 @@ class LayerRows(LayerPages):
         rows, _, length, _ = q.shape
         counts, starts = [length] * rows, [self.seen] * rows
         decodes = length == 1 and self.seen >= self.protected[0]
-        batch = self.decode(self.protected) if decodes else self.prefill(starts, counts, length, self.protected)
-        out = self.attend(q, k, v, batch, gate_scores)
+        step = starts, counts, length, self.protected
+        plan = self.plan_decode(self.protected) if decodes else self.plan_prefill(*step)
+        out = self.attend(q, k, v, plan.batch(self.shares), gate_scores)
         self.sequence_lengths.advance(counts)
         self.seen += length
         return out

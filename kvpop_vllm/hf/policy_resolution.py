@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
-from kvpop_vllm.hf.full_checkpoint import scorer_tensors
+from kvpop_vllm.hf.full_checkpoint import published_scorer, scorer_tensors
 from kvpop_vllm.model_shape import ModelShape, positions_of
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.scorers import parse_config
@@ -33,6 +34,8 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
         raise ConfigError("the model's config does not say how many positions it has: give max_length")
     shape = ModelShape.of(config, length)
     section = getattr(config, "kvpop", None)
+    if cls.scorer_kind is not None and settings.scorer is None and section is None:
+        settings = replace(settings, scorer=published_scorer(model))
     if cls.scorer_kind is None or settings.scorer is not None or section is None:
         return cls(settings, shape)
     source = "the model's config, section kvpop"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from kvpop_vllm.config import ConfigError, protection
 from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.policies import Policy
+from kvpop_vllm.requests import BUDGET, RequestSlots, resolve
 
 
 class Rows:
@@ -32,12 +31,12 @@ class Rows:
         lists = {name: value for name, value in vars(self).items() if _several(value)}
         lengths = {name: len(value) for name, value in lists.items()}
         if len(set(lengths.values())) > 1 or 0 in lengths.values():
-            told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-            raise ConfigError(f"lists have an entry for each row of the batch, but {told}: make them equally long")
+            sizes = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+            raise ConfigError(f"lists have an entry for each row of the batch, but {sizes}: make them equally long")
         self.prompt = prompt
         self.number = next(iter(lengths.values()), None)
-        own = seed if _several(seed) else [seed]
-        if wrong := [each for each in own if type(each) is not int]:
+        seeds = seed if _several(seed) else [seed]
+        if wrong := [entry for entry in seeds if type(entry) is not int]:
             raise ConfigError(f"seed must be an integer, got {wrong[0]!r}")
 
     def settings(self) -> dict:
@@ -50,7 +49,7 @@ class Rows:
         """
         budget = self.budget
         if _several(budget):
-            if wrong := [each for each in budget if type(each) is not int]:
+            if wrong := [entry for entry in budget if type(entry) is not int]:
                 raise ConfigError(f"budget must be an integer for each row, got {wrong[0]!r}")
             budget = max(budget)
         protect = self.protect_prompt[0] if _several(self.protect_prompt) else self.protect_prompt
@@ -69,8 +68,8 @@ class Rows:
         for budget in self.budget if _several(self.budget) else ():
             policy.retention_of(budget)
         if _several(self.protect_prompt):
-            asked = [protection(each) for each in self.protect_prompt]
-            self.protect_prompt = [policy.default_protect if each is None else each for each in asked]
+            entries = [protection(entry) for entry in self.protect_prompt]
+            self.protect_prompt = [policy.default_protect if entry is None else entry for entry in entries]
 
     def check_number(self, rows: int) -> None:
         """Check that a batch has as many rows as the lists.
@@ -93,18 +92,22 @@ class Rows:
         """Return whether any row protects its prompt."""
         return any(self.protects(policy, 1))
 
-    def seeds(self, rows: int) -> list[int]:
-        """Return the seed of the draws of each row."""
-        own = self.seed if _several(self.seed) else [self.seed] * rows
-        return [request_seed(0, each) for each in own]
+    def head_budgets(self, policy: Policy) -> dict[int, list[list[int]]] | None:
+        """Return the budgets ``[layers][H]`` of the heads by the B of the rows, or None if all heads have their row's."""
+        if not policy.unequal:
+            return None
+        budgets = self.budget if _several(self.budget) else [policy.retention.budget]
+        rows = map(policy.retention_of, budgets)
+        return {retention.budget: policy.shares_of(retention).tolist() for retention in rows}
 
-    def sizes(self, policy: Policy, layer: int, rows: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the budgets ``[R, H]`` int32 of a layer's heads, and the window of each row."""
-        if not _several(self.budget):
-            return policy.shares()[layer].expand(rows, -1), [policy.retention.window] * rows
-        kept = [policy.retention_of(budget) for budget in self.budget]
-        budgets = torch.tensor([own.budget for own in kept], dtype=torch.int32)
-        return budgets.unsqueeze(1).expand(-1, policy.model.num_kv_heads), [own.window for own in kept]
+    def requests(self, policy: Policy, rows: int, made: int = 0) -> list[RequestSlots]:
+        """Return the record of each row, which begins with ``made`` slots; prefixes are those of the text to come."""
+        budgets = self.budget if _several(self.budget) else [None] * rows
+        seeds = self.seed if _several(self.seed) else [self.seed] * rows
+        return [
+            resolve(policy, {BUDGET: budget}, 0)._replace(made=made, seed=request_seed(0, seed))
+            for budget, seed in zip(budgets, seeds, strict=True)
+        ]
 
 
 def _several(value) -> bool:

@@ -1,12 +1,12 @@
 """Allocators: how the budget of a request is distributed over layers and heads.
 
-Any allocator works with any policy, with two exceptions. ``ada`` needs the votes of a policy that compresses
-prompts, and policies that rank all heads of a layer in one round need heads with equal budgets.
+Any allocator works with any policy, but for ``ada``, which needs the votes of a policy that compresses prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -50,6 +50,17 @@ def proportional(shares: Sequence[Sequence[float]], kept: Retention, layers: int
     parts = torch.tensor(shares, dtype=torch.float64)
     slots = _whole((parts / parts.sum()).flatten() * (kept.topk * layers * heads))
     return (kept.first_long + slots).int().view(layers, heads)
+
+
+@dataclass(frozen=True)
+class Proportional:
+    """Allocator :func:`proportional` with measured ``shares [layers][H]``."""
+
+    shares: tuple[tuple[float, ...], ...]
+
+    def __call__(self, retention: Retention, layers: int, heads: int) -> torch.Tensor:
+        """Return the budgets ``[layers, H]`` int32."""
+        return proportional(self.shares, retention, layers, heads)
 
 
 def _whole(sizes: torch.Tensor) -> torch.Tensor:

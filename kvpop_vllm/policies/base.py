@@ -10,17 +10,19 @@ Python.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvpop_vllm.cache.shares import Shares
+from kvpop_vllm.cache.shares import Division, FixedBudgets, Shard, Shares
 from kvpop_vllm.calibration.shares import Calibration, has_shares, read_calibration
 from kvpop_vllm.config import ConfigError, PolicySettings, Retention, resolve_retention
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.policies.allocators import ALLOCATORS, CALIBRATED, Allocator, proportional
+from kvpop_vllm.policies.allocators import ALLOCATORS, CALIBRATED, Allocator, Proportional
 from kvpop_vllm.policies.declaration import GATED, Declaration, Order, Signal
 
 __all__ = ["GATED", "MOST_RETENTIONS", "ModelShape", "Order", "Policy", "Signal"]
@@ -37,11 +39,13 @@ class Policy(Declaration):
         settings: the user's settings.
         model: shape of the model.
         retention: resolved budget, sinks and window.
+        fixed_shares: True if unequal shares hold for the server's budget alone, so that requests cannot have other budgets.
     """
 
     settings: PolicySettings
     model: ModelShape
     retention: Retention = field(init=False)
+    fixed_shares: bool = field(default=False, kw_only=True)
     _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
@@ -97,13 +101,20 @@ class Policy(Declaration):
         return kept
 
     @functools.cached_property
+    def unequal(self) -> bool:
+        """True if heads have unequal budgets from the first token on."""
+        with torch.device("cpu"):  # a model may be in the making on the meta device
+            return bool((self.shares() != self.retention.budget).any())
+
+    @functools.cached_property
     def one_budget(self) -> bool:
         """True if all requests have the server's budget.
 
-        This holds if the policy never evicts, or if heads have unequal budgets, set beforehand or at the
-        prompt's end.
+        This holds if the policy never evicts, if heads divide their budget at the prompt's end, or if a class gives them
+        shares that do not follow from the budget.
         """
-        return self.keeps_all or self.adaptive_head_budgets or bool((self.shares() != self.retention.budget).any())
+        fixed = self.fixed_shares or type(self).shares is not Policy.shares
+        return self.keeps_all or self.adaptive_head_budgets or (fixed and self.unequal)
 
     def retention_of(self, budget: int) -> Retention:
         """Return the retention of a request with the given budget, resolved as for a server with that budget.
@@ -174,7 +185,7 @@ class Policy(Declaration):
     def allocate(self) -> Allocator:
         """Function that distributes the budget over layers and heads."""
         if self.allocator == CALIBRATED:
-            return functools.partial(proportional, self.calibration.shares)
+            return Proportional(tuple(map(tuple, self.calibration.shares)))
         return ALLOCATORS[self.allocator]
 
     @property
@@ -220,12 +231,56 @@ class Policy(Declaration):
         """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator; the mean is B."""
         return self.allocate(self.retention, self.model.num_layers, self.model.num_kv_heads)
 
+    def shares_of(self, retention: Retention) -> torch.Tensor:
+        """Return the budgets ``[layers, H]`` int32 of the heads of a request, whose mean is the request's B.
+
+        Sinks and window are those of ``retention``; the allocator scales the long-range slots of each head.
+        """
+        if retention == self.retention:
+            return self.shares()
+        sizes = self.model.num_layers, self.model.num_kv_heads
+        if not self.unequal:
+            return torch.full(sizes, retention.budget, dtype=torch.int32)
+        return self.allocate(retention, *sizes)
+
+    def division(self, shards: Sequence[Shard]) -> Division | None:
+        """Return how heads divide the slots of requests, or None if they are equal.
+
+        Args:
+            shards: layers and heads of each rank.
+        """
+        if not self.unequal:
+            return None
+        allocate = self.allocate
+        if self.one_budget:
+            with torch.device("cpu"):
+                allocate = FixedBudgets(tuple(map(tuple, self.shares().tolist())))
+        sizes = self.retention.sinks, self.model.num_layers, self.model.num_kv_heads
+        return Division(allocate, *sizes, tuple(shards), self.one_budget)
+
+    def largest_retentions(self) -> list[Retention]:
+        """Return retentions, one of which gives a head the most slots that a request may have.
+
+        It is that of the largest budget, unless heads are unequal: a scorer may have smaller windows, so more long-range
+        slots, below each budget that it was trained with.
+        """
+        limit = self.max_budget
+        retentions = [self.retention if limit == self.retention.budget else self.retention_of(limit)]
+        shape = self.scorer_shape()
+        if shape is None or self.one_budget or not self.unequal:
+            return retentions
+        budgets = [self.retention.sinks + trained.slots - 1 for trained in shape.trained]
+        for budget in budgets:
+            if budget < limit:
+                with contextlib.suppress(ConfigError):  # too small for any request
+                    retentions.append(self.retention_of(budget))
+        return retentions
+
     def checked_shares(self, heads: slice) -> Shares | None:
         """Return the validated budgets of ``heads``, or None if they are all B.
 
         Raises:
-            ConfigError: the budgets have the wrong shape or dtype, are too small, exceed B on average, or
-                differ between heads of a layer under tensor parallelism.
+            ConfigError: the budgets have the wrong shape or dtype, are too small, or exceed B on average.
         """
         budgets, shape = self.shares(), (self.model.num_layers, self.model.num_kv_heads)
         if tuple(budgets.shape) != shape or budgets.dtype != torch.int32:
@@ -236,16 +291,7 @@ class Policy(Declaration):
             )
         if int(budgets.sum()) > self.retention.budget * budgets.numel():
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: fix the policy class")
-        if self.order is Order.ROUNDS and (budgets != budgets[:, :1]).any():
-            raise ConfigError(
-                f"--kv-policy {self.name} ranks all heads of a layer in one round, and their shares differ: choose another --kv-allocator"
-            )
-        of_rank = budgets[:, heads]
-        if of_rank.shape[1] < budgets.shape[1] and (budgets != budgets[:, :1]).any():
-            raise ConfigError(
-                f"--kv-policy {self.name} gives heads of a layer shares of their own: set --kv-allocator uniform or --tensor-parallel-size 1"
-            )
-        return Shares.of(of_rank, self.retention.budget)
+        return Shares.of(budgets[:, heads], self.retention.budget)
 
     def check_ranks(self, ranks: int) -> None:
         """Check that the policy works with the given number of tensor-parallel ranks.
@@ -257,4 +303,3 @@ class Policy(Declaration):
             raise ConfigError(
                 f"--kv-policy {self.name} has all heads of a layer divide a budget: set --tensor-parallel-size 1"
             )
-        self.checked_shares(slice(0, max(1, self.model.num_kv_heads // ranks)))

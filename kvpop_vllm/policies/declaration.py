@@ -142,10 +142,11 @@ class Declaration(ABC):
         Raises:
             ConfigError: the policy cannot be used with this model.
         """
-        if self.settings.scorer is not None:
-            raise ConfigError(
-                f"--kv-policy {self.name} uses no scorer: leave --kv-scorer out, or choose a kvpop policy"
-            )
+        for name in ("scorer", "map"):
+            if getattr(self.settings, name) is not None:
+                raise ConfigError(
+                    f"--kv-policy {self.name} uses no scorer: leave --kv-{name} out, or choose a kvpop policy"
+                )
 
     def scorer_shape(self) -> ScorerShape | None:
         """Return the retention settings of the scorer's config, or None without a scorer."""
@@ -204,14 +205,17 @@ class Declaration(ABC):
             if not fits:
                 raise ConfigError(f"--kv-policy {self.name} {declared}: fix the policy class")
 
-    def training_free_rule(self, heads: slice, scorer: TokenScorer | None, log_gamma: float = 0.0) -> RetentionRule:
+    def training_free_rule(
+        self, heads: slice, scorer: TokenScorer | None, log_gamma: float = 0.0, **parts
+    ) -> RetentionRule:
         """Return a rule without learned tensors, the same for all layers and heads.
 
         Args:
             heads: KV heads that the rule is for.
             scorer: scorer without tensors per layer; None scores every token 0.
             log_gamma: logarithm of the decay, in nats per token.
+            parts: further fields of the rule, ``rounds`` or ``compression``.
         """
         count, kept = len(range(*heads.indices(self.model.num_kv_heads))), self.retention
         decay = torch.full((count,), log_gamma, dtype=torch.float64)
-        return RetentionRule(kept.sinks, kept.window, decay, scorer=scorer)
+        return RetentionRule(kept.sinks, kept.window, decay, scorer=scorer, **parts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvpop_vllm.config import ConfigError, ScorerShape
-from kvpop_vllm.policies.allocators import CALIBRATED, proportional
+from kvpop_vllm.policies.allocators import CALIBRATED, Proportional
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import Gate, Scorer, ScorerConfig, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
@@ -32,7 +32,9 @@ class Learned(Policy):
     def prepare(self):
         if self.settings.scorer is not None:
             source = self.settings.scorer
-            self.config, self._layers = read_scorer(source)
+            self.config, self._layers = read_scorer(source, self.settings.map)
+        elif self.settings.map is not None:
+            raise ConfigError("--kv-map is for full checkpoints of other authors, and the model is none: leave it out")
         elif self.checkpoint is not None:
             source = "the checkpoint's kvpop section"
             self.config, self._layers = self.checkpoint, [{} for _ in range(self.checkpoint.num_layers)]
@@ -58,7 +60,7 @@ class Learned(Policy):
     @functools.cached_property
     def allocate(self):
         if self.allocator == MEASURED:
-            return functools.partial(proportional, self.config.shares)
+            return Proportional(tuple(map(tuple, self.config.shares)))
         return super().allocate
 
     def scorer_shape(self) -> ScorerShape:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvpop_vllm.kernels.ops import Redundancy
 from kvpop_vllm.policies.base import Order, Policy, Signal
 
@@ -30,4 +28,4 @@ class RKV(Policy):
     default_sinks, default_window = 0, RECENT
 
     def rule(self, layer, heads):
-        return replace(self.training_free_rule(heads, None), rounds=Redundancy(self.query_group))
+        return self.training_free_rule(heads, None, rounds=Redundancy(self.query_group))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.flags import FLAGS
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
 from kvpop_vllm.policies.base import Policy, Signal
 
@@ -35,14 +34,11 @@ class SnapKV(Policy):
 
     def prepare(self):
         super().prepare()
-        if self.settings.protect_prompt is not None:
-            raise ConfigError(
-                f"--kv-policy {self.name} holds the prompt until its end anyway: leave --kv-protect-prompt out"
-            )
-        if self.settings.max_protect is not None:
-            raise ConfigError(
-                f"--kv-policy {self.name} holds the prompt until its end anyway: leave --kv-max-protect out"
-            )
+        for name in ("protect_prompt", "max_protect"):
+            if getattr(self.settings, name) is not None:
+                raise ConfigError(
+                    f"--kv-policy {self.name} holds the prompt until its end anyway: leave {FLAGS[name]} out"
+                )
         if self.uses_moment_correction:
             raise ConfigError(f"--kv-policy {self.name} evicts from the prompt at once: leave --kv-correction out")
 
@@ -56,4 +52,4 @@ class SnapKV(Policy):
         return True
 
     def rule(self, layer, heads):
-        return replace(self.training_free_rule(heads, None), compression=self.compression)
+        return self.training_free_rule(heads, None, compression=self.compression)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -71,4 +71,4 @@ class TriAttention(Policy):
             x.float().unflatten(0, (self.model.num_kv_heads, -1))[heads].contiguous()
             for x in (torch.cat([turned.real, turned.imag, rest], -1), excess)
         )
-        return replace(self.training_free_rule(heads, None), rounds=ExpectedLogits(*by_head, frequencies))
+        return self.training_free_rule(heads, None, rounds=ExpectedLogits(*by_head, frequencies))

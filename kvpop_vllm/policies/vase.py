@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvpop_vllm.kernels.draws import head_lanes
 from kvpop_vllm.kernels.ops import SampledMass
 from kvpop_vllm.policies.base import Order, Policy, Signal
@@ -37,4 +35,4 @@ class VaSE(Policy):
 
     def rule(self, layer, heads):
         rounds = SampledMass(self.query_group, head_lanes(layer, heads, self.model.num_kv_heads))
-        return replace(self.training_free_rule(heads, None), rounds=rounds)
+        return self.training_free_rule(heads, None, rounds=rounds)

@@ -48,18 +48,18 @@ def held_tokens(
     Raises:
         ValueError: the pages have not seen ``seen`` tokens.
     """
-    found = torch.zeros(len(budgets), seen, dtype=torch.bool)
-    found[:, :protected] = True
+    is_held = torch.zeros(len(budgets), seen, dtype=torch.bool)
+    is_held[:, :protected] = True
     if seen <= protected:
-        return found
+        return is_held
     filled = filled_slots(pages, row) if rule.threshold is not None else None
     retention = Retention(int(budgets.max()), rule.sinks, rule.window).behind(protected)
     slots = slot_positions(pages, row, seen, retention, filled)
-    own = budgets - rule.sinks if protected else budgets
-    used = (torch.arange(slots.shape[1]) < own.unsqueeze(1)) & (slots != EMPTY)
+    tail_budgets = budgets - rule.sinks if protected else budgets
+    used = (torch.arange(slots.shape[1]) < tail_budgets.unsqueeze(1)) & (slots != EMPTY)
     heads = torch.arange(len(budgets)).unsqueeze(1).expand_as(slots)
-    found[heads[used], slots[used]] = True
-    return found
+    is_held[heads[used], slots[used]] = True
+    return is_held
 
 
 def held_behind_prompt(
@@ -87,22 +87,27 @@ def held_behind_prompt(
         ``[H, seen]`` booleans.
     """
     tail = held_tokens(pages, row, seen - after.shift, rule, budgets, after.made)[:, after.made :]
-    found = torch.zeros(len(budgets), seen, dtype=torch.bool)
-    found[:, after.made + after.shift :] = tail
+    is_held = torch.zeros(len(budgets), seen, dtype=torch.bool)
+    is_held[:, after.made + after.shift :] = tail
     if after.made:
         slots, n = torch.arange(after.made), pages.layout.block_slots
         made = blocks.position[made_row.long()[slots // n], :, slots % n]  # [P, H]
-        found.scatter_(1, made.T.long(), True)
-    return found
+        is_held.scatter_(1, made.T.long(), True)
+    return is_held
 
 
 def slot_positions(
-    pages: Pages, row: torch.Tensor, seen: int, retention: Retention, filled: torch.Tensor | None = None
+    pages: Pages,
+    row: torch.Tensor,
+    seen: int,
+    retention: Retention,
+    filled: torch.Tensor | None = None,
+    heads: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the position of the token in each slot in use, in slot order.
 
     Positions in sinks and ring follow from ``seen``. Those in long-range slots are read from the position
-    words. All heads must have the same budget.
+    words. The heads must have the same budget.
 
     Args:
         pages: one layer's cache.
@@ -110,6 +115,7 @@ def slot_positions(
         seen: tokens the request has processed, more than ``retention.first``.
         retention: budget, sinks and window.
         filled: ``[H]``, filled long-range slots of each head, if the number depends on the tokens.
+        heads: ``[n]`` int64, KV heads to look at, None for all H.
 
     Returns:
         ``[H, n]`` int64, :data:`EMPTY` in slots that are not filled; n is ``min(seen - p, budget)``, or less
@@ -119,19 +125,19 @@ def slot_positions(
         ValueError: the pages have not seen ``seen`` tokens (as stored in the position word of slot 0).
     """
     layout, first, since = pages.layout, retention.first_long, seen - retention.first
-    heads = torch.arange(layout.num_kv_heads).unsqueeze(1)
+    heads = (torch.arange(layout.num_kv_heads) if heads is None else heads).unsqueeze(1)
     count = min(since, retention.budget)
     if filled is not None and since > first:
         count = first + int(filled.max())
     slots = torch.arange(count)
-    blocks = row.expand(layout.num_kv_heads, -1)[:, layout.state_blocks + slots // layout.block_slots].long()
+    blocks = row.expand(layout.num_kv_heads, -1)[heads, layout.state_blocks + slots // layout.block_slots].long()
     words = pages.position[blocks, heads, slots % layout.block_slots].long()
     if seen > 0 and (words[:, 0] != seen).any():
         raise ValueError(f"these pages have seen {words[:, 0].tolist()} tokens, not {seen}")
     # newest token of each residue modulo w
     newest = slots + (since - 1 - slots) // retention.window * retention.window
     fixed = retention.first + torch.where(slots < retention.sinks, slots, newest)
-    found = torch.where(slots < first, fixed, words)
+    positions = torch.where(slots < first, fixed, words)
     if filled is not None:
-        found = torch.where(slots < first + filled.unsqueeze(1), found, EMPTY)
-    return found
+        positions = torch.where(slots < first + filled.unsqueeze(1), positions, EMPTY)
+    return positions

@@ -10,7 +10,9 @@ The module uses torch operations and processes requests one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -36,30 +38,99 @@ def interval(rounds: SampledMass | Redundancy | ExpectedLogits, topk: int) -> in
     return min(rounds.every, max(1, topk // 2))
 
 
-def cuts(rule: RetentionRule, retention: Retention, start: int, end: int) -> list[int]:
+class EqualRoles(NamedTuple):
+    """Heads of one request whose tails have the same slot roles.
+
+    Attributes:
+        retention: slot roles of the tail.
+        heads: KV heads of the layer, None for all of them.
+    """
+
+    retention: Retention
+    heads: list[int] | None = None
+
+
+def by_roles(budgets: Sequence[int], rule: RetentionRule, window: int, prefix: int) -> list[EqualRoles]:
+    """Return the heads of a request, grouped by their budgets.
+
+    Args:
+        budgets: B of each head.
+        rule: rule of the layer.
+        window: w of the request.
+        prefix: p, tokens of its protected prefix.
+    """
+    groups: dict[int, list[int]] = {}
+    for head, budget in enumerate(budgets):
+        groups.setdefault(budget, []).append(head)
+    return [
+        EqualRoles(Retention(budget, rule.sinks, window).behind(prefix), heads if len(groups) > 1 else None)
+        for budget, heads in groups.items()
+    ]
+
+
+def cuts(rule: RetentionRule, groups: Sequence[EqualRoles], start: int, end: int) -> list[int]:
     """Return the positions at which rounds split the tokens ``[start, end)``, ascending, ``end`` last.
 
     Rounds after which no ranked token can be evicted before the next round are left out.
 
     Args:
         rule: rule with rounds.
-        retention: slot roles of the request's tail.
+        groups: heads of the request and the slot roles of their tails.
         start: position of the first token.
         end: position behind the last token.
     """
-    if not retention.topk:
-        return [end]
-    every = interval(rule.rounds, retention.topk)
-    first = max(start, retention.first + retention.budget - every)
-    return [*range((first // every + 1) * every, end, every), end]
+    places = {end}
+    for retention, _ in groups:
+        if retention.topk:
+            every = interval(rule.rounds, retention.topk)
+            first = max(start, retention.first + retention.budget - every)
+            places.update(range((first // every + 1) * every, end, every))
+    return sorted(places)
+
+
+class Due(NamedTuple):
+    """Work of rounds after a step.
+
+    Attributes:
+        ends: position after the last token of each request.
+        stored: indices of the requests whose newest queries a later round needs.
+        rounds: indices of the requests whose round is due, with the heads that it ranks.
+    """
+
+    ends: list[int]
+    stored: list[int]
+    rounds: list[tuple[int, EqualRoles]]
+
+
+def due(
+    rounds: SampledMass | Redundancy | ExpectedLogits, ends: list[int], roles: Sequence[Sequence[EqualRoles]]
+) -> Due:
+    """Return the work of rounds after a step.
+
+    Args:
+        rounds: rounds of the rule.
+        ends: position after the last token of each request.
+        roles: heads of each request and the slot roles of their tails.
+    """
+    stored, ranked = {}, []
+    for r, (end, groups) in enumerate(zip(ends, roles, strict=True)):
+        for group in groups:
+            retention = group.retention
+            if not retention.topk:
+                continue
+            full, m = retention.first + retention.budget, interval(rounds, retention.topk)
+            if end > max(retention.first, full - m - rounds.queries) and (-end) % m < rounds.queries:
+                stored[r] = True
+            if end % m == 0 and end - 1 + m >= full and end > retention.first:
+                ranked.append((r, group))
+    return Due(ends, list(stored), ranked)
 
 
 def run_due_rounds(
     q: torch.Tensor,
     pages: Pages,
     table: torch.Tensor,
-    ends: list[int],
-    kept: list[Retention],
+    step: Due,
     seeds: torch.Tensor | None,
     rule: RetentionRule,
     scale: float,
@@ -71,68 +142,59 @@ def run_due_rounds(
             request, of which only the last may end a round.
         pages: the layer's cache, written in place.
         table: ``[R, H, P]`` pages of the tails.
-        ends: position after the last token of each request.
-        kept: slot roles of each request's tail.
+        step: work of the rounds.
         seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
         rule: rule with rounds.
         scale: factor on q . k.
     """
-    rounds, layout, count = rule.rounds, pages.layout, len(q)
-    first = _first_word(rule, layout.head_size)
-    every = [interval(rounds, retention.topk) for retention in kept]
-    wanted, due = [], []
-    for r, (end, retention, m) in enumerate(zip(ends, kept, every, strict=True)):
-        full = retention.first + retention.budget
-        if not retention.topk:
-            continue
-        if end > max(retention.first, full - m - rounds.queries) and (-end) % m < rounds.queries:
-            wanted.append(r)
-        if end % m == 0 and end - 1 + m >= full and end > retention.first:
-            due.append(r)
-    states = table[:, :, : layout.state_blocks]
-    if wanted and len(ends) == 1:
+    rounds, layout, ends, stored = rule.rounds, pages.layout, step.ends, step.stored
+    first, states = _first_word(rule, layout.head_size), table[:, :, : layout.state_blocks]
+    if stored and len(ends) == 1:
         newest = q[-rounds.queries :]
         places = torch.arange(ends[0] - len(newest), ends[0], device=q.device) % rounds.queries
         store_queries(newest, pages, states.expand(len(newest), -1, -1), places, first)
-    elif wanted:
-        at = slice(None) if len(wanted) == count else torch.tensor(wanted, device=q.device)
-        places = torch.tensor([(ends[r] - 1) % rounds.queries for r in wanted], device=q.device)
+    elif stored:
+        at = slice(None) if len(stored) == len(q) else torch.tensor(stored, device=q.device)
+        places = torch.tensor([(ends[r] - 1) % rounds.queries for r in stored], device=q.device)
         store_queries(q[at], pages, states[at], places, first)
-    for r in due:
+    for r, group in step.rounds:
         seed = None if seeds is None else seeds[r : r + 1]
-        _run_round(pages, table[r], ends[r], kept[r], rule, scale, seed, q.shape[1] // layout.num_kv_heads)
+        _run_round(pages, table[r], ends[r], group, rule, scale, seed, q.shape[1] // layout.num_kv_heads)
 
 
 def _run_round(
     pages: Pages,
     row: torch.Tensor,
     seen: int,
-    retention: Retention,
+    ranked: EqualRoles,
     rule: RetentionRule,
     scale: float,
     seed: torch.Tensor | None,
     group: int,
 ) -> None:
-    """Write new scores of the long-range tokens of one request with pages ``row [H, P]``.
+    """Write new scores of the long-range tokens of heads of one request with pages ``row [H, P]``.
 
     Args:
         seen: number of tokens that the request has processed.
+        ranked: the heads, and the slot roles of their tails.
         seed: ``[1]`` seed of the request, or None if the rule does not need it.
         group: G.
     """
-    layout, rounds = pages.layout, rule.rounds
-    positions, order = slot_positions(pages, row, seen, retention).sort(1)  # [H, n]
-    heads = torch.arange(len(order), device=order.device).unsqueeze(1)
+    layout, rounds, retention = pages.layout, rule.rounds, ranked.retention
+    heads = torch.arange(layout.num_kv_heads) if ranked.heads is None else torch.tensor(ranked.heads)
+    positions, order = slot_positions(pages, row, seen, retention, heads=heads).sort(1)  # [heads, n]
+    chosen_heads, heads = heads, heads.to(order.device).unsqueeze(1)
     at = row[heads, layout.state_blocks + order // layout.block_slots].long(), heads, order % layout.block_slots
     chosen = tuple(x.expand_as(order)[:, retention.sinks : order.shape[1] - retention.window] for x in at)
     if isinstance(rounds, ExpectedLogits):
-        value = expected_logits(pages.k[chosen].float(), rounds, seen)
+        of_heads = replace(rounds, mean=rounds.mean[chosen_heads], excess=rounds.excess[chosen_heads])
+        value = expected_logits(pages.k[chosen].float(), of_heads, seen)
     else:
         newest = _newest(rounds.queries, retention.window, seen)
-        queries = load_queries(pages, row, newest, group, _first_word(rule, layout.head_size))
+        queries = load_queries(pages, row, newest, group, _first_word(rule, layout.head_size))[chosen_heads]
         tokens = Tokens(positions, pages.k[at].float(), pages.v[at].float(), queries, retention.sinks, retention.window)
         if isinstance(rounds, SampledMass):
-            value = sampled_mass(tokens, rounds, scale, head_keys(seed, rounds.lanes)[0], seen - 1)
+            value = sampled_mass(tokens, rounds, scale, head_keys(seed, rounds.lanes)[0, chosen_heads], seen - 1)
         else:
             value = without_redundancy(tokens, rounds, scale)
     rank = value.argsort(dim=1, stable=True).argsort(dim=1)  # of equal values the newer ranks higher
@@ -144,12 +206,12 @@ def _first_word(rule: RetentionRule, head_size: int) -> int:
     return rule.state_floats(head_size) - rule.rounds.state_floats(head_size)
 
 
-def _newest(most: int, window: int, seen: int) -> torch.Tensor:
+def _newest(stored: int, window: int, seen: int) -> torch.Tensor:
     """Return the indices of the newest stored queries, oldest first.
 
     At most ``window`` queries are used, so that all of them come after every ranked token.
     """
-    return torch.arange(seen - min(most, window), seen) % most
+    return torch.arange(seen - min(stored, window), seen) % stored
 
 
 @dataclass(frozen=True)

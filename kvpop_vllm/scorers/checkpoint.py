@@ -2,7 +2,8 @@
 
 An adapter folder holds ``kvpop_config.json`` and ``kvpop_scorer.safetensors`` with tensors
 ``layers.{i}.<name>``. A full checkpoint holds the same config as section ``kvpop`` of its ``config.json``,
-and the same tensors under ``model.layers.{i}.self_attn.kvpop.<name>``, in the model's own files.
+and the same tensors under ``model.layers.{i}.self_attn.kvpop.<name>``, in the model's own files. Full checkpoints of
+other authors are read by :mod:`kvpop_vllm.scorers.reader`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import read_json, replacing, write_whole
+from kvpop_vllm.files import read_json, write_whole
+from kvpop_vllm.hub import local_folder
+from kvpop_vllm.schemas import check_same_model
 from kvpop_vllm.scorers import ScorerConfig, parse_config
-from kvpop_vllm.tensor_files import reading, save_tensors
+from kvpop_vllm.scorers.reader import INDEX, MODEL_NAMES, is_published, read_published
+from kvpop_vllm.tensor_files import reading, write_files
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
@@ -36,12 +40,6 @@ FULL_CHECKPOINT_NAMES = (
 A row is (pattern with groups ``layer`` and ``name``, tensor name in the scorer format). The second column may
 use every group of the pattern. Another published layout needs one more row.
 """
-
-_MODEL_NAMES = re.compile(
-    r"^(model\.)?(embed_tokens|norm|lm_head|layers\.\d+\."
-    r"(self_attn\.([qkvo]_proj|qkv_proj|[qk]_norm|rotary_emb)|mlp|input_layernorm|post_attention_layernorm))\."
-)
-"""Pattern of Llama's and Qwen3's own tensors; only used to leave them out of an error message."""
 
 
 def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]], source: str) -> None:
@@ -96,29 +94,34 @@ def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], s
 
 
 def is_full_checkpoint(folder: str | Path) -> bool:
-    """Return whether a folder without a ``kvpop_config.json`` is a model whose config has a scorer's section."""
+    """Return whether a folder without a ``kvpop_config.json`` is a model whose config has a section of this package."""
     folder = Path(folder)
     if (folder / CONFIG_NAME).is_file() or not (folder / MODEL_CONFIG).is_file():
         return False
     config = read_json(folder / MODEL_CONFIG, "write the model again")
-    return isinstance(config, dict) and SECTION in config
+    return isinstance(config, dict) and SECTION in config and not is_published(folder)
 
 
-def read_config(folder: str | Path) -> ScorerConfig:
-    """Read and check ``kvpop_config.json``, or the scorer's section of a full checkpoint.
+def is_published_scorer(folder: str | Path) -> bool:
+    """Return whether a scorer's folder without a ``kvpop_config.json`` is a full checkpoint of other authors."""
+    return not (Path(folder) / CONFIG_NAME).exists() and is_published(folder)
 
-    Raises:
-        ConfigError: the folder or file does not exist, is not JSON, or has invalid contents.
-    """
-    path = Path(folder) / CONFIG_NAME
-    if is_full_checkpoint(folder):
-        path = Path(folder) / MODEL_CONFIG
+
+def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig:
+    """Return the config of a scorer; see :func:`read_scorer`."""
+    path = local_folder(folder)
+    if is_published_scorer(path):
+        return read_published(path, map_file)[0]
+    if map_file is not None:
+        raise ConfigError(f"--kv-map is for full checkpoints of other authors, and {folder} is none: leave it out")
+    if is_full_checkpoint(path):
+        path = path / MODEL_CONFIG
         return parse_config(read_json(path, "write the model again")[SECTION], f"{path}, section {SECTION}")
-    if not path.is_file():
+    if not (path / CONFIG_NAME).is_file():
         raise ConfigError(
             f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop init-scorer'"
         )
-    return parse_config(read_json(path, "write the scorer again"), str(path))
+    return parse_config(read_json(path / CONFIG_NAME, "write the scorer again"), str(path / CONFIG_NAME))
 
 
 def write_shares(folder: str | Path, shares: Sequence[Sequence[float]]) -> None:
@@ -137,22 +140,25 @@ def write_shares(folder: str | Path, shares: Sequence[Sequence[float]]) -> None:
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
-def scorer_files(folder: str | Path) -> list[str]:
-    """Return the names of the files that hold a scorer."""
-    if is_full_checkpoint(folder):
-        return [MODEL_CONFIG, *sorted(path.name for path in Path(folder).glob("*.safetensors"))]
-    return [CONFIG_NAME, TENSORS_NAME]
+def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
+    """Return the config of a scorer and, per layer, its tensors (float32).
 
-
-def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
-    """Return the config of a scorer folder or full checkpoint and, per layer, its tensors (float32).
+    Args:
+        folder: scorer folder, folder of a full checkpoint, also of other authors, or a name of the hub.
+        map_file: how to read one of other authors; by default the only reading that fits.
 
     Raises:
-        ConfigError: as :func:`read_config`; or the tensor file is missing, truncated or has wrong tensors.
+        ConfigError: a file does not exist, is damaged, or has wrong contents.
     """
-    config, path = read_config(folder), Path(folder) / TENSORS_NAME
-    if is_full_checkpoint(folder):
-        return config, layers_of(config, read_tensors(folder, looks_like_scorer), str(folder))
+    path = local_folder(folder)
+    if is_published_scorer(path):
+        config, layers = read_published(path, map_file)
+        check_tensors(config, layers, str(path))
+        return config, layers
+    config = read_config(path, map_file)
+    if is_full_checkpoint(path):
+        return config, layers_of(config, read_tensors(path, looks_like_scorer), str(path))
+    path = path / TENSORS_NAME
     if not path.is_file():
         raise ConfigError(f"no scorer at {str(folder)!r}: {TENSORS_NAME} is missing")
     with reading(path):
@@ -160,6 +166,16 @@ def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.
     layers = split_layers(config, tensors.items(), str(path))
     check_tensors(config, layers, str(path))
     return config, layers
+
+
+def files_of(folder: str | Path) -> tuple:
+    """Return the folder of a scorer, and the names of files in it that tell it from others, first its config."""
+    path = local_folder(folder)
+    if is_published_scorer(path):  # its weights are too many to be read for this
+        return path, *(name for name in (MODEL_CONFIG, INDEX) if (path / name).is_file())
+    if is_full_checkpoint(path):
+        return path, MODEL_CONFIG, *sorted(file.name for file in path.glob("*.safetensors"))
+    return path, CONFIG_NAME, TENSORS_NAME
 
 
 def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source: str) -> list[dict[str, T]]:
@@ -193,15 +209,12 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     """
     folder = Path(folder)
     check_tensors(config, layers, str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
     flat = {
         f"layers.{i}.{name}": t.detach().float().contiguous()
         for i, layer in enumerate(layers)
         for name, t in layer.items()
     }
-    with replacing(folder / CONFIG_NAME) as own, replacing(folder / TENSORS_NAME) as tensors:
-        own.write_text(json.dumps(config.to_json(), indent=2) + "\n")
-        save_tensors(flat, tensors, mode_of=own)
+    write_files(folder, CONFIG_NAME, config.to_json(), TENSORS_NAME, flat)
 
 
 def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
@@ -212,11 +225,8 @@ def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str,
     """
     found: dict[str, torch.Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        with reading(path), safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
     return found
 
 
@@ -248,7 +258,7 @@ def check_layout(names: Iterable[str], source: str) -> None:
     unknown = [n for n in names if looks_like_scorer(n) and full_checkpoint_name(n) is None]
     if not unknown and any(full_checkpoint_name(n) for n in names):
         return
-    listed = unknown or [n for n in names if not _MODEL_NAMES.match(n)]
+    listed = unknown or [n for n in names if not MODEL_NAMES.match(n)]
     listed = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "{i}", n) for n in listed})
     raise ConfigError(
         f"{source}: scorer tensors must be named model.layers.{{i}}.self_attn.kvpop.<name>; names found that are neither "
@@ -284,9 +294,6 @@ def check_model(config: ScorerConfig, *, source: str, **model) -> None:
     Raises:
         ConfigError: names the first property that differs.
     """
-    for key in ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size"):
-        made_for, value = getattr(config, key, None), model.get(key)
-        if hasattr(config, key) and made_for != value:
-            raise ConfigError(
-                f"{source} was made for a model with {key} = {made_for!r}, this one has {value!r}: give a scorer for this model with --kv-scorer"
-            )
+    names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size")
+    made_for = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    check_same_model(made_for, model, source, "give a scorer for this model with --kv-scorer")

@@ -7,12 +7,15 @@ DMS: a whole model with ``dms_*`` keys in its ``config.json``. It is served itse
 Its separate projections read the residual stream through a norm of their own, which is folded into them: both
 norms divide by the same root mean square.
 
+KVpop: a full checkpoint (:mod:`kvpop_vllm.scorers.reader`). Only its scorer is taken over, for the same base weights.
+
 A ``.pth`` file is a pickle. It is read with ``weights_only=True``, so that it can hold only tensors and plain
 containers, and no code is executed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pickle
@@ -23,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
+from kvpop_vllm.hub import FILES, PICKLES, local_folder
 from kvpop_vllm.model_shape import folder_sizes
 from kvpop_vllm.scorers import ScorerConfig, make_config
 from kvpop_vllm.scorers.checkpoint import (
@@ -33,6 +37,7 @@ from kvpop_vllm.scorers.checkpoint import (
     split_layers,
     write_scorer,
 )
+from kvpop_vllm.scorers.reader import is_published, load, open_checkpoint, reading_of
 
 TRIMKV_FILES = ("trimkv_weights.safetensors", "trimkv_weights.pth")
 """File names of TRIM-KV's gates, in order of preference."""
@@ -44,12 +49,15 @@ RETENTION_GATES = {
 """Scorer config values for the authors' names of gates."""
 
 
-def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None, topk=None) -> ScorerConfig:
+def import_gates(
+    source: str | Path, out: str | Path, *, sinks=None, window=None, topk=None, map_file=None
+) -> ScorerConfig:
     """Write a scorer folder from a published one, and return its config.
 
     Args:
-        source: published folder.
+        source: published folder, or its name on the hub.
         out: folder to write.
+        map_file: how to read the scorer of a full checkpoint of KVpop (``kvpop inspect-checkpoint``).
         sinks: s; default 0 for TRIM-KV, 1 for DMS.
         window: w; default 1 for TRIM-KV, the published window for DMS.
         topk: k; default ``M - 1`` for TRIM-KV, required for DMS.
@@ -57,9 +65,13 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
     Raises:
         ConfigError: the format is unknown, something is missing or damaged, or k is missing for DMS.
     """
-    source = Path(source)
+    source = local_folder(source, files=(*FILES, *PICKLES))
     if (Path(out) / CONFIG_NAME).exists():
         raise ConfigError(f"{out} holds a scorer already: choose another folder")
+    if is_published(source):
+        return _full(source, out, map_file, sinks, window, topk)
+    if map_file is not None:
+        raise ConfigError(f"--map is for full checkpoints of KVpop, and {source} is none: leave it out")
     shape = folder_sizes(source)
     raw = json.loads((source / "config.json").read_text())
     if "retention_gate" in raw:
@@ -71,6 +83,17 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
             f"{source}: config.json has neither retention_gate (TRIM-KV) nor dms_alpha_scale (DMS): give a folder of one of them"
         )
     check_tensors(config, layers, str(source))
+    write_scorer(out, config, layers)
+    return config
+
+
+def _full(source: Path, out, map_file, sinks, window, topk) -> ScorerConfig:
+    """Write the scorer of a full checkpoint of KVpop, whose weights may be pickles; return its config."""
+    checkpoint = open_checkpoint(source, pickles=True)
+    reading = reading_of(checkpoint, map_file)
+    options = {"sinks": sinks, "window": window, "topk": topk}
+    budget = reading.budget | {name: number for name, number in options.items() if number is not None}
+    config, layers = load(checkpoint, dataclasses.replace(reading, budget=budget))
     write_scorer(out, config, layers)
     return config
 

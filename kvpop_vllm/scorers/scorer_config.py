@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from kvpop_vllm.config import ConfigError, ScorerShape, TrainedBudget, check_head_shares
-from kvpop_vllm.schemas import Rule, Schema, integer
+from kvpop_vllm.schemas import TEXT, Rule, Schema, integer
 
 SCHEMA = Schema("scorer")
 _INT32_MAX = 2**31 - 1
@@ -62,7 +62,7 @@ class ScorerConfig:
         **{name: integer(1) for name in ("num_layers", "num_kv_heads", "head_dim")},
         **WINDOWS,
         "sinks": integer(0),
-        "model_type": (lambda value: isinstance(value, str), "a string"),
+        "model_type": TEXT,
     }
 
     model_type: str

@@ -7,6 +7,7 @@ VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133), TriAttention (arXiv 2604.04921
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,7 +146,7 @@ def retained_by_rounds(
     protect: int,
     sinks: int,
     window: int,
-    topk: int,
+    topk: int | Sequence[int],
     statistics: LayerStatistics | None = None,
     **more: object,
 ) -> Decisions:
@@ -165,12 +166,13 @@ def retained_by_rounds(
         sinks: without protection, the number of tokens at the beginning that are never evicted but are
             ranked.
         window: ``w``.
-        topk: ``k``.
+        topk: ``k``, or k of each head if they differ.
         statistics: statistics of the layer's queries, for EXPECTED_LOGITS.
         more: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks
-    parts = enumerate(zip(heads, key, value, strict=True))
-    by_head = [statistics and statistics.of_head(h, heads.shape[1]) for h in range(len(key))]
-    rankings = [Rounds(Head(*part, (seeds, layer, h), by_head[h]), how, ranked, window, topk) for h, part in parts]
+    rankings = []
+    for h, tensors in enumerate(zip(heads, key, value, strict=True)):
+        head = Head(*tensors, (seeds, layer, h), statistics and statistics.of_head(h, heads.shape[1]))
+        rankings.append(Rounds(head, how, ranked, window, topk if isinstance(topk, int) else topk[h]))
     return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **more)

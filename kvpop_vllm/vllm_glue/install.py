@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 HTTP_SERVER = "vllm.entrypoints.launchers.app"
 """Module that every process with vLLM's HTTP server has loaded before it makes a config."""
 _ROW = "_kvpop_row"
+_DEFAULTS = {"__setstate__": lambda self, state: self.__dict__.update(state)}
+"""Methods of Python that hold where a class defines none of its own."""
 
 
 def _loads_cartridges() -> bool:
@@ -101,7 +103,8 @@ def _place(row: Patch) -> tuple[Any, str]:
 
 def _function(owner: Any, name: str) -> Callable:
     """Return a function of a module or class as it is defined, without the method that binds it."""
-    return getattr(vars(owner)[name], "__func__", vars(owner)[name])
+    defined = vars(owner).get(name) or _DEFAULTS[name]
+    return getattr(defined, "__func__", defined)
 
 
 def _put(row: Patch, ours: Callable, owner: Any, name: str) -> None:
@@ -137,5 +140,5 @@ def _wrap(row: Patch, ours: Callable, owner: Any, name: str) -> None:
     for method in ("cache_clear", "cache_info"):
         if hasattr(original, method):
             setattr(wrapper, method, getattr(original, method))
-    kind = type(vars(owner)[name])
+    kind = type(vars(owner).get(name))
     setattr(owner, name, kind(wrapper) if kind in (staticmethod, classmethod) else wrapper)

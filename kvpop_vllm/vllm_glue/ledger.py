@@ -52,9 +52,9 @@ LEDGER = (
           "The parser of the flags merges them into additional_config; arguments that no such parser made are merged here.",
           "with the one above", "cls, args"),
     Patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", "start.engine_config:create_engine_config", EVERY, "always",
-          "The only point between the arguments and the loading of weights: refuses keys of additional_config that are misspelt; with a "
-          "policy, refuses what cannot work, switches prefix caching on where prompts are protected and off elsewhere and, for a policy "
-          "with a gate, names the model class that has room for it.",
+          "The only point between the arguments and the loading of weights: refuses keys of additional_config that are misspelt; serves "
+          "KVpop checkpoints of other authors as their base, without their code; with a policy, refuses what cannot work, switches prefix "
+          "caching on where prompts are protected and off elsewhere and, for a policy with a gate, names the model class that has room for it.",
           "when platforms consult a backend's validate_configuration on CPU too (vLLM issue 42449 is about such hooks)", "self", opens=FRONT_END),
     Patch("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", "start.refusals:get_kv_cache_specs", EVERY, "always",
           "A layer may bring an attention backend of its own, which is not asked for a policy, and vLLM would serve it with a dense cache: "
@@ -179,7 +179,7 @@ LEDGER = (
     Patch("vllm.config.vllm:VllmConfig.__init__", "start.fallback:init_config", FALLBACK, "always",
           "A policy would have no effect: refuses it.", "when vLLM refuses keys of additional_config that nobody reads"),
     Patch("vllm.config.vllm:VllmConfig.__setstate__", "start.fallback:restore_config", FALLBACK, "always",
-          "The same of engine cores and workers, which get the config by pickle.", "with the one above", kind=ADDED),
+          "The same of engine cores and workers, which get the config by pickle.", "with the one above"),
 )
 # fmt: on
 FUNCTIONS = tuple(row for row in LEDGER if row.kind == WRAPPED and row.process != FALLBACK)

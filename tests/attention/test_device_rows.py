@@ -168,12 +168,12 @@ def test_rows_of_padding_behind_a_prefix(cause):
         table[1, 1] = table[2, first] = table[3, first] = 0
     rows.fill(4, lengths, table, slots, {"prefix": protected})
     assert rows.positions[:4].tolist() == [29, -1, -1, -1]
-    assert (rows.table[1:4] == 0).all() and (rows.blocks == 0).all() and (rows.slots == 0).all()
+    assert (rows.table[1:4] == 0).all() and (rows.token_blocks == 0).all() and (rows.token_slots == 0).all()
     if cause == "no block":
         table[1, 1] = table[3, first] = 7
         rows.fill(4, lengths, table, slots, {"prefix": protected})
         assert rows.positions[:4].tolist() == [29, 17, -1, 59], "blocks of others do not matter"
-        assert rows.blocks[:4].tolist() == [0, 7, 0, 0] and rows.slots[:4].tolist() == [0, 1, 0, 0]
+        assert rows.token_blocks[:4].tolist() == [0, 7, 0, 0] and rows.token_slots[:4].tolist() == [0, 1, 0, 0]
 
 
 def test_a_narrow_block_table_is_taken_as_it_is():

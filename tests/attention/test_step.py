@@ -68,7 +68,7 @@ def test_one_token_requests_anywhere(layer):
     assert step.decodes == 2 and step.tokens.tolist() == [3, 8] and step.positions.tolist() == [0, 49]
     assert chunks_of(step) == [(0, 3, 0), (4, 4, 6)] and step.chunks.tokens.tolist() == [0, 1, 2, 4, 5, 6, 7]
     assert torch.equal(pages_of(step.table, layer)[:, 0], layer[2][[1, 3]])
-    assert step.starts.tolist() == [0, 49, 0, 6], "decode rows first"
+    assert step.starts.tolist() == [0, 49, 0, 6] and step.requests == [1, 3, 0, 2], "decode rows first"
 
 
 def test_only_decodes_only_prefills_and_idle_rows(layer):
@@ -126,10 +126,12 @@ def test_one_bad_start_in_a_mixed_step_and_nothing_is_written(layer, bad, off):
     assert good.starts.tolist() == before
     seq[bad] += off
     content = layer[1].raw.clone()
-    with pytest.raises(
-        StepOrderError, match=f"starts at position {before[bad] + off}, but its cache has seen {before[bad]}"
-    ):
+    message = f"starts at position {before[bad] + off}, but its cache has seen {before[bad]}"
+    with pytest.raises(StepOrderError, match=f"request {bad}: step {message}"):
         run(layer, batch(layer, query, seq, [0, 1, 2, 3]), 17, seed=8)
+    order = [3, 0, 2, 1]  # requests are numbered as in the batch, where chunks may come first
+    with pytest.raises(StepOrderError, match=f"request {order.index(bad)}: step {message}"):
+        run(layer, batch(layer, [query[i] for i in order], [seq[i] for i in order], order), 17, seed=8)
     assert torch.equal(layer[1].raw, content)
     run(layer, good, 17, seed=8)
     assert not torch.equal(layer[1].raw, content)

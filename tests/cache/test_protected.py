@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
+from policies.matrix import SHARES
 from threads import one_thread
 
+from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.cache.pages import PageLayout, Prefix
-from kvpop_vllm.cache.shares import Shares
-from kvpop_vllm.config import protected_tokens
+from kvpop_vllm.cache.shares import Division, FixedBudgets, layers_of_stages, shards_of
+from kvpop_vllm.config import PolicySettings, protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules.retained import held_tokens
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 HEADS, SIZE = 2, 32
 
@@ -131,7 +136,7 @@ def test_most_blocks_of_unequal_shares(protect):
 
     The heads' pages of all layers are counted together and rounded up to whole blocks.
     """
-    shares = Shares(((30, 30), (12, 12)))
+    shares = Division(FixedBudgets(((30, 30), (12, 12))), 4, 2, 2, shards_of([(0, 2)], 2, 1), one_budget=True)
     for sinks, state in itertools.product([0, 4], [0, 1]):
         spec = make_spec(21, sinks, 16, state, protect, shares)
         for length in range(1, 90):
@@ -143,6 +148,38 @@ def test_most_blocks_of_unequal_shares(protect):
                 counts.append(spec.blocks(length, spec.slots(p)))
                 assert counts[-1] >= -(-p // 16) + (-(-pages // 4) if own else 0)
             assert spec.most_blocks(length) >= max(counts)
+
+
+@pytest.mark.parametrize("ranks, stages", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("trained", [(), ((16, 20), (8, 12))], ids=["one window", "trained windows"])
+def test_most_blocks_of_unequal_shares_that_requests_scale(tmp_path, ranks, stages, trained):
+    """``most_blocks`` covers every budget that a request may ask for, and the windows that a scorer has there.
+
+    Blocks are counted with the budgets of each rank's heads, and suffice for each.
+    """
+    model = write_tiny_model(tmp_path / "model")
+    write_random_scorer(tmp_path / "scorer", model, "mlp", sinks=4, window=16, topk=20, trained=trained)
+    settings = {"policy": "kvpop-mlp", "scorer": str(tmp_path / "scorer"), "max_budget": 90}
+    policy = policies.get("kvpop-mlp")(
+        PolicySettings.parse(settings | {"allocator": str(SHARES)}), ModelShape.of(model, 256)
+    )
+    shards = shards_of(layers_of_stages(2, stages), 2, ranks)
+    division = policy.division(shards)
+    largest = [(retention.budget, retention.window) for retention in policy.largest_retentions()]
+    assert len(largest) == (3 if trained else 1) and not policy.one_budget
+    spec = dataclasses.replace(make_spec(40, 4, 16, 0, 0, division, 90), largest=tuple(largest))
+    for length in (40, 70, 200):
+        counts = []
+        for budget in range(30, 91):
+            retention = policy.retention_of(budget)
+            table = policy.shares_of(retention)
+            assert int(table.sum()) == budget * 4 and int(table.min()) >= retention.first_long
+            by_rank = [table[slice(*shard.layers), slice(*shard.heads)] for shard in shards]
+            pages = [((budgets.clamp_max(length) + 15) // 16).double() for budgets in by_rank]
+            needed = [math.ceil(each_rank.mean().item()) for each_rank in pages]
+            counts.append(spec.blocks(length, spec.slots(0, budget, retention.window)))
+            assert counts[-1] == max(needed), (budget, length)
+        assert max(counts) <= spec.most_blocks(length) <= max(counts) + 1
 
 
 def test_bytes_of_a_protected_request():

@@ -9,7 +9,6 @@ import pytest
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 from safetensors.torch import load_file, save_file
 
-from kvpop_vllm.cli import main
 from kvpop_vllm.testing import write_tiny_model
 
 KINDS = {"qwen3": 2, "llama": 4}
@@ -31,17 +30,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def kvpop(folder, capfd, monkeypatch):
+def kvpop(folder, run_kvpop, monkeypatch):
+    """Function that runs a command line in the folder; see ``run_kvpop``."""
     monkeypatch.chdir(folder)
-
-    def run(*words):
-        try:
-            status = main([str(word) for word in words])
-        except SystemExit as stop:  # argparse
-            status = stop.code
-        return status, *capfd.readouterr()
-
-    return run
+    return run_kvpop
 
 
 @pytest.fixture

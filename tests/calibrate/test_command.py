@@ -14,6 +14,7 @@ from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from distill.typed import refused
 from safetensors.torch import load_file, save_file
 
+from kvpop_vllm.cache.shares import shards_of
 from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
@@ -98,7 +99,7 @@ def test_policies_take_shares_and_windows(calibrated):
     assert auto.retention.window == int(calibration.windows[calibration.policy] * (32 - auto.retention.sinks))
     assert int(auto.shares().sum()) == 32 * 8 and auto.shares()[0].max() < 32 < auto.shares()[1].min()
     assert KVpopCache(network, "auto", calibration="llama-layer", budget=100).policy.retention.budget == 100
-    auto.check_ranks(2)  # layers differ, heads of a layer do not
+    auto.check_ranks(2)
     h2o = KVpopCache(network, "h2o", calibration="llama-layer", budget=32).policy
     assert h2o.retention.window == 16, "h2o was not measured"
     assert int(h2o.shares().sum()) == 32 * 8 and (h2o.shares() != 32).all()
@@ -111,6 +112,25 @@ def test_policies_take_shares_and_windows(calibrated):
     assert learned.retention.window == 6 and (learned.shares() != 32).all()
     rounds = KVpopCache(network, "rkv", calibration="llama-layer", budget=256).policy
     assert rounds.shares()[0].max() < 256 < rounds.shares()[1].min()
+
+
+def test_slots_are_balanced_over_the_ranks_that_will_serve(calibrated, kvpop):
+    """Heads of each of two ranks have as many slots; with a stage for each layer there is nothing to divide."""
+    _, output, _ = calibrated("llama", "head")
+    alone = read_calibration("llama-head").shares
+    shutil.copytree("llama-head", "llama-ranks", dirs_exist_ok=True)
+    words = "calibrate", "llama", "--out", "llama-ranks", "--shares", "head", *WORDS, "--tensor-parallel-size", "2"
+    status, output, errors = kvpop(*words)
+    assert status == 0, errors
+    report, calibration = json.loads(Path("llama-ranks/report.json").read_text()), read_calibration("llama-ranks")
+    assert report["table"].startswith("head-2x1-") and " --tensor-parallel-size 2" in report["command"]
+    shares = torch.tensor(calibration.shares, dtype=torch.float64)
+    assert shares.tolist() != list(map(list, alone))
+    assert shares[:, :2].mean().item() == pytest.approx(1) and shares[:, 2:].mean().item() == pytest.approx(1)
+    shards = shards_of([(0, 2)], 4, 2)
+    policy = KVpopCache(load_model("llama", torch.float32), "auto", calibration="llama-ranks", budget=64).policy
+    totals = [sum(map(sum, shares.budgets)) for shares in policy.division(shards).shares(64, policy.retention.window)]
+    assert sum(totals) == 64 * 8 and abs(totals[0] - totals[1]) <= 2
 
 
 def test_a_scorers_policy_decides_and_its_folder_gets_the_shares(kvpop):
@@ -181,17 +201,17 @@ def test_policies_that_take_no_calibration_say_so(calibrated, name):
 DAMAGE = {
     "no file": (None, "has no shares.json: give the folder of a finished 'kvpop calibrate'"),
     "no json": ("{", "cannot be read as JSON"),
-    "another format": ({"format": "x"}, "is no calibration of version 1"),
-    "another version": ({"version": 2}, "is no calibration of version 1"),
-    "another model": ({"model_type": "qwen3"}, "its model type is qwen3, the model's llama"),
-    "layers": ({"num_layers": 3, "shares": [[1] * 4] * 3}, "its number of layers is 3, the model's 2"),
-    "rotation": ({"rope": {}}, "its rotation is {}, the model's {'rope_theta': 10000.0"),
+    "another format": ({"format": "x"}, "is not that of a calibration of version 1"),
+    "another version": ({"version": 2}, "is not that of a calibration of version 1"),
+    "another model": ({"model_type": "qwen3"}, "was made for a model with model_type = 'qwen3', this one has 'llama'"),
+    "layers": ({"num_layers": 3, "shares": [[1] * 4] * 3}, "was made for a model with num_layers = 3, this one has 2"),
+    "rotation": ({"rope": {}}, "was made for rotary embeddings with rope_theta = None, this one has 10000.0"),
     "NaN": ({"shares": [[math.nan] * 4] * 2}, "shares must be 2 lists of 4 numbers"),
-    "a window of NaN": ({"windows": {"h2o": math.nan}}, "windows cannot be"),
-    "a window of 0": ({"windows": {"h2o": 0}}, "windows cannot be"),
-    "no shares": ({"shares": None}, "shares cannot be null"),
-    "unit": ({"unit": "block"}, 'unit cannot be "block"'),
-    "budget": ({"budget": True}, "budget cannot be true"),
+    "a window of NaN": ({"windows": {"h2o": math.nan}}, "windows must be an object of numbers above 0 and at most 1"),
+    "a window of 0": ({"windows": {"h2o": 0}}, "windows must be an object of numbers above 0 and at most 1"),
+    "no shares": ({"shares": None}, "shares must be 2 lists of"),
+    "unit": ({"unit": "block"}, "unit must be one of uniform, layer, head, got 'block'"),
+    "budget": ({"budget": True}, "budget must be an integer from 1 to 16777216, got True"),
     "unknown": ({"more": 1}, "has an unknown key 'more'"),
 }
 
@@ -224,11 +244,6 @@ def test_refusals_of_the_command(kvpop, calibrated):
         kvpop, f"{start} {words} --policy h2o --scorer learned", "which is for kvpop-mlp: give --policy kvpop-mlp, or"
     )
     refused(kvpop, f"{start} {words} --policies snapkv", "--policies snapkv takes no shares of layers: leave it out")
-    refused(
-        kvpop,
-        f"{start} {words} --shares head --policies rkv",
-        "--policies rkv takes shares of layers only: give --shares",
-    )
     refused(kvpop, f"{start} {words} --rows 7", "--rows 7 is too few for an interval: give at least 8")
     refused(kvpop, f"{start} --data text.jsonl --length 32", "--length 32 is too short to shrink")
     refused(kvpop, f"{start} --data text.jsonl --length 4096", "and 16 are needed, half of them to judge by")
@@ -244,8 +259,12 @@ def test_refusals_of_the_command(kvpop, calibrated):
     write_random_scorer("gate", "llama", "trimkv", sinks=2, window=6, topk=24)
     refused(kvpop, f"{start} {words} --scorer gate", "--scorer gate holds a gate, and shares are for scorers of keys")
     refused(kvpop, f"{start} {words} --scorer nothing", "no scorer at 'nothing'")
-    with pytest.raises(ConfigError, match="^policy auto serves what a calibration recommends: give calibration DIR$"):
-        KVpopCache(load_model("llama", torch.float32), "auto", budget=64)
+    refused(kvpop, f"{start} {words} --shares head --tensor-parallel-size 3", "3 does not divide 4 KV heads: choose")
+    refused(kvpop, f"{start} {words} --pipeline-parallel-size 3", "--pipeline-parallel-size 3 is more than 2 layers")
+    network = load_model("llama", torch.float32)
+    assert KVpopCache(network, "auto", budget=64).policy.name == "streaming-llm"
+    with pytest.raises(ConfigError, match="^policy streaming-llm needs a budget: give budget or compression$"):
+        KVpopCache(network, "auto")
 
 
 def test_plan_and_eval_take_a_calibration(kvpop, calibrated):

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from kvpop_vllm.calibrate.division import Curve, between, divide, shares_of
+from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
+from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_of
 
 SIZES = [2, 4, 8, 16]
 
@@ -60,3 +61,18 @@ def test_shares_have_mean_1_and_are_of_the_slots_beyond_the_least():
     shares = shares_of(curves, [2.0, 6.0, 10.0], 2, 2, 2)
     assert shares.tolist() == [[0.0, 0.0], [4 / 3, 8 / 3]]
     assert between(shares).tolist() == [[0.5, 0.5], [pytest.approx(7 / 6), pytest.approx(11 / 6)]]
+
+
+def test_parts_of_a_model_divide_their_own_slots():
+    """Each of two stages of two layers, and each rank of each, has as many slots; layers are split where ranks are."""
+    curves = [Curve(layer, (0, 1), SIZES, losses) for layer, losses in enumerate([(8, 4, 2, 0), (4, 0, 0, 0)] * 2)]
+    alone = [Curve(1, (1,), SIZES, (2, 0, 0, 0)), Curve(2, (1,), SIZES, (4, 2, 1, 0))]
+    assert curves_of(curves, Shard((1, 3), (1, 2))) == alone
+    assert curves_of(curves, Shard((2, 4), (0, 2))) == curves[2:]
+    for shards in (shards_of(layers_of_stages(4, 2), 2, 1), shards_of(layers_of_stages(4, 2), 2, 2)):
+        by_rank = [curves_of(curves, shard) for shard in shards]
+        slots = [size for group in by_rank for size in divide(group, 6)]
+        shares = shares_of([curve for group in by_rank for curve in group], slots, SIZES[0], 4, 2)
+        for shard in shards:
+            assert shares[slice(*shard.layers), slice(*shard.heads)].mean().item() == pytest.approx(1)
+        assert (shares[0] > shares[1]).all() and torch.equal(shares[:2], shares[2:])

@@ -7,13 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from kvpop_vllm import flags, policies
+from kvpop_vllm import policies
 from kvpop_vllm.flags import CACHE, ENGINE, REQUEST, SETTINGS, settings_of
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
 
 
-@pytest.mark.parametrize("table", [flags.engine_table, flags.request_table])
+def engine_table() -> str:
+    """Return the table of flags, keys and arguments in ``docs/flags.md``."""
+    lines = ["| flag | key and `KVpopCache` argument | default | meaning |", "|---|---|---|---|"]
+    for each in SETTINGS:
+        if REQUEST in each.where:
+            continue
+        flag = f"`{each.flag} {each.metavar}`".replace("|", "\\|").replace(" `", "`") if ENGINE in each.where else "-"
+        only = "" if len(each.where) > 1 else f" ({each.where[0]} only)"
+        lines.append(f"| {flag} | `{each.name}`{only} | {each.default or '-'} | {each.meaning}. |")
+    return "\n".join(lines)
+
+
+def request_table() -> str:
+    """Return the table of the keys of a request in ``docs/flags.md``."""
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for name, each in settings_of(REQUEST).items():
+        lines.append(f"| `{name}` | {each.metavar} | {each.default or 'of the server'} | {each.meaning}. |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("table", [engine_table, request_table])
 def test_the_document_has_the_table(table):
     assert f"\n\n{table()}\n\n" in DOCUMENT
 

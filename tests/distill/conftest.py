@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 
-from kvpop_vllm.cli import main
 from kvpop_vllm.testing import write_tiny_model
 
 
@@ -26,15 +25,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def kvpop(folder, capfd, monkeypatch):
-    """Function that runs a command line in the folder and returns status, output and errors."""
+def kvpop(folder, run_kvpop, monkeypatch):
+    """Function that runs a command line in the folder; see ``run_kvpop``."""
     monkeypatch.chdir(folder)
-
-    def run(*words):
-        try:
-            status = main([str(word) for word in words])
-        except SystemExit as stop:  # argparse
-            status = stop.code
-        return status, *capfd.readouterr()
-
-    return run
+    return run_kvpop

@@ -10,7 +10,6 @@ import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from engine.cuda_engine import LENGTH, cache_of
@@ -81,7 +80,7 @@ class Runner:
         return resolve(support, backend.__name__, 1, use_v2_model_runner=v2)
 
     def step(self, counts, lengths, rows, prompts=None, asks=None):
-        """Return the metadata of a step.
+        """Return the metadata of a step, whose request i has the seed 100 + i.
 
         Args:
             counts: tokens of each request in this step.
@@ -97,7 +96,7 @@ class Runner:
         output.total_num_scheduled_tokens = sum(counts)
         asks = [{} if each is None else {RESOLVED: each} for each in asks or [None] * len(counts)]
         told = zip(self.names, counts, lengths, rows, prompts or lengths, asks, strict=True)
-        for name, count, length, row, prompt, own in told:
+        for i, (name, count, length, row, prompt, own) in enumerate(told):
             told = {
                 "mm_features": [],
                 "pooling_params": None,
@@ -105,7 +104,7 @@ class Runner:
                 "prefill_token_ids": [1] * max(length, prompt),
             }
             new = NewRequestData(
-                name, [1] * prompt, sampling_params=SamplingParams(extra_args=own), block_ids=(row,),
+                name, [1] * prompt, sampling_params=SamplingParams(extra_args=own, seed=100 + i), block_ids=(row,),
                 num_computed_tokens=length - count, **told,
             )  # fmt: skip
             output.scheduled_new_reqs.append(new)
@@ -139,10 +138,6 @@ class RunnerV2(Runner):
         runner.model_state = DefaultModelState(self.config, None, None, CPU)
         runner.model_state.prepare_attn = _ending(runner.model_state.prepare_attn)
         runner.sampler, runner.prompt_logprobs_worker, runner.decode_query_len = mock.Mock(), mock.Mock(), 1
-        seeds = SimpleNamespace(np=np.arange(100, 100 + runner.max_num_reqs))
-        runner.sampler.sampling_states = SimpleNamespace(
-            seeds=seeds, seeds_set=np.ones(runner.max_num_reqs, dtype=bool)
-        )
         runner.cudagraph_manager = cudagraph_utils.CudaGraphManager(self.config, CPU, self.graph_mode(True), 1)
         runner.cudagraph_manager._graphs_captured = True
         spec = self.group.kv_cache_spec

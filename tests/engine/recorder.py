@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
+from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.config import protected_tokens
-from kvpop_vllm.vllm_glue.extras.evaluation import held_by_request
+from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.vllm_glue.run.backend import FixedBudgetImpl
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
@@ -136,3 +138,42 @@ class Recorder:
         for request in self.scheduler.requests.values():
             self.preemptions[request.request_id] = request.num_preemptions
         self.blocks.append(Blocks(running, self.pool.get_num_free_blocks()))
+
+
+def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int) -> torch.Tensor:
+    """Return which tokens a request of the running step retains after a layer.
+
+    Args:
+        impl: the layer's attention.
+        kv_cache: the layer's cache.
+        metadata: the step's metadata.
+        last: index behind the request's last token in the flat batch.
+        seen: tokens of the request, this step included.
+
+    Returns:
+        ``[H, seen]`` booleans.
+    """
+    rule, (pages, shares, blocks) = impl.attention.rule, impl._bind(kv_cache)
+    batch, after, made_row = metadata.batch(impl.layer, shares), None, None
+    ends = [first + length for first, length in zip(batch.chunks.firsts, batch.chunks.lengths, strict=True)]
+    if last in ends:
+        part = batch.chunks.part(ends.index(last))
+        (after,), (window,), (end,), prefix = part.after, part.windows, part.ends, part.prefix
+        table, budgets, row = part.table[0], part.budgets[0], 0
+        if (after is not None or any(part.follows)) and rule.compression.adaptive_head_budgets:
+            (budgets,), (table,) = load_page_table(pages, part.table, rule.compression)
+    else:
+        row = last - 1 if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(last - 1)
+        table, budgets, window, prefix = batch.table[row], batch.budgets[row], int(batch.windows[row]), batch.prefix
+        end = int(batch.positions[row]) + 1
+    tokens = 0 if prefix is None else int(prefix.tokens[row])
+    if rule.compresses and (after is None or end == tokens):
+        if after is None:
+            after, made_row = RequestSlots(tokens, tokens, 0, window, shift=seen - end), prefix and prefix.table[row]
+        else:
+            made_row = part.made_table[0]
+        rule = replace(rule, window=after.window)
+        return held_behind_prompt(pages, table, seen, rule, budgets, after, blocks, made_row)
+    if pages.raw.device.type != "cpu":
+        pages = pages.layout.view(pages.raw.cpu())
+    return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), tokens)

@@ -193,19 +193,42 @@ def test_a_server_starts_though_nothing_can_be_refused(warnings):
     assert warnings[1:] == ["kv_policy in additional_config has no effect, and cannot be refused: no VllmConfig"]
 
 
-def test_a_config_that_comes_by_pickle_is_refused(monkeypatch):
-    """Engine cores and workers get it in this way, and call no constructor."""
+def restored(self, state):
+    self.__dict__.update(state, restored=True)
+
+
+@pytest.mark.parametrize("theirs", [None, restored], ids=["Python's", "vLLM's own"])
+def test_a_config_that_comes_by_pickle_is_refused(theirs, monkeypatch):
+    """Engine cores and workers get it in this way, and call no constructor. A method of vLLM's own still restores it."""
     for name in ("__init__", "__setstate__"):
         monkeypatch.setattr(VllmConfig, name, getattr(VllmConfig, name, None), raising=False)
     monkeypatch.delattr(VllmConfig, "__setstate__")
+    if theirs is not None:
+        VllmConfig.__setstate__ = theirs
     monkeypatch.setattr(fallback, "reason", "why")
     stock, asking = (VllmConfig.__new__(VllmConfig) for _ in range(2))
     stock.additional_config, asking.additional_config = {"other": 1}, {"kv_policy": {"policy": "h2o"}}
     sent = pickle.dumps(stock), pickle.dumps(asking)
     install.install(FALLBACK)
-    assert pickle.loads(sent[0]).additional_config == {"other": 1}
+    config = pickle.loads(sent[0])
+    assert config.additional_config == {"other": 1} and hasattr(config, "restored") == (theirs is not None)
     with pytest.raises(ConfigError, match="^--kv-policy cannot be served: why$"):
         pickle.loads(sent[1])
+
+
+def test_a_stock_server_starts_next_to_a_plugin_that_changed_a_target(warnings, monkeypatch, tiny_model):
+    """Rows that are put in place after the plugin was loaded cannot stop it either; a policy is refused."""
+    from vllm.entrypoints.generate import api_router
+
+    monkeypatch.setitem(sys.modules, install.HTTP_SERVER, sys)
+    monkeypatch.setattr(api_router, "init_generate_state", lambda client: None)
+    assert configure(tiny_model("qwen3"), None).additional_config == {}
+    lack = "this vLLM lacks vllm.entrypoints.generate.api_router:init_generate_state(engine_client, state, args)"
+    assert warnings == [
+        f"kvpop_vllm does nothing: {lack}, which kvpop_vllm relies on: install a stock vllm>=0.32,<0.34"
+    ]
+    with pytest.raises(ConfigError, match=re.escape(lack)):
+        configure(tiny_model("qwen3"), {"policy": "h2o", "budget": 64})
 
 
 # vLLM 0.33, and torch's private class.

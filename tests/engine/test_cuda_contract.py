@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.cuda_engine import GROUP, HEADS, SIZE, SLOTS, STREAMING, chosen, configure, group_of, only_rank
+from policies.matrix import random_statistics_folder
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -18,6 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import write_random_scorer
 from kvpop_vllm.vllm_glue import plugin
 from kvpop_vllm.vllm_glue.run import gated_attention
@@ -171,12 +173,23 @@ def test_without_kernels(model, monkeypatch, op):
     assert op in refusal(model, STREAMING)
 
 
-def test_policies_of_the_cpu(model):
+def test_policies_of_the_cpu(model, tmp_path):
     compressing, rounds = "compression of prompts at their end", "scores made anew in rounds"
-    for policy, reason in (("snapkv", compressing), ("adakv", compressing), ("vase", rounds), ("rkv", rounds)):
-        message = refusal(model, {"policy": policy, "budget": 100})
+    reasons = {"snapkv": compressing, "adakv": compressing, "vase": rounds, "rkv": rounds, "triattention": rounds}
+    statistics = {"calibration": str(random_statistics_folder(tmp_path, ModelShape.of(model, 256)))}
+    for policy, reason in reasons.items():
+        message = refusal(model, {"policy": policy, "budget": 200} | (statistics if policy == "triattention" else {}))
         assert f"--kv-policy {policy} on a GPU" in message
         assert f"{reason}, which only the CPU's path does: serve on a CPU" in message
+
+
+def test_requests_have_one_budget_where_heads_are_unequal(model):
+    """Tables of pages are gathered on the device, from a map for the server's budget."""
+    for allocator in ("pyramid", "uniform"):
+        policy = engine_policy(configure(model, {"policy": "h2o", "budget": 64, "allocator": allocator}))
+        assert policy.one_budget == (allocator == "pyramid")
+    message = refusal(model, {"policy": "h2o", "budget": 64, "allocator": "pyramid", "max_budget": 80})
+    assert "gives all requests one budget here: leave --kv-max-budget out" in message
 
 
 def test_batch_invariance(model, monkeypatch):

@@ -380,7 +380,7 @@ def test_a_layer_lies_on_its_device(model, policy, tmp_path):
     pages, shares, _ = impl._bind(cache[1])
     assert pages.k.device.type == "meta" and shares.by_layer == (policy == "pyramid")
     table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
-    assert {found.device.type for found in shares.place(1, table, (), table[:, 0])} == {"meta"}
+    assert {found.device.type for found in shares.place(1, table, (), table[:, 0], table[:, 0])} == {"meta"}
 
 
 TOKENS, ROWS = 256, [[*range(1 + 6 * i, 7 + 6 * i)] for i in range(4)]

@@ -45,14 +45,26 @@ def runner(model, version):
 
 
 def test_seeds(runner, version):
-    """A row's seed is the server's plus the request's own, which only runner V2 has here."""
+    """A row's seed is the server's plus the request's own."""
     runner = runner({"policy": "random", "budget": 64, "window": 16})
     batch = runner.step([1, 1], [33, 5], ROWS[:2]).batch(0, EQUAL)
-    own = set(range(100, 104)) if version == "V2" else {0}
     server = request_seed(runner.config.model_config.seed, 0)
-    assert {seed - server for seed in batch.seeds[:2].tolist()} <= own
+    assert {seed - server for seed in batch.seeds[:2].tolist()} == {100, 101}
     batch = runner.step([1, 30], [33, 35], [ROWS[0], ROWS[2]]).batch(0, EQUAL)
-    assert int(batch.chunks.seeds[0]) - server in own
+    assert int(batch.seeds[0]) - server == 100 and int(batch.chunks.seeds[0]) - server == 101
+
+
+def test_a_row_never_keeps_another_requests_numbers(runner, version):
+    """A row that a shorter step left out has the server's budget and window when a later request takes it."""
+    runner, rows = runner(), [[1 + i, 11 + i] for i in range(3)]
+    server = runner.group.get_metadata_builder().padding
+    smaller = server._replace(budget=server.budget - 8, window=server.window - 1)
+    for asks, shorter in (([None, None, smaller], True), ([None] * 3, False)):
+        batch = runner.step([1] * 3, [60] * 3, rows, [1] * 3, asks).batch(0, EQUAL)
+        sizes = zip(batch.budgets[:3, 0].tolist(), batch.windows[:3].tolist(), strict=True)
+        assert sorted(sizes) == sorted((record.budget, record.window) for record in (ask or server for ask in asks))
+        if shorter:  # a step that is not padded for a graph
+            runner.step([1, 30], [60, 30], rows[:2], [1, 30])
 
 
 @pytest.mark.parametrize("protect", [None, True])
@@ -182,9 +194,9 @@ def test_no_value_is_asked_for(model, name):
     builder, layout = group.get_metadata_builder(), group.get_metadata_builder().layout
     shares = EqualHeads(layout.num_kv_heads)
     if name == "unequal":
-        shares = FixedShares(group.kv_cache_spec.shares, layout, 40, "meta")
+        shares = FixedShares(builder.rows.shares, layout, 40, "meta")
     pages = layout.view(torch.empty(40, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device="meta"))
-    builder.take_requests([None] * 3, [50] * 3, [50] * 3 if builder.policy.draws else None)
+    builder.take_requests([None] * 3, [50] * 3)
     for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):
         common, gate_scores = common_of(counts, rows), torch.empty(sum(counts), layout.num_kv_heads, device="meta")
         with NoWaiting():

@@ -14,8 +14,10 @@ import pytest
 from vllm.model_executor.models import registry
 
 from kvpop_vllm import _C, __version__, cli
+from kvpop_vllm.calibration.shares import SIZES, Calibration
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.supported import TRANSFORMERS
 from kvpop_vllm.testing import write_tiny_model
 from kvpop_vllm.vllm_glue.start import contract, doctor, fallback
@@ -190,6 +192,24 @@ def test_doctor_says_what_a_policy_would_keep(options, code, text, model, capsys
     said = lines(capsys)
     assert said["policy"] == text
     assert "model" not in said if code else said["model"] == f"Qwen3ForCausalLM, {model}"
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_doctor_names_what_auto_is(calibrated, model, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+    shape = ModelShape.of(model, 256)
+    sizes = {name: getattr(shape, name) for name in SIZES}
+    calibration = Calibration(**sizes, rope=shape.rope, unit="head", shares=((1.5, 0.5), (0.5, 1.5)), windows={"h2o": 0.25}, policy="h2o", budget=64)  # fmt: skip
+    calibration.write(tmp_path)
+    options = ["--kv-policy", "auto", *(["--kv-calibration", str(tmp_path)] if calibrated else ["--kv-budget", "64"])]
+    assert cli.main(["doctor", str(model), "--skip-tokenizer-init", "--max_model_len", "256", *options]) == 0
+    printed = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "policy " in line[:14]]
+    if calibrated:
+        assert printed[0] == f"--kv-policy auto is h2o, as {tmp_path} recommends"
+        roles = "64 tokens per KV head (0 sinks, window 16, 48 long-range)"
+        assert printed[1] == f"--kv-policy h2o: {roles} in the mean, shared by the calibration's shares"
+    else:
+        assert printed[0].startswith("--kv-policy auto is streaming-llm, the best policy that needs no calibration")
 
 
 def test_doctor_of_a_model_that_is_not_there(capsys, tmp_path):

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import re
 
 import pytest
 from engine.tiny_engine import PROMPTS, complete, running, scores
+from policies.matrix import SHARES
+from threads import core_for_each_of_two
 
 pytestmark = pytest.mark.slow
 
 NEW = 24
-BOTH = ["streaming-llm", "kvpop"]
+HEADS, LAYERS = {"allocator": str(SHARES)}, {"allocator": "pyramid"}
+STAGED = [("streaming-llm", {}), ("kvpop", {}), ("kvpop", HEADS), ("h2o", LAYERS)]
+"""Policies of pipeline stages, one with shares of heads and one with shares of layers."""
 
 
 @pytest.fixture(scope="module")
 def alone(case):
-    """Return ``tokens(policy)``, which returns the case of a policy and what one rank answers."""
+    """Return ``tokens(policy, **options)``, which returns the case of a policy and what one rank answers."""
 
     @functools.cache
-    def answered(policy: str):
-        found = case("qwen3", policy)
+    def answered(policy: str, **options):
+        found = case("qwen3", policy, **options)
         with running(found.model, found.settings, block_size=16) as llm:
             return found, complete(llm, NEW)
 
@@ -31,8 +34,8 @@ def alone(case):
 
 @pytest.fixture(autouse=True)
 def a_core_for_each_of_two(monkeypatch):
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    for name, value in core_for_each_of_two().items():
+        monkeypatch.setenv(name, value)
 
 
 def assert_equal(answers, alone) -> None:
@@ -42,13 +45,13 @@ def assert_equal(answers, alone) -> None:
         assert [score for _, score in ours] == pytest.approx([score for _, score in one], abs=1e-3)
 
 
-@pytest.mark.parametrize("policy", BOTH)
-def test_two_pipeline_stages_equal_one(alone, policy):
-    """Each stage holds one of two layers, with that layer's scorers.
+@pytest.mark.parametrize("policy, options", STAGED)
+def test_two_pipeline_stages_equal_one(alone, policy, options):
+    """Each stage holds one of two layers, with that layer's scorers and the slots of its heads.
 
     vLLM on a CPU needs compiled stages (tests/test_refusals.py); tracing alone is enough.
     """
-    found, one = alone(policy)
+    found, one = alone(policy, **options)
     stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     stages |= {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
     with running(found.model, found.settings, block_size=16, **stages) as llm:

@@ -10,6 +10,7 @@ import torch
 from engine.driving import Job, preempt_all, watched
 from engine.matrix import BUDGET, SINKS
 from engine.test_cartridges import SLOTS, write
+from policies.matrix import MILD_SHARES
 
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.shares import EqualHeads
@@ -25,6 +26,7 @@ CASES = {
     "adakv": ("qwen3", "adakv", {"protect_prompt": True, "budget": 64}),
     "dms": ("llama", "dms-query", {}),
     "vase": ("qwen3", "vase", {}),
+    "triattention, heads": ("qwen3", "triattention", {"allocator": str(MILD_SHARES)}),
     "attention-matching": ("qwen3", "attention-matching", {"protect_prompt": True}),
 }
 QUICK = "streaming-llm", "adakv"
@@ -147,10 +149,11 @@ def test_pages_that_cannot_be_read(served):
     for _ in range(6):
         engine.engine.step()
     own = engine.recorder.manager.inspector
-    row = own._row(engine.recorder.scheduler.running[0])
+    request = engine.recorder.scheduler.running[0]
+    row = inspector.Row.of(own.manager, request, request.num_computed_tokens)
     (error,) = own.run(inspector.held_in_worker, ([row._replace(seen=row.seen + 1)],))
     compression = own.policy.compression  # tokens of a prompt that slots were made of are not counted in the pages
-    seen = row.seen - (0 if compression is None else row.slots.behind_prompt(compression).shift)
+    seen = row.seen - (0 if compression is None else compression.after(row.slots).shift)
     assert error == f"these pages have seen {[seen] * own.shape[1]} tokens, not {seen + 1}"
     while engine.engine.has_unfinished_requests():
         engine.engine.step()

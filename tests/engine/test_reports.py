@@ -9,6 +9,7 @@ import pytest
 from engine.driving import BLOCK, Job, preempt_all, watched
 from engine.matrix import BUDGET
 from engine.test_cartridges import write
+from policies.matrix import MILD_SHARES
 from prometheus_client import REGISTRY
 from vllm.exceptions import VLLMValidationError
 
@@ -21,6 +22,7 @@ CASES = {
     "streaming-llm": ("qwen3", "streaming-llm", {}),
     "kvpop, protected": ("qwen3", "kvpop", {"protect_prompt": PROTECTED}),
     "pyramid, protected": ("llama", "h2o-pyramid", {"protect_prompt": PROTECTED}),
+    "triattention, heads": ("qwen3", "triattention", {"allocator": str(MILD_SHARES)}),
     "snapkv": ("qwen3", "snapkv", {"protect_prompt": True}),
     "adakv": ("qwen3", "adakv", {"protect_prompt": True, "budget": 64}),
     "attention-matching": ("qwen3", "attention-matching", {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from engine.driving import BLOCK, Job, Judges, serving
 from engine.test_traffic import POLICIES
+from policies.matrix import MILD_SHARES, SHARES
 
 from kvpop_vllm.testing import random_prompt
 
@@ -18,14 +19,20 @@ ASKS = (
     {"kv_budget": 64, "kv_protect_prompt": 7},
 )
 SEEDS = ({"kv_seed": 3}, {"kv_seed": 2**64 - 1, "kv_budget": 30})
-SLOW = "h2o", "dms-query", "momentkv", "vase", "triattention", "random"
+HEADS, LAYERS = {"allocator": str(SHARES)}, {"allocator": "pyramid"}
+QUICK = ("kvpop", {}), ("kvpop", HEADS)
+SLOW = [(policy, {}) for policy in ("h2o", "dms-query", "momentkv", "vase", "triattention", "random")]
+SLOW += [("h2o", LAYERS), ("triattention", {"allocator": str(MILD_SHARES)})]
 
 
-@pytest.mark.parametrize("policy", ["kvpop", *(pytest.param(p, marks=pytest.mark.slow) for p in SLOW)])
-def test_sixteen_of_all_kinds(case, policy):
-    """Sixteen requests of one batch keep their own options, in chunks or whole, with hits or without."""
+@pytest.mark.parametrize("policy, more", [*QUICK, *(pytest.param(*values, marks=pytest.mark.slow) for values in SLOW)])
+def test_sixteen_of_all_kinds(case, policy, more):
+    """Sixteen requests of one batch keep their own options, in chunks or whole, with hits or without.
+
+    Where heads have unequal shares, the k of each is scaled to the request's budget.
+    """
     kind, options = POLICIES.get(policy, POLICIES["h2o"])
-    found = case(kind, policy, **options)
+    found = case(kind, policy, **options | more)
     settings = found.settings | {"max_budget": 72, "max_protect": 50}
     asks = ASKS + (SEEDS if policy in ("vase", "random") else ())
     lengths = (3, BLOCK, 41, 60, 90)

@@ -9,9 +9,10 @@ from engine.matrix import BUDGET
 from engine.test_cartridges import SLOTS, write
 from engine.test_inspector import core, recorded
 from engine.tiny_engine import answers, complete, running, scores
+from policies.matrix import MILD_SHARES, SHARES
 
+from kvpop_vllm.cache.shares import heads_of_rank
 from kvpop_vllm.testing import random_prompt
-from kvpop_vllm.vllm_glue.run.backend import heads_of_rank
 
 
 @pytest.mark.parametrize(
@@ -25,15 +26,19 @@ def test_heads_of_each_rank(total, ranks, first):
     assert slices == [slice(each, each + held) for each in first]
 
 
+HEADS = {"allocator": str(SHARES)}
+"""Shares of heads: of two ranks one has 2.45 and the other 1.57 of 4 parts."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policy, options",
     [
         ("kvpop", {}),
         ("trimkv", {"allocator": "pyramid"}),
-        ("kvpop", {"protect_prompt": True}),
+        ("kvpop", HEADS | {"protect_prompt": True}),
         ("vase", {}),
-        ("triattention", {}),
+        ("triattention", {"allocator": str(MILD_SHARES)}),
         ("snapkv", {"window": 24}),  # with 16 two tokens have the same votes but for rounding
         ("attention-matching", {}),
         ("streaming-llm", {}),
@@ -45,8 +50,9 @@ def test_two_ranks_equal_one(case, monkeypatch, policy, options):
     """Two ranks give the tokens of one rank.
 
     The second case has gates and pages of layers with unequal budgets. In the third, repeated prompts are
-    hit. The fourth draws by the head of the whole model. The fifth has statistics of all heads. The next two compress prompts. The last three have no state,
-    attention masses with moments, and a channel of the queries.
+    hit. The fourth draws by the head of the whole model. The fifth has statistics of all heads. In the third and the
+    fifth the heads of each layer have unequal shares, so that the ranks need different numbers of slots. The next two
+    compress prompts. The last three have no state, attention masses with moments, and a channel of the queries.
     """
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")

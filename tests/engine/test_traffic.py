@@ -6,13 +6,15 @@ import random
 
 import pytest
 from engine.driving import Job, Judges, serving
+from policies.matrix import SHARES
 
 MOST, LONGEST, TOGETHER, SAMPLED = 72, 100, 14, 25
 SMALL = {"budget": 40, "protect_prompt": 20}
+KVPOP = SMALL | {"window": 16, "topk": 20, "trained": ((16, 20), (8, 12))}
 TIGHT = {"h2o": 1000, "snapkv": 1000}
 """Policy -> requests in the pool that holds the largest of them once; 150 otherwise."""
 POLICIES = {
-    "kvpop": ("qwen3", SMALL | {"window": 16, "topk": 20, "trained": ((16, 20), (8, 12))}),
+    "kvpop": ("qwen3", KVPOP),
     "h2o": ("qwen3", SMALL),
     "dms-query": ("llama", SMALL | {"window": 8, "topk": 28}),
     "momentkv": ("llama", SMALL),
@@ -20,6 +22,7 @@ POLICIES = {
     "triattention": ("qwen3", SMALL),
     "snapkv": ("qwen3", {"protect_prompt": True}),
     "adakv": ("qwen3", {"protect_prompt": True}),
+    "kvpop, heads": ("qwen3", KVPOP | {"allocator": str(SHARES)}),
 }
 
 
@@ -66,6 +69,7 @@ def test_any_requests(case, policy):
     from a pool that holds the largest of them once. A sample of the answers is compared with the oracle.
     """
     kind, options = POLICIES[policy]
+    policy = policy.split(",")[0]
     found = case(kind, policy, **options)
     judges = Judges(policy, found)
     with serving(

@@ -11,10 +11,10 @@ import sys
 import termios
 
 SCRIPT = """
-from kvpop_vllm.evaluation import output
-output.SECONDS = 0
+from kvpop_vllm import progress
+progress.SECONDS = 0
 print("table")
-with output.progress(4, "text") as tick:
+with progress.progress(4, "text") as tick:
     for _ in range(8):
         tick(0.5)
 """

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine.matrix import MATRIX
 from hf.prompts import distinct, padded
+from policies.matrix import MILD_SHARES, SHARES
 from transformers import StoppingCriteria
 
 from kvpop_vllm.hf import KVpopCache
@@ -20,6 +21,8 @@ LENGTHS, NEW, TOP = (75, 50), 8, 3
 OPTIONS = {
     "corrected": ("llama", "kvpop", {"correction": "moment"}),
     "pyramid": ("qwen3", "kvpop-linear", {"allocator": "pyramid"}),
+    "heads": ("llama", "kvpop", {"allocator": str(SHARES)}),
+    "heads, rounds": ("qwen3", "triattention", {"allocator": str(MILD_SHARES)}),
     "keys and values": ("llama", "trimkv-kv", {}),
     "late": ("qwen3", "dms", {"shifted": True}),
     "borrowed after a norm": ("qwen3", "dms-query", {"shifted": True}),
@@ -66,8 +69,12 @@ def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, o
     assert found.judge.near_ties <= before + 1
     # [NEW, 2, layers, H]
     counts = torch.stack([torch.stack([row.sum(-1) for row in step]) for step in watch.steps])
-    budgets = torch.tensor(found.judge.policy.budgets(2))
-    assert bool((counts <= budgets[:, None]).all()), counts
+    policy = found.judge.policy
+    topk = policy.topk if isinstance(policy.topk, tuple) else (policy.topk,) * 2
+    budgets = [
+        [policy.sinks + policy.window + k for k in (row if isinstance(row, tuple) else (row,) * 2)] for row in topk
+    ]
+    assert bool((counts <= torch.tensor(budgets)).all()), counts  # [layers, H]
 
 
 def _held(visible, prompt):

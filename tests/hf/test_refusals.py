@@ -54,7 +54,7 @@ SETTINGS = [
     (LISTS | {"budget": []}, "budget has 0: make them equally long"),
     (LISTS | {"budget": [40, "56"]}, "budget must be an integer for each row, got '56'"),
     (LISTS | {"budget": [40, 3]}, "a budget of 3 is too small .* raise budget to at least"),
-    (LISTS | {"allocator": "pyramid"}, "gives all requests one budget here: leave budget out"),
+    (LISTS | {"policy": "snapkv", "allocator": "ada"}, "gives all requests one budget here: leave budget out"),
     (LISTS | {"protect_prompt": [True, "some"]}, "protect_prompt must be all or a number of tokens"),
     (LISTS | {"seed": [1, "2"]}, "seed must be an integer, got '2'"),
     (LISTS | {"seed": None}, "seed must be an integer, got None"),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from engine.matrix import BUDGET
 from hf.prompts import generate, padded
+from policies.matrix import MILD_SHARES, SHARES
 from transformers import AutoModelForCausalLM
 
+from kvpop_vllm.cache.shares import EqualHeads
+from kvpop_vllm.cache.step import StepPlan
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.hf.layer import LayerPages
+from kvpop_vllm.hf.layer import LayerPages, SequenceLengths
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.testing import random_prompt
+from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.testing import random_prompt, write_tiny_model
 
 LENGTHS = (70, 9, 63)
 POLICIES = ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms-query", "vase", "rkv", "snapkv", "adakv"]
@@ -158,10 +160,15 @@ def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
     assert all(positions is steps[0][0] and budgets.shape == (3, 2) for positions, budgets in steps)
 
 
-@pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "random"])
-def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy):
-    """Each row equals a cache of one row with its options, also after a reset."""
-    model, found = case("qwen3", policy)
+HEADS = {"allocator": str(SHARES)}
+OWN = [("kvpop", {}), ("h2o", {}), ("momentkv", {}), ("random", {}), ("kvpop", HEADS), ("h2o-pyramid", {})]
+OWN += [("rkv", HEADS), ("triattention", {"allocator": str(MILD_SHARES)})]
+
+
+@pytest.mark.parametrize("policy, options", OWN)
+def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy, options):
+    """Each row equals a cache of one row with its options, also after a reset and with unequal heads."""
+    model, found = case("qwen3", policy, **options)
     settings = {name: value for name, value in found.settings.items() if name not in ("budget", "protect_prompt")}
     own = {"budget": [40, 72, 56], "protect_prompt": [True, 0, 20]}
     if policy == "random":
@@ -174,7 +181,8 @@ def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy):
         assert together[row] == tokens and torch.equal(cache.held(row), alone_cache.held())
         protected = (LENGTHS[0], 0, 20)[row]
         assert cache.protected[row] == protected
-        assert cache.held(row).sum(-1).max() <= own["budget"][row] + protected
+        assert cache.held(row).sum() <= 4 * (own["budget"][row] + protected)
+        assert "allocator" in found.settings or cache.held(row).sum(-1).max() <= own["budget"][row] + protected
     cache.reset()
     assert generate(model, cache, prompts, 60) == together
 
@@ -182,9 +190,27 @@ def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy):
 def test_budgets_of_chunks_stay_on_the_host():
     """Kernels on another device take them from there, so that planning a prefill does not wait for that device."""
     rule = RetentionRule(2, 5, torch.zeros(2, dtype=torch.float64))
-    lengths = SimpleNamespace(positions=torch.empty(2, dtype=torch.int64, device="meta"), row_seeds=[None, None])
-    budgets = torch.full((2, 2), 16, dtype=torch.int32)
-    pages = LayerPages(rule, budgets, [5, 5], torch.empty(2, 2, 1, 32, device="meta"), 1.0, lengths)
-    batch = pages.prefill([0, 0], [7, 7], 7, [0, 0])
-    assert batch.chunks.table.device.type == "meta"
-    assert batch.chunks.budgets.device.type == "cpu" and torch.equal(batch.chunks.budgets, budgets)
+    lengths = SequenceLengths([RequestSlots(0, 0, 16, 5)] * 2, torch.device("meta"))
+    for budgets in (None, {16: [12, 20]}):
+        pages = LayerPages(rule, budgets, torch.empty(2, 2, 1, 32, device="meta"), 1.0, lengths)
+        batch = pages.plan_prefill([0, 0], [7, 7], 7, [0, 0]).batch(pages.shares)
+        assert batch.chunks.table.device.type == "meta" and batch.chunks.budgets.device.type == "cpu"
+        assert batch.chunks.budgets.tolist() == [[16, 16] if budgets is None else [12, 20]] * 2
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "attention-matching"])
+def test_a_pass_is_planned_once(tmp_path, monkeypatch, policy):
+    """Layers share the plan of a pass, and nothing that grows with the rows is placed again for each of them."""
+    model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "model", "llama", layers=4)).eval()
+    plans, places = [], []
+    for cls, name, calls in ((StepPlan, "__init__", plans), (EqualHeads, "place", places)):
+        original = getattr(cls, name)
+
+        def counted(self, *args, original=original, calls=calls, **options):
+            calls.append(self)
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(cls, name, counted)
+    cache = KVpopCache(model, policy, budget=BUDGET)
+    generate(model, cache, [random_prompt(n, seed=n) for n in (70, 9)], 5)
+    assert len(plans) == len(places) == cache.passes == 5

@@ -87,7 +87,7 @@ def test_what_was_divided_is_read_back():
     natural = tails.unsqueeze(1) * heads + torch.arange(heads).unsqueeze(1)
     shares = torch.tensor([20, 71, 29], dtype=torch.int32)
     store_budgets(regions.pages, natural[1], shares, votes)
-    budgets, rows = regions.place(0, tails, [False, True])
+    budgets, rows = regions.place(0, tails, [False, True], torch.tensor([40, 40]), ())
     assert budgets.tolist() == [[40] * 3, [20, 71, 29]]
     assert rows.shape == (2, 3, layout.state_blocks + 5) and rows.dtype == torch.int32
     assert torch.equal(rows[0, :, : layout.state_blocks + 4], natural[0].int()), "whoever divides wants all blocks"

@@ -10,9 +10,12 @@ from kernels.problems import Problem
 from kernels.served import INTERPRETED, Pool
 
 from kvpop_vllm.cache.pages import PageLayout, cdiv
-from kvpop_vllm.cache.shares import FixedShares, Shares
+from kvpop_vllm.cache.shares import Division, FixedShares, Shard, Shares
+from kvpop_vllm.policies.allocators import Proportional
 
 N, SIZE = 16, 32
+NUMBERS = torch.zeros(3, dtype=torch.int32)
+"""Numbers of requests, which do not count where all have one budget."""
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -35,7 +38,7 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
     num_blocks = 3 * longest + 1
     blocks = 1 + torch.randperm(3 * longest, generator=draw).view(3, longest)
     regions = FixedShares(shares, layout, num_blocks)
-    rows = [regions.place(layer, blocks.int())[1] for layer in range(layers)]
+    rows = [regions.place(layer, blocks.int(), (), NUMBERS, ())[1] for layer in range(layers)]
     for length in [*range(1, 140), 10_000]:
         held, seen = shares.blocks(state, N, length), set()
         used = 0
@@ -50,6 +53,34 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
                         seen.add(region)
         assert len(seen) == 3 * used
         assert 0 <= held * layers * heads - used < layers * heads
+
+
+@pytest.mark.parametrize("layers, heads", [((0, 4), (0, 2)), ((0, 4), (1, 2)), ((1, 3), (0, 2)), ((2, 4), (0, 1))])
+def test_requests_with_budgets_of_their_own_have_regions_of_their_own(layers, heads):
+    """Requests with three budgets lie in one batch of a rank; pages of each are those of a batch of its own."""
+    draw = torch.Generator().manual_seed(5)
+    measured = Proportional(tuple(map(tuple, torch.rand(4, 2, generator=draw).tolist())))
+    division = Division(measured, 2, 4, 2, (Shard((0, 1), (0, 1)), Shard(layers, heads)))
+    layout, num_blocks = PageLayout(heads[1] - heads[0], SIZE, torch.float32, N), 80
+    sizes = [(64, 9), (40, 5), (64, 9), (200, 30), (64, 5)]
+    blocks = torch.randperm(num_blocks, generator=draw).view(5, 16).int()
+    regions = FixedShares(division.shares(64, 9)[1], layout, num_blocks, "cpu", division, 1)
+    budgets, windows = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*sizes, strict=True))
+    places, used = set(), 0
+    for layer in range(*layers):
+        placed, table = regions.place(layer, blocks, (), budgets, windows)
+        assert placed.dtype == torch.int32
+        for r, size in enumerate(sizes):
+            shares = division.shares(*size)[1]
+            alone, pages = FixedShares(shares, layout, num_blocks).place(layer, blocks[r : r + 1], (), NUMBERS, ())
+            assert placed[r].tolist() == alone[0].tolist() == list(shares.budgets[layer - layers[0]])
+            assert shares.blocks(0, N, 10_000) <= blocks.shape[1]
+            for h, budget in enumerate(shares.budgets[layer - layers[0]]):
+                count = cdiv(budget, N)
+                assert table[r, h, :count].tolist() == pages[0, h, :count].tolist()
+                places |= set(table[r, h, :count].tolist())
+                used += count
+    assert len(places) == used and max(places) < (layers[1] - layers[0]) * num_blocks * layout.num_kv_heads
 
 
 def test_equal_shares_need_none():
@@ -75,7 +106,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
     for layer, p in enumerate(problems):
         p.budgets = budgets[layer : layer + 1]
         alone, shared = Pool(p), Pool(p)
-        shared.pages, shared.table = regions.view(memory), regions.place(layer, blocks)[1]
+        shared.pages, shared.table = regions.view(memory), regions.place(layer, blocks, (), NUMBERS, ())[1]
         shared.untouched = lambda: True  # others use the rest
         found, expected = (pool.serve([40, 1, length], impl) for pool in (shared, alone))
         assert torch.equal(found.out, expected.out) and torch.equal(found.held[length], expected.held[length])

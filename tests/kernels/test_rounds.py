@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from policies.matrix import ROPE, made, random_statistics_folder
 
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules import rounds
-from kvpop_vllm.rules.rounds import Tokens, cuts, interval, sampled_mass, without_redundancy
+from kvpop_vllm.rules.rounds import Tokens, by_roles, cuts, interval, sampled_mass, without_redundancy
 from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
+from kvpop_vllm.testing.oracle_statistics import read_query_statistics
 
 HEADS, GROUP, SIZE = 2, 2, 32
 LANES = torch.arange(HEADS)
@@ -30,11 +34,22 @@ def test_interval(topk, every):
 
 def test_a_chunk_is_cut_where_rounds_are_due():
     """Cuts begin at the last round before evictions; B = 48 and k = 40 give a round every 20 tokens."""
-    rule, kept = rule_of("vase"), Retention(48, 2, 6)
-    assert cuts(rule, kept, 0, 28) == [28] and cuts(rule, kept, 0, 40) == [40]
-    assert cuts(rule, kept, 0, 100) == [40, 60, 80, 100] and cuts(rule, kept, 45, 101) == [60, 80, 100, 101]
-    assert cuts(rule, kept, 60, 61) == [61]
-    assert cuts(rule, kept.behind(1000), 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
+    rule = rule_of("vase")
+    roles = by_roles([48, 48], rule, 6, 0)
+    assert roles == [(Retention(48, 2, 6), None)]
+    assert cuts(rule, roles, 0, 28) == [28] and cuts(rule, roles, 0, 40) == [40]
+    assert cuts(rule, roles, 0, 100) == [40, 60, 80, 100] and cuts(rule, roles, 45, 101) == [60, 80, 100, 101]
+    assert cuts(rule, roles, 60, 61) == [61]
+    protected = by_roles([48, 48], rule, 6, 1000)
+    assert cuts(rule, protected, 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
+
+
+def test_heads_of_unequal_shares_cut_where_any_is_due():
+    """Heads of 40 and of 14 long-range slots have rounds every 20 and every 7 tokens; one of none has no rounds."""
+    rule = rule_of("vase")
+    roles = by_roles([48, 22, 48, 8], rule, 6, 0)
+    assert roles == [(Retention(48, 2, 6), [0, 2]), (Retention(22, 2, 6), [1]), (Retention(8, 2, 6), [3])]
+    assert cuts(rule, roles, 0, 60) == [21, 28, 35, 40, 42, 49, 56, 60]
 
 
 def tokens_of(keys, values, queries, sinks=0, window=4) -> Tokens:
@@ -130,6 +145,27 @@ def test_at_sizes_of_serving(kind, budget, protected):
         at += count
         assert torch.equal(rows.held_by_rows()[0], visible[:, at - 1, :at]), f"after {at} tokens"
     assert not torch.equal(visible[0, -1], visible[1, -1])
+
+
+@pytest.mark.parametrize("protected, seed", [(0, 28), (70, 30)])
+def test_heads_of_unequal_shares_at_sizes_of_serving(tmp_path, protected, seed):
+    """One head has rounds of 128 tokens and one of 99; with these seeds rounding decides nothing."""
+    shape = ModelShape("llama", 2, HEADS, SIZE, 4096, None, HEADS * GROUP, ROPE)
+    folder = random_statistics_folder(tmp_path, shape)
+    rule = made("triattention", 420, shape, calibration=str(folder)).layer_rule(0, slice(0, HEADS))
+    budgets, length = torch.tensor([420, 330], dtype=torch.int32), 520 + protected
+    topk = [budget - rule.sinks - rule.window for budget in budgets.tolist()]
+    assert [interval(rule.rounds, k) for k in topk] == [128, 99]
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(heads, length, SIZE, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
+    exact, statistics = (x.double() for x in (q, k, v)), read_query_statistics(folder)[0]
+    roles = protected, rule.sinks, rule.window, topk, statistics
+    visible, margins, _, _ = retained_by_rounds(*exact, "expected logits", 0, (0, 0), *roles)
+    assert float(margins.min()) > 1e-4, "a near-tie: choose another seed"
+    rows = LayerRows(rule, budgets, k[None], SIZE**-0.5, protected=protected)
+    for start, end in itertools.pairwise((0, 420, 421, 484, length)):
+        rows.append(*(x[None, :, start:end] for x in (q, k, v)))
+        assert torch.equal(rows.held_by_rows()[0], visible[:, end - 1, :end]), f"after {end} tokens"
 
 
 def test_cosines_in_blocks_are_those_of_all_pairs(monkeypatch):

@@ -138,6 +138,8 @@ def random_statistics_folder(folder: Path, shape: ModelShape) -> Path:
 SMALL = ModelShape("llama", 2, 4, 32, 256)
 SHARES = Path(__file__).with_name("shares.json")
 """Shares of two heads in two layers, one of which has a single long-range slot."""
+MILD_SHARES = Path(__file__).with_name("mild_shares.json")
+"""Shares that leave every head more than two long-range slots, with which values of ``triattention`` tie."""
 
 
 def made(name: str, budget: int | None = 64, shape: ModelShape = SMALL, **settings) -> policies.Policy:
@@ -156,8 +158,8 @@ def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
     PyramidKV with beta 20 gives the two layers k in the ratio 39 to 1. ``ada`` lets the heads of a layer
     divide its slots. A file gives heads parts of all slots.
     """
-    if allocator == str(SHARES):
-        return replace(plain, topk=shared_slots(json.loads(SHARES.read_text())["shares"], plain.topk))
+    if Path(allocator).is_file():
+        return replace(plain, topk=shared_slots(json.loads(Path(allocator).read_text())["shares"], plain.topk))
     if allocator == "uniform":
         return plain
     if allocator == "ada":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 from policies import matrix
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm import policies
+from kvpop_vllm.cache.shares import layers_of_stages, shards_of
+from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
 from kvpop_vllm.scorers.untrained import init_scorer
@@ -44,20 +47,20 @@ def test_shares_of_a_file_are_parts_of_the_slots():
     small = functools.partial(matrix.made, "l2norm", 64, ModelShape("llama", 2, 2, 32, 256), sinks=4, window=10)
     policy = small(calibration=str(matrix.SHARES))
     assert (policy.shares() - 14).tolist() == [[75, 3], [47, 75]]  # of 4 x 50, by 1.51, 0.06, 0.94 and 1.51
-    assert policy.one_budget and policy.checked_shares(slice(0, 2)).layers == 2
-    with pytest.raises(ConfigError, match="gives all requests one budget here: leave --kv-max-budget out"):
-        small(calibration=str(matrix.SHARES), max_budget=80)
+    assert not policy.one_budget and policy.checked_shares(slice(0, 2)).layers == 2
+    assert (policy.shares_of(policy.retention_of(39)) - 14).tolist() == [[38, 1], [23, 38]]
+    assert policy.shares_of(policy.retention_of(39)).sum() == 39 * 4
+    assert small(calibration=str(matrix.SHARES), max_budget=80).max_budget == 80
+    alike = policies.get("l2norm")(
+        PolicySettings("l2norm", 64, calibration=str(matrix.SHARES)), policy.model, fixed_shares=True
+    )
+    with pytest.raises(ConfigError, match="gives all requests one budget here: leave --kv-budget out"):
+        alike.retention_of(39)
     with pytest.raises(ConfigError, match="shares.json: shares must be 30 lists of 3 numbers"):
         made("h2o", calibration=str(matrix.SHARES))
 
 
-@pytest.mark.parametrize("name", ["rkv", "vase"])
-def test_heads_ranked_in_one_round_have_equal_shares(name):
-    with pytest.raises(ConfigError, match="ranks all heads of a layer in one round, and their shares differ: choose"):
-        matrix.made(name, 256, ModelShape("llama", 2, 2, 32, 512, num_heads=4), calibration=str(matrix.SHARES))
-
-
-def test_ranks_are_refused_before_weights_are_loaded(tmp_path):
+def test_a_scorers_shares_hold_in_every_rank(tmp_path):
     model = write_tiny_model(tmp_path / "model")
     config = init_scorer(model, tmp_path / "scorer", sinks=2, window=6, topk=16)
     shares = [[1.0, 2.0, *[1.0] * (config.num_kv_heads - 2)]] * config.num_layers
@@ -66,10 +69,16 @@ def test_ranks_are_refused_before_weights_are_loaded(tmp_path):
     shape = ModelShape.of(model, 256)
     policy = matrix.made("kvpop", 24, shape, scorer=str(tmp_path / "scorer"))
     assert policy.allocator == "the scorer's shares" and not (policy.shares() == 24).all()
-    policy.check_ranks(1)
-    with pytest.raises(ConfigError, match="set --kv-allocator uniform or --tensor-parallel-size 1"):
-        policy.check_ranks(2)
-    matrix.made("kvpop", 24, shape, scorer=str(tmp_path / "scorer"), allocator="uniform").check_ranks(2)
+    policy.check_ranks(2)
+    uniform = matrix.made("kvpop", 24, shape, scorer=str(tmp_path / "scorer"), allocator="uniform")
+    parts = shards_of(layers_of_stages(shape.num_layers, 2), shape.num_kv_heads, 2)
+    assert uniform.division(parts) is None
+    division, table = policy.division(parts), policy.shares().tolist()
+    assert division == pickle.loads(pickle.dumps(division)) and hash(division) == hash(policy.division(parts))
+    for shares, part in zip(division.shares(24, policy.retention.window), parts, strict=True):
+        layers = table[slice(*part.layers)]
+        assert [list(layer) for layer in shares.budgets] == [layer[slice(*part.heads)] for layer in layers]
+        assert shares.first == part.layers[0]
     raw = json.loads((tmp_path / "scorer/kvpop_config.json").read_text())
     for bad in (None, 0, False, "", {}, [[0.0]]):
         (tmp_path / "scorer/kvpop_config.json").write_text(json.dumps(raw | {"shares": bad}))
@@ -103,13 +112,23 @@ def test_any_votes_can_be_divided_by(name):
         policy.check_ranks(3)
 
 
-def test_ranks_cannot_have_shares_of_their_own(monkeypatch):
+def test_shares_of_a_class_of_its_own_hold_for_all_requests(monkeypatch):
     policy = made("streaming-llm")
     unlike = torch.tensor([1023, 1024, 1025], dtype=torch.int32).repeat(30, 1)
     monkeypatch.setattr(type(policy), "shares", lambda own: unlike)
-    assert policy.checked_shares(slice(0, 3)).heads == 3
-    with pytest.raises(ConfigError, match="set --kv-allocator uniform or --tensor-parallel-size 1"):
-        policy.checked_shares(slice(0, 2))
+    assert policy.one_budget and policy.checked_shares(slice(0, 3)).heads == 3
+    division = policy.division(shards_of([(0, 30)], 3, 3))
+    assert [shares.counts for shares in division.shares(1024, 5)] == [{1023: 30}, {1024: 30}, {1025: 30}]
+
+
+def test_stages_are_those_of_vllm():
+    from vllm.distributed.utils import get_pp_indices
+
+    for layers in range(1, 14):
+        for stages in range(1, layers + 1):
+            assert layers_of_stages(layers, stages) == [
+                get_pp_indices(layers, stage, stages) for stage in range(stages)
+            ]
 
 
 @pytest.mark.parametrize(

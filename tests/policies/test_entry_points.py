@@ -61,7 +61,7 @@ def test_a_package_that_overrides_hooks(folder):
     assert policy.state_floats == rule.state_floats(32)
     calls.clear()
     policy.check_ranks(1)
-    assert calls == ["check_ranks", "shares"]
+    assert calls == ["check_ranks"]
     with pytest.raises(ConfigError, match="at most two ranks"):
         uniform.check_ranks(4)
     with pytest.raises(ConfigError, match="window of at most 100"):

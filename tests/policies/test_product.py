@@ -31,7 +31,6 @@ from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettin
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.policies.base import Order
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import (
     LayerDecisions,
@@ -50,11 +49,7 @@ MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN, HEADS * GROUP, 
 NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform" and not row.compresses]
 """Policies that evict from the first token on. The others are tested in tests/engine/test_fidelity.py."""
 ALLOCATED = [*(name for name in ALLOCATORS if name != "ada"), str(SHARES)]
-COMBINATIONS = [
-    (name, allocator, correction)
-    for name, allocator, correction in itertools.product(NAMES, ALLOCATED, CORRECTIONS)
-    if allocator != str(SHARES) or policies.get(ROWS[name].policy or name).order is not Order.ROUNDS
-]
+COMBINATIONS = list(itertools.product(NAMES, ALLOCATED, CORRECTIONS))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -240,7 +240,7 @@ def test_a_model_that_rotates_in_another_way_is_refused(tmp_path, rope):
     """Its config says another base of the wavelengths than that of its rotation, or a part of the channels."""
     model = load_model(write_tiny_model(tmp_path), torch.float32)
     model.config.rope_parameters |= rope
-    with pytest.raises(ConfigError, match="^layer 0 of the model does not rotate queries as its config says"):
+    with pytest.raises(ConfigError, match="^layer 0 of the model does not rotate queries and keys as its config says"):
         query_statistics(model, ROWS)
 
 
@@ -258,10 +258,10 @@ def test_no_texts(tmp_path):
         ({"model_type": "qwen3"}, "a model with model_type = 'llama', this one has 'qwen3': calibrate this model, or"),
         ({"num_layers": 3}, "num_layers = 2, this one has 3"),
         ({"num_heads": 8}, "num_heads = 4, this one has 8"),
-        ({"rope": ROPE | {"rope_theta": 5e5}}, "rotary embeddings with rope_theta = 10000.0, this model has 500000.0"),
+        ({"rope": ROPE | {"rope_theta": 5e5}}, "rotary embeddings with rope_theta = 10000.0, this one has 500000.0"),
         (
             {"rope": ROPE | {"rope_type": "linear", "factor": 2.0}},
-            "rotary embeddings with factor = None, this model has",
+            "rotary embeddings with factor = None, this one has",
         ),
         ({"rope": None}, "layers of this model have different rotary embeddings: choose another policy"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import threading
 import time
 from pathlib import Path
 
@@ -12,11 +11,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from engine.tiny_engine import configure
 from fastapi import FastAPI
 from server.browser import chromium, fetched, required
 from serving import Server
 
-from kvpop_vllm.vllm_glue.extras.inspect_routes import router
+from kvpop_vllm.testing import write_tiny_model
+from kvpop_vllm.vllm_glue.extras import cartridge_routes, inspect_routes
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "SmolLM2-135M-Instruct")
@@ -24,6 +25,7 @@ SCORER = str(ROOT / "examples" / "scorers" / "smollm2-135m-kvpop")
 KEY, BUDGET, SINKS, WINDOW, HEADS = "secret", 256, 4, 64, 90
 PROMPT = " ".join((ROOT / "LICENSE").read_text().split())[:4000]
 LINE = "the inspect page answers this machine alone: open http://localhost:"
+POLICY = {"policy": "h2o", "budget": 64}
 OPTIONS = (
     *("--kv-policy", "kvpop", "--kv-scorer", SCORER, "--kv-budget", str(BUDGET), "--kv-inspect", "--api-key", KEY),
     *("--max-model-len", "8192", "--kv-cache-memory-bytes", str(256 << 20), "--enforce-eager"),
@@ -58,22 +60,12 @@ def served():
     with Server(MODEL, *OPTIONS) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=900)
         told = dict(model=MODEL, prompt=PROMPT, max_tokens=6500, temperature=0, stream=True)
-        stream, done = client.completions.create(**told, extra_body={"ignore_eos": True}), threading.Event()
-
-        def read():
-            for _ in stream:
-                if done.is_set():
-                    break
-            stream.close()
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        (name,) = wait(
-            lambda: [each["id"] for each in ask(server).json()["requests"] if each["generated_tokens"] > 4], "token"
-        )
-        yield server, name
-        done.set()
-        reader.join()
+        # left unread: a thread that reads all the time would keep this one from running on a busy machine
+        with client.completions.create(**told, extra_body={"ignore_eos": True}):
+            (name,) = wait(
+                lambda: [each["id"] for each in ask(server).json()["requests"] if each["generated_tokens"] > 4], "token"
+            )
+            yield server, name
 
 
 @pytest.mark.slow
@@ -101,17 +93,43 @@ def test_names_and_pages_of_others_are_refused(served):
         assert refused.status_code == 403 and LINE in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("address, status", [("192.0.2.1", 403), ("::2", 403), ("::ffff:127.0.0.1", 200), ("::1", 200)])
-def test_other_machines_are_refused(address, status):
-    app = FastAPI()
-    app.include_router(router)
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
 
-    async def statuses() -> list[int]:
+
+def statuses(vllm_config, requests: list[tuple], address: str = "::1") -> list[int]:
+    """Return the status of each request to an app whose engine has a config, with all routes of this package."""
+    app = FastAPI()
+    app.state.vllm_config = vllm_config
+    for routes in (inspect_routes, cartridge_routes):
+        app.include_router(routes.router)
+
+    async def found() -> list[int]:
         transport = httpx.ASGITransport(app, client=(address, 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return [(await client.get(path)).status_code for path in ("/inspect", "/inspect/inspect.js")]
+            return [(await client.request(method, path, json=body)).status_code for method, path, body in requests]
 
-    assert asyncio.run(statuses()) == [status, status]
+    return asyncio.run(found())
+
+
+@pytest.mark.parametrize("address, status", [("192.0.2.1", 403), ("::2", 403), ("::ffff:127.0.0.1", 200), ("::1", 200)])
+def test_other_machines_are_refused(tiny_model, address, status):
+    requests = [("GET", path, None) for path in ("/inspect", "/inspect/inspect.js")]
+    assert statuses(configure(tiny_model, POLICY | {"inspect": True}), requests, address) == [status, status]
+
+
+@pytest.mark.parametrize("policy", [None, POLICY], ids=["stock", "no page"])
+def test_an_app_of_another_engine_has_no_page(tiny_model, policy):
+    """A process may serve an engine with the page and one without it."""
+    requests = [("GET", path, None) for path in ("/inspect", "/v1/kv_inspect", "/v1/kv_inspect/x")]
+    assert statuses(configure(tiny_model, policy), requests) == [404, 404, 404]
+
+
+def test_an_app_of_a_stock_engine_loads_no_cartridges(tiny_model):
+    bodies = {"load": {"name": "a", "path": "b"}, "unload": {"name": "a"}}
+    requests = [("POST", f"/v1/{verb}_kv_cartridge", body) for verb, body in bodies.items()]
+    assert statuses(configure(tiny_model, None), requests) == [404, 404]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import pytest
 from compaction.test_trained import write_model
 from engine.test_cartridges import write
 from serving import Server
+from threads import core_for_each_of_two
 
 from kvpop_vllm.testing import random_prompt
 
@@ -96,8 +97,7 @@ def hand(tmp_path_factory, model):
 
 
 def environment() -> dict[str, str]:
-    cores = sorted(os.sched_getaffinity(0))
-    return {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    return {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"} | core_for_each_of_two()
 
 
 @pytest.fixture(scope="module", params=KINDS)

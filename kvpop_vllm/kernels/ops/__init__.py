@@ -23,7 +23,6 @@ falls back to another.
 from kvpop_vllm.kernels.ops.rules import (
     REPLAY,
     STATE_M_START,
-    AfterPrompt,
     AttentionMass,
     ExpectedLogits,
     GateScore,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvpop_vllm.cache.pages import moment_floats
+from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.roles import Retention
 
 if TYPE_CHECKING:
@@ -169,21 +170,6 @@ class RandomDraw(TokenScorer):
     lanes: torch.Tensor
 
 
-class AfterPrompt(NamedTuple):
-    """Sizes of a request behind the end of its prompt, as the kernels take them.
-
-    Attributes:
-        made: slots that were made of the prompt. They stand as a prefix with biases, and the tail has the other slots of
-            the budget.
-        window: w of the tail.
-        shift: number of tokens that the kernels do not count. They take each later token's position less this number.
-    """
-
-    made: int
-    window: int
-    shift: int
-
-
 @dataclass(frozen=True)
 class PromptVotes:
     """Votes of a prompt's last queries for its tokens, counted once at its end (SnapKV, arXiv:2404.14469).
@@ -221,9 +207,9 @@ class PromptVotes:
         """
         return self.queries * self.group * head_size + self.adaptive_head_budgets
 
-    def after(self, prompt: int, budget: int, window: int) -> AfterPrompt:
-        """Return the sizes of a request behind the end of its prompt: those of an unprotected request."""
-        return AfterPrompt(0, window, 0)
+    def after(self, slots: RequestSlots) -> RequestSlots:
+        """Return what a request is after the end of its prompt: an unprotected one."""
+        return slots._replace(prefix=0, made=0)
 
 
 @dataclass(frozen=True)
@@ -251,13 +237,15 @@ class PromptMatching:
         """Return the number of float32 values in one head's state: the last queries."""
         return self.queries * self.group * head_size
 
-    def after(self, prompt: int, budget: int, window: int) -> AfterPrompt:
-        """Return the sizes of a request behind the end of its prompt.
+    def after(self, slots: RequestSlots) -> RequestSlots:
+        """Return what a request is after the end of its prompt: one that begins with the slots made of it, and a ring.
 
         A prompt of at most B tokens leaves no more slots than it has tokens before its last w, and the ring has the others.
         """
+        prompt, budget, window = slots.prefix, slots.budget, slots.window
         made = min(max(0, prompt - window), budget - window)
-        return AfterPrompt(made, budget - made, max(0, prompt - budget))
+        sizes = {"prefix": made, "made": made, "budget": budget - made, "window": budget - made}
+        return slots._replace(**sizes, shift=max(0, prompt - budget))
 
 
 @dataclass(frozen=True)
@@ -400,6 +388,11 @@ class RetentionRule(Retention):
             )
         if self.threshold is not None and self.window < 2:
             raise ValueError("a threshold needs a window of at least 2: set --kv-window to 2 or more")
+
+    @property
+    def topk(self) -> int:
+        """Raise AttributeError: a rule has no budget."""
+        raise AttributeError("a rule has no budget: ask the Retention of a request for its long-range slots")
 
     def behind(self, prefix: int) -> RetentionRule:
         """Return the rule of the tail after ``prefix`` protected tokens."""

@@ -19,6 +19,7 @@ from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
 from kvpop_vllm.compaction.prompt_place import begin_of_text
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hub import local_folder
 from kvpop_vllm.requests import CARTRIDGES, Placed, RequestSlots, UnknownCartridge, named, resolve
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
@@ -101,7 +102,7 @@ class CartridgeNames:
         if slots >= model.max_model_len:
             raise ConfigError(f"{folder} has {slots} slots: raise --max-model-len {model.max_model_len} above them")
         self.known[name] = Known(
-            str(Path(folder).resolve()), Placed(cartridge.digest, slots), tuple(cartridge.config.head)
+            str(local_folder(folder).resolve()), Placed(cartridge.digest, slots), tuple(cartridge.config.head)
         )
         return self.known[name]
 

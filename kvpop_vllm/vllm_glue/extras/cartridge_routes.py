@@ -7,13 +7,11 @@ from asyncio import Lock
 from http import HTTPStatus
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
-from vllm.entrypoints.serve import create_error_response
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.vllm_glue.extras.cartridge_names import CartridgeNames, Known, NamedCartridge, names_of
+from kvpop_vllm.vllm_glue.extras.cartridge_names import Known, NamedCartridge, names_of
 from kvpop_vllm.vllm_glue.start.engine_policy import requested
 
 router = APIRouter()
@@ -56,37 +54,39 @@ def attach_endpoint_plugins(original, app: FastAPI, *args, **kwargs) -> None:
     app.include_router(router)
 
 
-def _error(status: HTTPStatus, message: str) -> JSONResponse:
-    error = create_error_response(message, err_type=status.phrase.replace(" ", "") + "Error", status_code=status)
-    return JSONResponse(error.model_dump(), status)
+def changeable(request: Request) -> tuple:
+    """Return the models that an app lists, and its cartridges.
 
-
-def _refused(request: Request, names: CartridgeNames) -> JSONResponse | None:
-    """Return the error of a server with several front ends or engines, which would not all know of a change."""
+    Raises:
+        HTTPException: the app's engine has no policy, as a process may serve other engines too (404); or there are
+            several front ends or engines, which would not all know of a change (400).
+    """
+    vllm_config = request.app.state.vllm_config
+    if not requested(vllm_config):
+        raise HTTPException(HTTPStatus.NOT_FOUND, "this server has no cartridges: start it with --kv-policy")
     several = request.app.state.args.api_server_count not in (None, 1)
-    if several or names.vllm_config.parallel_config.data_parallel_size > 1:
+    if several or vllm_config.parallel_config.data_parallel_size > 1:
         message = "other servers or engines would not know of it: set --api-server-count and --data-parallel-size to 1"
-        return _error(HTTPStatus.BAD_REQUEST, message)
-    return None
+        raise HTTPException(HTTPStatus.BAD_REQUEST, message)
+    models = request.app.state.openai_serving_models
+    return models, names_of(models.engine_client.vllm_config)
 
 
 @router.post("/v1/load_kv_cartridge")
 async def load_kv_cartridge(body: LoadCartridge, request: Request):
     """Load the cartridge in a folder of the server's machine, and serve it under a name."""
-    models = request.app.state.openai_serving_models
-    names = names_of(models.engine_client.vllm_config)
-    if refused := _refused(request, names):
-        return refused
+    models, names = changeable(request)
     async with _lock:
         if body.name in models.lora_requests or body.name in names.known or models.is_base_model(body.name):
-            return _error(HTTPStatus.BAD_REQUEST, f"the name {body.name!r} is taken: unload it, or use another")
+            message = f"the name {body.name!r} is taken: unload it, or use another"
+            raise HTTPException(HTTPStatus.BAD_REQUEST, message)
         try:
             known = await asyncio.to_thread(names.add, body.name, body.path)
             core = models.engine_client.engine_core
             await core.call_utility_async("kvpop_load_cartridge", body.name, known.folder, *known.placed)
         except Exception as error:  # an engine's error comes as an exception of another class
             names.known.pop(body.name, None)
-            return _error(HTTPStatus.BAD_REQUEST, str(error))
+            raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
         _list(models, body.name, known)
     return {"name": body.name, "slots": known.placed.slots}
 
@@ -94,13 +94,10 @@ async def load_kv_cartridge(body: LoadCartridge, request: Request):
 @router.post("/v1/unload_kv_cartridge")
 async def unload_kv_cartridge(body: UnloadCartridge, request: Request):
     """Stop serving a cartridge and free its blocks, unless unfinished requests use it."""
-    models = request.app.state.openai_serving_models
-    names = names_of(models.engine_client.vllm_config)
-    if refused := _refused(request, names):
-        return refused
+    models, names = changeable(request)
     async with _lock:
         if (known := names.known.pop(body.name, None)) is None:
-            return _error(HTTPStatus.NOT_FOUND, f"the cartridge {body.name!r} does not exist")
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"the cartridge {body.name!r} does not exist")
         models.lora_requests.pop(body.name, None)  # requests name it no longer
         core, using = models.engine_client.engine_core, None
         try:
@@ -111,5 +108,5 @@ async def unload_kv_cartridge(body: UnloadCartridge, request: Request):
                 _list(models, body.name, known)
     if using:
         message = f"{using} requests use the cartridge {body.name!r}: unload it when they are done"
-        return _error(HTTPStatus.CONFLICT, message)
+        raise HTTPException(HTTPStatus.CONFLICT, message)
     return {"name": body.name}

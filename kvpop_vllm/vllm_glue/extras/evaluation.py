@@ -8,18 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
 from kvpop_vllm.cache.accounting import dense_request_bytes
-from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.evaluation.backends import GREEDY, Backend, Run
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
-from kvpop_vllm.model_shape import borrows_channel, positions_of, read_model_config
-from kvpop_vllm.requests import SEED, RequestSlots
-from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.evaluation.runner import DENSE_BLOCK
+from kvpop_vllm.model_shape import ModelShape, borrows_channel, positions_of, read_model_config
+from kvpop_vllm.requests import SEED
+from kvpop_vllm.vllm_glue.extras.inspector import Row, held_by_layer
+from kvpop_vllm.vllm_glue.extras.reports import manager_of
 
 SPARE_BYTES = 32 << 20
 """KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
@@ -60,31 +60,43 @@ class EngineBackend(Backend):
             llm.llm_engine.engine_core.shutdown()
 
     def _engine(self, additional: dict):
-        from vllm import LLM
-
-        shape = self.shape
-        request = dense_request_bytes(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, self.longest, 128
-        )
         before = os.environ.get(IN_PROCESS)
         os.environ[IN_PROCESS] = "0"
         try:
-            return LLM(
-                str(self.model),
-                dtype=str(self.dtype).removeprefix("torch."),
-                max_model_len=self.room,
-                max_num_seqs=self.requests,
-                kv_cache_memory_bytes=(self.requests + 1) * request.allocated + SPARE_BYTES,
-                enforce_eager=True,
-                enable_prefix_caching=False,
-                skip_tokenizer_init=True,
-                additional_config=additional,
-            )
+            options = {"enable_prefix_caching": False, "additional_config": additional}
+            return start_engine(self.model, self.shape, self.dtype, self.room, self.requests, **options)
         finally:
             if before is None:
                 del os.environ[IN_PROCESS]
             else:
                 os.environ[IN_PROCESS] = before
+
+
+def start_engine(model: str, shape: ModelShape, dtype: torch.dtype, longest: int, requests: int, **options):
+    """Return an eager ``vllm.LLM`` that takes and returns token ids, with memory for dense requests.
+
+    Args:
+        model: folder of the model.
+        shape: shape of the model.
+        dtype: dtype of weights and cache.
+        longest: most tokens of a request, answer included.
+        requests: requests that run at once.
+        options: further arguments of the engine.
+    """
+    from vllm import LLM
+
+    sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    request = dense_request_bytes(*sizes, dtype, longest, DENSE_BLOCK)
+    return LLM(
+        str(model),
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=longest,
+        max_num_seqs=requests,
+        kv_cache_memory_bytes=(requests + 1) * request.allocated + SPARE_BYTES,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        **options,
+    )
 
 
 class EngineRun(Run):
@@ -105,7 +117,7 @@ class EngineRun(Run):
                 return
             self.steps.append(hidden.detach().clone())
             if self.watched is not None and sum(map(len, self.steps)) == self.watched:
-                self.caches = held_in_step(llm.llm_engine.vllm_config, self.watched)
+                self.caches = self._held(self.watched)
 
         llm.apply_model(lambda model: model.register_forward_hook(step) and None)
 
@@ -146,6 +158,14 @@ class EngineRun(Run):
             raise RuntimeError(f"no step of vLLM's ended with the prompt's {len(tokens)} tokens")
         return self.caches
 
+    def _held(self, seen: int) -> torch.Tensor:
+        """Return which of its ``seen`` tokens the only request of the running step holds, ``[layers, H, seen]``."""
+        engine = self.llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        row = Row.of(manager_of(scheduler), scheduler.running[0], seen)
+        layers = {layer: tensor for layer, _, (tensor,) in held_by_layer(engine, [row])}
+        return torch.stack([layers[layer] for layer in sorted(layers)])
+
     def _read(self, tokens: torch.Tensor) -> None:
         """Run a prompt and record its hidden states."""
         self.steps.clear()
@@ -162,63 +182,3 @@ class EngineRun(Run):
         options = [SamplingParams(**sampling._asdict(), seed=seed, max_tokens=new, **shared) for seed in seeds]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [list(found.outputs[0].token_ids) for found in self.llm.generate(requests, options, use_tqdm=False)]
-
-
-def held_in_step(vllm_config, seen: int) -> torch.Tensor:
-    """Return which prompt tokens the only request of the running step retains at the end of its prompt.
-
-    Args:
-        vllm_config: the engine's config.
-        seen: tokens of the prompt.
-
-    Returns:
-        ``[layers, H, seen]`` booleans.
-    """
-    from vllm.forward_context import get_forward_context
-
-    layers = {}
-    for name, metadata in get_forward_context().attn_metadata.items():
-        attention = vllm_config.compilation_config.static_forward_context[name]
-        layers[attention.impl.layer] = held_by_request(
-            attention.impl, attention.kv_cache, metadata, metadata.num_tokens, seen
-        )
-    return torch.stack([layers[layer] for layer in sorted(layers)])
-
-
-def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int) -> torch.Tensor:
-    """Return which tokens a request of the running step retains after a layer.
-
-    Args:
-        impl: the layer's attention.
-        kv_cache: the layer's cache.
-        metadata: the step's metadata.
-        last: index behind the request's last token in the flat batch.
-        seen: tokens of the request, this step included.
-
-    Returns:
-        ``[H, seen]`` booleans.
-    """
-    rule, (pages, shares, blocks) = impl.attention.rule, impl._bind(kv_cache)
-    batch, after, made_row = metadata.batch(impl.layer, shares), None, None
-    ends = [first + length for first, length in zip(batch.chunks.firsts, batch.chunks.lengths, strict=True)]
-    if last in ends:
-        part = batch.chunks.part(ends.index(last))
-        (after,), (window,), (end,), prefix = part.after, part.windows, part.ends, part.prefix
-        table, budgets, row = part.table[0], part.budgets[0], 0
-        if (after is not None or any(part.follows)) and rule.compression.adaptive_head_budgets:
-            (budgets,), (table,) = load_page_table(pages, part.table, rule.compression)
-    else:
-        row = last - 1 if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(last - 1)
-        table, budgets, window, prefix = batch.table[row], batch.budgets[row], int(batch.windows[row]), batch.prefix
-        end = int(batch.positions[row]) + 1
-    tokens = 0 if prefix is None else int(prefix.tokens[row])
-    if rule.compresses and (after is None or end == tokens):
-        if after is None:
-            after, made_row = RequestSlots(tokens, tokens, 0, window, shift=seen - end), prefix and prefix.table[row]
-        else:
-            made_row = part.made_table[0]
-        rule = replace(rule, window=after.window)
-        return held_behind_prompt(pages, table, seen, rule, budgets, after, blocks, made_row)
-    if pages.raw.device.type != "cpu":
-        pages = pages.layout.view(pages.raw.cpu())
-    return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), tokens)

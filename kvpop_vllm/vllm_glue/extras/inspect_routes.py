@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 import kvpop_vllm
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 logger = init_logger("vllm.kvpop_vllm")
 PAGE = Path(kvpop_vllm.__file__).with_name("inspect_page")
@@ -55,14 +56,26 @@ def check_local(request: Request) -> None:
         )
 
 
-router = APIRouter(dependencies=[Depends(check_local)], include_in_schema=False)
+def check_inspected(request: Request) -> None:
+    """Check that the engine of this app has a recorder; a process may serve other engines too.
+
+    Raises:
+        HTTPException: it has none (404).
+    """
+    vllm_config = request.app.state.vllm_config
+    if not requested(vllm_config) or not engine_policy(vllm_config).settings.inspect:
+        raise HTTPException(HTTPStatus.NOT_FOUND, "this server has no inspect page: start it with --kv-inspect")
+
+
+router = APIRouter(dependencies=[Depends(check_local), Depends(check_inspected)], include_in_schema=False)
 
 
 def attach_endpoint_plugins(original, app: FastAPI, *args, **kwargs) -> None:
     """Wrap the adding of routes to a server: add those of the inspect page."""
     original(app, *args, **kwargs)
     app.include_router(router)
-    logger.info("inspect page: http://localhost:%s/inspect on this machine (--kv-inspect)", app.state.args.port)
+    if requested(app.state.args):
+        logger.info("inspect page: http://localhost:%s/inspect on this machine (--kv-inspect)", app.state.args.port)
 
 
 @router.get("/inspect")

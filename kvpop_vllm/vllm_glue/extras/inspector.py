@@ -7,7 +7,7 @@ when a token is missing for the first time. An engine without the flag has no re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from kvpop_vllm.cache.step import StepPlan, plan_batch
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.vllm_glue.extras.cartridges import layers_of
-from kvpop_vllm.vllm_glue.extras.reports import manager_of, report, use_of
+from kvpop_vllm.vllm_glue.extras.reports import kept_by_head, manager_of, report, use_of
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -30,11 +30,17 @@ ROOM = 256
 
 
 class Row(NamedTuple):
-    """Request as the workers are asked for it, with tokens beyond its prefix: tokens seen, blocks and slots."""
+    """Request as the workers are asked for it: tokens seen, blocks and slots."""
 
     seen: int
     blocks: list[int]
     slots: RequestSlots
+
+    @classmethod
+    def of(cls, manager: FixedBudgetManager, request, tokens: int) -> Row:
+        """Return the row of a request of the scheduler with ``tokens`` tokens in its cache."""
+        blocks = [block.block_id for block in manager.req_to_blocks[request.request_id]]
+        return cls(tokens, blocks, manager.slots(request))
 
 
 @dataclass
@@ -72,10 +78,7 @@ class Record:
         found = {**self.report, "state": state, "seen_tokens": self.seen, "error": self.error}
         kept = (self.left[..., : self.seen] == 0).sum(-1)
         if kept.size and self.error is None:
-            numbers = {"min": int(kept.min()), "mean": float(kept.mean()), "max": int(kept.max())}
-            evicted = {"min": self.seen - numbers["max"], "mean": self.seen - numbers["mean"]}
-            found["kept_tokens_per_head"] = numbers
-            found["evicted_tokens_per_head"] = evicted | {"max": self.seen - numbers["min"]}
+            found |= kept_by_head(self.seen, int(kept.min()), float(kept.mean()), int(kept.max()))
         return found
 
 
@@ -104,7 +107,7 @@ class Inspector:
         self._forget_ended()
         asked = []
         for request in self.scheduler.running:
-            row, record = self._row(request), self._record(request)
+            row, record = Row.of(self.manager, request, request.num_computed_tokens), self._record(request)
             if row.seen < row.slots.prefix + (not self.policy.compresses):
                 record.note(row.seen, np.ones((*self.shape, row.seen), bool))
             else:
@@ -116,10 +119,6 @@ class Inspector:
             record.error = error
             if error is None:
                 record.note(row.seen, self._joined([layer for each in found for layer in each], i, row.seen))
-
-    def _row(self, request) -> Row:
-        blocks = [block.block_id for block in self.manager.req_to_blocks[request.request_id]]
-        return Row(request.num_computed_tokens, blocks, self.manager.slots(request))
 
     def _record(self, request) -> Record:
         """Return the record of a request, with its latest numbers and tokens."""
@@ -209,23 +208,31 @@ def held_in_worker(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndar
         token; or the text of an error, as replies behind an exception would stay unread.
     """
     try:
-        return _held(worker, rows)
+        packed = (
+            (layer, first, [np.packbits(tensor.numpy(), axis=-1) for tensor in tensors])
+            for layer, first, tensors in held_by_layer(worker, rows)
+        )
+        return list(packed)
     except Exception as error:
         return str(error) or type(error).__name__
 
 
-def _held(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndarray]]]:
+def held_by_layer(worker, rows: list[Row]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+    """Yield for each layer its index, the first of its KV heads here, and the tokens ``[H, seen]`` that each request holds.
+
+    Args:
+        worker: worker of vLLM, or the engine that it is a part of.
+        rows: requests with as many tokens in their caches.
+    """
     from kvpop_vllm.vllm_glue.run.backend import for_config
 
-    heads_of, found, plan, batch = for_config(worker.vllm_config).heads, [], None, None
+    heads_of, plan, batch = for_config(worker.vllm_config).heads, None, None
     for impl, pages, shares, blocks in layers_of(worker):
         plan = plan or _next_step(impl, rows, pages.raw.device)
         if batch is None or shares.by_layer:
             batch = plan.batch(shares, impl.layer)
         held = [_held_by(impl, pages, blocks, row, batch.table[i], batch.budgets[i]) for i, row in enumerate(rows)]
-        bits = [np.packbits(each.numpy(), axis=-1) for each in held]
-        found.append((impl.layer, heads_of(impl.num_kv_heads).start, bits))
-    return found
+        yield impl.layer, heads_of(impl.num_kv_heads).start, held
 
 
 def _next_step(impl, rows: list[Row], device: torch.device) -> StepPlan:
@@ -246,7 +253,7 @@ def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, b
     rule, budgets, slots = impl.attention.rule, budgets.cpu(), row.slots
     if (compression := impl.policy.compression) is None:
         return held_tokens(pages, table, row.seen, replace(rule, window=slots.window), budgets, slots.prefix)
-    after, size = slots.behind_prompt(compression), pages.layout.block_slots
+    after, size = compression.after(slots), pages.layout.block_slots
     first = cdiv(slots.prefix, size)
     made = torch.tensor(row.blocks[first : first + cdiv(after.made, size)])
     rule = replace(rule, window=after.window)

@@ -85,25 +85,32 @@ def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
     kept = None
     if not policy.drops_early:
         heads = policy.model.num_layers * policy.model.num_kv_heads
-        kept = kept_tokens(heads, seen, replace(policy.retention, budget=slots.budget), spec.shares, prefix)
+        shares = None if spec.shares is None else spec.shares.all_heads(slots.budget, slots.window)
+        kept = kept_tokens(heads, seen, replace(policy.retention, budget=slots.budget), shares, prefix)
     blocks = blocks_held(manager, request.request_id)
     return CacheUse(
         seen, prefix if spec.compression is None else 0, kept, blocks, most_blocks(scheduler, manager, request)
     )
 
 
+def kept_by_head(tokens: int, least: int, mean: float, most: int) -> dict:
+    """Return how many of so many tokens heads hold and have evicted, as reports have it."""
+    return {
+        "kept_tokens_per_head": {"min": least, "mean": mean, "max": most},
+        "evicted_tokens_per_head": {"min": tokens - most, "mean": tokens - mean, "max": tokens - least},
+    }
+
+
 def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dict:
     """Return the report of a request, as documented in ``docs/operating.md``."""
     slots = of_request(request.sampling_params, spec, request.num_prompt_tokens)
-    kept = evicted = None
+    by_head = dict.fromkeys(("kept_tokens_per_head", "evicted_tokens_per_head"))
     if use.kept is not None:
-        least, most = min(use.kept), max(use.kept)
-        kept = {"min": least, "mean": use.mean_kept, "max": most}
-        evicted = {"min": use.seen - most, "mean": use.seen - use.mean_kept, "max": use.seen - least}
+        by_head = kept_by_head(use.seen, min(use.kept), use.mean_kept, max(use.kept))
         if policy.adaptive_head_budgets and use.seen > spec.budget:
             # heads have divided their slots by votes, which only the workers know
-            kept, evicted = ({**each, "min": None, "max": None} for each in (kept, evicted))
-    return {
+            by_head = {name: numbers | {"min": None, "max": None} for name, numbers in by_head.items()}
+    return by_head | {
         "policy": policy.name,
         "budget": slots.budget,
         "prompt_tokens": request.num_prompt_tokens,
@@ -111,8 +118,6 @@ def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dic
         "protected_tokens": use.protected,
         "generated_tokens": request.num_output_tokens,
         "seen_tokens": use.seen,
-        "kept_tokens_per_head": kept,
-        "evicted_tokens_per_head": evicted,
         "blocks": use.blocks,
         "blocks_bound": use.bound,
         "bytes": use.blocks * bytes_per_block(policy, spec),

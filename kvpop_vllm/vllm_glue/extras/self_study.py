@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.compaction.conversations import ROUND, TEMPERATURE, TOP, Answer
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.vllm_glue.extras.evaluation import SPARE_BYTES
+from kvpop_vllm.vllm_glue.extras.evaluation import start_engine
 
 
 @contextmanager
@@ -23,23 +22,8 @@ def engine_sampler(model: str, dtype: str, longest: int, stop: set[int]) -> Iter
         longest: most tokens of a request, answer included.
         stop: ids that end an answer.
     """
-    from vllm import LLM
-
-    shape = ModelShape.of(model, longest)
-    request = dense_request_bytes(
-        shape.num_layers, shape.num_kv_heads, shape.head_dim, getattr(torch, dtype), longest, 128
-    )
-    llm = LLM(
-        str(model),
-        dtype=dtype,
-        max_model_len=longest,
-        max_num_seqs=ROUND,
-        kv_cache_memory_bytes=(ROUND + 1) * request.allocated + SPARE_BYTES,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        max_logprobs=TOP,
-        skip_tokenizer_init=True,
-    )
+    shape, options = ModelShape.of(model, longest), {"enable_prefix_caching": True, "max_logprobs": TOP}
+    llm = start_engine(model, shape, getattr(torch, dtype), longest, ROUND, **options)
     try:
         yield EngineSampler(llm, stop)
     finally:

@@ -10,7 +10,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from vllm import envs
 from vllm.config import get_current_vllm_config
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -25,7 +30,15 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout, Pages
-from kvpop_vllm.cache.shares import EqualHeads, SharesByVotes, fixed_shares
+from kvpop_vllm.cache.shares import (
+    Division,
+    EqualHeads,
+    Shares,
+    SharesByVotes,
+    fixed_shares,
+    heads_of_rank,
+    shards_of,
+)
 from kvpop_vllm.cache.step import StepBatch, StepPlan, plan_batch
 from kvpop_vllm.compaction.cartridge import read_config
 from kvpop_vllm.config import ConfigError
@@ -48,6 +61,7 @@ class FixedBudgetBackend(AttentionBackend):
 
     policy: ClassVar = None
     block_slots: ClassVar[int] = BLOCK_SLOTS
+    stages: ClassVar[list[tuple[int, int]]] = []
 
     forward_includes_kv_cache_update = True
     supported_dtypes: ClassVar[list] = [getattr(torch, name) for name in DTYPES["cpu"]]
@@ -111,7 +125,8 @@ class FixedBudgetBackend(AttentionBackend):
             budget=cls.policy.retention.budget,
             sinks=cls.policy.retention.sinks,
             state_blocks=layout.state_blocks,
-            shares=cls.policy.checked_shares(cls.heads(spec.num_kv_heads)),
+            shares=cls.division(),
+            largest=tuple((largest.budget, largest.window) for largest in cls.policy.largest_retentions()),
             protect=cls.policy.protect,
             max_budget=cls.policy.max_budget,
             max_protect=cls.policy.max_protect,
@@ -132,6 +147,24 @@ class FixedBudgetBackend(AttentionBackend):
         return heads_of_rank(*ranks, cls.policy.model.num_kv_heads, held)
 
     @classmethod
+    def division(cls) -> Division | None:
+        """Return how heads divide the slots of a request, the same in all ranks; None if they are equal."""
+        ranks = get_tensor_model_parallel_world_size()
+        return cls.policy.division(shards_of(cls.stages, cls.policy.model.num_kv_heads, ranks))
+
+    @classmethod
+    def shard(cls) -> int:
+        """Return the index of this rank among the shards of :meth:`division`."""
+        stage = get_pp_group().rank_in_group if len(cls.stages) > 1 else 0
+        return stage * get_tensor_model_parallel_world_size() + get_tensor_model_parallel_rank()
+
+    @classmethod
+    def shares(cls) -> Shares | None:
+        """Return the budgets of this rank's heads for requests with the server's budget; None if all heads are equal."""
+        division, retention = cls.division(), cls.policy.retention
+        return None if division is None else division.shares(retention.budget, retention.window)[cls.shard()]
+
+    @classmethod
     def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
         """Return the page layout of one layer on this rank."""
         return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats)
@@ -141,7 +174,9 @@ def for_config(vllm_config, base: type[FixedBudgetBackend] = FixedBudgetBackend)
     """Return the backend class of one engine, with its policy and its slots per block."""
     cache = vllm_config.cache_config
     slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
-    return type(base.__name__, (base,), {"policy": engine_policy(vllm_config), "block_slots": slots})
+    policy, stages = engine_policy(vllm_config), vllm_config.parallel_config.pipeline_parallel_size
+    layers = [get_pp_indices(policy.model.num_layers, stage, stages) for stage in range(stages)]
+    return type(base.__name__, (base,), {"policy": policy, "block_slots": slots, "stages": layers})
 
 
 def cartridge_room(policy) -> tuple[tuple[int, ...], bool]:
@@ -149,21 +184,6 @@ def cartridge_room(policy) -> tuple[tuple[int, ...], bool]:
     folders = (policy.settings.cartridge or {}).values()
     loads = bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING) and not policy.compresses
     return tuple(read_config(folder).slots for folder in folders), loads
-
-
-def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
-    """Return the KV heads that a tensor-parallel rank holds.
-
-    With more ranks than heads, several ranks hold the same head.
-
-    Args:
-        rank: the rank.
-        ranks: number of ranks.
-        total: KV heads of the model.
-        held: KV heads of each rank.
-    """
-    first = rank * total // ranks
-    return slice(first, first + held)
 
 
 def _log_kernels(like: torch.Tensor) -> None:
@@ -183,29 +203,19 @@ class FixedBudgetMetadata:
     """Metadata of one engine step.
 
     With unequal shares the batch is rebuilt per layer, so that a CUDA graph records how the batch is built and not its
-    values. Only the first layer's has starts to be checked, because all layers have seen the same tokens.
+    values.
 
     Attributes:
         plan: plan of the step.
         num_tokens: tokens of the step.
-        shared: the batch of all layers where heads have equal shares, else None.
-        checked: True after the first layer.
     """
 
     plan: StepPlan
     num_tokens: int
-    shared: StepBatch | None
-    checked: bool = False
 
     def batch(self, layer: int, shares: EqualHeads) -> StepBatch:
         """Return the batch of a layer whose heads share slots as ``shares`` says."""
-        batch = self.plan.batch(shares, layer) if shares.by_layer else self.shared
-        if self.checked and batch.starts is not None:
-            batch = dataclasses.replace(batch, starts=None, slot_zero=None)
-        if not shares.by_layer:
-            self.shared = batch
-        self.checked = True
-        return batch
+        return self.plan.batch(shares, layer)
 
 
 class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
@@ -220,29 +230,31 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.retention = backend.policy.retention
         self.policy, self.seed = backend.policy, request_seed(vllm_config.model_config.seed, 0)
         self.unequal = kv_cache_spec.shares is not None or self.policy.adaptive_head_budgets
-        self.spec, self.shares = kv_cache_spec, EqualHeads(kv_cache_spec.num_kv_heads)
-        self.padding = kv_cache_spec.slots()._replace(seed=self.drawn(0) if self.policy.draws else None)
+        self.spec, self.records = kv_cache_spec, {}
+        self.padding = self._record(None, 0)
         self.requests: list[RequestSlots] | None = None  # slots of the step's requests, set before each build
 
-    def take_requests(self, params: list, prompts: list[int], seeds: list[int] | None) -> None:
-        """Take the slots of the next step's requests.
+    def take_requests(self, params: list, prompts: list[int]) -> None:
+        """Take the slots of the next step's requests. The record of a request is made in its first step.
 
         Args:
             params: sampling parameters of each request, or None.
             prompts: tokens of each prompt.
-            seeds: sampling seed of each request, None if scores are not drawn.
         """
-        slots = [of_request(sampling, self.spec, prompt) for sampling, prompt in zip(params, prompts, strict=True)]
-        if seeds is not None:
-            seeds = [
-                sampled if record.seed is None else record.seed for record, sampled in zip(slots, seeds, strict=True)
-            ]
-            slots = [record._replace(seed=self.drawn(seed)) for record, seed in zip(slots, seeds, strict=True)]
-        self.requests = slots
+        records, requests = {}, []
+        for sampling, prompt in zip(params, prompts, strict=True):
+            key = id(sampling), prompt  # the entry holds the parameters, so that no others have this id
+            entry = records[key] = self.records.get(key) or (sampling, self._record(sampling, prompt))
+            requests.append(entry[1])
+        self.records, self.requests = records, requests
 
-    def drawn(self, seed: int) -> int:
-        """Return the seed of the draws of a request with this seed."""
-        return signed(self.seed + signed(seed))
+    def _record(self, sampling, prompt: int) -> RequestSlots:
+        """Return the slots of a request, with the seed of its draws if there are any."""
+        record = of_request(sampling, self.spec, prompt)
+        if not self.policy.draws:
+            return record
+        seed = record.seed if record.seed is not None else getattr(sampling, "seed", None) or 0
+        return record._replace(seed=signed(self.seed + signed(seed)))
 
     def slots(self, requests: int, dummy: bool = False) -> list[RequestSlots]:
         """Return the slots of the step's requests.
@@ -258,8 +270,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         """
         if self.requests is None and not dummy:
             raise RuntimeError("this model runner does not say what requests ask for: leave --worker-cls out")
-        known = (self.requests or [])[:requests]
-        return known + [self.padding] * (requests - len(known))
+        described = (self.requests or [])[:requests]
+        return described + [self.padding] * (requests - len(described))
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         """Return the metadata of a step from vLLM's common metadata."""
@@ -267,11 +279,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         starts, lengths = common.query_start_loc_cpu, common.seq_lens.tolist()
         counts = (starts[1:] - starts[:-1]).tolist()
         step = self.slots(len(counts)), counts, lengths, common.block_table_tensor
-        return self.finish(plan_batch(self.layout, *step, self.policy.compression), int(starts[-1]))
-
-    def finish(self, plan: StepPlan, num_tokens: int) -> FixedBudgetMetadata:
-        """Return a step's metadata, with the shared batch already built if all heads have equal shares."""
-        return FixedBudgetMetadata(plan, num_tokens, None if self.unequal else plan.batch(self.shares))
+        return FixedBudgetMetadata(plan_batch(self.layout, *step, self.policy.compression), int(starts[-1]))
 
 
 class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
@@ -313,7 +321,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             )
         self.cartridges = cartridge_room(self.policy)
         self.attention: FixedBudgetAttention | None = None
-        self.layer, self.shares = None, None
+        self.layer, self.shares, self.division, self.shard = None, None, None, 0
         self.gates: torch.nn.ModuleList | None = None
         self._pages = WeakTensorKeyDictionary()
 
@@ -328,12 +336,13 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         context[name].sliding_window = None  # no request exceeds it, and vLLM asks for a cache spec by it
         backend = for_config(self.vllm_config)
         heads = backend.heads(self.num_kv_heads)
-        self.layer, self.shares = extract_layer_index(name), self.policy.checked_shares(heads)
+        self.layer, self.shares = extract_layer_index(name), backend.shares()
+        self.division, self.shard = backend.division(), backend.shard()
         if self.policy.gated:
             self._add_gate(self.layer, heads)
         rule = self.policy.layer_rule(self.layer, heads)
-        kept = self.policy.retention
-        if (rule.sinks, rule.window) != (kept.sinks, kept.window):
+        retention = self.policy.retention
+        if (rule.sinks, rule.window) != (retention.sinks, retention.window):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
         layout = backend.layout(self.num_kv_heads, self.head_size, act_dtype)
         device = self.vllm_config.device_config.device_type
@@ -419,14 +428,16 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
         raw = kv_cache.view(torch.uint8)
         place = raw.storage_offset(), raw.shape, raw.stride()
-        own = layout.view(torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place))
+        layer_pages = layout.view(
+            torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place)
+        )
         if self.policy.adaptive_head_budgets:
-            divided = SharesByVotes(own, self.attention.rule.compression, self.policy.retention.budget)
-            return divided.pages, divided, own
+            divided = SharesByVotes(layer_pages, self.attention.rule.compression, self.policy.retention.budget)
+            return divided.pages, divided, layer_pages
         if self.shares is None:
-            return own, EqualHeads(layout.num_kv_heads), own
-        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device)
-        return shares.view(_all_layers(kv_cache, self.layer)), shares, own
+            return layer_pages, EqualHeads(layout.num_kv_heads), layer_pages
+        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device, self.division, self.shard)
+        return shares.view(_all_layers(kv_cache, self.layer - self.shares.first)), shares, layer_pages
 
 
 def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
@@ -438,11 +449,11 @@ def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
 
 
 def _all_layers(kv_cache: torch.Tensor, layer: int) -> torch.Tensor:
-    """Return the allocation that holds the caches of all layers, one after another.
+    """Return the allocation that holds the caches of all layers of this stage, one after another.
 
     Args:
         kv_cache: the cache of layer ``layer``.
-        layer: index of the layer.
+        layer: index of the layer in its stage.
 
     Raises:
         RuntimeError: the caches do not lie one after another.

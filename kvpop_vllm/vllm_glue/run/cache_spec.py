@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpop_vllm.cache.accounting import dropped_columns, request_blocks, worst_prompts
-from kvpop_vllm.cache.shares import Shares
+from kvpop_vllm.cache.shares import Division
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
 
@@ -175,8 +175,8 @@ class FixedBudgetSpec(AttentionSpec):
 
     A request of n tokens, p of them protected, holds ``cdiv(min(n, p), N)`` prefix blocks and, once n exceeds
     p, ``state_blocks + cdiv(min(n - p, T), N)`` blocks of its own; T = B - s behind a prefix, B without.
-    Where heads have unequal shares, tails are counted by these, rounded up
-    (:class:`kvpop_vllm.cache.shares.Shares`).
+    Where heads have unequal shares, tails are counted by those of the rank that needs most, rounded up
+    (:class:`kvpop_vllm.cache.shares.Division`).
 
     Where prompts are compressed at their end, a request with a prompt of p tokens holds its prefix and, from
     the first stored query on, its state. At the prompt's end it holds a tail of B slots as well. After that
@@ -197,7 +197,8 @@ class FixedBudgetSpec(AttentionSpec):
         window: w of the server.
         max_window: w of a request with the largest budget.
         compression: way in which prompts are compressed at their end, None if they are not.
-        shares: budgets of all heads where they are unequal, else None.
+        shares: how heads divide the slots of a request where they are unequal, else None.
+        largest: B and w of requests, one of which may have the most slots under ``shares``; empty for the largest budget.
         reserve: True if a request claims all blocks that it will ever hold at once.
         inspect: True if what requests hold is recorded for the inspect page.
         cartridges: slots of each cartridge with which the engine starts.
@@ -213,7 +214,8 @@ class FixedBudgetSpec(AttentionSpec):
     window: int = 1
     max_window: int = 1
     compression: Compression | None = None
-    shares: Shares | None = None
+    shares: Division | None = None
+    largest: tuple[tuple[int, int], ...] = ()
     reserve: bool = False
     inspect: bool = False
     cartridges: tuple[int, ...] = ()
@@ -228,8 +230,9 @@ class FixedBudgetSpec(AttentionSpec):
 
         ``slots`` are its own, by default those of an unprotected request with the server's numbers.
         """
-        sizes = self.sinks, self.block_size, self.state_blocks, self.num_kv_heads
-        return request_blocks(length, slots or self.slots(), sizes, self.shares, self.compression)
+        sizes, slots = (self.sinks, self.block_size, self.state_blocks, self.num_kv_heads), slots or self.slots()
+        by_rank = (None,) if self.shares is None else self.shares.shares(slots.budget, slots.window)
+        return max(request_blocks(length, slots, sizes, shares, self.compression) for shares in by_rank)
 
     def dropped(self, slots: RequestSlots) -> list[tuple[int, int]]:
         """Return the columns of a request's row that it no longer needs after the end of its prompt, first and last + 1."""
@@ -242,9 +245,12 @@ class FixedBudgetSpec(AttentionSpec):
         """
         longest = protected_tokens(self.max_protect, length)  # a prompt may have this length
         prompts = worst_prompts(longest, length, self.block_size)
-        most = max(self.blocks(length, self.slots(prompt, self.max_budget, self.max_window)) for prompt in prompts)
+        largest = self.largest or ((self.max_budget, self.max_window),)
+        most = max(self.blocks(length, self.slots(prompt, *sizes)) for prompt in prompts for sizes in largest)
+        # a smaller budget may round the slots of each head up
+        rounded = self.shares is not None and not self.shares.one_budget
         # a smaller window may divide the slots of a short prompt such that both parts have a block filled in part
-        return most + (self.compression is not None and self.compression.makes_slots)
+        return most + rounded + (self.compression is not None and self.compression.makes_slots)
 
     def longest_prefix(self, length: int) -> int:
         """Return the most tokens of a request of ``length`` tokens that are protected, slots of cartridges included."""

@@ -13,15 +13,16 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
 from kvpop_vllm.cache.pages import Prefix
-from kvpop_vllm.cache.step import NUMBERS, RequestBlocks, Span, StepPlan, numbers_of, rows_of
+from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, rows_of
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.requests import NUMBERS, RequestSlots
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
 from kvpop_vllm.vllm_glue.run.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
     FixedBudgetMetadata,
     FixedBudgetMetadataBuilder,
+    for_config,
 )
 from kvpop_vllm.vllm_glue.run.cache_spec import longest_prefix
 from kvpop_vllm.vllm_glue.start import cuda
@@ -117,7 +118,7 @@ class CudaImpl(FixedBudgetImpl):
         query = query[: scheduler.max_num_scheduled_tokens]
         budgets, most = [budget] * self.num_kv_heads, budget
         if self.shares is not None:
-            budgets, most = self.shares.budgets[self.layer], max(self.shares.counts)
+            budgets, most = self.shares.budgets[self.layer - self.shares.first], max(self.shares.counts)
         length = self.vllm_config.model_config.max_model_len
         longest = longest_prefix(length, self.policy.max_protect, *self.cartridges)
         limits = len(query), scheduler.max_num_seqs, length, query.device, longest
@@ -157,7 +158,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             self.padding,
             vllm_config.scheduler_config.max_num_seqs,
             kv_cache_spec.blocks(longest, kv_cache_spec.slots(budget=kv_cache_spec.max_budget)),
-            kv_cache_spec.shares,
+            None if kv_cache_spec.shares is None else for_config(vllm_config).shares(),
             device,
             kv_cache_spec.longest_prefix(longest),
         )
@@ -187,7 +188,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             self._begin_tails([i for i in range(rows) if slots[i].begins_tail(starts[i], starts[i] + 1)], slots)
         widths = self.rows.table.shape[1], self.rows.prefix_table.shape[1]
         blocks = RequestBlocks.of_rows(table[rows:requests], slots[rows:], self.layout.block_slots, widths=widths)
-        return self.finish(StepPlan(self.layout, spans, blocks, rows=view, checks=False), firsts[-1])
+        return FixedBudgetMetadata(StepPlan(self.layout, spans, blocks, rows=view, checks=False), firsts[-1])
 
     def _sent(self, slots: list[RequestSlots]) -> dict[str, torch.Tensor]:
         """Return the numbers of a step's requests that differ from what the device has, for :meth:`DeviceRows.fill`.
@@ -212,11 +213,11 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         if not rows:
             return
         table, prefix_table = (rows_of(x, rows) for x in (self.rows.table, self.rows.prefix_table))
-        numbers = numbers_of([slots[i] for i in rows], ("prefix", "made", "budget"))
+        numbers = numbers_of([slots[i] for i in rows], ("prefix", "made", "budget", "window"))
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             impl = layers[name].impl
             pages, shares, blocks = impl._bind(layers[name].kv_cache)
-            _, tails = shares.place(impl.layer, table, (), numbers["budget"])
+            _, tails = shares.place(impl.layer, table, (), numbers["budget"], numbers["window"])
             prefix = Prefix(blocks, prefix_table, numbers["prefix"], numbers["made"])
             ops.begin_tail(pages, tails, prefix, rule=impl.attention.rule, impl=impl.attention.impl)

@@ -5,7 +5,7 @@ Attention metadata lack the slots of the requests and their seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 _PARAMS = "_kvpop_params"
 
@@ -15,11 +15,7 @@ def build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwar
     batch = self.input_batch
     params = [self.requests[name].sampling_params for name in batch.req_ids[:num_reqs]]
     prompts = batch.num_prompt_tokens_cpu_tensor[: len(params)].tolist()
-
-    def seeds() -> list[int]:
-        return [0 if sampling is None else sampling.seed or 0 for sampling in params]
-
-    _hand_over(self._attn_group_iterator(), params, prompts, seeds)
+    _hand_over(self._attn_group_iterator(), params, prompts)
     return original(self, num_tokens, num_reqs, *args, **kwargs)
 
 
@@ -41,26 +37,19 @@ def finish_requests(original, self, scheduler_output, *args, **kwargs):
 def prepare_attn(original, self, input_batch, *args, **kwargs):
     """Wrap the building of a step's metadata in model runner V2."""
     rows, params = input_batch.idx_mapping_np, self.__dict__.get(_PARAMS, {})
-
-    def seeds() -> list[int]:
-        states = self.sampler.sampling_states
-        # 0 for requests without a seed, which vLLM draws
-        return (states.seeds.np[rows] * states.seeds_set[rows]).tolist()
-
     sampling, prompts = [params.get(name) for name in input_batch.req_ids], self.req_states.prompt_len.np[rows].tolist()
-    _hand_over((group for groups in self.attn_groups for group in groups), sampling, prompts, seeds)
+    _hand_over((group for groups in self.attn_groups for group in groups), sampling, prompts)
     return original(self, input_batch, *args, **kwargs)
 
 
-def _hand_over(groups: Iterable, params: list, prompts: list[int], seeds: Callable[[], list[int]]) -> None:
+def _hand_over(groups: Iterable, params: list, prompts: list[int]) -> None:
     """Pass the slots of a step's requests to our metadata builders.
 
     Args:
         groups: attention groups, those of other backends among them.
         params: sampling parameters of each request, or None.
         prompts: tokens of each prompt.
-        seeds: returns the sampling seed of each request; called only where scores are drawn.
     """
     for builder in (builder for group in groups for builder in group.metadata_builders):
         if hasattr(builder, "take_requests"):
-            builder.take_requests(params, prompts, seeds() if builder.policy.draws else None)
+            builder.take_requests(params, prompts)

@@ -172,7 +172,7 @@ def _policy(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from kvpop_vllm.vllm_glue.start.engine_policy import describe, engine_policy, requested
+    from kvpop_vllm.vllm_glue.start.engine_policy import describe, requested
 
     parser = FlexibleArgumentParser(prog="vllm")
     ServeSubcommand().subparser_init(parser.add_subparsers())
@@ -184,7 +184,7 @@ def _policy(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
         if not requested(config):
             yield "policy", "none asked for (--kv-policy): a dense cache", True
             return
-        for line in describe(engine_policy(config)):
+        for line in describe(config):
             yield "policy", line, True
     except Exception as error:  # also those of vLLM about the model
         yield "policy", f"refused: {error}", False

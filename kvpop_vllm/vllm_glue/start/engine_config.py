@@ -8,14 +8,16 @@ import vllm
 from vllm import envs
 from vllm.logger import init_logger
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, check_spelling
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, check_spelling
 from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, refusals
 from kvpop_vllm.vllm_glue.start.engine_policy import (
+    adopt_published,
     check_checkpoint,
     checkpoint_section,
     choose_model_class,
     describe,
     engine_policy,
+    is_published,
     requested,
 )
 
@@ -26,13 +28,17 @@ def create_engine_config(install, original, self, *args, **kwargs):
     """Wrap the making of a config from engine arguments."""
     with fallback.one_line_errors():
         check_spelling(self.additional_config)
+        adopt_published(self)
         if requested(self):
             vllm_config = _config_with_policy(original, self, *args, **kwargs)
             install(engine_policy(vllm_config))
         else:
             vllm_config = original(self, *args, **kwargs)
             _log_unused_scorers(vllm_config, "without --kv-policy: serving with a dense cache")
-            install(None)
+            try:
+                install(None)
+            except ConfigError as error:  # a stock server starts with this vLLM too
+                fallback.stand_aside(str(error), lambda: None)  # the wrapper of this function still refuses policies
     return vllm_config
 
 
@@ -66,7 +72,12 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     refusals.refuse({f"--data-parallel-size {engines}: set it to 1": several}, "--kv-inspect")
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
-    for line in describe(policy):
+    lines = describe(vllm_config)
+    if policy.scorer_kind is not None and settings.scorer is None and is_published(vllm_config):
+        from kvpop_vllm.vllm_glue.start import published
+
+        lines += published.describe(vllm_config, settings.map)
+    for line in lines:
         logger.info("%s", line)
     return vllm_config
 
@@ -81,5 +92,7 @@ def _check_cartridges(vllm_config) -> None:
 
 def _log_unused_scorers(vllm_config, why: str) -> None:
     """Log one line if the model is a full checkpoint."""
-    if vllm_config.model_config is not None and checkpoint_section(vllm_config) is not None:
+    if vllm_config.model_config is None:
+        return
+    if is_published(vllm_config) or checkpoint_section(vllm_config) is not None:
         logger.info("the checkpoint carries KVpop scorers, which are not used %s", why)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import struct
 from typing import TYPE_CHECKING
 
 from torch.utils.weak import WeakIdKeyDictionary
 from vllm.config import get_current_vllm_config_or_none
 
+from kvpop_vllm.calibration.shares import AUTO
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
-from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES
+from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES, published_base
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,15 +48,21 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
     return _policies[vllm_config]
 
 
-def describe(policy: Policy) -> list[str]:
-    """Return what a policy keeps of each request, in one or two lines."""
-    kept = policy.retention
+def describe(vllm_config: VllmConfig) -> list[str]:
+    """Return what an engine's policy keeps of each request, in one to three lines; ``auto`` is named first."""
+    policy = engine_policy(vllm_config)
+    kept, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
     corrected = ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else ""
     lines = [
         f"--kv-policy {policy.name}: {kept.budget} tokens per KV head ({kept.sinks} sinks, window {kept.window},"
         f" {kept.topk} long-range){shared}{corrected}"
     ]
+    if vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"] == AUTO:
+        best = (
+            "the best policy that needs no calibration ('kvpop calibrate' may find a better one) and prefills in chunks"
+        )
+        lines.insert(0, f"--kv-policy auto is {policy.name}, {best if folder is None else f'as {folder} recommends'}")
     if policy.compresses:
         lines.append("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
     elif policy.protect:
@@ -62,6 +72,47 @@ def describe(policy: Policy) -> list[str]:
             " too small"
         )
     return lines
+
+
+def adopt_published(engine_args: EngineArgs) -> None:
+    """Have a full checkpoint of other authors served as its base model, without its code.
+
+    Any other model is left alone.
+
+    Raises:
+        ConfigError: its base is not served, or its tokenizer exists only as code.
+    """
+    config = _config_json(engine_args)
+    if not isinstance(config, dict) or (base := published_base(config)) is None:
+        return
+    from kvpop_vllm import model_types
+    from kvpop_vllm.model_shape import check_base
+    from kvpop_vllm.vllm_glue.start import published
+
+    check_base(base, engine_args.model)
+    model_types.register_published(config)
+    published.adopt(engine_args, config, base)
+
+
+def _config_json(engine_args: EngineArgs) -> object:
+    """Return the contents of a model's ``config.json``, None where it has none that can be read."""
+    name = os.fspath(engine_args.model)
+    try:
+        if os.path.isdir(name):
+            with open(os.path.join(name, "config.json"), "rb") as file:
+                return json.load(file)
+        if name.count("/") != 1 or os.path.exists(name):
+            return None
+        from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+        return get_hf_file_to_dict("config.json", name, engine_args.revision)
+    except Exception:  # vLLM says what is wrong with the model
+        return None
+
+
+def is_published(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine's model is a full checkpoint of other authors."""
+    return getattr(vllm_config.model_config.hf_config, "kvpop_published", None) is not None
 
 
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
@@ -156,9 +207,14 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
             "--kv-compression makes the budget of --max-model-len, which -1 and auto fit to the memory only later: give a "
             "fixed --max-model-len, or --kv-budget"
         )
-    shape = ModelShape.of_engine(model)
+    shape, on_gpu = ModelShape.of_engine(model), vllm_config.device_config.device_type == "cuda"
     if cls.scorer_kind is None:
-        return cls(settings, shape)
+        return cls(settings, shape, fixed_shares=on_gpu)
+    if settings.scorer is None and is_published(vllm_config):
+        from kvpop_vllm.vllm_glue.start import published
+
+        found = dataclasses.replace(settings, scorer=published.folder_of(vllm_config))
+        return cls(found, shape, fixed_shares=on_gpu)
     section = checkpoint_section(vllm_config)
     checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
-    return cls(settings, shape, checkpoint=checkpoint)
+    return cls(settings, shape, checkpoint=checkpoint, fixed_shares=on_gpu)

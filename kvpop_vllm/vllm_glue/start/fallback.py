@@ -79,9 +79,9 @@ def init_config(original, self, *args, **kwargs) -> None:
     _check(self)
 
 
-def restore_config(self, state: dict) -> None:
-    """Restore a config that came by pickle, and refuse a policy; engine cores and workers get theirs in this way."""
-    self.__dict__.update(state)
+def restore_config(original, self, state) -> None:
+    """Wrap the restoring of a config from a pickle: refuse a policy; engine cores and workers get theirs in this way."""
+    original(self, state)
     _check(self)
 
 

@@ -96,7 +96,7 @@ def settings_of(vllm_config: VllmConfig) -> dict:
     from kvpop_vllm.calibration.statistics import CONFIG_NAME as STATISTICS
     from kvpop_vllm.calibration.statistics import TENSORS_NAME as QUERIES
     from kvpop_vllm.compaction.cartridge import digest_of
-    from kvpop_vllm.scorers.checkpoint import scorer_files
+    from kvpop_vllm.scorers.checkpoint import files_of
     from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
 
     policy = engine_policy(vllm_config)
@@ -104,7 +104,9 @@ def settings_of(vllm_config: VllmConfig) -> dict:
     settings |= {"max_budget": policy.max_budget, "protect_prompt": policy.protect, "max_protect": policy.max_protect}
     settings["cartridge"] = {name: f"{placed.digest:.12}" for name, placed in names_of(vllm_config).placed.items()}
     if (scorer := policy.settings.scorer) is not None:
-        settings["scorer"] = f"sha256 {digest_of(Path(scorer), *scorer_files(scorer)):.12}"
+        settings["scorer"] = f"sha256 {digest_of(*files_of(scorer)):.12}"
+    if (map_file := policy.settings.map) is not None:
+        settings["map"] = f"sha256 {digest_of(Path(map_file).parent, Path(map_file).name):.12}"
     if (calibration := policy.settings.calibration) is not None:
         shares = shares_file(calibration)
         names = [name for name in (shares.name, STATISTICS, QUERIES) if (shares.parent / name).is_file()]

@@ -162,13 +162,8 @@ def check_pipeline(vllm_config: Any, policy: Any) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        return
-    if policy.checked_shares(slice(None)) is not None:
-        raise ConfigError(
-            "--kv-allocator shares blocks among all layers: set it to uniform, or --pipeline-parallel-size 1"
-        )
-    if policy.draws:  # in model runner V2 only the last rank knows the seeds
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and policy.draws:  # in model runner V2 only the last rank knows the seeds
         raise ConfigError(f"--kv-policy {policy.name} draws by seeds of requests: set --pipeline-parallel-size 1")
 
 

@@ -1,0 +1,123 @@
+"""``kvpop check-checkpoint``: whether a reading of a checkpoint's scorer keeps what the text needs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.sources import documents_of, find_sources
+from kvpop_vllm.distill.tokens import DocumentEncoder
+from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
+from kvpop_vllm.hf import KVpopCache, load_checkpoint
+from kvpop_vllm.hub import local_folder
+from kvpop_vllm.model_hook import CACHE_NAME
+from kvpop_vllm.model_shape import vocabulary_of
+from kvpop_vllm.scorers import reader
+from kvpop_vllm.scorers.checkpoint import write_scorer
+
+PIECE = 512
+"""Tokens of a pass."""
+
+
+def check_checkpoint(options: argparse.Namespace) -> None:
+    """Run ``kvpop check-checkpoint``: print a table of nats per token, with differences to the first reading.
+
+    Raises:
+        ConfigError: the checkpoint, a map or the text cannot be used, or the text is too short.
+    """
+    folder = local_folder(options.directory)
+    with TemporaryDirectory() as scratch:
+        scorers, budget = _scorers(folder, options, Path(scratch))
+        rows = list(_rows(folder, options, budget))
+        if len(rows) < LEAST:
+            raise ConfigError(
+                f"{options.data} makes {len(rows)} rows of more than {budget} tokens, and an interval needs {LEAST}: give more"
+                " text, or lower --budget"
+            )
+        model = load_checkpoint(folder, **({} if options.dtype is None else {"dtype": getattr(torch, options.dtype)}))
+        caches = {"dense": None} | {name: {"policy": "kvpop", "scorer": path} for name, path in scorers.items()}
+        caches["window"] = {"policy": "streaming-llm", "sinks": 0}
+        nats = {name: [_nats(model.eval(), cache, row, budget) for row in rows] for name, cache in caches.items()}
+    print(f"{len(rows)} rows, B = {budget}, tokens after the first {budget} of each row")
+    for line in table(nats, [len(row) - budget for row in rows], options.seed):
+        print(line)
+
+
+def _scorers(folder: Path, options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Path], int]:
+    """Write the scorer under each map, and a shuffled one; return their folders by name, and the budget."""
+    checkpoint, folders = reader.open_checkpoint(folder), {}
+    for number, map_file in enumerate(options.map or [None]):
+        name = "reading" if map_file is None else str(map_file)
+        config, layers = reader.load(checkpoint, reader.reading_of(checkpoint, map_file))
+        write_scorer(scratch / f"{number}", config, layers)
+        folders[name] = scratch / f"{number}"
+        if not number:
+            budget = options.budget or config.sinks + config.window + config.topk
+            draw = torch.Generator().manual_seed(options.seed)
+            write_scorer(scratch / "shuffled", config, [_shuffled(t, draw) for t in layers])
+    return folders | {"shuffled scorer": scratch / "shuffled"}, budget
+
+
+def _shuffled(tensors: dict[str, torch.Tensor], draw: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return a layer's tensors with the weights of each in a random order."""
+    return {
+        name: t if t.dim() < 2 else t.flatten()[torch.randperm(t.numel(), generator=draw)].view(t.shape)
+        for name, t in tensors.items()
+    }
+
+
+def _rows(folder: Path, options: argparse.Namespace, budget: int) -> Iterator[torch.Tensor]:
+    """Yield rows of tokens from which something is evicted."""
+    encoder, count = DocumentEncoder(load_tokenizer(folder), vocabulary_of(folder)), 0
+    for _, ids in encoder.encode(documents_of(find_sources([options.data]))):
+        for row in torch.as_tensor(ids, dtype=torch.long).split(options.length):
+            if len(row) > budget + 1 and count < options.rows:
+                yield row
+                count += 1
+
+
+@torch.inference_mode()
+def _nats(model: torch.nn.Module, settings: dict | None, row: torch.Tensor, budget: int) -> float:
+    """Return the summed negative log-likelihood of a row's tokens after the first ``budget``."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache() if settings is None else KVpopCache(model, budget=budget, **settings)
+    total, row = 0.0, row.to(model.device)
+    for first in range(0, len(row) - 1, PIECE):
+        inputs = row[first : first + PIECE]
+        logits = model(inputs.unsqueeze(0), **{CACHE_NAME: cache}).logits[0].float()
+        targets = row[first + 1 : first + 1 + len(inputs)]
+        nats = torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none")
+        total += float(nats[max(0, budget - 1 - first) :].double().sum())
+    return total
+
+
+def table(nats: dict[str, list[float]], counts: list[int], seed: int = 0) -> list[str]:
+    """Return the lines of the table, and one that says whether the first reading is better than chance.
+
+    Args:
+        nats: summed nats of each row, by name: dense first, then the readings, a shuffled scorer, a window.
+        counts: tokens of each row.
+        seed: seed of the draws.
+    """
+    first = list(nats)[1]
+    lines, clear = [f"{'cache':32} nats per token, difference to {first} with its 95% interval"], []
+    for name, values in nats.items():
+        line = f"{name[-32:]:32} {sum(values) / sum(counts):.4f}"
+        if name != first:
+            pairs = [value - ours for value, ours in zip(values, nats[first], strict=True)]
+            interval = bootstrap_ratio(pairs, counts, seed=seed)
+            line += f"  {interval.value:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})"
+            if name in ("shuffled scorer", "window"):
+                clear += [name] if interval.low > 0 else []
+        lines.append(line)
+    if len(clear) == 2:
+        return [*lines, f"{first} is better than a shuffled scorer and than a window of the same size"]
+    missing = " and ".join(name for name in ("shuffled scorer", "window") if name not in clear)
+    return [*lines, f"{first} is not clearly better than {missing}: the reading may be wrong, or the text too short"]

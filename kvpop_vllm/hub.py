@@ -1,0 +1,54 @@
+"""Names of the Hugging Face hub wherever a folder is taken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvpop_vllm.config import ConfigError
+
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
+FILES = ("*.json", "*.safetensors")
+"""Files of a scorer, a cartridge or a checkpoint. No code is downloaded."""
+PICKLES = ("*.bin", "*.pt", "*.pth")
+"""Files that ``kvpop import`` reads as well."""
+
+
+def local_folder(
+    name: str | Path, *, cache_dir: str | None = None, revision: str | None = None, files: tuple[str, ...] = FILES
+) -> Path:
+    """Return the folder that a name stands for, downloaded into the hub's cache where it is a name of the hub.
+
+    A path that exists wins. A name of the hub is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``; any other is returned as it
+    is. Files in the hub's cache are used without a network, as vLLM and transformers do.
+
+    Args:
+        name: path or name.
+        cache_dir: the hub's cache; by default that of the environment.
+        revision: branch, tag or commit; by default that in the name.
+        files: patterns of the files that are wanted.
+
+    Raises:
+        ConfigError: the hub has no such name or revision, or cannot be reached and the cache does not hold it.
+    """
+    path, match = Path(name), _NAME.fullmatch(str(name))
+    if path.exists() or match is None:
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    revision = revision or match["revision"]
+    try:
+        return Path(
+            snapshot_download(match["repo"], revision=revision, cache_dir=cache_dir, allow_patterns=list(files))
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        answered = isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError)
+        why = (
+            "the hub has none of this name and revision, or asks for a login"
+            if answered
+            else "the hub cannot be reached"
+        )
+        raise ConfigError(
+            f"{name} is no folder here, and {why}, nor does its cache hold it: check the name, or give a folder"
+        ) from None

@@ -1,0 +1,42 @@
+"""Progress of long work on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+SECONDS = 60
+"""Seconds between lines of progress in a log."""
+
+
+@contextmanager
+def progress(total: float, what: str) -> Iterator[Callable[[float], object]]:
+    """Show on stderr how much is done: a bar on a terminal, else a line at most every minute.
+
+    Args:
+        total: amount of work in any unit.
+        what: name of the work.
+
+    Yields:
+        A function to call with the amount that was done since.
+    """
+    shown = "{desc}: {percentage:3.0f}%, {elapsed} so far, {remaining} left"
+    options = {"miniters": 0, "mininterval": SECONDS, "file": _Lines(), "bar_format": shown}
+    if sys.stderr.isatty():
+        options = {"bar_format": shown.replace("%,", "%|{bar}|")}
+    with tqdm(total=total, desc=what, **options) as bar:
+        yield bar.update
+
+
+class _Lines:
+    """Output of tqdm as lines on stderr."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip("\r\n "):
+            print(text, file=sys.stderr)
+
+    def flush(self) -> None:
+        sys.stderr.flush()

@@ -1,0 +1,97 @@
+"""Full checkpoints of other authors in vLLM: served as their base, without their code and without flags of a budget."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from engine.tiny_engine import configure, generate
+from huggingface_hub import constants
+from scorers.hub_server import lay_out
+from scorers.spellings import SPELLINGS, write_spelling
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.testing import write_random_scorer
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
+
+POLICY = {"policy": "kvpop"}
+
+
+@pytest.fixture(scope="module")
+def spelt(tmp_path_factory):
+    """Return ``make(name)``, which returns the base model, the scorer in our format and the full checkpoint."""
+    written = {}
+
+    def make(name: str) -> tuple[Path, Path, Path]:
+        if name not in written:
+            written[name] = write_spelling(tmp_path_factory.mktemp(name), SPELLINGS[name])
+        return written[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["xlstm", "heads"])
+def test_tokens_and_log_probabilities_are_those_of_our_format(spelt, name):
+    base, adapter, full = spelt(name)
+    theirs = generate(full, POLICY, trust_remote_code=True)
+    ours = generate(base, POLICY | {"scorer": str(adapter)})
+    assert [[token for token, _ in row] for row in theirs] == [[token for token, _ in row] for row in ours]
+    pairs = [(a, b) for x, y in zip(theirs, ours, strict=True) for (_, a), (_, b) in zip(x, y, strict=True)]
+    assert max(abs(a - b) for a, b in pairs) < 1e-5
+    assert not (full.parent / "trace").exists()
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_the_command_needs_no_budget(spelt, name, caplog):
+    *_, full = spelt(name)
+    config = configure(full, POLICY, trust_remote_code=True)
+    retention, model = engine_policy(config).retention, config.model_config
+    assert (retention.budget, retention.sinks, retention.window) == (64, 4, 16)
+    assert model.architectures == ["Qwen3KVpopForCausalLM"] and not model.trust_remote_code
+    assert "the scorer is read as" in caplog.text and "forget gate: " in caplog.text
+    assert pickle.loads(pickle.dumps(model.hf_config)).kvpop_published is not None
+    assert not (full.parent / "trace").exists()
+
+
+def test_without_a_policy_it_is_served_densely(spelt, caplog):
+    base, _, full = spelt("xlstm")
+    assert generate(full, None, trust_remote_code=True) == generate(base, None)
+    assert "the checkpoint carries KVpop scorers, which are not used without --kv-policy" in caplog.text
+    assert not (full.parent / "trace").exists()
+
+
+def test_a_scorer_folder_goes_before_the_checkpoints_own(spelt, tmp_path):
+    base, _, full = spelt("xlstm")
+    other = write_random_scorer(tmp_path / "other", base, "mlstm", topk=30)
+    assert engine_policy(configure(full, POLICY | {"scorer": str(other)})).retention.budget == 50
+    assert engine_policy(configure(base, POLICY | {"scorer": str(full)})).retention.budget == 64
+
+
+def test_a_name_of_the_hub_in_its_cache(spelt, tmp_path, monkeypatch):
+    *_, full = spelt("xlstm")
+    lay_out(tmp_path, "owner/name", {"main": full})
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert engine_policy(configure("owner/name", POLICY)).retention.budget == 64
+    assert engine_policy(configure(full, POLICY | {"scorer": "owner/name@main"})).retention.budget == 64
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"config.json": {"model_type": "mistral_kvpop", "architectures": ["MistralKVpop"]}}, "cannot be served, those of llama and qwen3 can"),
+        ({"tokenizer_config.json": {"tokenizer_class": "KVpopTokenizer", "auto_map": {"AutoTokenizer": ["a.B", None]}}}, "its tokenizer KVpopTokenizer exists only as code"),
+        ({"config.json": {"kvpop_config": {"num_sinks": 4, "top_k": 44}}}, "its scorer can be read in 2 ways (norm: rms or layer)"),
+    ],
+)  # fmt: skip
+def test_refused_before_anything_starts(tmp_path, files, message):
+    *_, full = write_spelling(tmp_path / "spelt", SPELLINGS["xlstm"])
+    for name, changes in files.items():
+        content = json.loads((full / name).read_text()) if (full / name).exists() else {}
+        (full / name).write_text(json.dumps(content | changes))
+    with pytest.raises(ConfigError) as error:
+        configure(full, POLICY, trust_remote_code=True, skip_tokenizer_init=False)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (full.parent / "trace").exists()

@@ -1,0 +1,112 @@
+"""Names of the hub where a folder is taken, over a laid-out cache and over a server on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from scorers.hub_server import commit_of, lay_out, serving
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hub import local_folder
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+
+RUN = """
+import json, sys
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hub import local_folder
+try:
+    print(json.loads((local_folder(sys.argv[1]) / "kvpop_config.json").read_text())["topk"])
+except ConfigError as error:
+    sys.exit(f"kvpop: {error}")
+"""
+"""Program that prints k of a scorer's folder."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def revisions(base, tmp_path_factory):
+    """Return two revisions of a scorer, each with a program that must not be downloaded."""
+    root = tmp_path_factory.mktemp("scorers")
+    folders = {name: write_random_scorer(root / name, base, topk=k) for name, k in (("main", 44), ("v2", 33))}
+    for folder in folders.values():
+        (folder / "modeling.py").write_text("raise SystemExit")
+    return folders
+
+
+def read(scorer, home, **environment) -> subprocess.CompletedProcess:
+    """Print k of a scorer, in a process with a hub's cache of its own."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
+    env |= {"HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "2", **environment}
+    return subprocess.run([sys.executable, "-c", RUN, scorer], env=env, capture_output=True, text=True, timeout=120)
+
+
+def refused(run: subprocess.CompletedProcess) -> str:
+    """Return the only line on stderr of a command that failed."""
+    assert run.returncode == 1, run.stdout + run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("kvpop: ")]
+    return line
+
+
+def test_the_cache_serves_without_a_network(revisions, tmp_path):
+    lay_out(tmp_path / "hub", "owner/name", revisions)
+    offline = {"HF_HUB_OFFLINE": "1"}
+    for name, expected in (("owner/name", 44), ("owner/name@v2", 33), (f"owner/name@{commit_of('owner/name@v2')}", 33)):
+        run = read(name, tmp_path, **offline)
+        assert run.stdout == f"{expected}\n", run.stderr
+    for name in ("owner/other", "owner/name@v3"):
+        line = refused(read(name, tmp_path, **offline))
+        assert f"{name} is no folder here, and the hub cannot be reached, nor does its cache hold it" in line
+
+
+def test_a_server_as_endpoint(revisions, tmp_path):
+    with serving({"owner/name": revisions}) as (address, requested):
+        run = read("owner/name@v2", tmp_path, HF_ENDPOINT=address)
+        assert run.stdout == "33\n", run.stderr
+        assert any("/resolve/" in path for path in requested)
+        assert not any(path.endswith(".py") for path in requested), "code is downloaded"
+        for name in ("owner/other", "owner/name@v3"):
+            line = refused(read(name, tmp_path, HF_ENDPOINT=address))
+            assert f"{name} is no folder here, and the hub has none of this name and revision" in line
+    run = read("owner/name@v2", tmp_path, HF_ENDPOINT=address)  # which is gone
+    assert run.stdout == "33\n", "the cache is used where the hub cannot be reached"
+
+
+def test_an_existing_folder_wins(revisions, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "name").symlink_to(revisions["main"])
+    assert local_folder("owner/name").resolve() == revisions["main"].resolve()
+    for path in ("nowhere", "a/b/c", "/nowhere/x", "./a/b", "../x"):
+        assert str(local_folder(path)) == os.path.normpath(path) or not (tmp_path / path).exists()
+
+
+@pytest.mark.parametrize("reader", ["cartridge", "import", "inspect-checkpoint"])
+def test_every_reader_of_folders_takes_names(reader, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    from kvpop_vllm.compaction.cartridge import read_cartridge
+    from kvpop_vllm.scorers.inspect_checkpoint import inspect_checkpoint
+    from kvpop_vllm.scorers.published import import_gates
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    read = {
+        "cartridge": read_cartridge,
+        "import": lambda name: import_gates(name, tmp_path / "out"),
+        "inspect-checkpoint": lambda name: inspect_checkpoint(name, tmp_path / "map.json"),
+    }[reader]
+    with pytest.raises(ConfigError, match="owner/absent is no folder here, and the hub cannot be reached") as error:
+        read("owner/absent")
+    assert "\n" not in str(error.value)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    lay_out(tmp_path, "owner/present", {"main": empty})
+    with pytest.raises(ConfigError, match="models--owner--present"):
+        read("owner/present")
