@@ -110,7 +110,8 @@ def test_a_file_of_shares_serves_every_policy_that_takes_shares(planned, tmp_pat
     lines, rows = planned(DEMO, *size, "--calibration", str(tmp_path / "shares.json"))
     assert {("h2o", 1024), ("rkv", 1024), ("vase", 1024)} <= set(rows)
     assert [line for line in lines if line.startswith("attention-matching, 1024 tokens")] == [
-        "attention-matching, 1024 tokens: --policy attention-matching makes as many slots for every head: leave --allocator out"
+        "attention-matching, 1024 tokens: --policy attention-matching compresses prompts, for which nothing is calibrated:"
+        " leave --calibration out"
     ]
     assert not any(line.startswith("unequal shares") for line in lines), "one rank"
 

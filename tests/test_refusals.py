@@ -81,7 +81,7 @@ SETTINGS = [
     *(
         (
             {key: 1},
-            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, calibration, "
+            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, map, calibration, "
             "correction, allocator, protect_prompt, max_budget, max_protect, reserve, inspect, cartridge",
         )
         for key in ("bugdet", "decide_every")
