@@ -28,10 +28,10 @@ GPU_SITE := build/gpu/bundle/site.tar.xz
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies lm-eval peers prometheus browser gpu gpu-bundle gpu-rehearse gpu-machine oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies default-policy lm-eval peers prometheus browser gpu gpu-bundle gpu-rehearse gpu-machine oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | newest | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | prometheus | browser | gpu | gpu-bundle | gpu-rehearse | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | newest | sanitize | mutations | lint | format | bench | policies | default-policy | lm-eval | peers | prometheus | browser | gpu | gpu-bundle | gpu-rehearse | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -125,6 +125,16 @@ bench: model
 
 policies: model
 	@$(BIN)/python benchmarks/policy_table.py $(BENCH_ARGS)
+
+# Hours. What a model without a scorer should be served with: a calibration, all policies with and without its shares, the
+# best four at a greater length, and the reasoner. Stopped at any time, the same command goes on. OUT: folder of results.
+default-policy: OUT := build/default-policy
+default-policy: model
+	@$(BIN)/kvpop calibrate models/SmolLM2-135M-Instruct --out $(OUT)/calibration --policies h2o tova l2norm momentkv $(CALIBRATE_ARGS)
+	@$(BIN)/python benchmarks/policy_table.py --calibration $(OUT)/calibration --parts quality --budget 512 --rows 6 $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/policy_table.py --calibration $(OUT)/calibration --parts quality --budget 1024 --length 8192 \
+	    --rows 6 --best 4 $(BENCH_ARGS)
+	@$(BIN)/python examples/reasoner/compare.py $(OUT)/reasoner --jobs 2
 
 # On a machine with a GPU and vLLM, or with torch, Triton, transformers and a bundle: no environment is made, nothing is
 # installed. PARTS: names of parts. OUT: folder of results.

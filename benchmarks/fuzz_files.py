@@ -33,7 +33,7 @@ from kvpop_vllm.calibration.shares import Calibration, read_calibration
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
 from kvpop_vllm.compaction.compactor_files import CompactorConfig, read_compactor, write_compactor
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.policies.allocators import allocator_of
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing.models import write_random_scorer, write_tiny_model
 
@@ -50,6 +50,11 @@ class Target(NamedTuple):
 
     folder: Path
     read: Callable[[Path], object]
+
+
+def read_shares(file: str) -> None:
+    """Read a file of shares, and check it with a model."""
+    read_calibration(file).check_model(ModelShape("qwen3", LAYERS, HEADS, 32, 64), file)
 
 
 def targets_in(root: Path) -> dict[str, Target]:
@@ -74,7 +79,7 @@ def targets_in(root: Path) -> dict[str, Target]:
         "scorer": Target(root / "scorer", read_scorer),
         "cartridge": Target(root / "cartridge", read_cartridge),
         "compactor": Target(root / "compactor", lambda folder: read_compactor(folder, model)),
-        "shares": Target(root / "shares", lambda folder: allocator_of(str(folder / "shares.json"), LAYERS, HEADS)),
+        "shares": Target(root / "shares", lambda folder: read_shares(str(folder / "shares.json"))),
         "calibration": Target(root / "calibration", lambda folder: read_calibration(str(folder))),
     }
 

@@ -20,7 +20,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.backends import TransformersBackend
-from kvpop_vllm.evaluation.haystack import replay_rows, sentences
+from kvpop_vllm.evaluation.haystack import replay_rows, sentences, units_of
 from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
 from kvpop_vllm.evaluation.runner import Setting, evaluate
@@ -55,11 +55,13 @@ class Cells:
         o = self.options
         self.tokenizer = load_tokenizer(o.model_folder)
         split = {"split": "all", "seed": o.seed, "vocab_size": vocabulary_of(o.model_folder)}
-        self.rows = []
+        self.rows, self.units = [], []
         for path in o.data:
             rows = list(itertools.islice(replay_rows([path], self.tokenizer, o.length, **split), o.rows))
             if len(rows) < o.rows:
                 raise ConfigError(f"{path} holds {len(rows)} rows of {o.length} tokens: lower --rows or --length")
+            first = 1 + max(self.units, default=-1)
+            self.units += [first + unit for unit in units_of(rows)]
             self.rows += [row.tokens for row in rows]
         text = sentences([o.haystack], "all", CHARACTERS * o.length)
         self.needles = make_examples(["needle"], self.tokenizer, text, o.length, o.needles, seed=o.seed, digits=4)
@@ -118,9 +120,9 @@ class Cells:
 
     def _row(self, asked: dict, values: dict, begin: float) -> dict:
         values = values | {"seconds": time.monotonic() - begin}
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if not isinstance(value, str))
         say(f"{asked['policy']}, B = {asked['budget'] or 'all'}, equal {asked['equal']}: {shown}")
-        return asked | {name: f"{value:.6g}" for name, value in values.items()}
+        return asked | {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in values.items()}
 
     def read(self, resolved, setting) -> dict:
         """Return means over rows of text.
@@ -135,7 +137,9 @@ class Cells:
             records.append(last | {"kl_before": self.kl_before(resolved, row)})
         names = ("error", "nll", "kl", "kl_before")
         means = {name: statistics.mean(each.get(name, 0.0) for each in records) for name in names}
-        return {"error": means["error"], "perplexity": math.exp(means.pop("nll"))} | means
+        kls = " ".join(f"{record['kl']:.6g}" for record in records) if runs else ""
+        about = {"kls": kls, "units": " ".join(map(str, self.units)) if runs else ""}
+        return {"error": means["error"], "perplexity": math.exp(means.pop("nll"))} | means | about
 
     def kl_before(self, resolved, row: torch.Tensor) -> float:
         """Return the divergence in nats a token, over as many tokens of a row as every head can hold."""

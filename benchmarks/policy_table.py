@@ -7,6 +7,11 @@ and cache of all layers, without the model's matrix products and without gates),
 keeping everything. Each policy has its defaults of serving. It is measured at equal k and, for B >= 512, also
 at equal allocated bytes if it takes more pages than a plain policy.
 
+With --calibration DIR each policy is measured with the shares and the window of that calibration too, in paired rows.
+--best N measures only the N policies that need no scorer and diverged least in a shorter table of this commit, and the
+window. `make default-policy` runs a calibration, the table at 2,048 tokens, that at 8,192, and the reasoner's comparison;
+stopped at any time, it goes on.
+
 With --prompt N the first N tokens of each text are a prompt. It is protected or, under policies that do so,
 compressed at its end. The prompts with needles are prompts as a whole. Without --prompt nothing is protected,
 and policies that compress are left out.
@@ -18,6 +23,7 @@ policy gives the dense model's predictions where nothing has been evicted.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import hashlib
 import itertools
@@ -33,7 +39,9 @@ from policy_cells import EQUAL_BYTES_FROM, Cells
 
 from kvpop_vllm import policies
 from kvpop_vllm.argument_types import positive
+from kvpop_vllm.calibration.shares import NAME, has_shares
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.statistics import INTERVAL, estimate
 from kvpop_vllm.policies.base import Order
 
 RESULTS = record.RESULTS
@@ -46,7 +54,11 @@ ASKED = {
     "quality": "threads model text haystack_text length rows needles seed prompt".split(),
     "steps": "threads model length context requests rounds".split(),
 }
-CELL = ("scorer", "equal", "budget", "policy")
+SHARED, WINDOW = ", calibrated", "streaming-llm"
+"""End of the names of policies with a calibration; the policy that is in every table."""
+CALIBRATION = NAME, "queries.*"
+"""Files of a calibration that a measurement depends on."""
+CELL = ("scorer", "calibration", "equal", "budget", "policy")
 """Columns that identify a row.
 
 Measurements of the same row differ by commit, settings and, for times, machine.
@@ -72,8 +84,12 @@ def parse_arguments():
     parser = record.parser_of(__doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--scorer", nargs="*", default=[str(SHIPPED_SCORER)], help="of learned policies")
-    parser.add_argument("--calibration", metavar="DIR", help="of policies that need statistics of the model")
+    parser.add_argument("--calibration", metavar="DIR", help="shares, windows, and statistics of the model")
     parser.add_argument("--policies", nargs="+", help="only these, and dense")
+    parser.add_argument("--best", type=positive, metavar="N", help="the N best of the table of --from, and the window")
+    parser.add_argument(
+        "--from", nargs=2, type=positive, default=[2048, 512], metavar=("S", "B"), dest="shorter", help="for --best"
+    )
     parser.add_argument("--budget", nargs="+", type=positive, default=[256, 512, 1024])
     parser.add_argument("--data", nargs="+", default=TEXTS, help="texts that are predicted")
     parser.add_argument("--haystack", default=HAYSTACK, help="text that needles are hidden in")
@@ -103,6 +119,8 @@ def parse_arguments():
         parser.error("a budget must be below --length and --context: lower --budget")
     if options.prompt and "steps" in (options.parts or ()):
         parser.error("a step behind a prompt is timed as one without: leave --prompt or steps out")
+    if options.best and options.policies:
+        parser.error("--best chooses policies: leave --policies out")
     options.parts = options.parts or (["quality"] if options.prompt else list(FILES))
     options.text = " ".join(Path(path).stem for path in options.data)
     options.haystack_text = Path(options.haystack).stem
@@ -151,6 +169,8 @@ def chosen(options) -> list:
     for line in left_out:
         say(f"left out: {line}")
     names = [spec.name for spec in specs]
+    if options.best:
+        options.policies = best(options)
     if unknown := set(options.policies or ()) - {*names}:
         raise ConfigError(f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(names)}")
     found = []
@@ -161,7 +181,32 @@ def chosen(options) -> list:
         elif spec.name in (options.policies or names):
             prompt = {"prompt" if compresses else "protect": options.prompt}
             found.append(replace(spec, **prompt))
+            if has_shares(options.calibration) and not compresses:
+                found[-1] = replace(found[-1], allocator="uniform") if spec.calibration else found[-1]
+                named = replace(spec.calibrated(options.calibration), name=f"{spec.name}{SHARED}")
+                found.append(replace(named, **prompt))
     return found
+
+
+def best(options) -> list[str]:
+    """Return the policies without a scorer that diverge least at equal bytes in the shorter table, and the window.
+
+    Raises:
+        ConfigError: this commit has no such table.
+    """
+    length, budget = map(str, options.shorter)
+    shorter = argparse.Namespace(**(vars(options) | {"length": length}))
+    rows = [row for row in there(shorter, "quality").values() if row["budget"] == budget and not row["scorer"]]
+    kl: dict[str, float] = {}
+    for row in rows:  # rows at equal bytes come after those at equal k, and take their place where there are any
+        kl[row["policy"]] = float(row["kl"])
+    if not kl:
+        raise ConfigError(f"--best needs the table of {length} tokens at B = {budget} of this commit: measure it first")
+    lowest: dict[str, float] = {}
+    for name, value in kl.items():
+        plain = name.removesuffix(SHARED)
+        lowest[plain] = min(value, lowest.get(plain, value))
+    return list(dict.fromkeys([*sorted(lowest, key=lowest.get)[: options.best], WINDOW]))
 
 
 def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | None = None) -> tuple[list, list[str]]:
@@ -206,7 +251,8 @@ def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | No
 def cell(options, cells, part: str, done: dict[tuple, dict], spec, setting) -> dict | None:
     """Return a row that exists, or measure and append it; None if it cannot be measured."""
     scorer = fingerprint(Path(spec.scorer)) if spec and spec.scorer else ""
-    key = scorer, setting.equal, str(setting.budget if spec else ""), spec.name if spec else "dense"
+    calibration = fingerprint(Path(spec.calibration), *CALIBRATION) if spec and spec.calibration else ""
+    key = scorer, calibration, setting.equal, str(setting.budget if spec else ""), spec.name if spec else "dense"
     if key in done:
         return done[key]
     cells.load()
@@ -230,11 +276,12 @@ def asked_of(options, part: str) -> dict[str, str]:
     return {column: str(vars(options)[column]) for column in ASKED[part]}
 
 
-def fingerprint(folder: Path) -> str:
-    """Return a scorer folder's name with a hash of its contents."""
+def fingerprint(folder: Path, *patterns: str) -> str:
+    """Return a folder's name with a hash of its files; by default of those of a scorer."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("kvpop_*")):
-        digest.update(path.read_bytes())
+    for path in sorted(path for pattern in patterns or ("kvpop_*",) for path in folder.glob(pattern)):
+        if path.is_file():
+            digest.update(path.read_bytes())
     return f"{folder.name}@{digest.hexdigest()[:8]}"
 
 
@@ -265,8 +312,9 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
     A line that holds for equal bytes too says so. Commits are those of the row and, if different, of its
     times.
     """
-    head = "B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | commit"
-    lines = [f"| {head} | ms per step | dense / it |", "|---" * 12 + "|"]
+    head = "B | policy | equal | k | KiB | error of outputs | perplexity | KL | KL over equal shares"
+    head += " | needles, exact (partial) | commit"
+    lines = [f"| {head} | ms per step | dense / it |", "|---" * 13 + "|"]
     stateless = [row for row in quality.values() if (row["equal"], row["state"]) == ("k", "0")]
     for key, row in sorted(quality.items(), key=lambda item: order(item[1])):
         alike = [int(other["allocated_bytes"]) for other in stateless if other["budget"] == row["budget"]]
@@ -276,17 +324,41 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
         error, perplexity, kl, exact, partial = (
             float(row[name]) for name in ("error", "perplexity", "kl", "exact", "partial")
         )
-        commits, times = row["commit"], "| |"
+        commits, times, losses = row["commit"], "| |", losses_of(row)
+        interval = span(estimate("kl", *losses[:1], units=losses[1]), "kl") if losses[0] else ""
+        over = ""
+        if row["policy"].endswith(SHARED):
+            plain = {"policy": row["policy"].removesuffix(SHARED)}
+            other = next((one for one in quality.values() if like(row, one, plain)), None)
+            if other and losses_of(other)[1] == losses[1]:
+                ratio = estimate("ratio", losses[0], losses_of(other)[0], units=losses[1])
+                over = f"{ratio['ratio']:.2f}{span(ratio, 'ratio')}"
         if time := steps.get(key):
             ms, *ratios = (float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest"))
             times = "{:.2f} | {:.2f} ({:.2f} to {:.2f}) |".format(ms, *ratios)
             commits = ", ".join(dict.fromkeys((commits, time["commit"])))
         lines.append(
             f"| {row['budget'] or 'all'} | {row['policy']} | {equal} | {row['topk']} | {size / 1024:,.0f} | {error:.3f} "
-            f"| {perplexity:.2f} | {kl:.4f} | {exact:.2f} ({partial:.2f}) | {commits} | {times}"
+            f"| {perplexity:.2f} | {kl:.4f}{interval} | {over} | {exact:.2f} ({partial:.2f}) | {commits} | {times}"
         )
     machines = {f"Times on {row['machine']}, {row['cores']} cores." for row in steps.values()}
     return "\n".join([*lines, *sorted(machines)])
+
+
+def losses_of(row: dict) -> tuple[list[float], list[int]]:
+    """Return the divergence of each row of text, and the documents that these are of; empty in old rows."""
+    return [float(kl) for kl in (row["kls"] or "").split()], [int(unit) for unit in (row["units"] or "").split()]
+
+
+def span(line: dict, name: str) -> str:
+    """Return the interval of a value as text, or nothing if it has none."""
+    interval = line.get(name + INTERVAL)
+    return " ({:.4f} to {:.4f})".format(*interval) if interval else ""
+
+
+def like(row: dict, other: dict, named: dict) -> bool:
+    """Return whether another row is of the same settings, with another name."""
+    return all(other[name] == (named.get(name) or row[name]) for name in ("budget", "equal", "scorer", "policy"))
 
 
 def order(row: dict) -> tuple:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to the scorer in examples/scorers/smollm2-135m-kvpop, and how it compares: a few hours on two cores.
-# The shares of its heads come afterwards, from `kvpop distill shares` (the command is in that folder's README.md).
+# The shares of its heads come afterwards: `kvpop calibrate MODEL --policy kvpop --scorer OUT` measures them.
 #
 #   examples/distill_demo.sh [OUT [OPTIONS of `kvpop distill`]]        stopped at any time, the same command goes on
 #

@@ -81,7 +81,7 @@ def memory(text: str) -> int:
 
 def _allowed(setting: Setting, text: str) -> str:
     if refusal := setting.refusal(text):
-        raise argparse.ArgumentTypeError(refusal)
+        raise argparse.ArgumentTypeError(refusal.replace("--kv-", "--"))
     return text
 
 
@@ -96,7 +96,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more
     """
     setting = next(each for each in SETTINGS if each.name == name)
     values = {"type": setting.kind, "metavar": setting.metavar}
-    if setting.file:
+    if setting.files_go_to:
         values["type"] = functools.partial(_allowed, setting)
     elif setting.choices:
         values = {"choices": setting.choices}

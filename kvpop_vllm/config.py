@@ -83,10 +83,9 @@ class PolicySettings:
         window: w.
         scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
         map: file of ``kvpop inspect-checkpoint`` that says how to read a full checkpoint of other authors.
-        calibration: folder of ``kvpop calibrate``.
+        calibration: folder of ``kvpop calibrate``, or a JSON file with the shares of all heads.
         correction: correction of the outputs for evicted tokens, one of CORRECTIONS.
-        allocator: distribution of the budget over layers and heads, one of ALLOCATORS, or a JSON file with the
-            shares of all heads.
+        allocator: distribution of the budget over layers and heads, one of ALLOCATORS.
         protect_prompt: tokens of each prompt that are never evicted: True for all, N for the first N, 0 or
             False for none.
         max_budget: largest budget that a request may ask for; by default the server's own.

@@ -26,7 +26,7 @@ class Setting:
         detail: what the help adds to the meaning, beginning with ": " or "; ".
         least: smallest integer.
         choices: allowed strings.
-        file: True if the name of a file is allowed beside the choices.
+        files_go_to: flag that takes files of this kind, if a file was once allowed instead of a choice.
         protects: True for a number of protected prompt tokens, or ``all``.
         where: where it applies.
     """
@@ -39,7 +39,7 @@ class Setting:
     detail: str = ""
     least: int = 1
     choices: tuple[str, ...] = ()
-    file: bool = False
+    files_go_to: str = ""
     protects: bool = False
     where: tuple[str, ...] = (ENGINE, CACHE)
 
@@ -49,11 +49,12 @@ class Setting:
         return f"--kv-{self.name.replace('_', '-')}"
 
     def refusal(self, value: object) -> str | None:
-        """Return what a value must be if it is none of the choices, nor an existing file where that is allowed."""
-        file = self.file and isinstance(value, str) and os.path.isfile(value)
-        if not self.choices or value in self.choices or file:
+        """Return what a value must be if it is none of the choices."""
+        if not self.choices or value in self.choices:
             return None
-        return f"must be one of {', '.join(self.choices)}{' or a file' if self.file else ''}, got {value!r}"
+        is_file = self.files_go_to and isinstance(value, str) and os.path.isfile(value)
+        remedy = f": give {self.files_go_to} {value} instead" if is_file else ""
+        return f"must be one of {', '.join(self.choices)}, got {value!r}{remedy}"
 
     @property
     def help(self) -> str:
@@ -82,8 +83,8 @@ SETTINGS = (
         "the only reading that fits",
     ),
     Setting(
-        "calibration", str, "DIR",
-        "Folder of 'kvpop calibrate': shares of layers and heads, windows, and statistics of queries for triattention", "none",
+        "calibration", str, "DIR|FILE",
+        "Folder of 'kvpop calibrate', or a JSON file with shares of heads such as a scorer's config: shares of layers and heads, windows, and statistics of queries for triattention", "none",
         "; with --kv-policy auto also the policy and the budget",
     ),
     Setting(
@@ -93,11 +94,10 @@ SETTINGS = (
         choices=("none", "moment"),
     ),
     Setting(
-        "allocator", str, "NAME|FILE", "How layers and heads share the budget", "as the scorer's config says, or uniform",
+        "allocator", str, "NAME", "How layers and heads share the budget", "as the scorer's config says, or uniform",
         ": 'uniform'; 'pyramid', more in lower layers (PyramidKV), both under any policy; 'ada', the heads of a layer divide "
-        "theirs at a prompt's end (Ada-KV), under policies that compress it; a JSON file with the shares of heads that "
-        "'kvpop distill shares' has measured, or the config of a scorer with shares",
-        choices=("uniform", "pyramid", "ada"), file=True,
+        "theirs at a prompt's end (Ada-KV), under policies that compress it",
+        choices=("uniform", "pyramid", "ada"), files_go_to="--kv-calibration",
     ),
     Setting(
         "protect_prompt", str, "all|N", "Never evict the prompt, or its first N tokens",

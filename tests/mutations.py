@@ -264,10 +264,12 @@ FAULTS = {
     "kvpop_vllm/vllm_glue/start/doctor.py": [
         ("    «check_installed()→pass»\n    command =", "tests/engine/test_doctor.py -k neither")
     ],
-    "kvpop_vllm/distill/shares.py": [
-        ("(curve[at] - curve[j]) / «(PARTS[j] - PARTS[at])→1»", "tests/distill/test_shares.py -k division"),
-        ("shares[head] += «taken→size»", "tests/distill/test_shares.py -k division"),
-        ("(kept - out)[:, :, «first→0»:]", "tests/distill/test_shares.py -k evictions"),
+    "kvpop_vllm/calibrate/division.py": [
+        ("(losses[i] - losses[j]) / «(sizes[j] - sizes[i])→1»", "tests/calibrate/test_division.py"),
+        ("slots[number] += «more→size»", "tests/calibrate/test_division.py"),
+    ],
+    "kvpop_vllm/calibrate/layers.py": [
+        ("self.policy.roles.first_long + «size→0»", "tests/calibrate/test_layers.py -k evicts"),
     ],
     "kvpop_vllm/policies/allocators.py": [
         (

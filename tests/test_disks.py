@@ -49,8 +49,7 @@ COMMANDS = {
     "distill teacher": " ".join(
         ["distill teacher --model {model} --data {text} --out {out} --rows 8 --threads 1", *RECIPE]
     ),
-    "distill shares": "distill shares --model {model} --data {text} --out {out} --rows 1 --length 96 --topk 20"
-    " --window 8 --dtype float32 --threads 1",
+    "calibrate a scorer": "calibrate {model} --scorer {out} --data {text} --rows 8 --length 96 --threads 1",
     "distill texts": "distill texts --out {out} --data perl",
     "eval": "eval --model {model} --data {text} --split all --policies random --length 128 --share 2 --window 8 --rows 2"
     " --equal k --dtype float32 --threads 1 --out {out}/records.jsonl --report {out}/report",
@@ -121,7 +120,7 @@ def packages(tmp_path, monkeypatch):
 def prepared(name: str, disk, files: dict) -> Path:
     """Mount a disk with room; return the folder to write, which holds a scorer for the command that adds to one."""
     out = disk("size=1g") / "out"
-    if name == "distill shares":
+    if name == "calibrate a scorer":
         shutil.copytree(files["scorer"], out)
     return out
 

@@ -107,10 +107,11 @@ def test_a_broken_pipe_elsewhere_is_an_error(monkeypatch, capsys):
 def test_a_file_of_shares_serves_every_policy_that_takes_shares(planned, tmp_path):
     (tmp_path / "shares.json").write_text(json.dumps({"shares": [[1, 2, 1]] * 30}))
     size = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"
-    lines, rows = planned(DEMO, *size, "--allocator", str(tmp_path / "shares.json"))
+    lines, rows = planned(DEMO, *size, "--calibration", str(tmp_path / "shares.json"))
     assert {("h2o", 1024), ("rkv", 1024), ("vase", 1024)} <= set(rows)
     assert [line for line in lines if line.startswith("attention-matching, 1024 tokens")] == [
-        "attention-matching, 1024 tokens: --policy attention-matching makes as many slots for every head: leave --allocator out"
+        "attention-matching, 1024 tokens: --policy attention-matching compresses prompts, for which nothing is calibrated:"
+        " leave --calibration out"
     ]
     assert not any(line.startswith("unequal shares") for line in lines), "one rank"
 
@@ -129,7 +130,7 @@ def test_what_ranks_and_stages_waste(planned, tmp_path):
     """
     (tmp_path / "shares.json").write_text(json.dumps({"shares": [[0.5, 1, 1.5]] * 30}))
     size = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"
-    shared = *size, "--allocator", str(tmp_path / "shares.json")
+    shared = *size, "--calibration", str(tmp_path / "shares.json")
     lines, rows = planned(DEMO, *shared, "--tensor-parallel", "3")
     assert lines[0].startswith("30 layers, 1 KV heads of 64 a rank of 3, bfloat16")
     assert rows["h2o", 1024][1] == f"{(8 + 12) * 64 * 264 * 30 / 2**20:.1f} MiB"

@@ -75,13 +75,13 @@ SETTINGS = [
         for x in ("some", "ALL", "", " 1", "-1", -1, 1.0, "1.5", NAN, [1], {}, 2**24 + 1)
     ),
     ({"protect_prompt": "1" * 30}, f"{PROTECT}{'1' * 30}"),
-    ({"allocator": "cone"}, "--kv-allocator must be one of uniform, pyramid, ada or a file, got 'cone'"),
+    ({"allocator": "cone"}, "--kv-allocator must be one of uniform, pyramid, ada, got 'cone'"),
     ({"correction": "momentum"}, "--kv-correction must be one of none, moment, got 'momentum'"),
     ({"budget": 64, "compression": 4}, "--kv-budget and --kv-compression both set the budget: give only one of them"),
     *(
         (
             {key: 1},
-            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, calibration, "
+            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, map, calibration, "
             "correction, allocator, protect_prompt, max_budget, max_protect, reserve, inspect, cartridge",
         )
         for key in ("bugdet", "decide_every")

@@ -2,40 +2,56 @@
 
     python examples/reasoner/compare.py runs --jobs 2
 
-trains each policy that is trained, all on as many problems; chooses the window of each training-free policy on
-validation problems; solves test problems under all of them; and writes runs/summary.md (all kinds together),
-runs/table.md (each kind) and runs/answers.csv, which `kvpop bench plot` draws. Records that are there already are not
-made again, and a stopped training goes on. Records of other problems or settings are refused.
+trains each policy that is trained, all on as many problems; finds the shares of heads of each policy, and the window of
+each training-free one, on validation problems; solves test problems under all of them, with equal shares and with those
+that were found; and writes runs/summary.md (all kinds together), runs/table.md (each kind) and runs/answers.csv, which
+`kvpop bench plot` draws. Records that are there already are not made again, and a stopped training or calibration goes on.
+Records of other problems or settings are refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+from kvpop_vllm import policies
 from kvpop_vllm.argument_types import positive
+from kvpop_vllm.calibration.shares import NAME, UNITS
+from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.output import markdown_table, read_records
 from kvpop_vllm.evaluation.problems import KINDS
 from kvpop_vllm.evaluation.runner import DENSE, OWN
 from kvpop_vllm.evaluation.statistics import INTERVAL
 from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoning
+from kvpop_vllm.policies.base import Order
 
 HERE = Path(__file__).parent
-FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "vase"
+FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "vase", "triattention"
 """Policies that need no training."""
 COMPRESSING = ("snapkv",)
 """Policies that need no training and cannot protect prompts."""
 WINDOWS = 16, 32, 64
-COMPRESSIONS = {4: (2, 4), 8: (6, 8)}
+COMPRESSIONS = {4: (2, 4), 8: (6, 8, 12)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
+CALIBRATED = 4, 8, 12
+"""Compressions at which shares are measured. The one in the middle counts most."""
+CALIBRATION_ROWS = 8
+"""Validation problems that shares are measured on; as many others judge them."""
+SHARES = "shares-"
+"""Beginning of the names of records of policies with shares."""
+STATISTICS = "triattention"
+"""Policy that cannot do without a calibration."""
+GATES_ONLY = "trimkv", "dms"
+"""Trained policies that have no shares."""
 MEASURES = {"exact": "exact answers", "before_error": "share of a solution before its first error"}
 """Measures of the summary."""
 
@@ -51,6 +67,7 @@ TRAINED = {
     "kvpop-boundary-loss": f"{BUDGETS} {LISTWISE} {BASE} --skip --boundary 1 --listwise 0",
     "kvpop-immediate": f"{BUDGETS} {LISTWISE} {BASE} --skip --no-delayed",
     "kvpop-mlp": f"{BUDGETS} {LISTWISE} {BASE} --scorer mlp",
+    "kvpop-mlp-frozen-base": f"{BUDGETS} {LISTWISE} --no-train-base --scorer mlp",
     "kvpop-linear": f"{BUDGETS} {LISTWISE} {BASE} --scorer linear",
     "streaming-plus": f"{BUDGETS} {BASE} --phase streaming-plus",
     "trimkv": f"--recipe trimkv --topk 180 --gate-width 64 {GATES}",
@@ -78,6 +95,7 @@ class Comparison:
         self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
         self.kinds, self.size, self.sized = kinds, size, ["--size", size] if size else []
         self.problems, self.records = folder / "problems.jsonl", folder / "records"
+        self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
         self.records.mkdir(parents=True, exist_ok=True)
 
     def _prepare(self) -> None:
@@ -85,20 +103,71 @@ class Comparison:
         if not self.problems.exists():
             _run(["python", HERE / "write_problems.py", self.problems, "--kinds", *self.kinds, *self.sized])
 
+    def prepare_calibration(self) -> None:
+        """Write problems to measure shares on."""
+        if not self.validation.exists():
+            count = math.ceil(2 * CALIBRATION_ROWS / len(self.kinds))
+            words = ["--split", "validation", "--count", count, "--kinds", *self.kinds, *self.sized]
+            _run(["python", HERE / "write_problems.py", self.validation, *words])
+
+    def _calibration(self, name: str, words: list) -> Iterator[list]:
+        """Yield the command that measures a policy's shares, unless they are there.
+
+        Args:
+            name: name of the policy here.
+            words: model and policy.
+        """
+        out = self.calibrations / name
+        if not self.protect or name in GATES_ONLY or (out / NAME).exists():
+            return
+        tokenizer = load_tokenizer(self.model)
+        problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
+        prompts, lengths = (
+            [len(tokenizer(text)["input_ids"]) for text in texts]
+            for texts in zip(*((one["prompt"], one["prompt"] + one["response"]) for one in problems), strict=True)
+        )
+        budgets = [(min(lengths) - max(prompts)) // c for c in CALIBRATED]
+        fixed = ["--data", self.validation, "--rows", CALIBRATION_ROWS, "--length", min(lengths), "--threads", 1]
+        yield ["kvpop", "calibrate", *words, "--out", out, *fixed, "--budget", *budgets, "--protect-prompt"]
+
+    def calibrate_untrained(self) -> None:
+        """Find the shares of the training-free policies."""
+        units = {name: "layer" if policies.get(name).order is Order.ROUNDS else "head" for name in FREE}
+        calls = {name: [self.model, "--policy", name, "--shares", unit] for name, unit in units.items()}
+        self._all(self._calibration(name, words) for name, words in calls.items())
+
+    def _with_shares(self, name: str, words: list) -> Iterator[list]:
+        """Yield the command that solves the test problems with a policy's shares, if some are better than equal ones.
+
+        Args:
+            name: name of the policy here.
+            words: model and policy.
+        """
+        path, out = self.calibrations / name / NAME, self.records / f"{SHARES}{name}.jsonl"
+        if path.exists() and json.loads(path.read_text())["unit"] != UNITS[0] and not self._has(out, self.rows):
+            more = ["--calibration", path.parent, "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
+            yield self._evaluation(out, [*words, *more])
+
     def run_trained(self, names: Iterable[str], steps: int) -> None:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
         common = ["--model", self.model, "--data", self.problems, *COMMON.split(), "--threads", 1]
         common += ["--protect-prompt"] * self.protect
-        chains = []
-        for name in names:
-            out, record = self.folder / name, self.records / f"{name}.jsonl"
-            if not self._has(record, self.rows):
-                training = ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", out]
-                solving = [*self._contender(name), "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
-                chains.append([training, self._evaluation(record, solving)])
-        if chains:
+        lacking = [name for name in names if not self._has(self.records / f"{name}.jsonl", self.rows)]
+        if lacking:
             self._prepare()
-        self._all(chains)
+        self._all(self._steps_of(name, common, steps if name in lacking else 0) for name in names)
+
+    def _steps_of(self, name: str, common: list, steps: int) -> Iterator[list]:
+        """Yield the commands of a trained policy: training, and what follows from it."""
+        out, words = self.folder / name, self._contender(name)
+        if steps:
+            yield ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", out]
+        decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
+        yield from self._calibration(name, [words[1], *decides, "--shares", "head"])
+        if steps:
+            equal = ["--allocator", "uniform", "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
+            yield self._evaluation(self.records / f"{name}.jsonl", [*words, *equal])
+        yield from self._with_shares(name, words)
 
     def choose_windows(self) -> dict[tuple[str, int], int]:
         """Return the window of each training-free policy and compression with which validation problems go well longest.
@@ -127,6 +196,7 @@ class Comparison:
                 out = self.records / f"at-{c}-window-{w}-{'-'.join(names)}.jsonl"
                 calls[out] = [*self._untrained(names, w), "--share", *COMPRESSIONS[c]]
         self._solve(calls, self.rows)
+        self._all(self._with_shares(name, ["--model", self.model, "--policies", name]) for name in FREE)
 
     def report(self, against: str) -> None:
         """Write the tables of all records; differences are from the policy ``against``."""
@@ -147,8 +217,10 @@ class Comparison:
             if path.name.startswith("windows-"):
                 continue
             for record in read_records(path)[1]:
-                trained, of = path.stem in TRAINED, record["policy"]
-                name = {DENSE: DENSE, OWN: f"{path.stem}, nothing evicted"}.get(of, path.stem if trained else of)
+                of, stem = record["policy"], path.stem.removeprefix(SHARES)
+                name = stem if stem in TRAINED or stem != path.stem else of
+                name += ", shares" if stem != path.stem else ""
+                name = {DENSE: DENSE, OWN: f"{stem}, nothing evicted"}.get(of, name)
                 if "budget" not in record:  # every command solves the problems with the dense model too
                     unit = name, record["kind"], record["unit"]
                     if unit in dense:
@@ -159,10 +231,15 @@ class Comparison:
 
     def _free(self) -> list[tuple[str, ...]]:
         """Return the training-free policies in groups that share a command."""
-        return [FREE] if self.protect else [FREE, COMPRESSING]
+        groups = [tuple(name for name in FREE if name != STATISTICS)]
+        groups += [(STATISTICS,)] if STATISTICS in FREE and self.protect else []
+        return groups if self.protect else [*groups, COMPRESSING]
 
     def _untrained(self, names: Iterable[str], window: int) -> list:
-        return ["--model", self.model, "--policies", *names, "--window", window]
+        words = ["--model", self.model, "--policies", *names, "--window", window]
+        if STATISTICS not in names:
+            return words
+        return [*words, "--calibration", self.calibrations / STATISTICS, "--allocator", "uniform"]
 
     def _has(self, out: Path, rows: int) -> bool:
         """Return whether an evaluation's records are there.
@@ -200,7 +277,7 @@ class Comparison:
         protect = [] if set(words) & set(COMPRESSING) else ["--protect-prompt", "all" if self.protect else 0]
         return [*fixed, *protect, "--kinds", *self.kinds, *self.sized, *words, "--out", out]
 
-    def _all(self, chains: Iterable[list[list]]) -> None:
+    def _all(self, chains: Iterable[Iterable[list]]) -> None:
         """Run chains of commands, ``jobs`` at once."""
         with ThreadPoolExecutor(self.jobs) as pool:
             list(pool.map(lambda chain: [_run(command) for command in chain], list(chains)))
@@ -280,7 +357,9 @@ def main(given: list[str] | None = None) -> None:
     options = parser.parse_args(given)
     what = options.model, options.protect_prompt, options.kinds, options.rows, options.jobs, options.size
     comparison = Comparison(options.folder, *what)
+    comparison.prepare_calibration()
     comparison.run_trained(options.only, options.steps)
+    comparison.calibrate_untrained()
     comparison.run_untrained(comparison.choose_windows())
     comparison.report(options.against)
 

@@ -17,7 +17,11 @@ def add_calibrate(commands) -> None:
     )
     command = commands.add_parser("calibrate", help=summary, description=summary)
     command.add_argument("model", metavar="MODEL", help="folder of the model")
-    command.add_argument("--out", required=True, metavar="DIR", help="folder to write; a stopped call is continued")
+    command.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder to write; a stopped call is continued (default with --scorer: calibration in its folder)",
+    )
     command.add_argument(
         "--data",
         nargs="+",
@@ -36,9 +40,22 @@ def add_calibrate(commands) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="policies of the report, besides streaming-llm (default: none; those that read token by token take long)",
+        help="further policies of the report, which streaming-llm is in (default: none; those that read token by token take long)",
     )
-    add_setting(command, "scorer", "its policy is in the report, and decides whether shares are kept")
+    command.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="the policy that shares are measured with, and that decides about them (default: the scorer's, else streaming-llm)",
+    )
+    add_setting(command, "scorer", "of that policy; shares are also written into its folder, or a full checkpoint's")
+    command.add_argument(
+        "--budget",
+        type=positive,
+        nargs="+",
+        metavar="B",
+        help="budgets of the report, in tokens after a protected prompt; the middle one is recommended (default: 1/2, 1/4 and"
+        " 1/8 of a row)",
+    )
     command.add_argument("--length", type=positive, metavar="S", help="tokens of a row (default 2048)")
     command.add_argument(
         "--rows",
@@ -72,8 +89,13 @@ def run_calibrate(options) -> None:
     from kvpop_vllm.calibrate.plan import Options
     from kvpop_vllm.calibrate.run import calibrate, dry_run
 
-    chosen = {name: getattr(options, name) for name in ("length", "rows", "dtype", "scorer") if getattr(options, name)}
+    if not options.out and not options.scorer:
+        raise ConfigError("kvpop calibrate needs a folder to write: give --out DIR")
+    names = "length", "rows", "dtype", "scorer", "policy"
+    chosen = {name: getattr(options, name) for name in names if getattr(options, name)}
     chosen |= {"unit": options.shares, "protect": options.protect_prompt}
+    chosen |= {"budgets": tuple(sorted(set(options.budget or ()), reverse=True)), "policies": tuple(options.policies)}
     chosen |= {"ranks": options.tensor_parallel_size, "stages": options.pipeline_parallel_size}
-    settings = Options(options.model, options.out, tuple(options.data), policies=tuple(options.policies), **chosen)
+    out = options.out or f"{options.scorer}/calibration"
+    settings = Options(options.model, out, tuple(options.data), **chosen)
     (dry_run if options.dry_run else calibrate)(settings)

@@ -16,28 +16,29 @@ class Curve(NamedTuple):
     Attributes:
         layer: index of their layer.
         heads: their KV heads.
-        losses: a loss for each number of slots, in nats per token.
+        sizes: numbers of slots of a head, ascending.
+        losses: a loss for each of ``sizes``, in nats per token.
     """
 
     layer: int
     heads: tuple[int, ...]
+    sizes: tuple[float, ...]
     losses: tuple[float, ...]
 
 
-def divide(curves: Sequence[Curve], sizes: Sequence[int], mean: float) -> list[float]:
+def divide(curves: Sequence[Curve], mean: float) -> list[float]:
     """Return the slots of a head of each curve for which the sum of losses is smallest, if losses add up.
 
-    Slots go to the steepest fall of any curve's lower convex hull first. A head has at least ``sizes[0]`` slots, and what
-    nobody needs goes to all.
+    Slots go to the steepest fall of any curve's lower convex hull first. A head has at least its curve's smallest size,
+    and what nobody needs goes to all.
 
     Args:
         curves: all heads of the model, each once.
-        sizes: the numbers of slots of the curves' losses, ascending.
         mean: mean number of slots of a head.
     """
     falls = []
     for number, curve in enumerate(curves):
-        i, losses = 0, curve.losses
+        i, sizes, losses = 0, curve.sizes, curve.losses
         while i < len(sizes) - 1:
             slope, j = max(((losses[i] - losses[j]) / (sizes[j] - sizes[i]), j) for j in range(i + 1, len(sizes)))
             if slope <= 0:
@@ -45,7 +46,8 @@ def divide(curves: Sequence[Curve], sizes: Sequence[int], mean: float) -> list[f
             falls.append((slope / len(curve.heads), number, sizes[j] - sizes[i]))
             i = j
     heads = sum(len(curve.heads) for curve in curves)
-    slots, left = [float(sizes[0])] * len(curves), (mean - sizes[0]) * heads
+    slots = [float(curve.sizes[0]) for curve in curves]
+    left = mean * heads - sum(len(curve.heads) * size for curve, size in zip(curves, slots, strict=True))
     for _, number, size in sorted(falls, reverse=True):
         more = min(size, left / len(curves[number].heads))
         slots[number] += more
@@ -63,7 +65,7 @@ def curves_of(curves: Sequence[Curve], shard: Shard) -> list[Curve]:
         heads = tuple(head for head in curve.heads if shard.heads[0] <= head < shard.heads[1])
         if heads and shard.layers[0] <= curve.layer < shard.layers[1]:
             losses = tuple(loss * len(heads) / len(curve.heads) for loss in curve.losses)
-            chosen.append(Curve(curve.layer, heads, losses))
+            chosen.append(curve._replace(heads=heads, losses=losses))
     return chosen
 
 
@@ -77,6 +79,6 @@ def shares_of(
     return shares / shares.mean()
 
 
-def damped(shares: torch.Tensor) -> torch.Tensor:
-    """Return shares half way between these and equal ones."""
-    return (shares + 1) / 2
+def between(shares: torch.Tensor, others: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Return shares half way between these and others, by default equal ones."""
+    return (shares + others) / 2

@@ -1,17 +1,20 @@
 """Losses of one layer, or of one head, when its slots shrink: the divergence of the model's output.
 
 A row is read once with dense attention. The input of a layer is then known, and the layers from there on run again for
-the last queries of the row, with dense keys and values of everything before. Several variants run as one batch.
+the last queries of the row, with dense keys and values of everything before. Several variants run as one batch. The layer
+itself sees the first tokens and a window, or what a policy keeps by the kernels of serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.policies import ResolvedPolicy
+from kvpop_vllm.evaluation.serving_kernels import attend_and_keep
 from kvpop_vllm.model_hook import Dense
 
 BATCH = 16
@@ -35,7 +38,7 @@ class RowReplay:
         if not hasattr(decoder, "norm"):
             raise ConfigError("the model's decoder has no final norm of the usual name: choose another model")
         self.layers, self.norm = decoder.layers, decoder.norm
-        self.keys: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.attended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.inputs: list[tuple[torch.Tensor, dict]] = []
         hooks = [layer.register_forward_pre_hook(self._note, with_kwargs=True) for layer in self.layers]
         try:
@@ -60,7 +63,7 @@ class RowReplay:
         return value if axis is None else value.narrow(axis, self.length - self.queries, self.queries)
 
     def _dense(self, layer, q, k, v, scale):
-        self.keys.append((k, v))
+        self.attended.append((q, k, v))
         return Dense()(layer, q, k, v, scale)
 
     def _log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -84,7 +87,7 @@ class RowReplay:
 
     def joined(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values ``[V, H, S, D]``: the dense ones of the row, and those of the last queries."""
-        before, (past_k, past_v) = self.length - self.queries, self.keys[layer]
+        before, (_, past_k, past_v) = self.length - self.queries, self.attended[layer]
         pairs = (past_k, k), (past_v, v)
         k, v = (torch.cat([past[:, :, :before].expand(len(new), -1, -1, -1), new], 2) for past, new in pairs)
         return k, v
@@ -114,40 +117,74 @@ class RowReplay:
         return torch.stack(losses).clamp_min(0)
 
 
+class Windowed:
+    """Attention of the last queries of a layer that sees the first tokens and a window; see :data:`Kept`.
+
+    Args:
+        first: number of first tokens that are seen.
+    """
+
+    def __init__(self, first: int):
+        self.first = first
+
+    def __call__(self, row: RowReplay, layer: int, size: int, scale: float) -> torch.Tensor:
+        """Return the attention with a window of ``size`` tokens."""
+        q, k, v = row.attended[layer]
+        mask, gqa = row.visible(self.first, torch.tensor(size)), q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q[:, :, -row.queries :], k, v, attn_mask=mask, scale=scale, enable_gqa=gqa
+        )
+
+
+class Evicting:
+    """Attention of the last queries of a layer under a policy; see :data:`Kept`.
+
+    Args:
+        policy: the policy; its sinks and window belong to every size.
+    """
+
+    def __init__(self, policy: ResolvedPolicy):
+        self.policy = policy
+
+    def __call__(self, row: RowReplay, layer: int, size: int, scale: float) -> torch.Tensor:
+        """Return the attention with ``size`` long-range slots of each head."""
+        q, k, v = row.attended[layer]
+        budgets = torch.full((k.shape[1],), self.policy.roles.first_long + size, dtype=torch.int32)
+        out, _ = attend_and_keep(self.policy, layer, q, k, v, scale, [], budgets=budgets)
+        return out[:, :, -row.queries :]
+
+
+Kept = Callable[[RowReplay, int, int, float], torch.Tensor]
+"""Function ``(row, layer, size, scale) -> [1, Hq, Q, D]``: the attention of a layer's last queries with a number of slots."""
+
+
 class Shrunk:
-    """Attention of the last queries of one layer, in which some heads see the first tokens and a window.
+    """Attention of the last queries of one layer, in which some heads have fewer slots.
 
     Args:
         row: the row.
-        layer: index of the layer.
-        first: number of first tokens that are seen.
-        variants: KV heads that shrink and the window that they have, for each variant; no head stands for all.
+        attention: attention with a number of slots.
+        variants: KV heads that shrink and the slots that they have, for each variant; no head stands for all.
     """
 
     everywhere = False
 
-    def __init__(self, row: RowReplay, layer: int, first: int, variants: list[tuple[int | None, int]]):
-        self.row, self.first, self.chosen, self.variants = row, first, variants, len(variants)
-        self.k, self.v = row.keys[layer]
+    def __init__(self, row: RowReplay, attention: Kept, variants: list[tuple[int | None, int]]):
+        self.row, self.attention, self.chosen, self.variants = row, attention, variants, len(variants)
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention ``[V, Hq, Q, D]`` of all variants."""
-        q, group = q[:1], q.shape[1] // k.shape[1]
-        dense, outs = self._windowed(q, None, scale), []
-        windows = {window: self._windowed(q, window, scale) for _, window in self.chosen}
-        for head, window in self.chosen:
-            out = windows[window]
+        group, outs = q.shape[1] // k.shape[1], []
+        dense = Windowed(0)(self.row, layer, self.row.length, scale)
+        by_size = {size: self.attention(self.row, layer, size, scale) for size in {size for _, size in self.chosen}}
+        for head, size in self.chosen:
+            out = by_size[size]
             if head is not None:
                 heads = slice(head * group, (head + 1) * group)
                 out = dense.clone()
-                out[:, heads] = windows[window][:, heads]
+                out[:, heads] = by_size[size][:, heads]
             outs.append(out)
         return torch.cat(outs)
-
-    def _windowed(self, q, window: int | None, scale) -> torch.Tensor:
-        mask = self.row.visible(self.first, torch.tensor(self.row.length if window is None else window))
-        gqa = q.shape[1] != self.k.shape[1]
-        return F.scaled_dot_product_attention(q, self.k, self.v, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
 class Shared:
@@ -180,24 +217,25 @@ def shared_losses(row: RowReplay, first: int, windows: torch.Tensor) -> list[flo
 
 
 @torch.inference_mode()
-def layer_losses(row: RowReplay, layer: int, first: int, windows: list[int]) -> list[float]:
-    """Return the KL at each window of all heads of a layer, in nats per token."""
-    return _losses(row, layer, first, [(None, window) for window in windows])
+def layer_losses(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -> list[float]:
+    """Return the KL with each number of slots of all heads of a layer, in nats per token."""
+    return _losses(row, layer, attention, [(None, size) for size in sizes])
 
 
 @torch.inference_mode()
-def head_losses(row: RowReplay, layer: int, first: int, windows: list[int]) -> list[list[float]]:
-    """Return the KL at each window of each KV head of a layer alone, in nats per token."""
-    heads = row.keys[layer][0].shape[1]
-    losses = iter(_losses(row, layer, first, [(head, window) for head in range(heads) for window in windows]))
-    return [[next(losses) for _ in windows] for _ in range(heads)]
+def head_losses(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -> list[list[float]]:
+    """Return the KL with each number of slots of each KV head of a layer alone, in nats per token."""
+    heads = row.attended[layer][1].shape[1]
+    losses = iter(_losses(row, layer, attention, [(head, size) for size in sizes for head in range(heads)]))
+    by_size = [[next(losses) for _ in range(heads)] for _ in sizes]
+    return [list(of_head) for of_head in zip(*by_size, strict=True)]
 
 
-def _losses(row: RowReplay, layer: int, first: int, variants: list) -> list[float]:
+def _losses(row: RowReplay, layer: int, attention: Kept, variants: list) -> list[float]:
     return [
         loss
         for part in _parts(variants)
-        for loss in row.divergence(row.run_from(layer, Shrunk(row, layer, first, part))).tolist()
+        for loss in row.divergence(row.run_from(layer, Shrunk(row, attention, part))).tolist()
     ]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,7 +15,6 @@ from kvpop_vllm.calibrate.layers import POSITIONS
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.serving_kernels import Served
-from kvpop_vllm.files import write_whole
 from kvpop_vllm.model_hook import Dense
 from kvpop_vllm.model_shape import ModelShape
 
@@ -51,7 +48,9 @@ class Passes:
         protect: True to protect the prompts of rows.
         stride: every so many predictions of a row are compared.
         records: where measurements are kept.
-        tables: folder of tables of shares.
+
+    Attributes:
+        tables: tables of shares ``[layers, H]`` that choices may name.
     """
 
     def __init__(
@@ -62,24 +61,16 @@ class Passes:
         protect: bool,
         stride: int,
         records: Records,
-        tables: Path,
     ):
         self.model, self.shape, self.specs, self.protect = model, shape, specs, protect
-        self.stride, self.records, self.tables = stride, records, tables
-
-    def write_table(self, name: str, shares: torch.Tensor) -> None:
-        """Write a table of shares ``[layers, H]`` that choices may name."""
-        self.tables.mkdir(exist_ok=True)
-        write_whole(self.tables / f"{name}.json", f'{{"shares": {shares.tolist()}}}\n')
-
-    def read_table(self, name: str) -> list[list[float]]:
-        """Return a table of shares, ``[layers][H]``."""
-        return json.loads((self.tables / f"{name}.json").read_text())["shares"]
+        self.stride, self.records = stride, records
+        self.tables: dict[str, torch.Tensor] = {}
 
     def resolve(self, choice: Choice, prompt: int = 0) -> ResolvedPolicy:
         """Return the policy of a choice for rows with a prompt of so many tokens."""
-        allocator = "uniform" if choice.shares == EQUAL else str(self.tables / f"{choice.shares}.json")
-        spec = replace(self.specs[choice.policy], allocator=allocator, protect=prompt if self.protect else 0)
+        shares = None if choice.shares == EQUAL else self.tables[choice.shares].tolist()
+        settings = {"allocator": "uniform", "shares": shares, "protect": prompt if self.protect else 0}
+        spec = replace(self.specs[choice.policy], **settings)
         usual = policies.get(spec.policy).default_window if spec.calibration else None  # not that of an earlier run
         return spec.resolve(self.shape, choice.budget, window=choice.window or usual)
 

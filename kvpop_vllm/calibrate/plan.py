@@ -18,18 +18,20 @@ from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation.policies import PolicySpec, learned
 from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
 from kvpop_vllm.policies.base import GATED
-from kvpop_vllm.scorers.checkpoint import TENSORS_NAME
+from kvpop_vllm.scorers.checkpoint import files_of, is_published_scorer
 
-VERSION = 1
+VERSION = 2
 """Version of what is measured."""
 LENGTH, SHORTEST = 2048, 64
 """Default length and shortest length of a row, in tokens."""
 SIZES = 64, 16, 8, 4, 2
-"""Windows at which layers and heads are measured: the length over these."""
-QUERIES = 32
-"""The length over this is the number of queries that run again."""
+"""Windows, or long-range slots, at which layers and heads are measured: the tokens after a prompt over these."""
+QUERIES, EVICTING_QUERIES = 32, 4
+"""The length over these is the number of queries that run again: with a window, and under a policy without prompts."""
 BUDGETS = 2, 4, 8
-"""Budgets of the report: the length over these. A policy is recommended at the second."""
+"""Default budgets of the report: the tokens after a prompt over these."""
+ROUNDS = 3
+"""Most rounds in which a table of shares is improved, under a policy other than :data:`PROBE`."""
 WINDOWS = 1 / 16, 1 / 4, 1 / 2
 """Windows that are tried for a policy, as fractions of ``B - s``."""
 SEARCHED = 3
@@ -37,9 +39,9 @@ SEARCHED = 3
 STRIDE = 4
 """Every so many predictions of a row are compared under a policy."""
 PROBE = "streaming-llm"
-"""Policy that shares are chosen and judged with, and the only one of a report by default: a window, and the cheapest."""
+"""Policy that decides about shares by default, and is in every report: a window, and the cheapest."""
 SHORTLIST = 3
-"""Tables of shares that are tried on the kernels of serving; with a scorer all are."""
+"""Tables of shares that are tried on the kernels of serving; under a policy other than :data:`PROBE` all are."""
 SERVED = 0.9
 """Time of a pass under a policy, over that of a dense pass, as progress counts it."""
 AGAIN = 1.7
@@ -55,8 +57,10 @@ class Options:
         out: folder to write.
         data: files and folders of text; empty for the text of this package.
         unit: ``layer`` or ``head``.
+        policy: name of the policy that decides about shares; None for the scorer's, else :data:`PROBE`.
         policies: names of further policies of the report.
-        scorer: folder of a scorer whose policy decides instead of :data:`PROBE`, or None.
+        scorer: folder of the scorer of the policy that decides, into which shares are written, or None.
+        budgets: budgets of the report, in tokens, descending; empty for :data:`BUDGETS`.
         length: S, tokens of a row; no more than the model has positions.
         rows: rows to measure on, and as many to judge by.
         protect: True to protect the prompts of documents.
@@ -69,8 +73,10 @@ class Options:
     out: str
     data: tuple[str, ...] = ()
     unit: str = "layer"
+    policy: str | None = None
     policies: tuple[str, ...] = ()
     scorer: str | None = None
+    budgets: tuple[int, ...] = ()
     length: int = LENGTH
     rows: int = 10
     protect: bool = False
@@ -81,16 +87,34 @@ class Options:
 
 def specs_of(options: Options) -> dict[str, PolicySpec]:
     """Return the policies of a report by name, first the one that decides."""
-    for name in options.policies:
+    specs = [] if options.scorer is None else [_of_scorer(options)]
+    named = [("--policy", options.policy)] if options.policy and not specs else []
+    named += [("--policies", name) for name in options.policies]
+    for flag, name in named:
         cls = policies.get(name)
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
             why = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
-            raise ConfigError(f"--policies {name} {why}")
-    specs = [] if options.scorer is None else [learned(options.scorer, options.model)[0]]
-    if specs and policies.get(specs[0].policy).signals & GATED:
-        raise ConfigError(f"--scorer {options.scorer} holds a gate, and shares are for scorers of keys and values")
-    specs += [PolicySpec(name, name).measured(options.out) for name in (PROBE, *options.policies)]
+            raise ConfigError(f"{flag} {name} {why}")
+    names = [name for flag, name in named if flag == "--policy"] + [PROBE, *options.policies]
+    specs += [PolicySpec(name, name).measured(options.out) for name in dict.fromkeys(names)]
     return {spec.policy: spec for spec in specs}
+
+
+def _of_scorer(options: Options) -> PolicySpec:
+    """Return the policy of the scorer, of which ``--policy`` may be the name."""
+    spec = learned(options.scorer, options.model)[0]
+    if options.policy not in (None, spec.policy):
+        raise ConfigError(
+            f"--policy {options.policy} has no use for --scorer {options.scorer}, which is for {spec.policy}: give --policy {spec.policy},"
+            " or leave --scorer out"
+        )
+    if policies.get(spec.policy).signals & GATED:
+        raise ConfigError(f"--scorer {options.scorer} holds a gate, and shares are for scorers of keys and values")
+    if not Path(options.scorer).is_dir() or is_published_scorer(options.scorer):
+        raise ConfigError(
+            f"--scorer {options.scorer} cannot take shares, which are written into a scorer's folder: write one with 'kvpop import'"
+        )
+    return spec
 
 
 class Plan:
@@ -101,9 +125,10 @@ class Plan:
 
     Attributes:
         specs: policies of the report by name, first the one that decides.
+        decides: name of the policy that decides.
         length: S.
         shape: the model as policies see it.
-        sizes: windows at which layers and heads are measured, in tokens.
+        sizes: windows or, under a policy other than :data:`PROBE`, long-range slots at which layers and heads are measured.
         queries: number of last queries of a row that run again.
         budgets: budgets of the report, in tokens.
         text: rows of tokens.
@@ -120,14 +145,23 @@ class Plan:
         self.shape, self.dtype = ModelShape.of(options.model, length), getattr(torch, options.dtype)
         if options.unit == "head" and self.shape.num_kv_heads == 1:
             raise ConfigError("the model has one KV head per layer: give --shares layer")
-        self.sizes, self.queries = [max(2, length // part) for part in SIZES], max(8, length // QUERIES)
-        self.budgets = [length // part for part in BUDGETS]
         self.vocabulary, tokenizer = vocabulary_of(options.model), load_tokenizer(options.model)
         sizes = {"vocab_size": self.vocabulary, "protect": options.protect}
         self.text: Text = read_text(list(options.data), tokenizer, length, options.rows, **sizes)
         prompt = max(prompt for _, prompt in self.text.measured + self.text.held_out)
         if prompt > length // 2:
             raise ConfigError(f"a prompt has {prompt} of {length} tokens, more than half: raise --length")
+        after, self.decides = length - prompt, next(iter(self.specs))
+        self.budgets = list(options.budgets) or [after // part for part in BUDGETS]
+        if self.budgets[0] >= after:
+            raise ConfigError(
+                f"--budget {self.budgets[0]} evicts nothing of {after} tokens: lower it, or raise --length"
+            )
+        if self.decides == PROBE:
+            self.sizes, self.queries = [max(2, after // part) for part in SIZES], max(8, length // QUERIES)
+        else:
+            self.sizes = [0, *(max(2, after // part) for part in SIZES)]
+            self.queries = after - 1 if prompt else length // EVICTING_QUERIES
         self.shards = self._shards()
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
 
@@ -151,8 +185,8 @@ class Plan:
 
     @property
     def stride(self) -> int:
-        """Distance of the predictions of a row that are compared: with a scorer all, as few may be wrong."""
-        return STRIDE if self.options.scorer is None else 1
+        """Distance of the predictions of a row that are compared: after a prompt all, as few may be wrong."""
+        return 1 if self.options.protect else STRIDE
 
     @property
     def searched(self) -> int:
@@ -173,8 +207,22 @@ class Plan:
             "rows": self.options.rows,
             "protect-prompt": self.options.protect,
             "dtype": self.options.dtype,
-            "scorer": self.options.scorer and _sample(Path(self.options.scorer) / TENSORS_NAME),
+            "policy": self.decides,
+            "scorer": self._scorer_samples(),
+            "budgets": self.budgets,
         }
+
+    def _scorer_samples(self) -> list[str] | None:
+        """Return hashes of the scorer's tensors; its config changes when shares are written into it."""
+        if self.options.scorer is None:
+            return None
+        folder, _, *tensors = files_of(self.options.scorer)
+        return [_sample(folder / name) for name in tensors]
+
+    @property
+    def budget(self) -> int:
+        """Budget at which a policy is recommended, and tables are improved: the middle one, in tokens."""
+        return self.budgets[len(self.budgets) // 2]
 
     def layer_cost(self, layer: int, variants: int) -> float:
         """Return the work of measuring variants of a layer on a row, in dense passes of a row."""
@@ -192,15 +240,27 @@ class Plan:
         measured = 1 + sum(self.layer_cost(layer, count) for layer in range(layers))
         if self.split:  # which layers is not known beforehand
             measured += 1 + sum(self.layer_cost(layer, count * heads) for layer in range(layers)) * self.split / layers
-        return len(self.text.measured) * (measured + self.search_cost(len(BUDGETS) * (2 * len(BUDGETS) + 1)))
+        count = len(self.budgets)
+        searched = self.search_cost(count * (2 * count + 1)) if self.decides == PROBE else 0
+        return len(self.text.measured) * (measured + searched)
 
     @property
     def passes(self) -> float:
         """Work of passes under policies, in dense passes of a row."""
-        tables = 1 + (SHORTLIST if self.options.scorer is None else 2 * len(BUDGETS))
+        count = len(self.budgets)
+        tables = 1 + (min(SHORTLIST, 2 * count) if self.decides == PROBE else 2 * count)
         windows = len(WINDOWS) * sum(name != PROBE and spec.scorer is None for name, spec in self.specs.items())
-        judged = 2 * len(self.text.held_out) * len(BUDGETS) * len(self.specs)
-        return SERVED * (self.searched * (tables * len(BUDGETS) + windows) + judged)
+        judged = 2 * len(self.text.held_out) * count * len(self.specs)
+        return SERVED * (self.searched * (tables * count + windows + ROUNDS * self.round_cost) + judged)
+
+    @property
+    def round_cost(self) -> int:
+        """Passes of a row in a round of improvement."""
+        if self.decides == PROBE:
+            return 0
+        parts = len({shard.heads for shard in self.shards})
+        units = self.shape.num_layers * parts + self.split * (self.shape.num_kv_heads - parts)
+        return 2 * units + 2 * len(self.budgets)
 
 
 def _sample(file: Path) -> str:

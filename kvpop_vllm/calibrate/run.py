@@ -18,12 +18,13 @@ from kvpop_vllm.calibrate.stages import Stages, Verdict
 from kvpop_vllm.calibrate.statistics import query_statistics
 from kvpop_vllm.calibration.shares import AUTO, SIZES, UNITS, Calibration
 from kvpop_vllm.calibration.statistics import CONFIG_NAME, write_statistics
-from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.output import format_table, note
 from kvpop_vllm.files import write_whole
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.progress import progress
+from kvpop_vllm.scorers.checkpoint import write_shares
 
 COLUMNS = "policy", "budget", "window", "shares", "kl", "over equal", "MiB", "prefill"
 PASSAGES = "separate passages: there are fewer than 8 documents to judge by"
@@ -37,13 +38,13 @@ def calibrate(options: Options) -> dict:
     model, began = _loaded(plan), time.process_time()
     records = Records(out, plan.settings)
     _write_statistics(plan, model, out)
-    passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, records, out / "tables")
+    passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, records)
     with progress(plan.replays + plan.passes, "calibrate") as tick:
         stages = Stages(plan, model, records, passes, tick)
         table = stages.search(stages.curves())
         windows = stages.windows(table)
         verdict = stages.judge(table, windows)
-    calibration = _calibration(plan, verdict, passes.read_table(table), windows)
+    calibration = _calibration(plan, verdict, passes.tables[table].tolist(), windows)
     report = {
         "model": options.model,
         "kvpop": __version__,
@@ -60,6 +61,8 @@ def calibrate(options: Options) -> dict:
     }
     write_whole(out / "report.json", json.dumps(report, indent=1) + "\n")
     calibration.write(out)
+    if options.scorer is not None:
+        write_shares(options.scorer, calibration.shares or ())
     print(format_table(verdict.lines, COLUMNS))
     print(f"text: {report['text']}\nintervals over {report['intervals over']}\nshares: {calibration.unit}")
     print(report["command"], flush=True)
@@ -88,7 +91,7 @@ def _loaded(plan: Plan) -> torch.nn.Module:
 
 def _calibration(plan: Plan, verdict: Verdict, shares: list[list[float]], windows: dict[str, float]) -> Calibration:
     """Return the contents of ``shares.json``: the policy that diverges least with its shares at the middle budget."""
-    lines = (line for line in verdict.lines if line["budget"] == plan.budgets[1])
+    lines = (line for line in verdict.lines if line["budget"] == plan.budget)
     best = min((line for line in lines if (line["shares"] != EQUAL) == verdict.better), key=lambda line: line["kl"])
     return Calibration(
         **{name: getattr(plan.shape, name) for name in SIZES},
@@ -118,12 +121,13 @@ def dry_run(options: Options) -> None:
     """Print how long a calibration takes, by a few measurements that are not kept, and its memory."""
     plan = Plan(options)
     model, layer, count = _loaded(plan), plan.shape.num_layers // 2, len(plan.sizes)
-    stages = Stages(plan, model, {}, None, None)
+    passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, {})
+    stages = Stages(plan, model, {}, passes, None)
     stages.replay(0)
     began = time.monotonic()
     row = stages.replay(0)
     dense = time.monotonic()
-    layer_losses(row, layer, DEFAULT_SINKS, plan.sizes)
+    layer_losses(row, layer, stages.attention(0), plan.sizes)
     again = (time.monotonic() - dense) / plan.layer_cost(layer, count)
     seconds = plan.replays * again + plan.passes * (dense - began)
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())

@@ -9,23 +9,26 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.calibrate.division import Curve, curves_of, damped, divide, shares_of
-from kvpop_vllm.calibrate.layers import RowReplay, head_losses, layer_losses, shared_losses
+from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_of
+from kvpop_vllm.calibrate.layers import Evicting, Kept, RowReplay, Windowed, head_losses, layer_losses, shared_losses
 from kvpop_vllm.calibrate.passes import EQUAL, Choice, Passes
-from kvpop_vllm.calibrate.plan import BUDGETS, PROBE, SERVED, SHORTLIST, WINDOWS, Plan
+from kvpop_vllm.calibrate.plan import PROBE, ROUNDS, SERVED, SHORTLIST, WINDOWS, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
+from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.evaluation.statistics import bootstrap_ratio, estimate
 from kvpop_vllm.policies.allocators import proportional
 from kvpop_vllm.roles import Retention
 
 TINY = 1e-3
-"""Divergence, in nats per token, below which nothing is lost; smaller ones count as equal."""
+"""Divergence, in nats per token, that a verdict does not count as a loss."""
+FLOOR = 1e-5
+"""Smallest divergence that tables are compared by: over 1,000 tokens of an answer it adds up to 0.01 nats."""
 
 
 def _scores(losses: torch.Tensor, names: list[str]) -> dict[str, float]:
     """Return the mean logarithm over budgets of the losses ``[names * budgets]`` of tables of shares, by name."""
-    return dict(zip(names, losses.view(len(names), -1).clamp_min(TINY).log().mean(1).tolist(), strict=True))
+    return dict(zip(names, losses.view(len(names), -1).clamp_min(FLOOR).log().mean(1).tolist(), strict=True))
 
 
 def is_better(losses: list[list[list[float]]], units: list[int]) -> bool:
@@ -81,9 +84,15 @@ class Stages:
         """Return the number of first tokens of a measured row that all heads see."""
         return self.plan.text.measured[number][1] or DEFAULT_SINKS
 
+    def attention(self, number: int) -> Kept:
+        """Return the attention of a measured row with few slots: a window, or that of the policy that decides."""
+        if self.plan.decides == PROBE:
+            return Windowed(self._first(number))
+        return Evicting(self._equal(self.plan.budget, self.plan.text.measured[number][1]))
+
     def curves(self) -> list[Curve]:
-        """Return what each layer loses with each window, or each head of the layers that lose most."""
-        shape, sizes = self.plan.shape, self.plan.sizes
+        """Return what each layer loses with few slots, or each head of the layers that lose most."""
+        shape, sizes = self.plan.shape, (*self.plan.sizes, self.plan.length - DEFAULT_SINKS)
         layers = self._means("layer", range(shape.num_layers))
         if not bool(layers.isfinite().all()):
             raise ConfigError("the model's predictions are not finite: choose another model or --dtype")
@@ -92,10 +101,10 @@ class Stages:
         curves = []
         if split:
             for layer, heads in zip(split, self._means("head", split).tolist(), strict=True):
-                curves += [Curve(layer, (head,), (*losses, 0.0)) for head, losses in enumerate(heads)]
+                curves += [Curve(layer, (head,), sizes, (*losses, 0.0)) for head, losses in enumerate(heads)]
         every = tuple(range(shape.num_kv_heads))
         unsplit = (layer for layer in range(shape.num_layers) if layer not in split)
-        return curves + [Curve(layer, every, (*layers[layer].tolist(), 0.0)) for layer in unsplit]
+        return curves + [Curve(layer, every, sizes, (*layers[layer].tolist(), 0.0)) for layer in unsplit]
 
     def _means(self, unit: str, layers: Iterable[int]) -> torch.Tensor:
         """Return the losses ``[layers, (H,) sizes]`` of layers or of their heads, means over rows."""
@@ -110,7 +119,7 @@ class Stages:
             key = [unit, number, layer]
             if key not in self.records:
                 row = row or self.replay(number)
-                self.records.put(key, measure(row, layer, self._first(number), sizes))
+                self.records.put(key, measure(row, layer, self.attention(number), sizes))
             losses.append(self.records[key])
             self.tick(self.plan.layer_cost(layer, variants))
         self.tick(1)
@@ -120,37 +129,105 @@ class Stages:
         """Return the name of the table of shares that measured rows like best, :data:`EQUAL` for none.
 
         Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The heads of
-        each rank have as many slots together as those of any other of as many layers. The
-        geometric mean over budgets of the divergence decides: first with all heads' windows shrunk for the last queries,
-        then, among the best, under the policy that decides and on the kernels of serving.
+        each rank have as many slots together as those of any other of as many layers. The geometric mean over budgets of the
+        divergence decides, under the policy that decides and on the kernels of serving. :data:`PROBE` tries the best only, by
+        the last queries with all heads' windows shrunk. Under another policy the best table is then improved, see
+        :meth:`improve`.
         """
         plan, unit = self.plan, self.plan.unit
-        sizes, shape = [*plan.sizes, plan.length - DEFAULT_SINKS], (plan.shape.num_layers, plan.shape.num_kv_heads)
-        tables = {EQUAL: torch.ones(shape, dtype=torch.float64)}
-        for part, budget in zip(BUDGETS, plan.budgets, strict=True):
-            by_rank = [curves_of(curves, shard) for shard in plan.shards]
-            slots = [size for group in by_rank for size in divide(group, sizes, budget - DEFAULT_SINKS)]
-            shares = shares_of([curve for group in by_rank for curve in group], slots, sizes[0], *shape)
-            tables |= {f"{unit}-{part}": shares, f"{unit}-{part}-damped": damped(shares)}
-        for name, shares in tables.items():
-            self.passes.write_table(name, shares)
-        windows = torch.stack([self._windows(budget, table) for table in tables.values() for budget in plan.budgets])
-        losses = [self._search(number, windows) for number in range(len(plan.text.measured))]
-        scores = _scores(torch.tensor(losses, dtype=torch.float64).mean(0), list(tables))
-        unequal = sorted(list(tables)[1:], key=scores.get)
-        names = [EQUAL, *(unequal if plan.options.scorer else unequal[:SHORTLIST])]
-        choices = [self._choice(self.decides, budget, WINDOWS[0], name) for name in names for budget in plan.budgets]
-        measured = self._over("search", plan.text.measured[: plan.searched], choices)
-        means = torch.tensor([fmean(record["kl"] for record in records) for records in measured], dtype=torch.float64)
-        scores = _scores(means, names)
-        return min(scores, key=scores.get)
+        shape = plan.shape.num_layers, plan.shape.num_kv_heads
+        tables, smallest = {EQUAL: torch.ones(shape, dtype=torch.float64)}, plan.sizes[0]
+        for budget in plan.budgets:
+            mean = budget - DEFAULT_SINKS if plan.decides == PROBE else self._roles(budget).topk
+            shares = self._divided(curves, mean, smallest)
+            tables |= {f"{unit}-{budget}": shares, f"{unit}-{budget}-damped": between(shares)}
+        self.passes.tables |= tables
+        names = list(tables)
+        if plan.decides == PROBE:
+            windows = torch.stack(
+                [self._windows(budget, shares) for shares in tables.values() for budget in plan.budgets]
+            )
+            losses = [self._search(number, windows) for number in range(len(plan.text.measured))]
+            scores = _scores(torch.tensor(losses, dtype=torch.float64).mean(0), names)
+            names = [EQUAL, *sorted(names[1:], key=scores.get)[:SHORTLIST]]
+        scores = self._measured(names)
+        best = min(scores, key=scores.get)
+        return best if plan.decides == PROBE else self.improve(best, scores[best], curves)
 
-    @property
-    def decides(self) -> str:
-        """Name of the policy that decides about tables."""
-        return next(iter(self.plan.specs))
+    def _divided(self, curves: list[Curve], mean: float, smallest: float) -> torch.Tensor:
+        """Return the shares ``[layers, H]`` by which the heads of each rank divide ``mean`` slots of each head."""
+        by_rank = [curves_of(curves, shard) for shard in self.plan.shards]
+        slots = [size for group in by_rank for size in divide(group, mean)]
+        shape = self.plan.shape.num_layers, self.plan.shape.num_kv_heads
+        return shares_of([curve for group in by_rank for curve in group], slots, smallest, *shape)
 
-    def _choice(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
+    def improve(self, best: str, score: float, curves: list[Curve]) -> str:
+        """Return the name of the best table found from a table on, in which losses do not add up as alone.
+
+        In each round every layer (or its heads in a rank, or head) gets half and twice its slots while the others keep theirs.
+        The slots are then divided by these losses. The new table, or one half way to it, replaces the old one if it is better.
+
+        Args:
+            best: name of a table.
+            score: its score.
+            curves: layers and heads that differ.
+        """
+        tables, topk = self.passes.tables, self._roles(self.plan.budget).topk
+        curves = [curve for shard in self.plan.shards for curve in curves_of(curves, shard)]
+        for number in range(ROUNDS):
+            shares, around, names = tables[best], [], []
+            for layer, heads, *_ in curves:
+                size = float(shares[layer, heads[0]]) * topk
+                start = f"{self.plan.unit}-round-{number}-{layer}-{heads[0]}"
+                sizes = {size / 2: f"{start}-half", 2 * size + topk / 8: f"{start}-twice"} | {size: best}
+                for other in {*sizes} - {size}:
+                    tables[sizes[other]] = shares.clone()
+                    tables[sizes[other]][layer, list(heads)] = other / topk
+                around.append(Curve(layer, heads, tuple(sorted(sizes)), ()))
+                names += [sizes[other] for other in sorted(sizes)]
+            losses = iter(self._at_budget(names))
+            around = [curve._replace(losses=tuple(next(losses) for _ in curve.sizes)) for curve in around]
+            divided = self._divided(around, topk, 0)
+            name = f"{self.plan.unit}-round-{number}"
+            new = {name: divided, f"{name}-damped": between(divided, shares)}
+            tables |= new
+            scores = self._measured(list(new))
+            name = min(scores, key=scores.get)
+            if scores[name] >= score:
+                break
+            best, score = name, scores[name]
+        return best
+
+    def _measured(self, names: list[str]) -> dict[str, float]:
+        """Return the scores of tables by measured rows under the policy that decides."""
+        choices = [self._choice(budget, name) for name in names for budget in self.plan.budgets]
+        return _scores(torch.tensor(self._kl(choices), dtype=torch.float64), names)
+
+    def _at_budget(self, names: list[str]) -> list[float]:
+        """Return the divergence with each table at the recommended budget; a table's mean may differ from 1."""
+        roles, tables = self._roles(self.plan.budget), self.passes.tables
+        slots = [round(float(tables[name].mean()) * roles.topk) for name in names]
+        pairs = zip(names, slots, strict=True)
+        return self._kl([Choice(self.plan.decides, roles.first_long + k, roles.window, name) for name, k in pairs])
+
+    def _kl(self, choices: list[Choice]) -> list[float]:
+        """Return the divergence of measured rows under choices, means over rows."""
+        measured = self._over("search", self.plan.text.measured[: self.plan.searched], choices)
+        return [fmean(record["kl"] for record in records) for records in measured]
+
+    def _equal(self, budget: int, prompt: int = 0) -> ResolvedPolicy:
+        """Return the policy that decides with equal shares, and the window that it has with unequal ones."""
+        return self.passes.resolve(self._choice(budget, "")._replace(shares=EQUAL), prompt)
+
+    def _roles(self, budget: int) -> Retention:
+        """Return the slot roles of the policy that decides at a budget."""
+        return self._equal(budget).roles
+
+    def _choice(self, budget: int, table: str) -> Choice:
+        """Return the policy that decides with a table of shares."""
+        return self._of(self.plan.decides, budget, WINDOWS[0], table)
+
+    def _of(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
         """Return a policy with a table of shares and a window, a fraction of ``B - s``; None for its own."""
         fitted = fraction is None or table == EQUAL or self.plan.specs[name].scorer
         return Choice(name, budget, None if fitted else self._window(name, fraction, budget), table)
@@ -175,11 +252,11 @@ class Stages:
 
     def windows(self, table: str) -> dict[str, float]:
         """Return the best window of each policy with a table of shares, as a fraction of ``B - s``."""
-        budget, best = self.plan.budgets[1], {PROBE: WINDOWS[0]}
+        budget, best = self.plan.budget, {PROBE: WINDOWS[0]}
         for name, spec in self.plan.specs.items():
             if name == PROBE or spec.scorer or table == EQUAL:
                 continue
-            choices = [self._choice(name, budget, part, table) for part in WINDOWS]
+            choices = [self._of(name, budget, part, table) for part in WINDOWS]
             measured = self._over("search", self.plan.text.measured[: self.plan.searched], choices)
             means = [fmean(record["kl"] for record in records) for records in measured]
             best[name] = WINDOWS[means.index(min(means))]
@@ -194,7 +271,7 @@ class Stages:
         text, pairs, lines = self.plan.text, [], []
         for name in self.plan.specs:
             for budget in self.plan.budgets:
-                shared = self._choice(name, budget, windows.get(name), table)
+                shared = self._of(name, budget, windows.get(name), table)
                 pairs.append((Choice(name, budget, None, EQUAL), *([shared] if table != EQUAL else [])))
         choices = [choice for pair in pairs for choice in pair]
         measured = dict(zip(choices, self._over("held-out", text.held_out, choices), strict=True))
@@ -202,7 +279,7 @@ class Stages:
         for equal, *shared in pairs:
             lines.append(self._line(equal, measured[equal]))
             lines += [self._line(choice, measured[choice], losses[equal]) for choice in shared]
-        deciding = [[losses[choice] for choice in pair] for pair in pairs if pair[0].policy == self.decides]
+        deciding = [[losses[choice] for choice in pair] for pair in pairs if pair[0].policy == self.plan.decides]
         better = table != EQUAL and is_better(deciding, text.units)
         return Verdict([line for line in lines if better or line["shares"] == EQUAL], better)
 

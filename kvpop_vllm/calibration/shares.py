@@ -1,6 +1,7 @@
 """``shares.json`` of a calibration folder: how layers and heads share the slots, windows, and a recommendation.
 
-``kvpop calibrate`` writes it, and every policy that takes a calibration reads it.
+``kvpop calibrate`` writes it, and every policy that takes a calibration reads it. In its place a JSON file may hold
+``{"shares": [layers][H]}`` alone, as the config of a scorer with shares does; other keys are ignored.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ RULES = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """Contents of a ``shares.json``.
+    """Contents of a ``shares.json``, or of a file of shares, which says nothing else about the model.
 
     Attributes:
-        model_type: model type of the calibrated model.
+        model_type: model type of the calibrated model, like all sizes None where a file of shares does not say it.
         num_layers: its decoder layers.
         num_kv_heads: its KV heads.
         head_dim: its head size.
@@ -56,48 +57,58 @@ class Calibration:
         unit: one of :data:`UNITS`.
         shares: ``[layers][H]``, long-range slots of each head over the mean; None if all are equal.
         windows: for each measured policy the window as a fraction of ``B - s``.
-        policy: the recommended policy.
-        budget: the recommended B in tokens.
+        policy: the recommended policy, None in a file of shares.
+        budget: the recommended B in tokens, None in a file of shares.
     """
 
-    model_type: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    model_type: str | None
+    num_layers: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
     rope: dict | None
     unit: str
     shares: tuple[tuple[float, ...], ...] | None
     windows: dict[str, float]
-    policy: str
-    budget: int
+    policy: str | None
+    budget: int | None
 
     def check_model(self, model, source: str) -> None:
         """Check that the calibration is of a model with this shape.
 
         Args:
             model: shape of a model, with the attributes :data:`SIZES` and ``rope``.
-            source: name of the folder in errors.
+            source: name of the folder or file in errors.
         """
         compared = [name for name in (*SIZES, "rope") if None not in (getattr(self, name), getattr(model, name))]
         ours, theirs = ({name: getattr(shape, name) for name in compared} for shape in (self, model))
         check_same_model(ours, theirs, f"--kv-calibration {source}", "run 'kvpop calibrate' on this model")
+        if self.shares is not None:
+            check_head_shares(self.shares, model.num_layers, model.num_kv_heads, source)
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""
         write_whole(folder / NAME, json.dumps(SCHEMA.header | asdict(self)) + "\n")
 
 
-def has_shares(folder: str | None) -> bool:
-    """Return whether a folder is given and has a ``shares.json``."""
-    return folder is not None and (Path(folder) / NAME).is_file()
+def shares_file(source: str) -> Path:
+    """Return the file that holds the shares of a calibration's folder, or the file itself."""
+    return Path(source) if Path(source).is_file() else Path(source) / NAME
 
 
-def read_calibration(folder: str) -> Calibration:
-    """Return the contents of a folder's ``shares.json``."""
-    path = Path(folder) / NAME
+def has_shares(source: str | None) -> bool:
+    """Return whether a calibration is given and has shares."""
+    return source is not None and shares_file(source).is_file()
+
+
+def read_calibration(source: str) -> Calibration:
+    """Return the contents of a folder's ``shares.json``, or of a file of shares."""
+    path = shares_file(source)
     if not path.is_file():
-        raise ConfigError(f"--kv-calibration {folder} has no {NAME}: give the folder of a finished 'kvpop calibrate'")
-    content = SCHEMA.body(read_json(path, AGAIN), str(path))
+        raise ConfigError(f"--kv-calibration {source} has no {NAME}: give the folder of a finished 'kvpop calibrate'")
+    content = read_json(path, AGAIN)
+    if path.name != NAME or (isinstance(content, dict) and set(content) == {"shares"}):
+        return _only_shares(content, path)
+    content = SCHEMA.body(content, str(path))
     SCHEMA.check_keys(content, Calibration.__dataclass_fields__, (), str(path))
     SCHEMA.check(content, RULES, str(path))
     if content["unit"] == UNITS[0]:
@@ -118,5 +129,20 @@ def recommended(settings: PolicySettings) -> PolicySettings:
     if settings.calibration is None:
         return replace(settings, policy=UNCALIBRATED)
     calibration = read_calibration(settings.calibration)
+    if calibration.policy is None:
+        raise ConfigError(
+            f"--kv-calibration {settings.calibration} is a file of shares and recommends nothing: give --kv-policy the name of a"
+            " policy, or --kv-calibration the folder of 'kvpop calibrate'"
+        )
     sized = settings.budget is not None or settings.compression is not None
     return replace(settings, policy=calibration.policy, budget=settings.budget if sized else calibration.budget)
+
+
+def _only_shares(content: object, path: Path) -> Calibration:
+    """Return the contents of a file of shares, whose layers and heads are checked with the model."""
+    if not isinstance(content, dict) or not content.get("shares"):
+        raise ConfigError(f"{path} has no shares: give --kv-calibration the folder of 'kvpop calibrate'")
+    sizes = {name: content.get(name) for name in SIZES}
+    return Calibration(
+        **sizes, rope=None, unit=UNITS[2], shares=content["shares"], windows={}, policy=None, budget=None
+    )

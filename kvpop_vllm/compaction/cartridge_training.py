@@ -112,7 +112,7 @@ def train_cartridge(
     began = time.monotonic()
     training.check()
     base = base_of(model)
-    slots, _ = slots_of(options, base["num_layers"], base["num_kv_heads"])
+    slots, _ = slots_of(options, base)
     tokenizer, positions = load_tokenizer(model), positions_of(read_model_config(model))
     place = place_of(tokenizer, options.place, options.system)
     text, tokens = corpus_of(place, data)

@@ -75,7 +75,8 @@ def add_compact(commands, engine: Callable) -> None:
     )
     text = "system message of the chats (default: that of the chat template); requests must have the same"
     add("--system", metavar="TEXT", help=text)
-    add("--kv-allocator", metavar="FILE", help="JSON with the heads' shares ('kvpop distill shares')")
+    add("--kv-calibration", metavar="DIR|FILE", help="folder of 'kvpop calibrate', or JSON with the heads' shares")
+    add("--kv-allocator", help=argparse.SUPPRESS)
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -132,6 +133,8 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
         TrainingError: training cannot go on.
     """
     check_method(options, default)
+    if options.kv_allocator is not None:
+        raise ConfigError(f"--kv-allocator takes no file: give --kv-calibration {options.kv_allocator} instead")
     if options.method == "cartridge":
         run_training(options, engine)
         return
@@ -141,7 +144,7 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
     names = ("method", "queries", "chunk", "reference", "answers", "on_policy", *COMMON, "compactor")
     chosen = {name: getattr(options, name) for name in names}
     chosen["slots"] = options.slots or (None if options.method == "still" else SLOTS)
-    settings = CompactOptions(**chosen, allocator=options.kv_allocator, matching=Matching(keys=options.keys))
+    settings = CompactOptions(**chosen, calibration=options.kv_calibration, matching=Matching(keys=options.keys))
     compact(options.model, options.data, options.out, settings)
 
 
@@ -151,7 +154,7 @@ def run_training(options: argparse.Namespace, engine: Callable) -> None:
     from kvpop_vllm.compaction.run import CompactOptions
 
     chosen = {name: getattr(options, name) for name in ("method", "chunk", *COMMON)}
-    settings = CompactOptions(**chosen, slots=options.slots or SLOTS, allocator=options.kv_allocator)
+    settings = CompactOptions(**chosen, slots=options.slots or SLOTS, calibration=options.kv_calibration)
     given = {name: getattr(options, name) for name in ("init", "conversations", "steps", "batch", "lr")}
     training = Training(**{name: value for name, value in given.items() if value is not None})
     backend = options.backend or ("vllm" if importlib.util.find_spec("vllm") else "transformers")

@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, write_cartridge
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.prompt_place import Place, place_of
@@ -25,7 +27,7 @@ from kvpop_vllm.distill.sources import documents_of, find_sources
 from kvpop_vllm.files import check_new
 from kvpop_vllm.model_hook import check_rotation, load_model
 from kvpop_vllm.model_shape import positions_of, read_model_config
-from kvpop_vllm.policies.allocators import allocator_of
+from kvpop_vllm.policies.allocators import proportional
 from kvpop_vllm.progress import progress
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules.matching import Matching
@@ -45,7 +47,7 @@ class CompactOptions:
         chunk: tokens of a chunk; None for one chunk.
         dtype: dtype of the model and of the cartridge.
         seed: seed of samples.
-        allocator: JSON file with shares of the heads, or None.
+        calibration: folder of ``kvpop calibrate``, or JSON file with shares of the heads, or None.
         on_policy: False to fit upper layers to the full caches of lower ones.
         reference: most queries that a head is fitted to.
         answers: answers of self-study.
@@ -61,7 +63,7 @@ class CompactOptions:
     chunk: int | None = None
     dtype: str = "float32"
     seed: int = 0
-    allocator: str | None = None
+    calibration: str | None = None
     on_policy: bool = True
     reference: int = 4096
     answers: int = 10
@@ -108,7 +110,7 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
             raise ConfigError("--method still needs a compactor: give --compactor, or train one: kvpop train-compactor")
         still = read_compactor(options.compactor, model, options.slots)
         options = replace(options, slots=still.config.slots)
-    slots, budgets = slots_of(options, base["num_layers"], base["num_kv_heads"])
+    slots, budgets = slots_of(options, base)
     if slots != options.slots:
         print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
     place = place_of(load_tokenizer(model), options.place, options.system)
@@ -169,19 +171,23 @@ def check_length(place: Place, corpus: int, slots: int, method: str, positions: 
         )
 
 
-def slots_of(options: CompactOptions, layers: int, heads: int) -> tuple[int, torch.Tensor]:
-    """Return P, a multiple of 64, and the slots of each head ``[L, H]``.
+def slots_of(options: CompactOptions, base: dict) -> tuple[int, torch.Tensor]:
+    """Return P, a multiple of 64, and the slots of each head ``[L, H]``, for a model (:func:`base_of`).
 
     Raises:
         ConfigError: the shares cannot be read, or the method gives all heads equal slots.
     """
+    layers, heads = base["num_layers"], base["num_kv_heads"]
     equal = -(-options.slots // BLOCK_SLOTS) * BLOCK_SLOTS
-    if options.allocator is None:
+    if options.calibration is None:
         return equal, torch.full((layers, heads), equal)
-    if options.method != "attention-matching" or options.allocator == "ada":
-        raise ConfigError("--kv-allocator takes a file of shares, and --method attention-matching: leave it out")
-    allocate = allocator_of(options.allocator, layers, heads)
-    budgets = allocate(Retention(equal, 0, 0), layers, heads).long().clamp_min(1)
+    if options.method != "attention-matching":
+        raise ConfigError("--kv-calibration shares slots that are fitted, by --method attention-matching: leave it out")
+    calibration, roles = read_calibration(options.calibration), Retention(equal, 0, 0)
+    calibration.check_model(SimpleNamespace(**base), options.calibration)
+    if calibration.shares is None:
+        return equal, torch.full((layers, heads), equal)
+    budgets = proportional(calibration.shares, roles, layers, heads).long().clamp_min(1)
     most = -(-int(budgets.max()) // BLOCK_SLOTS) * BLOCK_SLOTS
     if most > MAX_BUDGET:
         raise ConfigError(f"a head would have {most} slots, more than {MAX_BUDGET}: lower --slots")

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import types
 import typing
 
 from kvpop_vllm.argument_types import positive
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
 from kvpop_vllm.distill.recipes import RECIPES
-
-SHARES = "length", "pack", "protect_prompt", "seed", "window", "topk", "dtype"
-"""Options of a recipe that `kvpop distill shares` takes too."""
 
 
 def add_distill(commands) -> None:
     """Add `kvpop distill` to argparse's ``commands``."""
     summary = (
-        "train scorers for MODEL (with --train-base the model too); 'teacher' writes its logits to disk; 'shares' measures how"
-        " heads should share the slots of a scorer; 'texts' fetches real text"
+        "train scorers for MODEL (with --train-base the model too); 'teacher' writes its logits to disk; 'texts' fetches real"
+        " text ('shares' has become 'kvpop calibrate')"
     )
     command = commands.add_parser("distill", help=summary, description=summary)
     add = command.add_argument
     add("action", nargs="?", choices=("train", "teacher", "shares", "texts"), default="train")
     add("--model", metavar="MODEL", help="folder of the base model")
     add("--data", nargs="+", metavar="TEXT", help="text, JSONL, Parquet or datasets folders")
-    add(
-        "--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued (shares: the scorer's)"
-    )
+    add("--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued")
     add("--recipe", choices=sorted(RECIPES), help="defaults of all that follows (default: paper)")
     add(
         "--teacher",
@@ -40,22 +36,29 @@ def add_distill(commands) -> None:
     add(
         "--rows",
         type=positive,
-        help="rows of tokens; teacher: to write (default: all that the recipe needs); shares: to measure on (default 6)",
+        help="teacher: rows of tokens to write (default: all that the recipe needs)",
     )
     add("--threads", type=positive, help="CPU threads (default: all)")
     group = command.add_argument_group("recipe", "each overrides the named recipe")
     hints = typing.get_type_hints(Recipe)
     for item in dataclasses.fields(Recipe):
-        flag, hint, text = _flag(item.name), hints[item.name], item.metadata["help"]
-        if hint is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        elif typing.get_origin(hint) is list:
-            group.add_argument(flag, nargs="+", type=typing.get_args(hint)[0], metavar="N", help=text)
-        else:
-            kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]
-            kind = next(kind for kind in kinds if kind is not type(None))
-            group.add_argument(flag, type=kind, metavar="X", help=text)
+        _add_field(group, item.name, item.name, hints[item.name], item.metadata["help"])
+    for former, name in FORMER_NAMES.items():
+        _add_field(group, former, name, hints[name], argparse.SUPPRESS)
     command.set_defaults(run=distill)
+
+
+def _add_field(group, flag: str, name: str, hint, text: str) -> None:
+    """Add the option of a recipe's field to argparse's ``group``."""
+    settings = {"dest": name, "default": None, "help": text}
+    if hint is bool:
+        settings["action"] = argparse.BooleanOptionalAction
+    elif typing.get_origin(hint) is list:
+        settings |= {"nargs": "+", "type": typing.get_args(hint)[0], "metavar": "N"}
+    else:
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]
+        settings |= {"type": next(kind for kind in kinds if kind is not type(None)), "metavar": "X"}
+    group.add_argument(_flag(flag), **settings)
 
 
 def recipe_of(options) -> Recipe:
@@ -96,7 +99,6 @@ def _refuse_options_of_others(options) -> None:
     others = {
         "train": ("rows",),
         "teacher": ("teacher", "save_every"),
-        "shares": ("recipe", "teacher", "save_every", *(name for name in recipe if name not in SHARES)),
         "texts": ("model", "recipe", "teacher", "save_every", "rows", "threads", *recipe),
     }
     for name in others[options.action]:
@@ -110,6 +112,11 @@ def distill(options) -> None:
     Raises:
         ConfigError: an option is missing or of no use, or texts are not available.
     """
+    if options.action == "shares":
+        words = [options.model or "MODEL", "--scorer", options.out, "--shares", "head"]
+        words += ["--data", *options.data] if options.data else []
+        words += ["--protect-prompt"] if options.protect_prompt else []
+        raise ConfigError(f"shares are measured by another command: run 'kvpop calibrate {shlex.join(words)}'")
     _refuse_options_of_others(options)
     if options.action == "texts":
         from kvpop_vllm.distill.texts import KINDS, fetch_texts
@@ -125,16 +132,8 @@ def distill(options) -> None:
     for name in ("model", "data"):
         if not getattr(options, name):
             raise ConfigError(f"kvpop distill needs --{name}")
-    from kvpop_vllm.distill.run import train, write_shares, write_teacher
+    from kvpop_vllm.distill.run import train, write_teacher
 
-    if options.action == "shares":
-        given = {name: getattr(options, name) for name in SHARES if getattr(options, name) is not None}
-        found = write_shares(options.model, options.data, options.out, given, options.rows or 6)
-        print(
-            f"long-range slots of a head: {found['least']:.2f} to {found['most']:.2f} times the mean;"
-            f" error of attention over that of equal heads: {found['error']:.2f}"
-        )
-        return
     recipe = recipe_of(options)
     if options.action == "teacher":
         if recipe.phase == "uptrain":

@@ -12,10 +12,10 @@ from kvpop_vllm.config import ConfigError, TrainedBudget
 _OF_MLSTM = "delayed feature_map gate_softcap norm skip features value_size project_values"
 _OF_BOUNDARY = "tau samples margin balance lookahead normalise"
 _OF_TARGET = "groups exact_targets"
-_OF_CALIBRATION = "calibrate_min calibrate_max calibration_rows"
+_OF_DECAYS = "fit_decay_min fit_decay_max fit_decay_rows"
 _OF_SCORERS = (
-    "scorer hidden positions boundary listwise lists decay_step decay_min decay_max calibrate"
-    f" {_OF_MLSTM} {_OF_BOUNDARY} {_OF_TARGET} {_OF_CALIBRATION}"
+    "scorer hidden positions boundary listwise lists decay_step decay_min decay_max fit_decays"
+    f" {_OF_MLSTM} {_OF_BOUNDARY} {_OF_TARGET} {_OF_DECAYS}"
 )
 _OF_SPARSE = "sinks window topk protect_prompt"
 _OF_BASE = "lr_base lr_base_end"
@@ -23,7 +23,7 @@ _OF_NEW = "lr_new lr_new_end"
 _OF_TRIMKV = "gate_gated gate_width gate_bias capacity"
 _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
 READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query")}
-_AT_LEAST_1 = "length batch steps samples lists decay_step kl_top calibration_rows gate_width features value_size hidden compression"
+_AT_LEAST_1 = "length batch steps samples lists decay_step kl_top fit_decay_rows gate_width features value_size hidden compression"
 _AT_LEAST_0 = "kl ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead"
 _ABOVE_0 = "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau"
 RANGES = (
@@ -33,6 +33,13 @@ RANGES = (
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "beta1 beta2"),
 )
 """Ranges of fields that may also be None: in words, as a function, and the fields."""
+FORMER_NAMES = {
+    "calibrate": "fit_decays",
+    "calibrate_min": "fit_decay_min",
+    "calibrate_max": "fit_decay_max",
+    "calibration_rows": "fit_decay_rows",
+}
+"""Former names of fields, which old runs and command lines have, with the present ones."""
 PHASES = ("uptrain", "sparsify", "streaming-plus", "trimkv", "dms")
 
 
@@ -107,10 +114,10 @@ class Recipe:
     decay_step: int = told(1, "n")
     decay_min: float = told(0.999, "smallest decay of a head")
     decay_max: float = told(0.999999, "largest decay of a head")
-    calibrate: bool = told(False, "after the last step, set each head's decay to the one that loses least attention")
-    calibrate_min: float | None = told(None, "smallest decay that --calibrate may choose (default: decay_min)")
-    calibrate_max: float | None = told(None, "largest decay that --calibrate may choose (default: decay_max)")
-    calibration_rows: int = told(6, "training rows that --calibrate looks at")
+    fit_decays: bool = told(False, "after the last step, set each head's decay to the one that loses least attention")
+    fit_decay_min: float | None = told(None, "smallest decay that --fit-decays may choose (default: decay_min)")
+    fit_decay_max: float | None = told(None, "largest decay that --fit-decays may choose (default: decay_max)")
+    fit_decay_rows: int = told(6, "training rows that --fit-decays looks at")
 
     kl: float = told(1.0, "weight of the KL to the teacher's top tokens (base or gates trained)")
     ce: float = told(0.0, "weight of cross-entropy (base or gates trained)")
@@ -188,9 +195,9 @@ class Recipe:
                 f"length {self.length} must exceed sinks + window + topk = {self.sinks} + {window} + {topk}:"
                 " raise --length or lower --topk"
             )
-        low, high = self.calibrated_range
-        if self.calibrates and not 0 < low < high < 1:
-            refuse(f"calibrate needs 0 < min < max < 1, got {low} and {high}")
+        low, high = self.fitted_range
+        if self.has_fitted_decays and not 0 < low < high < 1:
+            refuse(f"fit_decays needs 0 < min < max < 1, got {low} and {high}")
         if not math.isfinite(self.gate_bias):
             refuse(f"gate_bias must be a number, got {self.gate_bias}")
         if self.phase == "trimkv" and self.train_base:
@@ -240,15 +247,15 @@ class Recipe:
         return 2 if self.phase == "uptrain" else self.sinks + max(map(sum, self.trained)) + 1
 
     @property
-    def calibrates(self) -> bool:
-        """True if decays are set by calibration; phases without scorers have no decays."""
-        return self.calibrate and self.phase == "sparsify"
+    def has_fitted_decays(self) -> bool:
+        """True if decays are set after training; phases without scorers have no decays."""
+        return self.fit_decays and self.phase == "sparsify"
 
     @property
-    def calibrated_range(self) -> tuple[float, float]:
-        """Smallest and largest decay that calibration may choose."""
-        low = self.decay_min if self.calibrate_min is None else self.calibrate_min
-        high = self.decay_max if self.calibrate_max is None else self.calibrate_max
+    def fitted_range(self) -> tuple[float, float]:
+        """Smallest and largest decay that ``fit_decays`` may choose."""
+        low = self.decay_min if self.fit_decay_min is None else self.fit_decay_min
+        high = self.decay_max if self.fit_decay_max is None else self.fit_decay_max
         return low, high
 
     def scorer_options(self) -> dict:
@@ -295,7 +302,7 @@ class Recipe:
             (self.scorer == "mlstm", f"is about mlstm scorers, not {self.scorer}", _OF_MLSTM),
             (self.scorer == "mlp", f"is about mlp scorers, not {self.scorer}", "hidden"),
             (self.project_values, "is about the value projection, and there is none", "value_size"),
-            (self.calibrates, "is about calibration: give --calibrate", _OF_CALIBRATION),
+            (self.has_fitted_decays, "is about fitted decays: give --fit-decays", _OF_DECAYS),
             (self.boundary > 0, "is about the boundary loss, which has weight 0", _OF_BOUNDARY),
             (self.listwise > 0, "is about the listwise loss, which has weight 0", "lists"),
             (

@@ -39,9 +39,9 @@ DEMO = Recipe(
     topk=[764, 60, 188, 380],
     decay_min=0.9965,
     decay_max=0.9999,
-    calibrate=True,
-    calibrate_min=0.98,
-    calibrate_max=0.9999,
+    fit_decays=True,
+    fit_decay_min=0.98,
+    fit_decay_max=0.9999,
     boundary=0.0,
     listwise=1.0,
     warmup=20,
@@ -53,7 +53,7 @@ DEMO = Recipe(
 
 Budgets are from a half to a sixteenth of S. The listwise loss, ours, was better on text than the paper's boundary loss
 (LOG). There are few rows, so the rate is ten times the paper's. The decays in training are lower than the
-paper's, because its budgets of 2,048 and 4,096 are larger than these. They are calibrated at the end (LOG
+paper's, because its budgets of 2,048 and 4,096 are larger than these. They are fitted at the end (LOG
 "decay").
 """
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import DocumentRows, PackedTokens, Rows
 from kvpop_vllm.distill.recipe import Recipe
-from kvpop_vllm.distill.shares import divide_slots, expected_error, measure_errors
-from kvpop_vllm.distill.student import Student, Teacher
+from kvpop_vllm.distill.student import Teacher
 from kvpop_vllm.distill.teacher import TeacherReader, settings_of, top_logits, write_rows
 from kvpop_vllm.distill.trainer import Process, Trainer
 from kvpop_vllm.model_hook import Dense, load_model
-from kvpop_vllm.model_shape import check_length, folder_sizes, vocabulary_of
-from kvpop_vllm.scorers import GATES, from_tensors
-from kvpop_vllm.scorers.checkpoint import check_model, read_scorer, write_scorer
+from kvpop_vllm.model_shape import check_length, vocabulary_of
 
 
 def load_tokenizer(model: str | Path):
@@ -153,51 +147,6 @@ def write_teacher(model: str, data: list[str], out: str, recipe: Recipe, *, rows
     settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)
     count = rows or recipe.steps * recipe.batch
     write_rows(asked.model, tokens, out, settings, count, vocab_size=vocabulary, attend=Dense())
-
-
-def write_shares(model: str, data: list[str], scorer: str, options: dict, rows: int) -> dict[str, float]:
-    """Measure how heads should share the long-range slots of a scorer, and write that to the scorer's config.
-
-    Args:
-        model: folder of the model.
-        data: files and folders of text.
-        scorer: folder of the scorer.
-        options: fields of a :class:`Recipe` for the rows and the budget; by default those of the scorer's config.
-        rows: number of rows to measure on.
-
-    Returns:
-        ``least`` and ``most``, shares over the mean, and ``error`` that is left over that of equal shares.
-
-    Raises:
-        ConfigError: model, scorer and data do not fit each other, the scorer is a gate or was not trained with the
-            window, or there are several processes.
-    """
-    _check_alone("shares")
-    config, layers = read_scorer(scorer)
-    check_model(config, **folder_sizes(model), source=scorer)
-    if config.scorer in GATES:
-        raise ConfigError(
-            f"{scorer} holds a gate ({config.scorer}), and shares are measured for scorers of keys and values"
-        )
-    own = {"sinks": config.sinks, "window": [config.window], "topk": [config.topk], "decay_step": config.decay.step}
-    recipe = Recipe(**(own | options))
-    if len(recipe.trained) > 1:
-        raise ConfigError("shares are measured at one budget: give one --topk")
-    config.retention.check_window(recipe.window[0], "--window")
-    base = load_model(model, getattr(torch, recipe.dtype)).eval()
-    student = Student(base, [from_tensors(config, tensors) for tensors in layers], recipe).to(default_device())
-    with TemporaryDirectory() as folder:
-        found = rows_of(model, data, recipe, Path(folder))
-        errors = measure_errors(
-            student, ((found[i], 0 if recipe.pack else found.prompt_length(i)) for i in tqdm(range(rows)))
-        )
-    if not bool(errors.isfinite().all()):
-        raise ConfigError("the error of some head is not finite: measure with --dtype float32, or on other text")
-    shares = divide_slots(errors)
-    equal = expected_error(errors, torch.ones_like(shares))
-    write_scorer(scorer, replace(config, shares=tuple(map(tuple, shares.round(decimals=4).tolist()))), layers)
-    left = expected_error(errors, shares) / equal if equal else 1.0
-    return {"least": shares.min().item(), "most": shares.max().item(), "error": left}
 
 
 def _check_alone(action: str) -> None:

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.calibration import calibrate
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
-from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.decays import fit_decays
+from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, read_settings
 from kvpop_vllm.files import replacing, write_whole
@@ -84,7 +84,7 @@ class Trainer(Loop):
         recipe: see :class:`Recipe`.
         out: folder of the results; ``out/run`` holds checkpoints and metrics.
         rows: ``rows[j]`` is row j of all processes, ``[S]`` int64; ``rows.fingerprint`` changes with them;
-            ``rows.in_other_order()`` gives those that decays are calibrated on.
+            ``rows.in_other_order()`` gives those that decays are fitted on.
         teacher: see :data:`Teacher`; needed if the recipe has a KL.
         process: see :class:`Process`.
         save_every: optimiser steps between checkpoints.
@@ -136,7 +136,8 @@ class Trainer(Loop):
         settings = json.loads(json.dumps({"model": model} | self.recipe.to_json() | {"data": self.rows.fingerprint}))
         if path.exists() and started:
             # options that are newer than a run have their default there
-            before = self.recipe.defaults() | read_settings(path)
+            read = {FORMER_NAMES.get(name, name): value for name, value in read_settings(path).items()}
+            before = self.recipe.defaults() | read
             if "data" not in before:
                 raise ConfigError(
                     f"{self.out} holds a run of an older version, which shuffled text in another order: choose another"
@@ -205,10 +206,10 @@ class Trainer(Loop):
         return peak if end is None else cosine(step, self.recipe.steps, self.recipe.warmup, peak, end)
 
     def finish(self, last: dict[str, float]) -> dict[str, float]:
-        """Calibrate decays if asked, write what was trained, and return the metrics with ``lost_mass`` after calibration."""
+        """Fit decays if asked, write what was trained, and return the metrics, with ``lost_mass`` of fitted decays."""
         config, decays = self.config, None
-        if self.recipe.calibrates:
-            config, decays, lost = self._calibrated()
+        if self.recipe.has_fitted_decays:
+            config, decays, lost = self._fitted()
             last = last | {"lost_mass": lost}
         self._export(config, decays)
         return last
@@ -217,21 +218,21 @@ class Trainer(Loop):
         low = self.recipe.trains_base and self.recipe.dtype == "bfloat16"
         return torch.autocast(self.process.device.type, torch.bfloat16, enabled=low)
 
-    def _calibrated(self) -> tuple[ScorerConfig, torch.Tensor, float]:
-        """Calibrate the decays and write ``calibration.json``.
+    def _fitted(self) -> tuple[ScorerConfig, torch.Tensor, float]:
+        """Fit the decays and write ``decays.json``.
 
         Returns:
-            The scorers' config with the range of calibrated decays, the decays' parameter, and the lost mass.
+            The scorers' config with the range of fitted decays, the decays' parameter, and the lost mass.
         """
-        decay, other = Decay(self.recipe.decay_step, *self.recipe.calibrated_range), self.rows.in_other_order()
-        rows = [other[row] for row in range(self.recipe.calibration_rows)]
+        decay, other = Decay(self.recipe.decay_step, *self.recipe.fitted_range), self.rows.in_other_order()
+        rows = [other[row] for row in range(self.recipe.fit_decay_rows)]
         with self._autocast():
             prompts = [0 if self.recipe.pack else other.prompt_length(row) for row in range(len(rows))]
-            logits, lost = calibrate(self.student, rows, decay, prompts)
+            logits, lost = fit_decays(self.student, rows, decay, prompts)
         if is_main():
             decays = torch.stack([log_gamma(own, decay) for own in logits]).exp()
             found = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}
-            write_whole(self.out / "run" / "calibration.json", json.dumps(found) + "\n")
+            write_whole(self.out / "run" / "decays.json", json.dumps(found) + "\n")
         return dataclasses.replace(self.config, decay=decay), logits, lost
 
     def rates(self, step: int) -> list[float]:
@@ -270,7 +271,7 @@ class Trainer(Loop):
 
         Args:
             config: config of the scorers, None if there are none.
-            decays: calibrated decays that replace the trained ones, or None.
+            decays: fitted decays that replace the trained ones, or None.
         """
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.student, options=options)

@@ -99,7 +99,8 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     add_setting(
         command,
         "calibration",
-        "a folder of 'kvpop calibrate', for triattention; each other policy also with its shares and window",
+        "each with each of these, as --kv-calibration; none is without, and triattention takes the first (default: none)",
+        nargs="+",
     )
     add_setting(
         command,

@@ -21,6 +21,8 @@ DEFAULT_WINDOW = 64
 """w of all policies if no scorer specifies it."""
 DEFAULT_SHARES = (4,)
 EQUAL = "k", "bytes"
+NO_CALIBRATION = "none"
+"""Value of ``--calibration`` for policies without one, among folders and files."""
 ANSWERED = "retrieval", "reasoning"
 """Tasks whose rows are prompts with answers; rows of others are all prompt."""
 DRAWS = 5
@@ -81,8 +83,8 @@ def check_teacher(model: str, teacher: str, length: int) -> None:
 def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], dict[str, ScorerShape]]:
     """Return the specs of the command line, and the shape that each scorer was trained with.
 
-    Contenders come from ``--policies`` (or ``default``), ``--scorer``, ``--allocator``, ``--protect-prompt``
-    and ``--correction``.
+    Contenders come from ``--policies`` (or ``default``), ``--scorer``, ``--allocator``, ``--calibration``,
+    ``--protect-prompt`` and ``--correction``.
 
     Raises:
         ConfigError: there is no spec, one is given twice, or one cannot be used.
@@ -90,19 +92,24 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     names, shapes = options.policies, {}
     if names is None:  # rows of other tasks are not prompts with answers
         names = [name for name in default if options.task in ANSWERED or not policies.get(name).compresses]
-    specs = [training_free(name).measured(options.calibration) for name in names]
+    folders = [folder for folder in options.calibration or () if folder != NO_CALIBRATION]
+    specs = [training_free(name).measured(next(iter(folders), None)) for name in names]
     for folder in options.scorer:
         spec, shapes[folder] = learned(folder, options.model)
         specs.append(spec)
     if not specs:
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
+    plain = NO_CALIBRATION in (
+        options.calibration or ()
+    )  # policies that compress prompts are then compared as they are
+    uncalibrated = [
+        spec for spec in specs if spec.calibration is None and not (plain and policies.get(spec.policy).compresses)
+    ]
     if options.allocator is not None:
         specs = [spec.allocated(name) for spec in specs for name in dict.fromkeys(options.allocator)]
-    if has_shares(options.calibration):
-        divided = [
-            spec for spec in specs if not (policies.get(spec.policy).keeps_all or policies.get(spec.policy).compresses)
-        ]
-        specs += [spec.calibrated(options.calibration) for spec in divided if spec.calibration is None]
+    elif any(map(has_shares, folders)) and not plain:
+        specs = [spec for spec in specs if spec.calibration is not None]
+    specs += [spec.calibrated(folder) for folder in filter(has_shares, folders) for spec in uncalibrated]
     if options.protect_prompt is not None:
         specs = with_protection(specs, options.protect_prompt, options.task)
     elif options.task not in ANSWERED:

@@ -19,7 +19,7 @@ from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.model_hook import borrowed_share
 from kvpop_vllm.model_shape import ModelShape, folder_sizes
 from kvpop_vllm.policies import Policy
-from kvpop_vllm.policies.allocators import CALIBRATED
+from kvpop_vllm.policies.allocators import CALIBRATED, proportional
 from kvpop_vllm.policies.learned import MEASURED
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
@@ -37,6 +37,7 @@ class PolicySpec:
         correction: value of ``--kv-correction``, None for the policy's own.
         allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer or calibration.
         calibration: value of ``--kv-calibration``, or None.
+        shares: ``[layers][H]``, long-range slots of each head over the mean, in place of what the settings above say; or None.
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
             that compress prompts.
@@ -49,6 +50,7 @@ class PolicySpec:
     correction: str | None = None
     allocator: str | None = None
     calibration: str | None = None
+    shares: tuple[tuple[float, ...], ...] | None = None
     protect: bool | int | None = None
     prompt: int | None = None
     seed: int = 0
@@ -109,6 +111,8 @@ class PolicySpec:
             policy = policies.get(self.policy)(settings, model)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {str(error).replace('--kv-', '--')}") from None
+        if self.shares is not None:
+            policy.allocate = functools.partial(proportional, self.shares)
         kept = policy.retention
         step = policy.layer_rule(0, slice(0, model.num_kv_heads)).decay_step
         return ResolvedPolicy(self, model, replace(kept, step=step), policy)

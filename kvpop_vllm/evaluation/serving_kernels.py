@@ -36,6 +36,7 @@ def attend_and_keep(
     scale: float,
     positions: list[int],
     gate_scores: torch.Tensor | None = None,
+    budgets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the attention of sequences as in serving, and the tokens that are held.
 
@@ -48,6 +49,7 @@ def attend_and_keep(
         scale: factor on q . k.
         positions: query positions q0.
         gate_scores: ``[B, S, H]`` gate scores, or None.
+        budgets: ``[H]`` int32, B of each head; None for the policy's.
 
     Returns:
         ``out [B, Hq, S, D]``, and for each of ``positions``, in their order, ``[B, H, E]`` booleans: which
@@ -56,8 +58,9 @@ def attend_and_keep(
     device, length, rule = q.device, q.shape[2], policy.rules[layer]
     q, k, v = (x.detach().cpu() for x in (q, k, v))
     protected = protected_tokens(policy.protect, length)
+    budgets = policy.budgets(layer) if budgets is None else budgets
     settings = {"protected": protected, "shifted": policy.policy.shifted, "seed": policy.spec.seed}
-    rows, outs, kept = LayerRows(rule, policy.budgets(layer), k, scale, **settings), [], {}
+    rows, outs, kept = LayerRows(rule, budgets, k, scale, **settings), [], {}
     first = max(rule.sinks, protected)
     for q0 in sorted({*positions, length - 1}):
         cut = slice(rows.seen, q0 + 1)

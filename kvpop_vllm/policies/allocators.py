@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.config import ConfigError, check_head_shares
-from kvpop_vllm.files import read_json
 from kvpop_vllm.roles import Retention
 
 Allocator = Callable[[Retention, int, int], torch.Tensor]
@@ -68,29 +66,6 @@ class Proportional:
 def _whole(sizes: torch.Tensor) -> torch.Tensor:
     """Return ``sizes`` rounded to integers in a way that preserves their sum."""
     return sizes.cumsum(0).round().long().diff(prepend=torch.zeros(1, dtype=torch.int64))
-
-
-def allocator_of(name: str, layers: int, heads: int) -> Allocator:
-    """Return the allocator with a name, or that of a JSON file with measured shares.
-
-    A file is ``{"shares": [layers][H]}``; other keys are ignored, so that the config of a scorer with shares is
-    such a file.
-
-    Args:
-        name: key of :data:`ALLOCATORS` or path of the file.
-        layers: layers of the model.
-        heads: KV heads of the model.
-
-    Raises:
-        ConfigError: the file cannot be read, or its shares are not those of such a model.
-    """
-    if name in ALLOCATORS:
-        return ALLOCATORS[name]
-    found = read_json(name, "give --kv-allocator another file, or the name of an allocator")
-    if not isinstance(found, dict) or not found.get("shares"):
-        raise ConfigError(f"--kv-allocator {name} has no shares: write them with 'kvpop distill shares'")
-    check_head_shares(found["shares"], layers, heads, name)
-    return Proportional(tuple(map(tuple, found["shares"])))
 
 
 ALLOCATORS: dict[str, Allocator] = {

@@ -22,7 +22,7 @@ from kvpop_vllm.calibration.shares import Calibration, has_shares, read_calibrat
 from kvpop_vllm.config import ConfigError, PolicySettings, Retention, resolve_retention
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.policies.allocators import CALIBRATED, Allocator, Proportional, allocator_of
+from kvpop_vllm.policies.allocators import ALLOCATORS, CALIBRATED, Allocator, Proportional
 from kvpop_vllm.policies.declaration import GATED, Declaration, Order, Signal
 
 __all__ = ["GATED", "MOST_RETENTIONS", "ModelShape", "Order", "Policy", "Signal"]
@@ -177,20 +177,16 @@ class Policy(Declaration):
 
     @property
     def allocator(self) -> str:
-        """Name of the allocator that distributes the budget over layers and heads, or its file (``--kv-allocator``)."""
+        """Name of the allocator that distributes the budget over layers and heads (``--kv-allocator``)."""
         calibrated = self.calibration is not None and self.calibration.shares is not None
         return self.settings.allocator or (CALIBRATED if calibrated else self.default_allocator)
 
     @functools.cached_property
     def allocate(self) -> Allocator:
-        """Function that distributes the budget over layers and heads.
-
-        Raises:
-            ConfigError: as :func:`kvpop_vllm.policies.allocators.allocator_of`.
-        """
+        """Function that distributes the budget over layers and heads."""
         if self.allocator == CALIBRATED:
-            return Proportional(self.calibration.shares)
-        return allocator_of(self.allocator, self.model.num_layers, self.model.num_kv_heads)
+            return Proportional(tuple(map(tuple, self.calibration.shares)))
+        return ALLOCATORS[self.allocator]
 
     @property
     def adaptive_head_budgets(self) -> bool:

@@ -8,8 +8,9 @@ other authors are read by :mod:`kvpop_vllm.scorers.reader`.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import read_json
+from kvpop_vllm.files import read_json, write_whole
 from kvpop_vllm.hub import local_folder
 from kvpop_vllm.schemas import check_same_model
 from kvpop_vllm.scorers import ScorerConfig, parse_config
@@ -27,6 +28,7 @@ from kvpop_vllm.tensor_files import reading, write_files
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
+MODEL_CONFIG, SECTION = "config.json", "kvpop"
 T = TypeVar("T")
 
 FULL_CHECKPOINT_NAMES = (
@@ -91,13 +93,30 @@ def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], s
                 )
 
 
+def is_full_checkpoint(folder: str | Path) -> bool:
+    """Return whether a folder without a ``kvpop_config.json`` is a model whose config has a section of this package."""
+    folder = Path(folder)
+    if (folder / CONFIG_NAME).is_file() or not (folder / MODEL_CONFIG).is_file():
+        return False
+    config = read_json(folder / MODEL_CONFIG, "write the model again")
+    return isinstance(config, dict) and SECTION in config and not is_published(folder)
+
+
+def is_published_scorer(folder: str | Path) -> bool:
+    """Return whether a scorer's folder without a ``kvpop_config.json`` is a full checkpoint of other authors."""
+    return not (Path(folder) / CONFIG_NAME).exists() and is_published(folder)
+
+
 def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig:
     """Return the config of a scorer; see :func:`read_scorer`."""
     path = local_folder(folder)
-    if is_published(path) and not (path / CONFIG_NAME).exists():
+    if is_published_scorer(path):
         return read_published(path, map_file)[0]
     if map_file is not None:
         raise ConfigError(f"--kv-map is for full checkpoints of other authors, and {folder} is none: leave it out")
+    if is_full_checkpoint(path):
+        path = path / MODEL_CONFIG
+        return parse_config(read_json(path, "write the model again")[SECTION], f"{path}, section {SECTION}")
     if not (path / CONFIG_NAME).is_file():
         raise ConfigError(
             f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop init-scorer'"
@@ -105,22 +124,41 @@ def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig
     return parse_config(read_json(path / CONFIG_NAME, "write the scorer again"), str(path / CONFIG_NAME))
 
 
+def write_shares(folder: str | Path, shares: Sequence[Sequence[float]]) -> None:
+    """Write shares ``[layers][H]`` of heads, or none, into the config of a scorer's folder or of a full checkpoint.
+
+    Raises:
+        ConfigError: as :func:`read_config`, or the shares are not those of such a model.
+        OSError: the file cannot be written.
+    """
+    config = read_config(folder)
+    content = parse_config(config.to_json() | {"shares": [list(row) for row in shares]}, str(folder)).to_json()
+    path = Path(folder) / CONFIG_NAME
+    if is_full_checkpoint(folder):
+        path = Path(folder) / MODEL_CONFIG
+        content = read_json(path, "write the model again") | {SECTION: content}
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
 def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
     """Return the config of a scorer and, per layer, its tensors (float32).
 
     Args:
-        folder: scorer folder, folder of a full checkpoint of other authors, or a name of the hub.
-        map_file: how to read the latter; by default the only reading that fits.
+        folder: scorer folder, folder of a full checkpoint, also of other authors, or a name of the hub.
+        map_file: how to read one of other authors; by default the only reading that fits.
 
     Raises:
         ConfigError: a file does not exist, is damaged, or has wrong contents.
     """
     path = local_folder(folder)
-    if is_published(path) and not (path / CONFIG_NAME).exists():
+    if is_published_scorer(path):
         config, layers = read_published(path, map_file)
         check_tensors(config, layers, str(path))
         return config, layers
-    config, path = read_config(path, map_file), path / TENSORS_NAME
+    config = read_config(path, map_file)
+    if is_full_checkpoint(path):
+        return config, layers_of(config, read_tensors(path, looks_like_scorer), str(path))
+    path = path / TENSORS_NAME
     if not path.is_file():
         raise ConfigError(f"no scorer at {str(folder)!r}: {TENSORS_NAME} is missing")
     with reading(path):
@@ -131,12 +169,13 @@ def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[Scorer
 
 
 def files_of(folder: str | Path) -> tuple:
-    """Return the folder of a scorer, and the names of files in it that tell it from others."""
+    """Return the folder of a scorer, and the names of files in it that tell it from others, first its config."""
     path = local_folder(folder)
-    names = (CONFIG_NAME, TENSORS_NAME)
-    if is_published(path) and not (path / CONFIG_NAME).exists():  # its weights are too many to be read for this
-        names = tuple(name for name in ("config.json", INDEX) if (path / name).is_file())
-    return path, *names
+    if is_published_scorer(path):  # its weights are too many to be read for this
+        return path, *(name for name in (MODEL_CONFIG, INDEX) if (path / name).is_file())
+    if is_full_checkpoint(path):
+        return path, MODEL_CONFIG, *sorted(file.name for file in path.glob("*.safetensors"))
+    return path, CONFIG_NAME, TENSORS_NAME
 
 
 def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source: str) -> list[dict[str, T]]:

@@ -50,8 +50,8 @@ class ScorerConfig:
         topk: k, long-range slots.
         trained: budgets that the scorer was trained with if there were several; the first is the config's own
             window and topk.
-        shares: ``[layers][H]``, measured parts of the long-range slots for all heads, of which only the ratios matter
-            (:mod:`kvpop_vllm.distill.shares`); empty if heads share equally.
+        shares: ``[layers][H]``, measured parts of the long-range slots for all heads (``kvpop calibrate``), of which
+            only the ratios matter; empty if heads share equally.
 
     Raises:
         ConfigError: a value has the wrong type or range, from :func:`kvpop_vllm.scorers.parse_config`.

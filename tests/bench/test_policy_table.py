@@ -13,8 +13,10 @@ import pytest
 import record
 import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from policy_table import SHARED
 from threads import same_threads
 
+from kvpop_vllm.calibration.shares import SIZES, Calibration
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import ops
@@ -105,7 +107,7 @@ def test_rows_are_taken_over_from_the_same_commit_only(bench, monkeypatch):
         rows, times = after, late
     for chosen, commits in {"abc": "abc", "def abc": "def", "ghi def": "ghi, def", "ghi": "ghi"}.items():
         said = bench("--table", "--budget", "128", "--commit", *chosen.split())[3]
-        assert [line[9] for line in table_of(said)[2:]] == [commits] * 2
+        assert [line[10] for line in table_of(said)[2:]] == [commits] * 2
         assert said.out.count("Times on ") == (chosen != "ghi")
 
 
@@ -183,3 +185,33 @@ def test_timed_steps_are_real_ones(name):
         whole = rows.append(*(text[None] for text in texts))[0, :, context:]
         own = torch.stack([out[request] for out in outs[layer::2]], 1)
         torch.testing.assert_close(own, whole, rtol=0, atol=2e-5)
+
+
+def test_policies_with_a_calibration_stand_beside_equal_shares(bench, folder, tmp_path):
+    shape = ModelShape.of(folder / "model", 700)
+    sizes = {name: getattr(shape, name) for name in SIZES} | {"rope": shape.rope}
+    shares = tuple((0.5 + layer,) * shape.num_kv_heads for layer in range(shape.num_layers))
+    content = {"unit": "layer", "shares": shares, "windows": {"h2o": 0.125}, "policy": "h2o", "budget": 128}
+    (tmp_path / "calibration").mkdir()
+    Calibration(**sizes, **content).write(tmp_path / "calibration")
+    words = ("--calibration", str(tmp_path / "calibration"), "--parts", "quality", "--rows", "9")
+    status, rows, _, output = bench(*words, "--budget", "128", "--policies", "streaming-llm", "h2o")
+    rows_of = {row["policy"]: row for row in rows}
+    assert status == 0 and set(rows_of) == {
+        "dense",
+        *(f"{n}{end}" for n in ("h2o", "streaming-llm") for end in ("", SHARED)),
+    }
+    assert (
+        rows_of["h2o, calibrated"]["window"] == "16" != rows_of["h2o"]["window"] and rows_of["h2o"]["calibration"] == ""
+    )
+    assert rows_of["h2o, calibrated"]["calibration"].startswith("calibration@")
+    losses = {name: [float(kl) for kl in row["kls"].split()] for name, row in rows_of.items()}
+    assert len(losses["h2o"]) == 9 and len(set(rows_of["h2o"]["units"].split())) > 8
+    line = next(line for line in table_of(output) if line[1] == "h2o, calibrated")
+    ratio = sum(losses["h2o, calibrated"]) / sum(losses["h2o"])
+    assert line[8].startswith(f"{ratio:.2f} (") and " to " in line[7]
+    best = min(("h2o", "streaming-llm"), key=lambda name: min(float(rows_of[n]["kl"]) for n in (name, name + SHARED)))
+    words = (*words, "--length", "600", "--budget", "100", "--best", "1", "--from", "700", "128")
+    status, rows, _, _ = bench(*words)
+    named = {row["policy"] for row in rows if row["length"] == "600"} - {"dense"}
+    assert status == 0 and named == {f"{name}{end}" for name in {best, "streaming-llm"} for end in ("", SHARED)}

@@ -19,6 +19,7 @@ from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.scorers.checkpoint import read_config
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 
@@ -132,16 +133,57 @@ def test_slots_are_balanced_over_the_ranks_that_will_serve(calibrated, kvpop):
     assert sum(totals) == 64 * 8 and abs(totals[0] - totals[1]) <= 2
 
 
-def test_a_scorers_policy_decides(kvpop):
+def test_a_scorers_policy_decides_and_its_folder_gets_the_shares(kvpop):
     write_random_scorer("deciding", "llama", "mlp", sinks=2, window=6, topk=24)
-    status, output, errors = kvpop("calibrate", "llama", "--out", "decided", *WORDS[:-4], "--scorer", "deciding")
+    words = [*WORDS[:-4], "--policy", "kvpop-mlp", "--scorer", "deciding"]
+    status, output, errors = kvpop("calibrate", "llama", *words)
     assert status == 0, errors
-    report, calibration = json.loads(Path("decided", "report.json").read_text()), read_calibration("decided")
+    out = Path("deciding/calibration")
+    report, calibration = json.loads((out / "report.json").read_text()), read_calibration(str(out))
     assert {line["policy"] for line in report["lines"]} == {"kvpop-mlp", "streaming-llm"}
     assert calibration.unit == "layer" and calibration.shares[0][0] < 0.51 and "kvpop-mlp" not in calibration.windows
     ours = next(line for line in report["lines"] if line["policy"] == "kvpop-mlp" and line["shares"] == "equal")
     assert ours["window"] == 6
     assert ("--kv-scorer deciding" in output) == (calibration.policy == "kvpop-mlp")
+    assert read_config("deciding").shares == calibration.shares
+    network = load_model("llama", torch.float32)
+    shares = KVpopCache(network, "kvpop-mlp", scorer="deciding", budget=32).policy.shares()
+    assert int(shares.sum()) == 32 * 8 and shares[0].max() < 32 < shares[1].min()
+    Path("measured.txt").write_text((out / "measured.jsonl").read_text())
+    assert kvpop("calibrate", "llama", *words)[0] == 0, "shares in the folder do not change what is measured"
+    assert (out / "measured.jsonl").read_text() == Path("measured.txt").read_text()
+
+
+def test_a_full_checkpoint_gets_the_shares(kvpop):
+    write_random_scorer("exported", "llama", "mlp", sinks=2, window=6, topk=24)
+    assert kvpop("export", "llama", "exported", "full")[0] == 0
+    before = json.loads(Path("full/config.json").read_text())
+    words = ["calibrate", "full", "--out", "of-full", "--scorer", "full", *WORDS[:-4], "--budget", "32"]
+    status, output, errors = kvpop(*words)
+    assert status == 0, errors
+    shares = read_calibration("of-full").shares
+    assert shares is not None and shares[0][0] < 0.51
+    after = json.loads(Path("full/config.json").read_text())
+    assert after["kvpop"].pop("shares") == [list(row) for row in shares]
+    before["kvpop"].pop("shares", None)
+    assert after == before
+    served = KVpopCache(load_model("full", torch.float32), "kvpop-mlp", budget=32).policy.shares()
+    assert served[0].max() < 32 < served[1].min()
+
+
+@pytest.mark.parametrize("unit", ["layer", "head"])
+def test_any_policy_may_decide(kvpop, unit):
+    words = ["--policy", "tova", "--shares", unit, "--budget", "24", *WORDS[:-4], "--threads", "1"]
+    status, output, errors = kvpop("calibrate", "llama", "--out", f"tova-{unit}", *words)
+    assert status == 0, errors
+    calibration = read_calibration(f"tova-{unit}")
+    shares = torch.tensor(calibration.shares)
+    assert calibration.unit == unit and shares[0].max() < 0.51 < 1 < shares[1].mean()
+    report = json.loads(Path(f"tova-{unit}", "report.json").read_text())
+    lines = {(line["policy"], line["shares"] != "equal"): line for line in report["lines"]}
+    assert set(lines) == {(name, shared) for name in ("tova", "streaming-llm") for shared in (False, True)}
+    assert {line["budget"] for line in report["lines"]} == {24} and calibration.budget == 24
+    assert lines["tova", True]["over equal interval"][1] < 1
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "attention-matching", "full"])
@@ -194,6 +236,13 @@ def test_refusals_of_the_command(kvpop, calibrated):
     words = " ".join(WORDS)
     start = "calibrate llama --out refused"
     refused(kvpop, f"{start} {words} --policies kvpop", "--policies kvpop needs a scorer: give --scorer DIR")
+    refused(kvpop, f"{start} {words} --policy kvpop", "--policy kvpop needs a scorer: give --scorer DIR")
+    refused(kvpop, f"calibrate llama {words}", "kvpop calibrate needs a folder to write: give --out DIR")
+    refused(kvpop, f"{start} {words} --budget 128", "--budget 128 evicts nothing of 128 tokens: lower it")
+    write_random_scorer("learned", "llama", "mlp", sinks=2, window=6, topk=24)
+    refused(
+        kvpop, f"{start} {words} --policy h2o --scorer learned", "which is for kvpop-mlp: give --policy kvpop-mlp, or"
+    )
     refused(kvpop, f"{start} {words} --policies snapkv", "--policies snapkv takes no shares of layers: leave it out")
     refused(kvpop, f"{start} {words} --rows 7", "--rows 7 is too few for an interval: give at least 8")
     refused(kvpop, f"{start} --data text.jsonl --length 32", "--length 32 is too short to shrink")
@@ -223,7 +272,7 @@ def test_plan_and_eval_take_a_calibration(kvpop, calibrated):
     status, output, _ = kvpop(*"plan --model llama --kv-memory 1MiB --budget 128 --calibration llama-layer".split())
     assert status == 0 and "streaming-llm" in output
     assert "snapkv, 128 tokens: --policy snapkv compresses prompts, for which nothing is calibrated" in output, output
-    words = "--split all --policies streaming-llm --calibration llama-layer --length 128 --budget 32 --rows 1 --equal k"
+    words = "--split all --policies streaming-llm --calibration none llama-layer --length 128 --budget 32 --rows 1 --equal k"
     start = "eval --task replay --model llama --dtype float32 --data text.jsonl --out records.jsonl"
     status, output, errors = kvpop(*start.split(), *words.split())
     assert status == 0, errors

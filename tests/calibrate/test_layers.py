@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvpop_vllm.calibrate.layers import RowReplay, head_losses, layer_losses, shared_losses
+from kvpop_vllm.calibrate.layers import Evicting, RowReplay, Windowed, head_losses, layer_losses, shared_losses
+from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import random_prompt, write_tiny_model
 
 LENGTH, QUERIES, FIRST, WINDOWS = 96, 24, 4, [2, 9, 40]
@@ -54,17 +56,17 @@ def divergence(model, tokens, windows: torch.Tensor) -> float:
 def test_layers_that_see_everything_lose_nothing(replay):
     row, _ = replay
     for layer in range(3):
-        assert max(layer_losses(row, layer, FIRST, [LENGTH, 2 * LENGTH])) < 1e-8
+        assert max(layer_losses(row, layer, Windowed(FIRST), [LENGTH, 2 * LENGTH])) < 1e-8
 
 
 def of_all(row) -> torch.Tensor:
-    return torch.full((3, row.keys[0][0].shape[1]), LENGTH)
+    return torch.full((3, row.attended[0][1].shape[1]), LENGTH)
 
 
 @pytest.mark.parametrize("layer", range(3))
 def test_a_layer_loses_what_masks_say(replay, layer):
     row, tokens = replay
-    for window, loss in zip(WINDOWS, layer_losses(row, layer, FIRST, WINDOWS), strict=True):
+    for window, loss in zip(WINDOWS, layer_losses(row, layer, Windowed(FIRST), WINDOWS), strict=True):
         windows = of_all(row)
         windows[layer] = window
         assert loss == pytest.approx(divergence(row.model, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-6
@@ -72,8 +74,8 @@ def test_a_layer_loses_what_masks_say(replay, layer):
 
 def test_a_head_loses_what_masks_say(replay):
     row, tokens = replay
-    losses = head_losses(row, 1, FIRST, WINDOWS)
-    assert len(losses) == row.keys[0][0].shape[1]
+    losses = head_losses(row, 1, Windowed(FIRST), WINDOWS)
+    assert len(losses) == row.attended[0][1].shape[1]
     for head, of_head in enumerate(losses):
         for window, loss in zip(WINDOWS, of_head, strict=True):
             windows = of_all(row)
@@ -86,3 +88,41 @@ def test_tables_lose_what_masks_say(replay):
     tables = torch.randint(2, 60, (3, *of_all(row).shape), generator=torch.Generator().manual_seed(0))
     for table, loss in zip(tables, shared_losses(row, FIRST, tables), strict=True):
         assert loss == pytest.approx(divergence(row.model, tokens, table), rel=1e-3)
+
+
+def smallest_norms(layer: int, head: int | None, slots: int):
+    """Return an attention in which a layer, or a KV head of it, holds the ``slots`` keys of smallest norm after a window of 8."""
+
+    def attend(number, q, k, v, scale):
+        group = q.shape[1] // k.shape[1]
+        q, k, v = q.double(), k.double(), v.double()
+        out = torch.empty_like(q)
+        for h in range(q.shape[1]):
+            own, norms = h // group, k[0, h // group].norm(dim=-1)
+            for p in range(q.shape[2]):
+                visible = list(range(p + 1))
+                if number == layer and head in (None, own):
+                    long_range = sorted(range(FIRST, p - 7), key=lambda t: float(norms[t]))[:slots]
+                    visible = [t for t in visible if t < FIRST or t > p - 8] + long_range
+                weights = torch.softmax(q[0, h, p] @ k[0, own, visible].T * scale, -1)
+                out[0, h, p] = weights @ v[0, own, visible]
+        return out.float()
+
+    return attend
+
+
+def test_a_layer_and_a_head_lose_what_a_policy_evicts(replay):
+    row, tokens = replay
+    with torch.inference_mode():
+        full = RowReplay(row.model, tokens, LENGTH)  # what comes before the last queries is dense
+        exact = row.model(tokens[None], attend=smallest_norms(-1, None, 0)).logits[0].double().log_softmax(-1)
+    shape = ModelShape.of(row.model.config, LENGTH)
+    evicting = Evicting(PolicySpec("l2norm", "l2norm", protect=0).resolve(shape, 40, sinks=FIRST, window=8))
+    sizes = [0, 5, 28]
+    losses = {(None, size): loss for size, loss in zip(sizes, layer_losses(full, 1, evicting, sizes), strict=True)}
+    losses |= {(1, size): loss for size, loss in zip(sizes, head_losses(full, 1, evicting, sizes)[1], strict=True)}
+    for (head, size), loss in losses.items():
+        with torch.inference_mode():
+            evicted = row.model(tokens[None], attend=smallest_norms(1, head, size)).logits[0].double().log_softmax(-1)
+        expected = float(F.kl_div(evicted, exact, reduction="none", log_target=True).sum(-1).mean())
+        assert loss == pytest.approx(expected, rel=1e-3, abs=1e-7) and loss > 1e-7

@@ -244,7 +244,7 @@ def test_slots_are_rounded_up(model, corpus, tmp_path, capsys):
 def test_heads_with_shares(model, corpus, texts, last, tmp_path):
     shares = tmp_path / "shares.json"
     shares.write_text(json.dumps({"shares": [[1, 3], [2, 2]]}))
-    cartridge = compact(model, corpus, tmp_path / "c", "--kv-allocator", str(shares))
+    cartridge = compact(model, corpus, tmp_path / "c", "--kv-calibration", str(shares))
     slots = [[int((bias > -1e29).sum()) for bias in layer[2]] for layer in cartridge.layers]
     assert slots == [[64, 192], [128, 128]] and cartridge.config.slots == 192
     assert divergence(full_answers(model, *texts), answers(model, cartridge, texts[1])) < 0.6 * last
@@ -252,8 +252,15 @@ def test_heads_with_shares(model, corpus, texts, last, tmp_path):
 
 REFUSALS = {
     "short corpus": (["--method", "first", "--slots", "768"], "tokens, fewer than 768 slots: lower --slots to 704"),
-    "shares of equal heads": (["--method", "last", "--kv-allocator", "uniform"], "--kv-allocator takes a file"),
-    "no shares": (["--kv-allocator", "missing.json"], "cannot be read as JSON"),
+    "shares of equal heads": (
+        ["--method", "last", "--kv-calibration", "x"],
+        "--method attention-matching: leave it out",
+    ),
+    "no shares": (["--kv-calibration", "missing.json"], "missing.json has no shares.json"),
+    "a former flag": (
+        ["--kv-allocator", "a.json"],
+        "--kv-allocator takes no file: give --kv-calibration a.json instead",
+    ),
     "no room for the head": (["--slots", "64", "--system", "x" * 64], "88 tokens before the corpus"),
     "system in front": (["--place", "front", "--system", "Hi"], "has no system message before it: leave --system out"),
     "no data": (["--data", "missing.txt"], "there is no file or folder missing.txt"),

@@ -376,7 +376,7 @@ def test_refusals(model, corpus, texts, trained, tmp_path, capsys):
     refused("has 64 slots, not 128: leave --slots out", compact, corpus, out, *own, "--slots", 128)
     refused("--compactor is of --method still", compact, corpus, out, *own, "--method", "last")
     refused("--steps is of --method cartridge", compact, corpus, out, *own, "--steps", 3)
-    refused("--method attention-matching: leave it out", compact, corpus, out, *own, "--kv-allocator", "shares.json")
+    refused("--method attention-matching: leave it out", compact, corpus, out, *own, "--kv-calibration", "shares.json")
     short = tmp_path / "short.txt"
     short.write_text("short")
     refused("fewer than 64 slots", compact, short, out, *own)

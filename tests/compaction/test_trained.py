@@ -275,7 +275,7 @@ REFUSALS = {
     "large batch": (["--batch", "9", "--conversations", "8"], "a batch of 9 needs as many conversations"),
     "options of matching": (["--keys", "omp"], "--keys is of --method attention-matching: leave it out"),
     "off policy": (["--no-on-policy"], "--no-on-policy is of --method attention-matching"),
-    "shares": (["--kv-allocator", "shares.json"], "--method attention-matching: leave it out"),
+    "shares": (["--kv-calibration", "shares.json"], "--method attention-matching: leave it out"),
     "options of training": (["--method", "last", "--steps", "3"], "--steps is of --method cartridge"),
     "backend of another method": (["--method", "first"], "--backend is of --method cartridge"),
     "a start of another size": (["--init", "START", "--slots", "128"], "has 64 slots, not 128: set --slots to as many"),

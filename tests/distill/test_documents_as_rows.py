@@ -101,8 +101,8 @@ def test_a_protected_prompt_has_no_gates():
 
 START = "--length=300 --window=8 --topk 20 --dtype=float32 --steps=2 --batch=2 --no-pack --protect-prompt".split()
 PHASES = {
-    "sparsify": "--recipe=demo --lists=8 --warmup=2 --positions=300 --calibration-rows=2".split(),
-    "base": "--recipe=demo --lists=8 --warmup=2 --positions=300 --train-base --no-calibrate --lr-base=1e-3".split(),
+    "sparsify": "--recipe=demo --lists=8 --warmup=2 --positions=300 --fit-decay-rows=2".split(),
+    "base": "--recipe=demo --lists=8 --warmup=2 --positions=300 --train-base --no-fit-decays --lr-base=1e-3".split(),
     "streaming-plus": ["--phase=streaming-plus"],
     "trimkv": "--recipe=trimkv --gate-width=16 --gate-bias=5".split(),
     "dms": "--recipe=dms".split(),

@@ -45,7 +45,7 @@ def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
     run.run()
     turns = [(8, 20), (12, 9), (5, 10), (8, 20)]
     assert seen == [Retention(4 + w + k, 4, w) for w, k in turns for _ in range(4)]  # mask, loss, and two layers
-    assert begun == [run.student.first_position(row) for row in (0, 1, 2, 3, 0, 1)]  # and two to calibrate on
+    assert begun == [run.student.first_position(row) for row in (0, 1, 2, 3, 0, 1)]  # and two to fit decays on
     assert len(set(begun)) > 2
     config, _ = read_scorer(str(tmp_path))
     assert (config.window, config.topk, config.trained) == (8, 20, tuple(TrainedBudget(*t) for t in turns[:3]))
@@ -55,7 +55,7 @@ def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
 
 def test_rows_begin_at_random_positions(model, tmp_path):
     """Scorers see keys of all positions below the bound, and nothing else about a row changes."""
-    recipe = dataclasses.replace(RECIPE, positions=900, calibrate=False)
+    recipe = dataclasses.replace(RECIPE, positions=900, fit_decays=False)
     student = train(model, tmp_path, recipe).student
     first = [student.first_position(row) for row in range(200)]
     assert first == [student.first_position(row) for row in range(200)] and len(set(first)) > 150

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from threads import one_thread
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.calibration import decay_grid
 from kvpop_vllm.distill.checkpoints import Checkpoints
+from kvpop_vllm.distill.decays import decay_grid
 from kvpop_vllm.distill.metrics import read_metrics
-from kvpop_vllm.distill.recipe import Recipe, TrainingError
+from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe, TrainingError
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.scorers import Decay, log_gamma
@@ -78,22 +78,22 @@ def test_two_processes_equal_one(model, tmp_path, whole, kind):
         assert (b[name] - a[name]).norm() <= 0.02 * a[name].norm() + 1e-3, name
 
 
-def test_calibrated_decays_are_written_and_do_not_train(model, tmp_path):
-    """Training equals that without calibration, with a trained base too; only the written decays differ."""
-    recipe = dataclasses.replace(RECIPES["base"], calibrate_min=0.8, calibrate_max=0.99)
-    folders = [tmp_path / str(calibrate) for calibrate in (False, True)]
+def test_fitted_decays_are_written_and_do_not_train(model, tmp_path):
+    """Training equals that without fitted decays, with a trained base too; only the written decays differ."""
+    recipe = dataclasses.replace(RECIPES["base"], fit_decay_min=0.8, fit_decay_max=0.99)
+    folders = [tmp_path / str(fitted) for fitted in (False, True)]
     results = [
-        train(model, folder, dataclasses.replace(recipe, calibrate=folder == folders[1])).run() for folder in folders
+        train(model, folder, dataclasses.replace(recipe, fit_decays=folder == folders[1])).run() for folder in folders
     ]
     assert 0 < results[1].pop("lost_mass") < 1 and results[0] == results[1]
-    (config, plain), (calibrated, layers) = (read_scorer(str(folder)) for folder in folders)
-    assert calibrated == dataclasses.replace(config, decay=Decay(1, 0.8, 0.99)) != config
-    grid, decays = decay_grid(calibrated.decay), []
+    (config, plain), (fitted, layers) = (read_scorer(str(folder)) for folder in folders)
+    assert fitted == dataclasses.replace(config, decay=Decay(1, 0.8, 0.99)) != config
+    grid, decays = decay_grid(fitted.decay), []
     for own, before in zip(layers, plain, strict=True):
         assert all(torch.equal(own[name], before[name]) for name in own if name != "decay_logit")
-        decays.append(log_gamma(own["decay_logit"], calibrated.decay))
+        decays.append(log_gamma(own["decay_logit"], fitted.decay))
         assert (decays[-1].unsqueeze(-1) - grid).abs().amin(-1).max() < 1e-6
-    said = json.loads((folders[1] / "run/calibration.json").read_text())
+    said = json.loads((folders[1] / "run/decays.json").read_text())
     assert torch.allclose(torch.tensor(said["decays"]).double(), torch.stack(decays).exp(), atol=1e-6)
 
 
@@ -227,6 +227,19 @@ def test_a_damaged_checkpoint_is_named_and_no_older_one_taken_unasked(model, tmp
     with pytest.raises(ConfigError, match="run.json is damaged"):
         train(model, tmp_path)
     assert older.exists()
+
+
+def test_a_run_with_the_former_names_of_options_goes_on(model, tmp_path):
+    recipe = dataclasses.replace(RECIPE, fit_decay_min=0.8, fit_decay_max=0.99)
+    result = train(model, tmp_path, recipe).run()
+    path = tmp_path / "run/run.json"
+    settings = json.loads(path.read_text())
+    former = {new: old for old, new in FORMER_NAMES.items()}
+    path.write_text(json.dumps({former.get(name, name): value for name, value in settings.items()}))
+    assert "calibrate_min" in path.read_text() and "fit_decay" not in path.read_text()
+    assert train(model, tmp_path, recipe).run() == result
+    with pytest.raises(ConfigError, match="holds a run with fit_decay_max = 0.99, not 0.98: choose another --out"):
+        train(model, tmp_path, dataclasses.replace(recipe, fit_decay_max=0.98))
 
 
 def test_another_run_in_the_same_folder_is_refused(model, tmp_path):

@@ -32,13 +32,13 @@ RECIPE = dataclasses.replace(
     warmup=2,
     dtype="float32",
     lr_new=1e-2,
-    calibrate=True,
-    calibration_rows=2,
+    fit_decays=True,
+    fit_decay_rows=2,
 )
 RECIPES = {
     "frozen": RECIPE,
     "base": dataclasses.replace(
-        RECIPE, batch=4, calibrate=False, train_base=True, ce=0.5, activation_checkpointing=True
+        RECIPE, batch=4, fit_decays=False, train_base=True, ce=0.5, activation_checkpointing=True
     ),
 }
 RECIPES["low"] = dataclasses.replace(RECIPES["base"], dtype="bfloat16", ce=0.0)

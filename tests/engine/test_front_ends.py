@@ -132,7 +132,7 @@ def test_engines_with_other_settings_are_refused(tiny_model, tmp_path):
             check(settings(), other)
     for same, changes in (
         ({"policy": "kvpop", "scorer": scorers[0]}, {"scorer": scorers[1]}),
-        ({"allocator": shares[0]}, {"allocator": shares[1]}),
+        ({"calibration": shares[0]}, {"calibration": shares[1]}),
         ({"cartridge": {"name": cartridges[0]}}, {"cartridge": {"name": cartridges[1]}}),
         ({"cartridge": {"name": cartridges[0]}}, {"cartridge": {"other": cartridges[0]}}),
     ):

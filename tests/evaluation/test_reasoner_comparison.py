@@ -43,6 +43,7 @@ def small(monkeypatch):
     monkeypatch.setattr(compare, "FREE", ("h2o", "random"))
     monkeypatch.setattr(compare, "WINDOWS", (8,))
     monkeypatch.setattr(compare, "COMPRESSIONS", {2: (2,)})
+    monkeypatch.setattr(compare, "CALIBRATED", (2,))
     monkeypatch.setattr(compare, "COMMON", compare.COMMON.replace("1600", "300"))
     return list(trained)
 
@@ -171,3 +172,48 @@ def test_a_failed_command_stops_the_comparison(tmp_path, capfd):
     with pytest.raises(SystemExit, match="kvpop eval failed"):
         comparison.choose_windows()
     assert "kvpop eval --task reasoning" in capfd.readouterr().out
+
+
+def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, monkeypatch):
+    """Shares are measured once, and one that has none is solved with equal shares alone."""
+    ran = []
+
+    def run(command):
+        ran.append(list(map(str, command)))
+        if "calibrate" in command:
+            out = Path(command[command.index("--out") + 1])
+            out.mkdir(parents=True)
+            unit = "uniform" if out.name == "h2o" else "head"
+            (out / "shares.json").write_text(json.dumps({"unit": unit}))
+        elif command[0] == "python":
+            problem = {"prompt": "a b c", "response": "d e f g h i j k l"}
+            Path(command[2]).write_text(json.dumps(problem) + "\n")
+
+    monkeypatch.setattr(compare, "_run", run)
+    monkeypatch.setattr(compare, "FREE", ("h2o", "tova", "vase"))
+    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1)
+    comparison.prepare_calibration()
+    comparison.run_trained(["kvpop-mlp", "trimkv"], 9)
+    comparison.calibrate_untrained()
+    comparison.run_untrained({(name, c): 16 for name in compare.FREE for c in compare.COMPRESSIONS})
+    calibrated = {
+        command[command.index("--out") + 1].split("/")[-1]: command for command in ran if "calibrate" in command
+    }
+    assert set(calibrated) == {"kvpop-mlp", "h2o", "tova", "vase"}
+    assert [calibrated[n][calibrated[n].index("--shares") + 1] for n in ("kvpop-mlp", "tova", "vase")] == [
+        "head",
+        "head",
+        "layer",
+    ]
+    assert calibrated["kvpop-mlp"][2] == str(tmp_path / "kvpop-mlp/model") and "--scorer" in calibrated["kvpop-mlp"]
+    assert all(
+        "--protect-prompt" in command and str(comparison.validation) in command for command in calibrated.values()
+    )
+    solved = [command for command in ran if "eval" in command]
+    shared = {Path(c[c.index("--out") + 1]).stem for c in solved if "--calibration" in c}
+    assert shared == {"shares-kvpop-mlp", "shares-tova", "shares-vase"}
+    equal = next(c for c in solved if c[-1].endswith("records/kvpop-mlp.jsonl"))
+    assert equal[equal.index("--allocator") + 1] == "uniform"
+    before = len([command for command in ran if "calibrate" in command])
+    comparison.calibrate_untrained()
+    assert len([command for command in ran if "calibrate" in command]) == before

@@ -147,6 +147,11 @@ def made(name: str, budget: int | None = 64, shape: ModelShape = SMALL, **settin
     return policies.get(name)(PolicySettings(name, budget, **settings), shape)
 
 
+def shared_by(allocator: str) -> dict[str, str]:
+    """Return the setting of an allocator, or of a file of shares."""
+    return {"calibration" if allocator == str(SHARES) else "allocator": allocator}
+
+
 def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
     """Return the oracle's policy with the k of two layers that an allocator gives.
 

@@ -45,19 +45,19 @@ def test_the_allocator_is_the_policys_own_or_the_one_asked_for():
 def test_shares_of_a_file_are_parts_of_the_slots():
     """Sinks and window belong to every head, and rounding loses no slot."""
     small = functools.partial(matrix.made, "l2norm", 64, ModelShape("llama", 2, 2, 32, 256), sinks=4, window=10)
-    policy = small(allocator=str(matrix.SHARES))
+    policy = small(calibration=str(matrix.SHARES))
     assert (policy.shares() - 14).tolist() == [[75, 3], [47, 75]]  # of 4 x 50, by 1.51, 0.06, 0.94 and 1.51
     assert not policy.one_budget and policy.checked_shares(slice(0, 2)).layers == 2
     assert (policy.shares_of(policy.retention_of(39)) - 14).tolist() == [[38, 1], [23, 38]]
     assert policy.shares_of(policy.retention_of(39)).sum() == 39 * 4
-    assert small(allocator=str(matrix.SHARES), max_budget=80).max_budget == 80
+    assert small(calibration=str(matrix.SHARES), max_budget=80).max_budget == 80
     alike = policies.get("l2norm")(
-        PolicySettings("l2norm", 64, allocator=str(matrix.SHARES)), policy.model, fixed_shares=True
+        PolicySettings("l2norm", 64, calibration=str(matrix.SHARES)), policy.model, fixed_shares=True
     )
     with pytest.raises(ConfigError, match="gives all requests one budget here: leave --kv-budget out"):
         alike.retention_of(39)
     with pytest.raises(ConfigError, match="shares.json: shares must be 30 lists of 3 numbers"):
-        made("h2o", allocator=str(matrix.SHARES))
+        made("h2o", calibration=str(matrix.SHARES))
 
 
 def test_a_scorers_shares_hold_in_every_rank(tmp_path):

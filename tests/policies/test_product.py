@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from policies.matrix import ROPE, ROWS, SHARES, Row, allocated, made, random_scorer_folder, random_statistics_folder
+from policies.matrix import (
+    ROPE,
+    ROWS,
+    SHARES,
+    Row,
+    allocated,
+    made,
+    random_scorer_folder,
+    random_statistics_folder,
+    shared_by,
+)
 from threads import one_thread
 
 from kvpop_vllm import policies
@@ -69,7 +79,7 @@ def refusal(row: Row, allocator: str, correction: str) -> str | None:
     if row.keeps_all and correction != "none":
         return "keeps every token: leave --kv-correction out"
     if row.keeps_all and allocator != "uniform":
-        return "keeps every token: leave --kv-allocator out"
+        return f"keeps every token: leave --kv-{next(iter(shared_by(allocator)))} out"
     return None
 
 
@@ -139,7 +149,7 @@ def policy(name: str, folder: str | None, allocator: str, correction: str) -> po
     """Build a policy in the same way as an engine."""
     row = ROWS[name]
     asked = {"sinks": row.sinks, "window": row.window} if row.asked else {}
-    asked |= {"calibration" if row.calibrated else "scorer": folder, "allocator": allocator, "correction": correction}
+    asked |= {"calibration" if row.calibrated else "scorer": folder, "correction": correction} | shared_by(allocator)
     if not row.keeps_all:
         asked["budget"] = BUDGET
     return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | asked), MODEL)

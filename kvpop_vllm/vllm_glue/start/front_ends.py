@@ -89,10 +89,10 @@ async def check_engines(engine_client: EngineClient) -> None:
 def settings_of(vllm_config: VllmConfig) -> dict:
     """Return the resolved settings that all processes of a server share, by name.
 
-    Scorers, calibrations, cartridges and files of shares are compared by their content, since their folders may differ between
+    Scorers, calibrations and cartridges are compared by their content, since their folders may differ between
     machines. ``compression`` is resolved into the budget.
     """
-    from kvpop_vllm.calibration.shares import NAME as SHARES
+    from kvpop_vllm.calibration.shares import shares_file
     from kvpop_vllm.calibration.statistics import CONFIG_NAME as STATISTICS
     from kvpop_vllm.calibration.statistics import TENSORS_NAME as QUERIES
     from kvpop_vllm.compaction.cartridge import digest_of
@@ -108,9 +108,8 @@ def settings_of(vllm_config: VllmConfig) -> dict:
     if (map_file := policy.settings.map) is not None:
         settings["map"] = f"sha256 {digest_of(Path(map_file).parent, Path(map_file).name):.12}"
     if (calibration := policy.settings.calibration) is not None:
-        names = [name for name in (SHARES, STATISTICS, QUERIES) if (Path(calibration) / name).is_file()]
-        settings["calibration"] = f"sha256 {digest_of(Path(calibration), *names):.12}"
+        shares = shares_file(calibration)
+        names = [name for name in (shares.name, STATISTICS, QUERIES) if (shares.parent / name).is_file()]
+        settings["calibration"] = f"sha256 {digest_of(shares.parent, *names):.12}"
     settings["allocator"] = policy.allocator
-    if (shares := Path(policy.allocator)).is_file():
-        settings["allocator"] = f"sha256 {digest_of(shares.parent, shares.name):.12}"
     return {name: settings[name] for name in FLAGS if name != "compression"}

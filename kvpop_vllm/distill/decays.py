@@ -1,4 +1,4 @@
-"""Calibration of each head's decay by lost attention (DESIGN "Training").
+"""Fit of each head's decay to the attention that is lost (DESIGN "Training").
 
 The training loss alone says little about decays.
 """
@@ -34,7 +34,7 @@ def decay_grid(decay: Decay) -> torch.Tensor:
     """
     fast, slow = -math.log(decay.min), -math.log(decay.max)
     if not 0 < slow < fast:
-        raise ValueError(f"calibrated decays need min < max < 1, got {decay.min} and {decay.max}")
+        raise ValueError(f"fitted decays need min < max < 1, got {decay.min} and {decay.max}")
     at = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS
     return -fast * (slow / fast) ** at
 
@@ -110,7 +110,7 @@ class _LostMass:
 
 
 @torch.no_grad()
-def calibrate(
+def fit_decays(
     student: Student, rows: Sequence[torch.Tensor], decay: Decay, prompts: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, float]:
     """Return the decay under which each head's scorer loses least attention on ``rows``.
@@ -135,7 +135,7 @@ def calibrate(
     prompts = prompts or [0] * len(rows)
     longest = max(roles.budget for roles in budgets_of(student))
     if not rows or min(map(len, rows)) <= longest:
-        raise ValueError(f"calibration needs rows of more than {longest} tokens, the largest budget")
+        raise ValueError(f"fitting decays needs rows of more than {longest} tokens, the largest budget")
     device, log_gammas = next(student.parameters()).device, decay_grid(decay)
     observer = _LostMass(student, log_gammas)
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):

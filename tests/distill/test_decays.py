@@ -1,4 +1,4 @@
-"""Calibrated decays lose least attention, by evictions simulated token by token in float64."""
+"""Fitted decays lose least attention, by evictions simulated token by token in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from distill.rows import Rows, noisy_student
 from distill.train_tiny import LENGTH, RECIPE
 
-from kvpop_vllm.distill.calibration import _LostMass, calibrate, decay_grid, lost_mass
+from kvpop_vllm.distill.decays import _LostMass, decay_grid, fit_decays, lost_mass
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.roles import Retention
@@ -96,7 +96,7 @@ def test_every_head_gets_the_decay_that_loses_least(model):
                 p.mul_(8)  # a tiny random model attends to all tokens alike, and no decay is better
     rows = Rows(LENGTH)
     rows = [rows[0], rows[1]]
-    logits, least = calibrate(student, rows, decay)
+    logits, least = fit_decays(student, rows, decay)
 
     grid, budgets = decay_grid(decay), [student.roles(0), student.roles(1)]
     positions = list(range(budgets[0].budget, LENGTH))
@@ -138,6 +138,6 @@ def test_heads_that_lose_nothing_get_the_slowest_decay(model, tmp_path):
     q[..., 0] = 1e4
     sink[:, :, 0, 0] = 1.0  # all attention goes to the first token, which is never evicted
     student.read = lambda tokens, observe, row: [observe(layer, q, sink, sink, 1.0) for layer in range(2)]
-    logits, lost = calibrate(student, [Rows(LENGTH)[0]], decay)
+    logits, lost = fit_decays(student, [Rows(LENGTH)[0]], decay)
     chosen = torch.stack([log_gamma(own, decay) for own in logits])
     assert lost < 1e-6 and (chosen - decay_grid(decay)[-1]).abs().max() < 1e-6
