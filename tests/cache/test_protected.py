@@ -161,7 +161,7 @@ def test_most_blocks_of_unequal_shares_that_requests_scale(tmp_path, ranks, stag
     write_random_scorer(tmp_path / "scorer", model, "mlp", sinks=4, window=16, topk=20, trained=trained)
     settings = {"policy": "kvpop-mlp", "scorer": str(tmp_path / "scorer"), "max_budget": 90}
     policy = policies.get("kvpop-mlp")(
-        PolicySettings.parse(settings | {"allocator": str(SHARES)}), ModelShape.of(model, 256)
+        PolicySettings.parse(settings | {"calibration": str(SHARES)}), ModelShape.of(model, 256)
     )
     shards = shards_of(layers_of_stages(2, stages), 2, ranks)
     division = policy.division(shards)

@@ -13,6 +13,7 @@ from calibrate.conftest import KINDS, WORDS
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from distill.typed import refused
 from safetensors.torch import load_file, save_file
+from scorers.spellings import SPELLINGS, write_spelling
 
 from kvpop_vllm.cache.shares import shards_of
 from kvpop_vllm.calibration.shares import read_calibration
@@ -171,15 +172,19 @@ def test_a_full_checkpoint_gets_the_shares(kvpop):
     assert served[0].max() < 32 < served[1].min()
 
 
-@pytest.mark.parametrize("unit", ["layer", "head"])
-def test_any_policy_may_decide(kvpop, unit):
+@pytest.mark.parametrize("unit, ranks", [("layer", 1), ("head", 1), ("head", 2)])
+def test_any_policy_may_decide(kvpop, unit, ranks):
     words = ["--policy", "tova", "--shares", unit, "--budget", "24", *WORDS[:-4], "--threads", "1"]
+    words += ["--tensor-parallel-size", str(ranks)]
     status, output, errors = kvpop("calibrate", "llama", "--out", f"tova-{unit}", *words)
     assert status == 0, errors
     calibration = read_calibration(f"tova-{unit}")
     shares = torch.tensor(calibration.shares)
     assert calibration.unit == unit and shares[0].max() < 0.51 < 1 < shares[1].mean()
+    assert all(part.mean().item() == pytest.approx(1) for part in shares.chunk(ranks, 1))
     report = json.loads(Path(f"tova-{unit}", "report.json").read_text())
+    table = report["table"].removeprefix(unit)
+    assert table.startswith("-2x1-") == (ranks == 2), "ranks have tables of their own in the same folder"
     lines = {(line["policy"], line["shares"] != "equal"): line for line in report["lines"]}
     assert set(lines) == {(name, shared) for name in ("tova", "streaming-llm") for shared in (False, True)}
     assert {line["budget"] for line in report["lines"]} == {24} and calibration.budget == 24
@@ -242,6 +247,12 @@ def test_refusals_of_the_command(kvpop, calibrated):
     write_random_scorer("learned", "llama", "mlp", sinks=2, window=6, topk=24)
     refused(
         kvpop, f"{start} {words} --policy h2o --scorer learned", "which is for kvpop-mlp: give --policy kvpop-mlp, or"
+    )
+    full = write_spelling(Path("spelt"), SPELLINGS["mlstm_kernels"])[2]
+    refused(
+        kvpop,
+        f"calibrate spelt/base --out refused {words} --scorer {full}",
+        "cannot take shares, which are written into a scorer's folder: write one with 'kvpop import'",
     )
     refused(kvpop, f"{start} {words} --policies snapkv", "--policies snapkv takes no shares of layers: leave it out")
     refused(kvpop, f"{start} {words} --rows 7", "--rows 7 is too few for an interval: give at least 8")

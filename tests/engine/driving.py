@@ -14,7 +14,7 @@ from engine.judge import MOST_NEAR_TIES, Judge
 from engine.matrix import Case
 from engine.recorder import Recorder
 from engine.tiny_engine import quick, start, stop
-from policies.matrix import ROWS, allocated
+from policies.matrix import allocated
 from threads import one_thread
 
 from kvpop_vllm.cache.pages import cdiv
@@ -315,7 +315,7 @@ class Judges:
             if "kv_budget" in asks:
                 window = self.window(budget)
                 own = replace(own, window=window, topk=budget - own.sinks - window)
-                own = allocated(own, self.case.settings.get("allocator", ROWS[self.policy].own_allocator))
+                own = allocated(own, self.case.allocator)
             protect = asks.get("kv_protect_prompt", self.case.judge.protect)
             self.known[key] = Judge(self.case.model, own, protect=True if protect == "all" else protect)
         return self.known[key]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.judge import Judge
-from policies.matrix import MOMENTS, ROWS, allocated, random_scorer_folder, random_statistics_folder
+from policies.matrix import MOMENTS, ROWS, allocated, random_scorer_folder, random_statistics_folder, shared_by
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.pages import cdiv
@@ -29,12 +29,13 @@ def state_blocks(policy: str, corrected: bool = False) -> int:
 
 
 class Case(NamedTuple):
-    """A model folder, the engine's ``kv_policy`` settings, the judge with the matching oracle, and block counts."""
+    """A model folder, the engine's ``kv_policy`` settings, the judge with the matching oracle, block counts, and the allocator."""
 
     model: str
     settings: dict
     judge: Judge
     state_blocks: int
+    allocator: str
 
 
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
@@ -44,16 +45,19 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         model: folder of the model.
         folder: folder for the scorer, or for statistics of the model.
         policy: a name of ROWS.
-        options: options of :func:`write_random_scorer` or roles, ``allocator``, ``correction``,
-            ``protect_prompt``, and ``budget``.
+        options: options of :func:`write_random_scorer` or roles, ``allocator`` (a name or a file of shares),
+            ``correction``, ``protect_prompt``, and ``budget``.
     """
     row, protect, budget = ROWS[policy], options.pop("protect_prompt", 0), options.pop("budget", BUDGET)
     window = WINDOW * budget // BUDGET
     own = row.own_allocator if row.allocator == "uniform" else row.allocator
     allocator, correction = options.pop("allocator", own), options.pop("correction", None)
-    settings = {"policy": row.policy or policy}
+    settings, statistics = {"policy": row.policy or policy}, None
+    if row.calibrated:
+        statistics = str(random_statistics_folder(folder, ModelShape.of(model, LONGEST)))
+        settings["calibration"] = statistics
     if allocator != row.own_allocator:
-        settings["allocator"] = allocator
+        settings |= shared_by(allocator, statistics)
     if correction is not None:
         settings["correction"] = correction
     if not row.compresses and (protect or policies.get(row.policy or policy).default_protect):
@@ -72,10 +76,8 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         if policy == "streaming-llm" and allocator == "uniform":
             # the oracle has another window on purpose: it must not matter
             roles["window"] = budget - roles["sinks"] - 1
-        if row.calibrated:
-            settings["calibration"] = str(random_statistics_folder(folder, ModelShape.of(model, LONGEST)))
         topk = budget - roles["sinks"] - roles["window"]
-        oracle = OraclePolicy(row.scorer, **roles, topk=topk, statistics=settings.get("calibration"))
+        oracle = OraclePolicy(row.scorer, **roles, topk=topk, statistics=statistics)
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
     judge = Judge(model, allocated(oracle, allocator), protect=protect)
-    return Case(model, settings, judge, state_blocks(policy, oracle.corrected))
+    return Case(model, settings, judge, state_blocks(policy, oracle.corrected), allocator)

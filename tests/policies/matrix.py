@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -147,9 +148,19 @@ def made(name: str, budget: int | None = 64, shape: ModelShape = SMALL, **settin
     return policies.get(name)(PolicySettings(name, budget, **settings), shape)
 
 
-def shared_by(allocator: str) -> dict[str, str]:
-    """Return the setting of an allocator, or of a file of shares."""
-    return {"calibration" if allocator == str(SHARES) else "allocator": allocator}
+def shared_by(allocator: str, statistics: str | None = None) -> dict[str, str]:
+    """Return the settings of an allocator or of a file of shares, and of a folder with statistics of a model.
+
+    A file of shares and the statistics are copied into a folder next to the latter.
+    """
+    if not Path(allocator).is_file():
+        return {"allocator": allocator} | ({} if statistics is None else {"calibration": statistics})
+    if statistics is None:
+        return {"calibration": allocator}
+    folder = Path(f"{statistics}-shared")
+    shutil.copytree(statistics, folder, dirs_exist_ok=True)
+    shutil.copy(allocator, folder / "shares.json")
+    return {"calibration": str(folder)}
 
 
 def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:

@@ -149,7 +149,9 @@ def policy(name: str, folder: str | None, allocator: str, correction: str) -> po
     """Build a policy in the same way as an engine."""
     row = ROWS[name]
     asked = {"sinks": row.sinks, "window": row.window} if row.asked else {}
-    asked |= {"calibration" if row.calibrated else "scorer": folder, "correction": correction} | shared_by(allocator)
+    asked |= {"correction": correction} | shared_by(allocator, folder if row.calibrated else None)
+    if row.learned:
+        asked["scorer"] = folder
     if not row.keeps_all:
         asked["budget"] = BUDGET
     return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | asked), MODEL)
