@@ -32,7 +32,7 @@ COUNTS: dict[str, int] = {
     "name beside": 6,
     "name both": 11,
     "name each": 114,
-    "name found": 352,
+    "name found": 351,
     "name given": 56,
     "name held": 124,
     "name here": 12,
