@@ -78,7 +78,8 @@ def refusal(row: Row, allocator: str, correction: str) -> str | None:
     """Return the expected error of a combination that is refused by definition, or None."""
     if not row.keeps_all or (correction, allocator) == ("none", "uniform"):
         return None
-    first = "calibration" if "calibration" in shared_by(allocator) else "allocator" if correction == "none" else "correction"
+    first = "allocator" if correction == "none" else "correction"
+    first = "calibration" if "calibration" in shared_by(allocator) else first
     return f"keeps every token: leave --kv-{first} out"
 
 
