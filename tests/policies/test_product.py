@@ -76,11 +76,11 @@ def test_rows_say_what_policies_do_unasked():
 
 def refusal(row: Row, allocator: str, correction: str) -> str | None:
     """Return the expected error of a combination that is refused by definition, or None."""
-    if row.keeps_all and correction != "none":
-        return "keeps every token: leave --kv-correction out"
-    if row.keeps_all and allocator != "uniform":
-        return f"keeps every token: leave --kv-{next(iter(shared_by(allocator)))} out"
-    return None
+    if not row.keeps_all or (correction, allocator) == ("none", "uniform"):
+        return None
+    first = "allocator" if correction == "none" else "correction"
+    first = "calibration" if "calibration" in shared_by(allocator) else first
+    return f"keeps every token: leave --kv-{first} out"
 
 
 class NearTie(Exception):
