@@ -250,6 +250,11 @@ class EqualHeads:
         return budgets, tails.unsqueeze(1).expand(-1, self.heads, -1)
 
 
+def by_request(budgets: torch.Tensor) -> torch.Tensor:
+    """Return B ``[R]`` of requests whose budgets are ``[R]``, or ``[R, H]`` with equal heads as a GPU's rows have them."""
+    return budgets if budgets.dim() == 1 else budgets[:, 0].contiguous()
+
+
 class HeadBudgets(EqualHeads):
     """Budgets of a layer's heads that follow from the request's. The heads have the same page numbers.
 
@@ -270,8 +275,7 @@ class HeadBudgets(EqualHeads):
     def place(self, layer, tails, compressed, budgets, windows):
         """Return what :meth:`EqualHeads.place` does. Budgets lie where the given ones do."""
         requests, heads = self._tables if budgets.device.type == "cpu" else self._sent
-        of_rows = budgets if budgets.dim() == 1 else budgets[:, 0].contiguous()
-        rows = torch.searchsorted(requests, of_rows).clamp_max(len(requests) - 1)  # rows of padding have any budget
+        rows = torch.searchsorted(requests, by_request(budgets)).clamp_max(len(requests) - 1)  # padding has any budget
         return super().place(layer, tails, compressed, heads[rows], windows)
 
 
@@ -347,7 +351,7 @@ class FixedShares(EqualHeads):
         on_cpu = budgets.device.type == "cpu"
         if self.division is None:
             return self._place(self.server, layer, tails, on_cpu)
-        sizes = list(zip(budgets.tolist(), torch.as_tensor(windows).tolist(), strict=True))
+        sizes = list(zip(by_request(budgets).tolist(), torch.as_tensor(windows).tolist(), strict=True))
         maps = {size: self._map_of(size) for size in dict.fromkeys(sizes)}
         if len(maps) == 1:
             return self._place(maps[sizes[0]], layer, tails, on_cpu)

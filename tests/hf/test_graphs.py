@@ -31,7 +31,13 @@ def addresses(own):
     yield from (sequence_lengths.positions.data_ptr() for sequence_lengths in own._lengths_by_device.values())
     for layer in own._layers.values():
         rule = layer.attention.rule
-        held = layer.pages.raw, layer.table, layer.sequence_lengths.numbers["budget"], rule.log_gamma, *vars(rule.scorer).values()
+        held = (
+            layer.pages.raw,
+            layer.table,
+            layer.sequence_lengths.numbers["budget"],
+            rule.log_gamma,
+            *vars(rule.scorer).values(),
+        )
         yield from (tensor.data_ptr() for tensor in held if isinstance(tensor, torch.Tensor))
 
 
