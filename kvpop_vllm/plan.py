@@ -20,7 +20,8 @@ from kvpop_vllm.cache.accounting import (
 )
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
-from kvpop_vllm.calibration.shares import has_shares
+from kvpop_vllm.calibration.shares import check_holds_any, has_shares
+from kvpop_vllm.calibration.statistics import CONFIG_NAME
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.model_shape import (
     ModelShape,
@@ -87,7 +88,9 @@ def plan(options) -> None:
             f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
         )
     classes, notes = policies.loadable()
-    if options.calibration is None:
+    if options.calibration is not None:
+        check_holds_any(options.calibration, CONFIG_NAME)
+    else:
         notes += [
             f"{cls.name} needs statistics of the model's queries: give --calibration DIR"
             for cls in classes
@@ -121,7 +124,7 @@ def plan(options) -> None:
         )
         notes.append(
             f"unequal shares: a request holds as many blocks in every rank, {' to '.join(percent)} of them unused; 'kvpop calibrate"
-            " --tensor-parallel-size R --pipeline-parallel-size R' balances ranks"
+            " --tensor-parallel-size' and '--pipeline-parallel-size' balance ranks"
         )
     print(
         f"{layers} layers{staged}, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "

@@ -132,7 +132,7 @@ class FixedBudgetAttention:
 
     def _roles(self, budgets: list[int], window: int, prefix: int) -> list[rounds.EqualRoles]:
         """Return the heads of a request, whose tails have ``budgets``, grouped by their slot roles."""
-        return rounds.by_roles(budgets, self.rule, window, prefix)
+        return rounds.by_roles(tuple(budgets), self.rule.sinks, window, prefix)
 
     def _alone(self, chunks: Chunks) -> Iterator[Chunks]:
         """Yield chunks one by one, cut where rounds are due."""

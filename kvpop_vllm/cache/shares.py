@@ -18,12 +18,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
 from kvpop_vllm.requests import Compression
 from kvpop_vllm.roles import Retention
 
-MOST_DIVIDED, MOST_MAPS = 1024, 64
+MOST_DIVIDED, MOST_MAPS = 1024, 256
 """Largest numbers of request budgets whose shares, and whose maps to regions, are cached."""
 
 
@@ -322,6 +323,7 @@ class FixedShares(EqualHeads):
         self.division = None if division is None or division.one_budget else division
         self.shard, self.server = shard, self._map(shares)
         self._maps: dict[tuple[int, int], RegionMap] = {}
+        self._of_step = WeakIdKeyDictionary()
 
     def _map_of(self, size: tuple[int, int]) -> RegionMap:
         """Return the map for requests with a budget and a window."""
@@ -330,6 +332,19 @@ class FixedShares(EqualHeads):
                 self._maps.clear()
             self._maps[size] = self._map(self.division.shares(*size)[self.shard])
         return self._maps[size]
+
+    def _maps_of(
+        self, budgets: torch.Tensor, windows: torch.Tensor | Sequence[int]
+    ) -> list[tuple[RegionMap, list[int]]]:
+        """Return the maps of a step's requests and the indices of the requests of each, made once for all layers."""
+        maps = self._of_step.get(budgets)
+        if maps is None:
+            rows: dict[tuple[int, int], list[int]] = {}
+            sizes = zip(by_request(budgets).tolist(), torch.as_tensor(windows).tolist(), strict=True)
+            for row, size in enumerate(sizes):
+                rows.setdefault(size, []).append(row)
+            maps = self._of_step[budgets] = [(self._map_of(size), chosen) for size, chosen in rows.items()]
+        return maps
 
     def _map(self, shares: Shares) -> RegionMap:
         """Return the map for requests with these budgets."""
@@ -351,15 +366,13 @@ class FixedShares(EqualHeads):
         on_cpu = budgets.device.type == "cpu"
         if self.division is None:
             return self._place(self.server, layer, tails, on_cpu)
-        sizes = list(zip(by_request(budgets).tolist(), torch.as_tensor(windows).tolist(), strict=True))
-        maps = {size: self._map_of(size) for size in dict.fromkeys(sizes)}
+        maps = self._maps_of(budgets, windows)
         if len(maps) == 1:
-            return self._place(maps[sizes[0]], layer, tails, on_cpu)
-        width = max(len(regions.ordinal) for regions in maps.values())
+            return self._place(maps[0][0], layer, tails, on_cpu)
+        width = max(len(regions.ordinal) for regions, _ in maps)
         table = tails.new_zeros(len(tails), self.shares.heads, width)
         by_head = budgets.new_zeros(len(tails), self.shares.heads)
-        for size, regions in maps.items():
-            rows = [row for row, other in enumerate(sizes) if other == size]
+        for regions, rows in maps:
             by_head[rows], table[rows, :, : len(regions.ordinal)] = self._place(regions, layer, tails[rows], on_cpu)
         return by_head, table
 

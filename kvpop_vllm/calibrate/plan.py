@@ -12,7 +12,7 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation.policies import PolicySpec, learned
@@ -162,6 +162,8 @@ class Plan:
         else:
             self.sizes = [0, *(max(2, after // part) for part in SIZES)]
             self.queries = after - 1 if prompt else length // EVICTING_QUERIES
+        if self.budgets[-1] - DEFAULT_SINKS <= self.sizes[0]:
+            raise ConfigError(f"a budget of {self.budgets[-1]} is too small to divide: raise --budget or --length")
         self.shards = self._shards()
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
 

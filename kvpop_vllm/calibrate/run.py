@@ -127,7 +127,7 @@ def dry_run(options: Options) -> None:
     began = time.monotonic()
     row = stages.replay(0)
     dense = time.monotonic()
-    layer_losses(row, layer, stages.attention(0), plan.sizes)
+    layer_losses(row, layer, stages.dry_attention(), plan.sizes)
     again = (time.monotonic() - dense) / plan.layer_cost(layer, count)
     seconds = plan.replays * again + plan.passes * (dense - began)
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())

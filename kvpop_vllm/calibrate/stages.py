@@ -90,6 +90,10 @@ class Stages:
             return Windowed(self._first(number))
         return Evicting(self._equal(self.plan.budget, self.plan.text.measured[number][1]))
 
+    def dry_attention(self) -> Kept:
+        """Return :meth:`attention` of the first row for a dry run, in which policies have no statistics yet."""
+        return Windowed(0) if policies.get(self.plan.decides).calibrated else self.attention(0)
+
     def curves(self) -> list[Curve]:
         """Return what each layer loses with few slots, or each head of the layers that lose most."""
         shape, sizes = self.plan.shape, (*self.plan.sizes, self.plan.length - DEFAULT_SINKS)

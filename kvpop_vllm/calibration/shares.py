@@ -100,13 +100,22 @@ def has_shares(source: str | None) -> bool:
     return source is not None and shares_file(source).is_file()
 
 
+def check_holds_any(source: str, statistics: str) -> None:
+    """Check that a calibration's folder holds shares, or statistics of queries in a file of this name."""
+    if not has_shares(source) and not (Path(source) / statistics).is_file():
+        raise ConfigError(
+            f"--calibration {source} has neither {NAME} nor {statistics}: give the folder of a finished 'kvpop calibrate'"
+        )
+
+
 def read_calibration(source: str) -> Calibration:
     """Return the contents of a folder's ``shares.json``, or of a file of shares."""
     path = shares_file(source)
     if not path.is_file():
         raise ConfigError(f"--kv-calibration {source} has no {NAME}: give the folder of a finished 'kvpop calibrate'")
     content = read_json(path, AGAIN)
-    if path.name != NAME or (isinstance(content, dict) and set(content) == {"shares"}):
+    named = isinstance(content, dict) and content.get("format") == SCHEMA.header["format"]
+    if (path.name != NAME and not named) or (isinstance(content, dict) and set(content) == {"shares"}):
         return _only_shares(content, path)
     content = SCHEMA.body(content, str(path))
     SCHEMA.check_keys(content, Calibration.__dataclass_fields__, (), str(path))

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvpop_vllm import policies
-from kvpop_vllm.calibration.shares import has_shares
+from kvpop_vllm.calibration.shares import check_holds_any, has_shares
+from kvpop_vllm.calibration.statistics import CONFIG_NAME
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.tokens import DocumentEncoder
@@ -93,22 +94,21 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     if names is None:  # rows of other tasks are not prompts with answers
         names = [name for name in default if options.task in ANSWERED or not policies.get(name).compresses]
     folders = [folder for folder in options.calibration or () if folder != NO_CALIBRATION]
+    for folder in folders:
+        check_holds_any(folder, CONFIG_NAME)
     specs = [training_free(name).measured(next(iter(folders), None)) for name in names]
     for folder in options.scorer:
         spec, shapes[folder] = learned(folder, options.model)
         specs.append(spec)
     if not specs:
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
-    plain = NO_CALIBRATION in (
-        options.calibration or ()
-    )  # policies that compress prompts are then compared as they are
-    uncalibrated = [
-        spec for spec in specs if spec.calibration is None and not (plain and policies.get(spec.policy).compresses)
-    ]
+    plain = NO_CALIBRATION in (options.calibration or ())
+    as_they_are = [spec for spec in specs if policies.get(spec.policy).compresses]  # take no calibration
+    uncalibrated = [spec for spec in specs if spec.calibration is None and spec not in as_they_are]
     if options.allocator is not None:
         specs = [spec.allocated(name) for spec in specs for name in dict.fromkeys(options.allocator)]
     elif any(map(has_shares, folders)) and not plain:
-        specs = [spec for spec in specs if spec.calibration is not None]
+        specs = [spec for spec in specs if spec.calibration is not None or spec in as_they_are]
     specs += [spec.calibrated(folder) for folder in filter(has_shares, folders) for spec in uncalibrated]
     if options.protect_prompt is not None:
         specs = with_protection(specs, options.protect_prompt, options.task)

@@ -10,6 +10,7 @@ The module uses torch operations and processes requests one by one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -50,12 +51,13 @@ class EqualRoles(NamedTuple):
     heads: list[int] | None = None
 
 
-def by_roles(budgets: Sequence[int], rule: RetentionRule, window: int, prefix: int) -> list[EqualRoles]:
+@functools.lru_cache(maxsize=4096)
+def by_roles(budgets: tuple[int, ...], sinks: int, window: int, prefix: int) -> list[EqualRoles]:
     """Return the heads of a request, grouped by their budgets.
 
     Args:
         budgets: B of each head.
-        rule: rule of the layer.
+        sinks: s.
         window: w of the request.
         prefix: p, tokens of its protected prefix.
     """
@@ -63,7 +65,7 @@ def by_roles(budgets: Sequence[int], rule: RetentionRule, window: int, prefix: i
     for head, budget in enumerate(budgets):
         groups.setdefault(budget, []).append(head)
     return [
-        EqualRoles(Retention(budget, rule.sinks, window).behind(prefix), heads if len(groups) > 1 else None)
+        EqualRoles(Retention(budget, sinks, window).behind(prefix), heads if len(groups) > 1 else None)
         for budget, heads in groups.items()
     ]
 

@@ -86,6 +86,8 @@ def test_allocators_go_with_any_policy_that_can_be_served(kvpop):
     assert shared.keys() == {*own, *(f"{name}+pyramid" for name in names)} and own.keys() == {*names, "dense"}
     assert own == {name: shared[name] for name in own} and len(set(shared.values())) == len(shared)
     refused(kvpop, f"eval --model=qwen3 --split=all {words} h2o --allocator=ada", "ada")
+    nowhere = "--calibration nowhere has neither shares.json nor queries.json"
+    refused(kvpop, f"eval --model=qwen3 --split=all {words} h2o --calibration nowhere", nowhere)
 
 
 def test_policies_that_follow_attention_and_corrections(kvpop):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kernels.problems import Problem
 from kernels.served import INTERPRETED, Pool
 
+from kvpop_vllm.cache import shares as shares_module
 from kvpop_vllm.cache.pages import PageLayout, cdiv
 from kvpop_vllm.cache.shares import Division, FixedShares, Shard, Shares
 from kvpop_vllm.policies.allocators import Proportional
@@ -81,6 +82,20 @@ def test_requests_with_budgets_of_their_own_have_regions_of_their_own(layers, he
                 places |= set(table[r, h, :count].tolist())
                 used += count
     assert len(places) == used and max(places) < (layers[1] - layers[0]) * num_blocks * layout.num_kv_heads
+
+
+def test_maps_of_many_budgets_are_made_once_in_a_step(monkeypatch):
+    """Four layers place requests of three budgets, of which only one map is remembered after the step."""
+    monkeypatch.setattr(shares_module, "MOST_MAPS", 1)
+    maps, layout = [], PageLayout(2, SIZE, torch.float32, N)
+    division = Division(Proportional(((1.5, 0.5),) * 4), 2, 4, 2, (Shard((0, 4), (0, 2)),))
+    regions = FixedShares(division.shares(64, 9)[0], layout, 80, "cpu", division)
+    monkeypatch.setattr(regions, "_map", lambda shares: maps.append(shares) or FixedShares._map(regions, shares))
+    budgets, windows = torch.tensor([64, 40, 80, 64], dtype=torch.int32), [9, 9, 9, 9]
+    blocks = torch.arange(40).view(4, 10).int()
+    for layer in range(4):
+        regions.place(layer, blocks, (), budgets, windows)
+    assert maps == [division.shares(budget, 9)[0] for budget in (64, 40, 80)]
 
 
 def test_equal_shares_need_none():

@@ -35,19 +35,19 @@ def test_interval(topk, every):
 def test_a_chunk_is_cut_where_rounds_are_due():
     """Cuts begin at the last round before evictions; B = 48 and k = 40 give a round every 20 tokens."""
     rule = rule_of("vase")
-    roles = by_roles([48, 48], rule, 6, 0)
+    roles = by_roles((48, 48), rule.sinks, 6, 0)
     assert roles == [(Retention(48, 2, 6), None)]
     assert cuts(rule, roles, 0, 28) == [28] and cuts(rule, roles, 0, 40) == [40]
     assert cuts(rule, roles, 0, 100) == [40, 60, 80, 100] and cuts(rule, roles, 45, 101) == [60, 80, 100, 101]
     assert cuts(rule, roles, 60, 61) == [61]
-    protected = by_roles([48, 48], rule, 6, 1000)
+    protected = by_roles((48, 48), rule.sinks, 6, 1000)
     assert cuts(rule, protected, 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
 
 
 def test_heads_of_unequal_shares_cut_where_any_is_due():
     """Heads of 40 and of 14 long-range slots have rounds every 20 and every 7 tokens; one of none has no rounds."""
     rule = rule_of("vase")
-    roles = by_roles([48, 22, 48, 8], rule, 6, 0)
+    roles = by_roles((48, 22, 48, 8), rule.sinks, 6, 0)
     assert roles == [(Retention(48, 2, 6), [0, 2]), (Retention(22, 2, 6), [1]), (Retention(8, 2, 6), [3])]
     assert cuts(rule, roles, 0, 60) == [21, 28, 35, 40, 42, 49, 56, 60]
 

@@ -228,7 +228,6 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
-        self.retention = backend.policy.retention
         self.policy, self.seed = backend.policy, request_seed(vllm_config.model_config.seed, 0)
         self.unequal = kv_cache_spec.shares is not None or self.policy.adaptive_head_budgets
         self.spec, self.records, compression = kv_cache_spec, {}, self.policy.compression
