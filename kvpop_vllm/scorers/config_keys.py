@@ -5,8 +5,8 @@ Errors are ConfigErrors.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -32,9 +32,15 @@ KEYS = {
     "delayed": r"(use|is|with)?delay(ed)?(scoring|readout|read|scores?)?",
     "value_projection": r"(use|with|has)?v(alue)?proj(ection)?",
     "activation": r"(score|readout|out|output|head)?(act|activation|actfn|activationfn|activationfunction)",
-    "scorer": r"(type|kind|name|arch|architecture|class)|scorer(type|kind|name|arch|architecture|class)?",
 }  # fmt: skip
 """Pattern of the names of each key, in lower case without separators and prefixes such as ``kvpop``."""
+_SCORER = re.compile(
+    r"(.*\.)?(kvpop|kv|retention|importance|mlstm)*scorer(type|kind|name|arch|architecture|class)?"
+    r"|(.*\.)?[^.]*(scorer|mlstm)\.(type|kind|name|arch|architecture|class)"
+)
+"""Pattern of the path of the key that names the kind of scorer."""
+_ELSEWHERE = ("generation_config",)
+"""Objects whose keys are of other things."""
 _FEATURE_MAPS = {"hedgehog": "hedgehog", "hedgehogfeaturemap": "hedgehog", "softmax": "softmax", "softmaxfeaturemap": "softmax"}  # fmt: skip
 _DECAYS = {
     "logit": "logit", "sigmoid": "logit", "alpha": "logit", "log": "log", "loggamma": "log", "logdecay": "log",
@@ -55,11 +61,13 @@ class Facts:
         values: checked value of each key of :data:`KEYS`.
         names: name of each key in the config.
         unread: names of keys that nothing was read from, with their values.
+        findings: values that disagree, and values that are not served. A map decides in place of them.
     """
 
     values: dict[str, object] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     unread: dict[str, object] = field(default_factory=dict)
+    findings: list[str] = field(default_factory=list)
 
     def __getitem__(self, key: str):
         """Return the value of a key, or None."""
@@ -67,42 +75,49 @@ class Facts:
 
 
 def facts_of(config: Mapping, model_keys: frozenset[str], source: str) -> Facts:
-    """Return label a ``config.json`` says about its scorer, nested or flat.
+    """Return what a ``config.json`` says about its scorer, nested or flat.
 
     Args:
         config: contents of ``config.json``.
         model_keys: its keys that are the base model's.
-        source: name of the file in errors.
-
-    Raises:
-        ConfigError: two keys say different things, or a value is not one that is served.
+        source: name of the file in errors and findings.
     """
     facts = Facts()
     for name, value in _scalars(config, model_keys):
-        squashed = re.sub(r"[^a-z0-9]", "", name.rsplit(".", 1)[-1].lower())
-        stripped = _PREFIXES.sub("", squashed)
-        short = {"k": "topk", "w": "window", "s": "sinks", "b": "budget"}.get(stripped if "." in name else "")
-        key = short or next((k for k, names in KEYS.items() if re.fullmatch(names, stripped)), None)
-        flat_sampling = name in ("top_k", "cache_size") and "." not in name
-        if key is None or flat_sampling or value is None:
-            facts.unread[name] = value
+        key = _key_of(name)
+        try:
+            read = None if key is None or value is None else _read(key, value, f"{source}: {name}")
+        except ConfigError as error:
+            facts.findings.append(str(error))
             continue
-        read = _read(key, value, f"{source}: {name}")
         if read is None:
             facts.unread[name] = value
         elif key not in facts.values:
             facts.values[key], facts.names[key] = read, name
         elif facts.values[key] != read:
             first = facts.names[key]
-            raise ConfigError(
+            facts.findings.append(
                 f"{source}: {first} is {facts.values[key]!r} and {name} is {read!r}: one of the two is wrong"
             )
     return facts
 
 
+def _key_of(name: str) -> str | None:
+    """Return the key of :data:`KEYS` that a name in the config stands for, None if there is none."""
+    path = re.sub(r"[^a-z0-9.]", "", name.lower())
+    if _SCORER.fullmatch(path):
+        return "scorer"
+    stripped = _PREFIXES.sub("", path.rsplit(".", 1)[-1])
+    if "." not in name and name in ("top_k", "cache_size"):
+        return None
+    short = {"k": "topk", "w": "window", "s": "sinks", "b": "budget"}.get(stripped if "." in name else "")
+    return short or next((key for key, names in KEYS.items() if re.fullmatch(names, stripped)), None)
+
+
 def _scalars(config: Mapping, model_keys: frozenset[str], path: str = "") -> Iterator[tuple[str, object]]:
     for name, value in config.items():
-        if not path and name in model_keys and not (name == "sliding_window" and not config.get("use_sliding_window")):
+        name = name if name.isprintable() else repr(name)
+        if name in _ELSEWHERE or not path and name in model_keys and not (name == "sliding_window" and not config.get("use_sliding_window")):
             continue
         if isinstance(value, Mapping) and path.count(".") < DEEPEST:
             yield from _scalars(value, model_keys, f"{path}{name}.")
@@ -112,7 +127,7 @@ def _scalars(config: Mapping, model_keys: frozenset[str], path: str = "") -> Ite
 
 def _read(key: str, value: object, label: str):
     """Return a checked value, None if the key is of no use."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = _is_number(value)
     if key in ("sinks", "window", "topk", "budget", "state", "decay_step"):
         if not number or value != int(value) or not 0 <= value <= MAX_BUDGET:
             raise ConfigError(f"{label} is {value!r}, which is no number of tokens: mend config.json")
@@ -127,10 +142,10 @@ def _read(key: str, value: object, label: str):
         if (
             not isinstance(value, list)
             or len(value) != 2
-            or not all(isinstance(v, float) and 0 < v <= 1 for v in value)
+            or not all(_is_number(end) and 0 < end <= 1 for end in value)
         ):
             raise ConfigError(f"{label} is {value!r}, which is no range of decays: mend config.json")
-        return tuple(value)
+        return tuple(map(float, value))
     if key == "gate_softcap":
         if value is False or value == 0:
             return None
@@ -153,6 +168,10 @@ def _read(key: str, value: object, label: str):
     raise AssertionError(key)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def _of(table: Mapping[str, str], value: object, label: str) -> str:
     served = table.get(re.sub(r"[^a-z0-9]", "", str(value).lower()))
     if served is None:
@@ -166,7 +185,7 @@ def budget_of(facts: Facts, state_entries: int, source: str) -> dict[str, int | 
     ``B = s + w + k``. A budget, or a number of long-range tokens, may also count the sinks, the window or the state.
 
     Args:
-        facts: label the config says.
+        facts: what the config says.
         state_entries: tokens whose keys and values take as many numbers as the state.
         source: name of the file in errors.
 

@@ -40,6 +40,7 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
     ]
     if checkpoint.facts.unread:
         lines.append(f"config.json, not read: {', '.join(sorted(checkpoint.facts.unread))}")
+    lines += checkpoint.facts.findings
     if map_file is not None:
         reading = reader.read_map(map_file)
         check_tensors(*reader.load(checkpoint, reading), str(checkpoint.folder))
@@ -64,7 +65,7 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
     reader.write_map(out, reading)
     use = (
         "serve it as it is, or change the map and give it with --kv-map"
-        if len(fitting) == 1 and not unknown
+        if len(fitting) == 1 and not unknown and not checkpoint.facts.findings
         else "mend it, and give it with --kv-map"
     )
     return [*lines, f"wrote {out}: {use}"]

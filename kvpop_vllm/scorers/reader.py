@@ -364,6 +364,10 @@ def reading_of(checkpoint: Checkpoint, map_file: str | Path | None = None) -> Re
     """
     if map_file is not None:
         return read_map(map_file)
+    if checkpoint.facts.findings:
+        raise ConfigError(
+            f"{checkpoint.facts.findings[0]}; or give a map (--kv-map), which 'kvpop inspect-checkpoint' writes"
+        )
     fitting, folder = readings(checkpoint), checkpoint.folder
     if len(fitting) == 1:
         return fitting[0]

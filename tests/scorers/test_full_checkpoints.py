@@ -186,6 +186,30 @@ def test_an_edited_map_serves_what_can_be_read_in_two_ways(full, tmp_path, capsy
     assert "exists: name another file with --out" in capsys.readouterr().err
 
 
+HARMLESS = {
+    "the kind of a cache": {"cache_type": "static", "kvpop": {"cache": {"type": "dynamic"}}},
+    "an optimizer": {"training": {"optimizer": {"name": "adamw"}}},
+    "sampling": {"generation_config": {"top_k": 20}},
+    "a range to 1": {"kvpop": {"decay_range": [0.999, 1]}, "decay_range": ...},
+}
+
+
+@pytest.mark.parametrize("keys", HARMLESS)
+def test_keys_of_other_things_are_left_alone(full, keys):
+    edit_config(full, **HARMLESS[keys])
+    assert read_scorer(full)[0].topk == 44
+
+
+@pytest.mark.parametrize("keys", [{"kvpop": {"window": 17}}, {"out_act": "none"}, {"kvpop_sinks": 10**400}])
+def test_a_map_decides_in_place_of_the_config(full, tmp_path, keys, capsys):
+    edit_config(full, **keys)
+    with pytest.raises(ConfigError, match="or give a map"):
+        read_scorer(full)
+    assert main(["inspect-checkpoint", str(full), "--out", str(tmp_path / "map.json")]) == 0
+    assert "map.json: mend it, and give it with --kv-map" in capsys.readouterr().out
+    assert read_scorer(full, str(tmp_path / "map.json"))[0].window == 16
+
+
 MAPS = {
     "a piece that there is none of": (lambda m: m["pieces"].update(ogate={"tensor": "x", "axes": "head"}), "'ogate' is no piece of a scorer"),
     "a tensor that is not there": (lambda m: m["pieces"]["key"].update(tensor="model.key"), "has no tensor model.key, which kvpop_map.json names"),
