@@ -266,6 +266,19 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    check_loaded(loaded, folder)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "num_attention_heads", None) is None:
+        raise ConfigError(f"{folder} is not a decoder-only language model with attention layers: choose another model")
+    model.config.use_cache = False
+    return model
+
+
+def check_loaded(loaded: Mapping, folder: str | Path) -> None:
+    """Check that all weights of a model came from its folder, by what transformers says of its loading.
+
+    Raises:
+        ConfigError: weights are missing or of other shapes than its config says.
+    """
     if wrong := sorted(loaded["mismatched_keys"]):
         name, found, told = wrong[0]
         raise ConfigError(
@@ -273,10 +286,6 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
         )
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(f"{folder} has no weights for {missing[0]}, which would be random: complete the model")
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "num_attention_heads", None) is None:
-        raise ConfigError(f"{folder} is not a decoder-only language model with attention layers: choose another model")
-    model.config.use_cache = False
-    return model
 
 
 def check_positions(model: torch.nn.Module, positions: int) -> None:

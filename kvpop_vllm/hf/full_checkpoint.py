@@ -12,6 +12,7 @@ from kvpop_vllm import model_types
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
 from kvpop_vllm.hub import local_folder
+from kvpop_vllm.model_hook import check_loaded
 from kvpop_vllm.model_shape import check_base
 from kvpop_vllm.model_types import LlamaKVpopConfig, Qwen3KVpopConfig
 from kvpop_vllm.scorers import ScorerConfig, checkpoint
@@ -65,10 +66,14 @@ def load_checkpoint(folder: str | Path, **options) -> torch.nn.Module:
     config = read_json(folder / "config.json", "give the folder of a full checkpoint")
     base = published_base(config)
     check_base(base, folder / "config.json")
-    names = [f"^{re.escape(name)}$" for name in open_checkpoint(folder).shapes]
+    names = [f"^{re.escape(name)}$" for name in open_checkpoint(folder).shapes] + [r"rotary_emb\.inv_freq$"]
     model_class = type(MODELS[base].__name__, (MODELS[base],), {"_keys_to_ignore_on_load_unexpected": names})
     config = model_types.register_published(config).from_dict(config)
-    model = model_class.from_pretrained(folder, config=config, trust_remote_code=False, **options)
+    options |= {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, loaded = model_class.from_pretrained(folder, config=config, **options)
+    check_loaded(loaded, folder)
+    if unexpected := sorted(loaded["unexpected_keys"]):
+        raise ConfigError(f"{folder}: tensor {unexpected[0]} is neither the base model's nor the scorer's")
     model.__class__ = MODELS[base]  # which pickles
     return model
 

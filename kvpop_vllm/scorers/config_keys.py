@@ -117,7 +117,12 @@ def _key_of(name: str) -> str | None:
 def _scalars(config: Mapping, model_keys: frozenset[str], path: str = "") -> Iterator[tuple[str, object]]:
     for name, value in config.items():
         name = name if name.isprintable() else repr(name)
-        if name in _ELSEWHERE or not path and name in model_keys and not (name == "sliding_window" and not config.get("use_sliding_window")):
+        if (
+            name in _ELSEWHERE
+            or not path
+            and name in model_keys
+            and not (name == "sliding_window" and not config.get("use_sliding_window"))
+        ):
             continue
         if isinstance(value, Mapping) and path.count(".") < DEEPEST:
             yield from _scalars(value, model_keys, f"{path}{name}.")
@@ -139,11 +144,7 @@ def _read(key: str, value: object, label: str):
             raise ConfigError(f"{label} is {value!r}, and a decay is above 0 and at most 1: mend config.json")
         return float(value)
     if key == "decay_range":
-        if (
-            not isinstance(value, list)
-            or len(value) != 2
-            or not all(_is_number(end) and 0 < end <= 1 for end in value)
-        ):
+        if not isinstance(value, list) or len(value) != 2 or not all(_is_number(end) and 0 < end <= 1 for end in value):
             raise ConfigError(f"{label} is {value!r}, which is no range of decays: mend config.json")
         return tuple(map(float, value))
     if key == "gate_softcap":

@@ -32,9 +32,10 @@ MAP_NAME = "kvpop_map.json"
 INDEX = "model.safetensors.index.json"
 MODEL_NAMES = re.compile(
     r"^(model\.)?(embed_tokens|norm|lm_head|layers\.\d+\."
-    r"(self_attn\.([qkvo]_proj|qkv_proj|[qk]_norm|rotary_emb)|mlp|input_layernorm|post_attention_layernorm))\."
+    r"(self_attn\.([qkvo]_proj|qkv_proj|[qk]_norm|rotary_emb)|mlp\.(gate|up|down|gate_up)_proj|input_layernorm|post_attention_layernorm))\."
+    r"(weight|bias|inv_freq|weight_(scale|scale_inv|packed|shape|zero_point|g_idx)|input_scale|[kv]_scale|qweight|qzeros|scales|g_idx)$"
 )
-"""Pattern of Llama's and Qwen3's own tensors."""
+"""Pattern of Llama's and Qwen3's own tensors, also quantised."""
 _SCHEMA = Schema("map")
 _FORMULA = {
     "inputs": ("key value", "value key"),

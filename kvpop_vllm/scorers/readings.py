@@ -44,8 +44,9 @@ _NOISE = frozenset(
     "w weight weights proj projs projection projector linear lin to layer preact act map feature features featuremap fm phi"
     " param params mat vec head heads headwise mlstm lstm xlstm cell scorer kvpop importance mem memory bias b new 0".split()
 )
+_NORM = re.compile(r"((out|output|multi_?head|h|g|readout|score)_?)?(rms_?|layer_?)?norm|ln")
 _HINTS = (
-    (r".*norm|ln", ("norm",)),
+    (_NORM, ("norm",)),
     (r".*(skip|residual|shortcut).*", ("skip",)),
     (r".*(decay|gamma).*|alpha", ("decay",)),
     (r"q|wq|query|queries", ("query",)),
@@ -61,8 +62,10 @@ _HINTS = (
     (r"fi|f_i|fi_?gates?", ("forget gate", "input gate")),
 )
 _FUSED_GATES = re.compile(r"gates?")
-_FOREIGN = re.compile(r"o_?gate|output_?gate|.*conv(1d)?|z|up|down")
-"""Pieces that public mLSTM blocks have and a scorer does not."""
+_FOREIGN = re.compile(r"o_?gate|output_?gate|.*conv(1d)?|z|up|down|.*norm|ln_.*|.*_ln")
+"""Pieces that public mLSTM blocks have and a scorer does not, norms of inputs among them."""
+_NORM_OF_HEADS = re.compile(r"(head|out|g_?(rms_?|layer_?)?norm)[^.]*(\.weight)?$")
+"""Names of norms whose one axis of all heads is normed head by head; a bare ``norm`` might be of all at once."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +168,10 @@ def hint(template: str) -> tuple[tuple[str, ...], bool] | None:
         core = "_".join(token for token in tokens if token not in _NOISE)
         if word == "b" and bias:
             return ("score",), True
-        if _FOREIGN.fullmatch(core):
-            return None
         if _FUSED_GATES.fullmatch(core):
             return ("gates",), bias
+        if not _NORM.fullmatch(core) and _FOREIGN.fullmatch(core):
+            return None
         for pattern, pieces in _HINTS:
             if re.fullmatch(pattern, core):
                 return pieces, bias
@@ -227,7 +230,8 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
     if len(pieces) > 1:
         return _fused(stack, pieces, bias, axis_sizes, missing)
     uses = []
-    for piece in pieces or [piece for piece in PIECES if "bias" not in piece and piece != "norm"]:
+    joint = pieces == ("norm",) and not _NORM_OF_HEADS.search(stack.template.lower())
+    for piece in pieces or (() if bias else REQUIRED):
         piece = f"{piece} bias" if bias else piece
         if piece not in PIECES:
             continue
@@ -237,7 +241,8 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
             lacking = missing - ({"head"} - set(form))
             axes_left = frozenset(set(form) - set(stack.axes) | lacking)
             for axis_order, out in patterns(stack.shape, axes_left, tuple(axis_sizes.items())):
-                uses.append(({piece: _at(stack, axis_order)}, {counts: out} if counts else {}))
+                if not (joint and "(head out)" in axis_order):
+                    uses.append(({piece: _at(stack, axis_order)}, {counts: out} if counts else {}))
     return uses
 
 

@@ -14,7 +14,7 @@ from scorers.spellings import SPELLINGS, write_spelling
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer
-from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue.start.engine_policy import adopt_published, engine_policy
 
 POLICY = {"policy": "kvpop"}
 
@@ -78,11 +78,42 @@ def test_a_name_of_the_hub_in_its_cache(spelt, tmp_path, monkeypatch):
     assert engine_policy(configure(full, POLICY | {"scorer": "owner/name@main"})).retention.budget == 64
 
 
+def test_another_scorer_goes_before_a_section_of_the_authors(spelt, tmp_path):
+    """Their ``kvpop`` section is not in our format, and nothing reads it."""
+    base, _, full = spelt("xlstm_large")
+    other = write_random_scorer(tmp_path / "other", base, "mlstm", topk=30)
+    config = configure(full, POLICY | {"scorer": str(other)})
+    assert engine_policy(config).retention.budget == 50 and config.load_config.load_format == "safetensors"
+
+
+def test_a_config_that_cannot_be_read_is_not_trusted(tmp_path):
+    *_, full = write_spelling(tmp_path / "spelt", SPELLINGS["xlstm"])
+    (full / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="whose code must not run: leave --trust-remote-code out") as error:
+        configure(full, POLICY, trust_remote_code=True)
+    assert "\n" not in str(error.value) and not (full.parent / "trace").exists()
+
+
+@pytest.mark.parametrize("kind", ["mistral_kvpop", "qwen3_kvpop"])
+def test_without_a_policy_another_base_is_left_alone(tmp_path, kind):
+    *_, full = write_spelling(tmp_path / "spelt", SPELLINGS["xlstm"])
+    config = json.loads((full / "config.json").read_text()) | {"model_type": kind, "architectures": [kind]}
+    (full / "config.json").write_text(json.dumps(config))
+    from vllm import EngineArgs
+
+    arguments = EngineArgs(model=str(full), trust_remote_code=True)
+    adopt_published(arguments)
+    served = kind == "qwen3_kvpop"
+    assert arguments.trust_remote_code != served and bool(arguments.hf_overrides) == served
+    assert arguments.load_format == "auto"
+
+
 @pytest.mark.parametrize(
     "files, message",
     [
         ({"config.json": {"model_type": "mistral_kvpop", "architectures": ["MistralKVpop"]}}, "cannot be served, those of llama and qwen3 can"),
         ({"tokenizer_config.json": {"tokenizer_class": "KVpopTokenizer", "auto_map": {"AutoTokenizer": ["a.B", None]}}}, "its tokenizer KVpopTokenizer exists only as code"),
+        ({"tokenizer_config.json": []}, "tokenizer_config.json is no JSON object: copy the folder again"),
         ({"config.json": {"kvpop_config": {"num_sinks": 4, "top_k": 44}}}, "its scorer can be read in 2 ways (norm: rms or layer)"),
     ],
 )  # fmt: skip
@@ -90,7 +121,7 @@ def test_refused_before_anything_starts(tmp_path, files, message):
     *_, full = write_spelling(tmp_path / "spelt", SPELLINGS["xlstm"])
     for name, changes in files.items():
         content = json.loads((full / name).read_text()) if (full / name).exists() else {}
-        (full / name).write_text(json.dumps(content | changes))
+        (full / name).write_text(json.dumps(content | changes if changes else changes))
     with pytest.raises(ConfigError) as error:
         configure(full, POLICY, trust_remote_code=True, skip_tokenizer_init=False)
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -119,6 +119,12 @@ def pickled(full) -> None:
         pickle.dump({"model.norm.weight": Runs()}, file)
 
 
+def added(name: str, *shape: int):
+    """Return a change that adds a tensor to the scorer of each layer."""
+    prefixes = [f"model.layers.{i}.self_attn.kvpop_mlstm" for i in range(LAYERS)]
+    return lambda tensors: tensors | {f"{prefix}.{name}": torch.ones(shape) for prefix in prefixes}
+
+
 def without_layer_tensor(tensors):
     return {name: t for name, t in tensors.items() if not name.endswith("kvpop_mlstm.vecF")}
 
@@ -133,6 +139,12 @@ REFUSED = {
     "a piece is missing": (lambda full: edit_tensors(full, without_layer_tensor), "no tensor of its scorer can be the forget gate"),
     "a layer's tensor has another shape": (lambda full: edit_tensors(full, at("matV", lambda t: t[..., :5])), "matV has shape"),
     "a tensor of no piece": (lambda full: edit_tensors(full, rename("vecF_bias", "ogate.weight")), "ogate.weight [3] is no piece of an mLSTM scorer"),
+    "a vector that nothing names": (lambda full: edit_tensors(full, added("mystery", 3)), "mystery [3] is no piece of an mLSTM scorer"),
+    "a matrix that nothing names": (lambda full: edit_tensors(full, added("mystery.weight", 3, 64)), "its scorer's tensors do not make a scorer together"),
+    "a bias that nothing names": (lambda full: edit_tensors(full, added("mystery.bias", 3)), "mystery.bias [3] is no piece of an mLSTM scorer"),
+    "a tensor below the base model's": (lambda full: edit_tensors(full, lambda t: t | {"model.layers.0.mlp.up_proj.ogate": torch.ones(3)}), "tensor model.layers.1.mlp.up_proj.ogate is missing"),
+    "a norm of the inputs": (lambda full: edit_tensors(full, added("input_rmsnorm.weight", 24)), "input_rmsnorm.weight [24] is no piece of an mLSTM scorer"),
+    "a norm of all heads": (lambda full: edit_tensors(full, added("rmsnorm.weight", 72)), "its scorer's tensors do not make a scorer together"),
     "a base that is not served": (lambda full: edit_config(full, model_type="mistralkvpop", architectures=["MistralKVpopForCausalLM"]), "a KVpop checkpoint of mistral cannot be served, those of llama and qwen3 can"),
     "names that disagree": (lambda full: edit_config(full, model_type="llama_kvpop"), "of llama or qwen3 cannot be served"),
     "not a number": (lambda full: edit_tensors(full, at("matQ", lambda t: t * torch.nan)), "layers.1.q_proj holds values that are not finite"),
@@ -270,6 +282,14 @@ def test_import_reads_a_pickle_of_tensors_and_no_other(full, tmp_path, capsys):
     assert main(["import", str(full), str(tmp_path / "other")]) == 2
     assert "cannot be read as tensors alone" in capsys.readouterr().err
     assert not (full.parent / "trace").exists() and not (tmp_path / "other").exists()
+
+
+def test_no_weight_of_the_base_is_random(full):
+    edit_tensors(full, lambda tensors: {name: t for name, t in tensors.items() if "1.mlp.up_proj" not in name})
+    with pytest.raises(
+        ConfigError, match=r"has no weights for model.layers.1.mlp.up_proj.weight, which would be random"
+    ):
+        load_checkpoint(full)
 
 
 def test_no_code_is_executed(full):

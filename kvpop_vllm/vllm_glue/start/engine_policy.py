@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import struct
 from typing import TYPE_CHECKING
@@ -77,13 +76,16 @@ def describe(vllm_config: VllmConfig) -> list[str]:
 def adopt_published(engine_args: EngineArgs) -> None:
     """Have a full checkpoint of other authors served as its base model, without its code.
 
-    Any other model is left alone.
+    Any other model is left alone, and without a policy also a checkpoint whose base is not served.
 
     Raises:
-        ConfigError: its base is not served, or its tokenizer exists only as code.
+        ConfigError: its base is not served, its tokenizer exists only as code, or its config cannot be read and its code
+            would run.
     """
     config = _config_json(engine_args)
     if not isinstance(config, dict) or (base := published_base(config)) is None:
+        return
+    if base not in ARCHITECTURES and not requested(engine_args):
         return
     from kvpop_vllm import model_types
     from kvpop_vllm.model_shape import check_base
@@ -95,19 +97,26 @@ def adopt_published(engine_args: EngineArgs) -> None:
 
 
 def _config_json(engine_args: EngineArgs) -> object:
-    """Return the contents of a model's ``config.json``, None where it has none that can be read."""
-    name = os.fspath(engine_args.model)
-    try:
-        if os.path.isdir(name):
-            with open(os.path.join(name, "config.json"), "rb") as file:
-                return json.load(file)
-        if name.count("/") != 1 or os.path.exists(name):
-            return None
-        from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+    """Return the contents of a model's config as transformers will read it, None where it cannot.
 
-        return get_hf_file_to_dict("config.json", name, engine_args.revision)
-    except Exception:  # vLLM says what is wrong with the model
-        return None
+    Raises:
+        ConfigError: it cannot be read, and a policy and ``--trust-remote-code`` are asked for.
+    """
+    from huggingface_hub import constants
+    from transformers import PretrainedConfig
+
+    name = os.fspath(engine_args.hf_config_path or engine_args.model)
+    options = {"revision": engine_args.revision, "token": engine_args.hf_token}
+    try:
+        return PretrainedConfig.get_config_dict(name, local_files_only=constants.HF_HUB_OFFLINE, **options)[0]
+    except Exception as error:  # vLLM says what is wrong with the model
+        if not requested(engine_args) or not engine_args.trust_remote_code:
+            return None
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{name}: config.json cannot be read ({reason}), so that it may be a checkpoint whose code must not run: leave"
+            " --trust-remote-code out, or give a folder"
+        ) from None
 
 
 def is_published(vllm_config: VllmConfig) -> bool:
@@ -215,6 +224,6 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
 
         of_checkpoint = dataclasses.replace(settings, scorer=published.folder_of(vllm_config))
         return cls(of_checkpoint, shape, fixed_shares=on_gpu)
-    section = checkpoint_section(vllm_config)
+    section = None if is_published(vllm_config) else checkpoint_section(vllm_config)
     checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
     return cls(settings, shape, checkpoint=checkpoint, fixed_shares=on_gpu)
