@@ -42,7 +42,7 @@ def local_folder(
         return Path(
             snapshot_download(match["repo"], revision=revision, cache_dir=cache_dir, allow_patterns=list(files))
         )
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # a proxy's errors are of the HTTP client
         answered = isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError)
         why = (
             "the hub has none of this name and revision, or asks for a login"

@@ -1,8 +1,8 @@
 """Versions of vLLM, models, head sizes and dtypes that are served, and the features of a model that are refused.
 
-This is where it is decided; constructors of layers repeat what only they can see. vLLM's glue, ``kvpop plan``, the cache for transformers, the choice of
-kernels, training and the tests read it, and the documents are compared with it. It imports neither vLLM nor
-torch.
+This is where it is decided; constructors of layers repeat what only they can see. vLLM's glue, ``kvpop plan``, the cache
+for transformers, the choice of kernels, training and the tests read it, and the documents are compared with it. It
+imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -64,15 +64,14 @@ def published_base(config: Mapping[str, Any]) -> str | None:
     """Return the base model type of a full checkpoint of other authors, None for any other config.
 
     Its model type or architecture contains ``kvpop``, in any case and with any separators, and it has no section that
-    this package wrote. The base may be one that is not in ARCHITECTURES,
-    several where names disagree, or empty.
+    this package wrote. The base may be one that is not in ARCHITECTURES, several where names disagree, or empty.
 
     Args:
         config: contents of a ``config.json``.
     """
     section, names = config.get("kvpop"), config.get("architectures")
     kind, names = config.get("model_type"), names if isinstance(names, list) else []
-    if isinstance(section, Mapping) and "format" in section:
+    if isinstance(section, Mapping) and section.get("format") == "kvpop-scorer":
         return None
     words = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in (kind, *names) if isinstance(name, str)]
     if not any("kvpop" in word for word in words):

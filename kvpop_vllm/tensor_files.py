@@ -36,6 +36,23 @@ def reading(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} is not a complete safetensors file ({reason}): {advice}") from None
 
 
+def unpickled(path: Path, advice: str) -> dict[str, torch.Tensor]:
+    """Return the named tensors of a pickle, by torch's restricted unpickler; ``advice`` ends the error.
+
+    Raises:
+        ConfigError: it is damaged, or holds something else.
+    """
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may raise any
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{path} cannot be read as tensors alone: {reason}") from None
+    named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+    if not named or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise ConfigError(f"{path} holds something else than named tensors: {advice}")
+    return tensors
+
+
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) -> None:
     """Write a safetensors file with the permissions of the file ``mode_of``.
 

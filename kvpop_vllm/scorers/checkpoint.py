@@ -24,6 +24,7 @@ from kvpop_vllm.hub import local_folder
 from kvpop_vllm.schemas import check_same_model
 from kvpop_vllm.scorers import ScorerConfig, parse_config
 from kvpop_vllm.scorers.reader import INDEX, MODEL_NAMES, is_published, read_published
+from kvpop_vllm.scorers.scorer_config import SCHEMA
 from kvpop_vllm.tensor_files import reading, write_files
 
 CONFIG_NAME = "kvpop_config.json"
@@ -103,8 +104,12 @@ def is_full_checkpoint(folder: str | Path) -> bool:
 
 
 def is_published_scorer(folder: str | Path) -> bool:
-    """Return whether a scorer's folder without a ``kvpop_config.json`` is a full checkpoint of other authors."""
-    return not (Path(folder) / CONFIG_NAME).exists() and is_published(folder)
+    """Return whether a scorer's folder without a ``kvpop_config.json`` of ours is a full checkpoint of other authors."""
+    if not is_published(folder):
+        return False
+    path = Path(folder) / CONFIG_NAME
+    config = read_json(path, "write the scorer again") if path.is_file() else None
+    return not isinstance(config, dict) or config.get("format") != SCHEMA.header["format"]
 
 
 def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig:

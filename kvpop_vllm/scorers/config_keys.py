@@ -149,7 +149,7 @@ def _read(key: str, value: object, label: str):
         return tuple(map(float, value))
     if key == "gate_softcap":
         if value is False or value == 0:
-            return None
+            return 0.0
         if value is True or not number or value < 0:
             raise ConfigError(f"{label} is {value!r}, which is no cap: give gate_softcap in a map (--kv-map)")
         return float(value)
@@ -180,10 +180,11 @@ def _of(table: Mapping[str, str], value: object, label: str) -> str:
     return served
 
 
-def budget_of(facts: Facts, state_entries: int, source: str) -> dict[str, int | None]:
-    """Return s, w and k, each None if the config does not say it.
+def budgets_of(facts: Facts, state_entries: int, source: str) -> list[dict[str, int | None]]:
+    """Return s, w and k, each None if the config does not say it, in each way in which its numbers can be read.
 
-    ``B = s + w + k``. A budget, or a number of long-range tokens, may also count the sinks, the window or the state.
+    ``B = s + w + k``. A budget, or a number of long-range tokens, may also count the sinks, the window or the state. A
+    budget alone does not say whether it counts the state.
 
     Args:
         facts: what the config says.
@@ -197,21 +198,22 @@ def budget_of(facts: Facts, state_entries: int, source: str) -> dict[str, int | 
     if window == 0:
         raise ConfigError(f"{source}: {facts.names['window']} is 0, and a window holds one token at least")
     if sinks is None or window is None:
-        return {"sinks": sinks, "window": window, "topk": topk}
+        return [{"sinks": sinks, "window": window, "topk": topk}]
     protected = sinks + window
     if topk is None:
         if budget is None:
-            return {"sinks": sinks, "window": window, "topk": None}
-        topk = budget - protected - (facts["state"] or 0)
-        if topk < 0:
+            return [{"sinks": sinks, "window": window, "topk": None}]
+        states = (0, state_entries) if facts["state"] is None else (facts["state"],)
+        if budget < protected + states[0]:
             raise ConfigError(f"{source}: {facts.names['budget']} is {budget}, less than {protected} sinks and window")
-        return {"sinks": sinks, "window": window, "topk": topk}
+        numbers = (budget - protected - state for state in dict.fromkeys(states) if budget >= protected + state)
+        return [{"sinks": sinks, "window": window, "topk": k} for k in numbers]
     if budget is None:
-        return {"sinks": sinks, "window": window, "topk": topk}
+        return [{"sinks": sinks, "window": window, "topk": topk}]
     states = {0, state_entries, facts["state"] or 0}
     for k in (topk, topk - protected):  # a number of long-range tokens may count the protected ones
         if k >= 0 and (budget - protected - k in states or budget == topk != k):
-            return {"sinks": sinks, "window": window, "topk": k}
+            return [{"sinks": sinks, "window": window, "topk": k}]
     raise ConfigError(
         f"{source}: {facts.names['budget']} is {budget}, and {sinks} sinks, window {window} and {facts.names['topk']} {topk} make"
         f" {protected + topk}: one of them is wrong"

@@ -51,7 +51,7 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
         fitting, why = [], str(error)
     reading = fitting[0] if fitting else draft(checkpoint)
     if fitting:
-        lines += reader.describe(checkpoint, reading)
+        lines += [*reader.describe(checkpoint, reading), *reader.assumed(checkpoint, reading)]
     number = f"{len(fitting)}" if len(fitting) < MOST else f"at least {MOST}"
     if len(fitting) > 1:
         lines += [
@@ -89,7 +89,7 @@ def draft(checkpoint: Checkpoint) -> Reading:
     pieces |= {piece: {"tensor": "?", "axes": "head in"} for piece in REQUIRED if piece not in pieces}
     formula = dict(_DEFAULTS)
     for key in ("feature_map", "gate_softcap", "decay_min", "decay_max", "decay_step"):
-        if checkpoint.facts[key] is not None:
+        if checkpoint.facts[key]:
             formula[key] = checkpoint.facts[key]
     if "norm" in pieces:
         formula["norm"] = "rms"

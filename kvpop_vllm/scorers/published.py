@@ -18,11 +18,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import pickle
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
@@ -38,6 +36,7 @@ from kvpop_vllm.scorers.checkpoint import (
     write_scorer,
 )
 from kvpop_vllm.scorers.reader import is_published, load, open_checkpoint, reading_of
+from kvpop_vllm.tensor_files import reading, unpickled
 
 TRIMKV_FILES = ("trimkv_weights.safetensors", "trimkv_weights.pth")
 """File names of TRIM-KV's gates, in order of preference."""
@@ -90,10 +89,10 @@ def import_gates(
 def _full(source: Path, out, map_file, sinks, window, topk) -> ScorerConfig:
     """Write the scorer of a full checkpoint of KVpop, whose weights may be pickles; return its config."""
     checkpoint = open_checkpoint(source, pickles=True)
-    reading = reading_of(checkpoint, map_file)
+    theirs = reading_of(checkpoint, map_file)
     options = {"sinks": sinks, "window": window, "topk": topk}
-    budget = reading.budget | {name: number for name, number in options.items() if number is not None}
-    config, layers = load(checkpoint, dataclasses.replace(reading, budget=budget))
+    budget = theirs.budget | {name: number for name, number in options.items() if number is not None}
+    config, layers = load(checkpoint, dataclasses.replace(theirs, budget=budget))
     write_scorer(out, config, layers)
     return config
 
@@ -131,15 +130,10 @@ def _weights(source: Path) -> dict[str, torch.Tensor]:
     if not found:
         raise ConfigError(f"{source} has neither {' nor '.join(TRIMKV_FILES)}: give a published TRIM-KV folder")
     path = found[0]
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{path} cannot be read as tensors alone: {str(error).splitlines()[0]}") from None
-    if not isinstance(weights, dict) or not all(isinstance(t, torch.Tensor) for t in weights.values()):
-        raise ConfigError(f"{path} holds something else than named tensors: give a published TRIM-KV folder")
-    return weights
+    if path.suffix != ".safetensors":
+        return unpickled(path, "give a published TRIM-KV folder")
+    with reading(path):
+        return load_file(path)
 
 
 def _dms(source, raw, shape, sinks, window, topk):

@@ -6,10 +6,11 @@ by torch's restricted unpickler. Errors are ConfigErrors.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import logging
 import math
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,11 +24,13 @@ from kvpop_vllm.files import read_json, write_whole
 from kvpop_vllm.model_shape import check_base, folder_sizes
 from kvpop_vllm.schemas import Schema
 from kvpop_vllm.scorers import ScorerConfig, make_config
-from kvpop_vllm.scorers.config_keys import DECAY_RANGE, Facts, budget_of, facts_of
+from kvpop_vllm.scorers.config_keys import DECAY_RANGE, Facts, budgets_of, facts_of
 from kvpop_vllm.scorers.readings import MOST, PIECES, REQUIRED, Pieces, Sizes, lacking, places, stacks
 from kvpop_vllm.supported import base_keys, published_base
 from kvpop_vllm.tensor_files import reading as naming_file
+from kvpop_vllm.tensor_files import unpickled
 
+logger = logging.getLogger("vllm.kvpop_vllm")
 MAP_NAME = "kvpop_map.json"
 INDEX = "model.safetensors.index.json"
 MODEL_NAMES = re.compile(
@@ -190,12 +193,14 @@ def open_checkpoint(folder: str | Path, *, pickles: bool = False) -> Checkpoint:
     check_base(base, folder / "config.json")
     sizes = folder_sizes(folder)
     facts = facts_of(config, frozenset(_model_keys(config, base)), str(folder / "config.json"))
-    shapes, files, unpickled = _shapes(folder, pickles)
+    shapes, files, in_memory = _shapes(folder, pickles)
+    if odd := [name for name in shapes if not name.isprintable()]:
+        raise ConfigError(f"{folder}: {odd[0]!r} is no name of a tensor: give another checkpoint")
     _check_base_tensors(shapes, sizes, folder)
     scorer = {name: shape for name, shape in shapes.items() if not MODEL_NAMES.match(name)}
     if not scorer:
         raise ConfigError(f"{folder} has no tensors but the base model's, so no scorer: give --kv-scorer DIR")
-    return Checkpoint(folder, sizes, facts, scorer, files, unpickled)
+    return Checkpoint(folder, sizes, facts, scorer, files, in_memory)
 
 
 def _model_keys(config: Mapping, base: str) -> set[str]:
@@ -211,8 +216,8 @@ def _shapes(folder: Path, pickles: bool) -> tuple[dict, dict[str, Path], dict[st
         if not isinstance(weight_map, Mapping) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ConfigError(f"{folder / INDEX} has no weight_map: copy the folder again")
         listed = sorted(set(weight_map.values()))
-        if missing := [file for file in listed if Path(file).name != file or not (folder / file).is_file()]:
-            raise ConfigError(f"{folder} has no file {missing[0]}, which its index names: complete the folder")
+        if missing := sorted(set(listed) - {path.name for path in folder.iterdir() if path.is_file()}):
+            raise ConfigError(f"{folder} has no file {missing[0]!r}, which its index names: complete the folder")
         paths = [folder / file for file in listed]
     if not paths:
         return _unpickle(folder, pickles)
@@ -223,14 +228,14 @@ def _shapes(folder: Path, pickles: bool) -> tuple[dict, dict[str, Path], dict[st
             for name in file.keys():
                 if name in shapes:
                     raise ConfigError(
-                        f"{folder}: tensor {name} is in {files[name].name} and in {path.name}: remove one"
+                        f"{folder}: tensor {name!r} is in {files[name].name} and in {path.name}: remove one"
                     )
                 shapes[name], files[name] = tuple(file.get_slice(name).get_shape()), path
     return shapes, files, {}
 
 
 def _unpickle(folder: Path, pickles: bool) -> tuple[dict, dict[str, Path], dict[str, torch.Tensor]]:
-    paths = sorted(path for end in ("bin", "pt", "pth") for path in folder.glob(f"*.{end}"))
+    paths = sorted(folder.glob("pytorch_model*.bin"))
     if not paths:
         raise ConfigError(f"{folder} has no safetensors files: complete the folder")
     if not pickles:
@@ -239,13 +244,7 @@ def _unpickle(folder: Path, pickles: bool) -> tuple[dict, dict[str, Path], dict[
         )
     tensors: dict[str, torch.Tensor] = {}
     for path in paths:
-        try:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            raise ConfigError(f"{path} cannot be read as tensors alone: {str(error).splitlines()[0]}") from None
-        if not isinstance(weights, dict) or not all(isinstance(t, torch.Tensor) for t in weights.values()):
-            raise ConfigError(f"{path} holds something else than named tensors: give a checkpoint's folder")
-        tensors |= weights
+        tensors |= unpickled(path, "give a checkpoint's folder")
     return {name: tuple(t.shape) for name, t in tensors.items()}, {}, tensors
 
 
@@ -286,18 +285,17 @@ def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
     dim = checkpoint.small.dim
     by_size = {dim // 2: ["hedgehog"], dim: ["softmax"]}.get(columns, ["hedgehog", "softmax"])
     feature_maps = [facts["feature_map"]] if facts["feature_map"] else by_size
-    budget = {}
     fitting = []
     for feature_map, norm, decay in itertools.product(
         feature_maps, _norms(checkpoint, pieces), _decays(checkpoint, pieces)
     ):
         features = columns * (2 if feature_map == "hedgehog" else 1)
-        budget = budget_of(facts, features * values // (2 * dim), source)
+        budgets = budgets_of(facts, features * values // (2 * dim), source)
         ends = (facts["gamma"], facts["gamma"]) if decay == "constant" else (low, high)
         formula = {
             "inputs": "key value",
             "feature_map": feature_map,
-            "gate_softcap": facts["gate_softcap"],
+            "gate_softcap": facts["gate_softcap"] or None,
             "delayed": facts["delayed"] is not False,
             "norm": norm[0],
             "norm_weight": norm[1],
@@ -306,7 +304,7 @@ def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
             "decay_max": ends[1],
             "decay_step": facts["decay_step"] or 1,
         }
-        fitting.append(Reading(pieces, formula, budget))
+        fitting += [Reading(pieces, formula, budget) for budget in budgets]
     return fitting
 
 
@@ -371,6 +369,8 @@ def reading_of(checkpoint: Checkpoint, map_file: str | Path | None = None) -> Re
         )
     fitting, folder = readings(checkpoint), checkpoint.folder
     if len(fitting) == 1:
+        for line in assumed(checkpoint, fitting[0]):
+            _warn_once(line)
         return fitting[0]
     if not fitting:
         raise ConfigError(f"{folder}: {why_none(checkpoint)}: see 'kvpop inspect-checkpoint {folder}'")
@@ -379,6 +379,21 @@ def reading_of(checkpoint: Checkpoint, map_file: str | Path | None = None) -> Re
         f"{folder}: its scorer can be read in {number} ways ({'; '.join(differences(fitting))}): run 'kvpop inspect-checkpoint"
         f" {folder}', mend the {MAP_NAME} that it writes, and give it with --kv-map"
     )
+
+
+def assumed(checkpoint: Checkpoint, reading: Reading) -> list[str]:
+    """Return a line of what neither the tensors nor the config say about a reading's formula, none if they say all."""
+    facts, formula = checkpoint.facts, reading.formula
+    names = [name for name in ("feature_map", "gate_softcap", "delayed", "decay_step") if facts[name] is None]
+    if formula["decay"] == "logit" and facts["decay_range"] is None:
+        names += [name for name in ("decay_min", "decay_max") if facts[name] is None]
+    listed = ", ".join(f"{name} {formula[name]}" for name in names)
+    return [f"{checkpoint.folder}: assumed, because config.json does not say it: {listed}"] if names else []
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    logger.warning("%s", line)
 
 
 def why_none(checkpoint: Checkpoint) -> str:
@@ -398,8 +413,8 @@ def differences(fitting: list[Reading]) -> list[str]:
         }
         if len(places_of) > 1:
             texts.append(f"{piece}: {' or '.join(sorted({describe_place(place) for place in places_of.values()})[:3])}")
-    for name in fitting[0].formula:
-        values = list(dict.fromkeys(str(reading.formula[name]) for reading in fitting))
+    for name in (*fitting[0].formula, *fitting[0].budget):
+        values = list(dict.fromkeys(str((reading.formula | reading.budget)[name]) for reading in fitting))
         if len(values) > 1:
             texts.append(f"{name}: {' or '.join(values)}")
     return texts[:3]

@@ -112,7 +112,7 @@ def test_without_a_policy_another_base_is_left_alone(tmp_path, kind):
     "files, message",
     [
         ({"config.json": {"model_type": "mistral_kvpop", "architectures": ["MistralKVpop"]}}, "cannot be served, those of llama and qwen3 can"),
-        ({"tokenizer_config.json": {"tokenizer_class": "KVpopTokenizer", "auto_map": {"AutoTokenizer": ["a.B", None]}}}, "its tokenizer KVpopTokenizer exists only as code"),
+        ({"tokenizer_config.json": {"tokenizer_class": "KVpopTokenizer", "auto_map": {"AutoTokenizer": ["a.B", None]}}}, "its tokenizer 'KVpopTokenizer' exists only as code"),
         ({"tokenizer_config.json": []}, "tokenizer_config.json is no JSON object: copy the folder again"),
         ({"config.json": {"kvpop_config": {"num_sinks": 4, "top_k": 44}}}, "its scorer can be read in 2 ways (norm: rms or layer)"),
     ],

@@ -168,7 +168,7 @@ SPELLINGS = {
     ),
     "xlstm_large": Spelling(
         _xlstm_large,
-        named("qwen3-kvpop", kvpop={"sink_size": 4, "protected_window": 16, "budget": 64, "gate_soft_cap": 15.0}),
+        named("qwen3-kvpop", kvpop={"sink_size": 4, "protected_window": 16, "budget": 64, "state_tokens": 0, "gate_soft_cap": 15.0}),
         {"gate_softcap": 15.0, "value_width": 24}, exact=False,
     ),
     "mlstm_kernels": Spelling(

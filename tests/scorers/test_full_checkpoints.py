@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 
@@ -17,8 +18,9 @@ from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache, load_checkpoint
 from kvpop_vllm.model_shape import ModelShape
+from kvpop_vllm.scorers import reader
 from kvpop_vllm.scorers.checkpoint import read_scorer
-from kvpop_vllm.scorers.config_keys import budget_of, facts_of
+from kvpop_vllm.scorers.config_keys import budgets_of, facts_of
 from kvpop_vllm.scorers.inspect_checkpoint import inspect_checkpoint
 from kvpop_vllm.supported import published_base
 from kvpop_vllm.testing import random_prompt
@@ -155,7 +157,11 @@ REFUSED = {
     "an activation that is not served": (lambda full: edit_config(full, kvpop={"score_activation": "gelu"}), "is 'gelu', and silu alone can be served"),
     "no window": (lambda full: edit_config(full, kvpop_window=...), "config.json does not say window"),
     "a pickle": (pickled, "pytorch_model.bin is a pickle: convert it with 'kvpop import'"),
-    "a file that is not there": (lambda full: (full / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'), "has no file b.safetensors, which its index names"),
+    "a file that is not there": (lambda full: (full / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'), "has no file 'b.safetensors', which its index names"),
+    "a file whose name is too long": (lambda full: (full / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b" * 5000}})), "which its index names"),
+    "a name of two lines": (lambda full: edit_tensors(full, lambda t: t | {"a\nkvpop: error": torch.ones(3)}), r"'a\nkvpop: error' is no name of a tensor"),
+    "a key of two lines": (lambda full: edit_config(full, kvpop={"a\nkvpop: error.window": 17}), "one of the two is wrong"),
+    "a budget that may count the state": (lambda full: edit_config(full, kvpop_topk=..., kvpop_budget=64), "can be read in 2 ways (topk: 44 or 32): run 'kvpop inspect-checkpoint"),
     "no scorer": (lambda full: edit_tensors(full, lambda t: {n: x for n, x in t.items() if "kvpop" not in n}), "has no tensors but the base model's"),
 }  # fmt: skip
 
@@ -284,6 +290,43 @@ def test_import_reads_a_pickle_of_tensors_and_no_other(full, tmp_path, capsys):
     assert not (full.parent / "trace").exists() and not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("content", [b"\x80\x02.", b"", b"PK", pickle.dumps({0: 1}, 2), pickle.dumps([], 2)])
+def test_a_damaged_pickle_is_refused_in_one_line(full, tmp_path, content, capsys):
+    weights = load_file(full / "model.safetensors")
+    (full / "model.safetensors").unlink()
+    (full / "training_args.bin").write_bytes(content)
+    (full / "pytorch_model.bin").write_bytes(content)
+    assert main(["import", str(full), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "pytorch_model.bin" in error and error.count("\n") == 1, error
+    torch.save({0: torch.ones(1)}, full / "pytorch_model.bin")
+    assert main(["import", str(full), str(tmp_path / "out")]) == 2
+    assert "holds something else than named tensors: give a checkpoint's folder" in capsys.readouterr().err
+    torch.save(weights, full / "pytorch_model.bin")
+    assert main(["import", str(full), str(tmp_path / "out")]) == 0
+
+
+def test_what_is_assumed_is_said(full, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(reader.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    read_scorer(full)
+    line = f"{full}: assumed, because config.json does not say it: feature_map hedgehog, gate_softcap None, delayed True, decay_step 1"
+    assert line in caplog.messages
+    edit_config(full, decay_range=..., kvpop={"gate_softcap": 0, "delayed": True, "decay_step": 1})
+    read_scorer(full)
+    assert caplog.messages[-1].endswith("does not say it: feature_map hedgehog, decay_min 0.999, decay_max 0.999999")
+    inspect_checkpoint(full, tmp_path / "map.json")
+    caplog.clear()
+    read_scorer(full, str(tmp_path / "map.json"))
+    assert not caplog.messages
+
+
+def test_a_config_of_theirs_in_our_name_is_not_ours(full):
+    (full / "kvpop_config.json").write_text('{"format": "theirs"}')
+    edit_config(full, kvpop={"format": "theirs"})
+    assert read_scorer(full)[0].topk == 44
+
+
 def test_no_weight_of_the_base_is_random(full):
     edit_tensors(full, lambda tensors: {name: t for name, t in tensors.items() if "1.mlp.up_proj" not in name})
     with pytest.raises(
@@ -305,13 +348,15 @@ def test_no_code_is_executed(full):
 
 @pytest.mark.parametrize(
     "budget, topk",
-    [({"topk": 3772, "budget": 4096}, 3772), ({"topk": 4032}, 4032), ({"budget": 4032}, 3772), ({"topk": 3772, "budget": 4032}, 3772),
-     ({"topk": 4032, "budget": 4096}, 3772), ({"budget": 4096, "state_entries": 64}, 3772), ({"topk": 4032, "budget": 4032}, 3772)],
+    [({"topk": 3772, "budget": 4096}, [3772]), ({"topk": 4032}, [4032]), ({"budget": 4032}, [3772, 3708]), ({"topk": 3772, "budget": 4032}, [3772]),
+     ({"topk": 4032, "budget": 4096}, [3772]), ({"budget": 4096, "state_entries": 64}, [3772]), ({"topk": 4032, "budget": 4032}, [3772]),
+     ({"budget": 4032, "state_entries": 0}, [3772])],
 )  # fmt: skip
 def test_a_budget_may_count_the_state(budget, topk):
     """The paper's 4,096 are 4 sinks, a window of 256, 3,772 long-range tokens and a state of 64."""
     facts = facts_of({"kvpop": {"sinks": 4, "window": 256} | budget}, frozenset(), "config.json")
-    assert budget_of(facts, 128 * 128 // (2 * 128), "config.json") == {"sinks": 4, "window": 256, "topk": topk}
+    found = budgets_of(facts, 128 * 128 // (2 * 128), "config.json")
+    assert found == [{"sinks": 4, "window": 256, "topk": k} for k in topk]
 
 
 @pytest.mark.parametrize(
@@ -324,6 +369,7 @@ def test_a_budget_may_count_the_state(budget, topk):
         ({"model_type": "qwen3_kvpop", "kvpop": {"format": "kvpop-scorer"}}, None),
         ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, None),
         ({"model_type": "kvpop"}, ""),
+        ({"model_type": "qwen3_kvpop", "kvpop": {"format": "theirs"}}, "qwen3"),
     ],
 )
 def test_names_of_checkpoints(config, base):

@@ -67,7 +67,7 @@ def _check_tokenizer(engine_args: EngineArgs) -> None:
     code, name = config.get("auto_map"), config.get("tokenizer_class")
     if code and not any(name and tokenizer_class_from_name(f"{name}{end}") for end in ("", "Fast")):
         raise ConfigError(
-            f"{engine_args.model}: its tokenizer {name} exists only as code in the folder, which is not executed: give the base"
+            f"{engine_args.model}: its tokenizer {name!r} exists only as code in the folder, which is not executed: give the base"
             " model's with --tokenizer"
         )
 
