@@ -33,7 +33,7 @@ def check_checkpoint(options: argparse.Namespace) -> None:
     """
     folder = local_folder(options.directory)
     with TemporaryDirectory() as scratch:
-        scorers, budget = _scorers(folder, options, Path(scratch))
+        scorers, budget, sinks = _scorers(folder, options, Path(scratch))
         rows = list(_rows(folder, options, budget))
         if len(rows) < LEAST:
             raise ConfigError(
@@ -42,26 +42,26 @@ def check_checkpoint(options: argparse.Namespace) -> None:
             )
         model = load_checkpoint(folder, **({} if options.dtype is None else {"dtype": getattr(torch, options.dtype)}))
         caches = {"dense": None} | {name: {"policy": "kvpop", "scorer": path} for name, path in scorers.items()}
-        caches["window"] = {"policy": "streaming-llm", "sinks": 0}
+        caches["window"] = {"policy": "streaming-llm", "sinks": sinks}
         nats = {name: [_nats(model.eval(), cache, row, budget) for row in rows] for name, cache in caches.items()}
     print(f"{len(rows)} rows, B = {budget}, tokens after the first {budget} of each row")
     for line in table(nats, [len(row) - budget for row in rows], options.seed):
         print(line)
 
 
-def _scorers(folder: Path, options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Path], int]:
-    """Write the scorer under each map, and a shuffled one; return their folders by name, and the budget."""
+def _scorers(folder: Path, options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Path], int, int]:
+    """Write the scorer under each map, and a shuffled one; return their folders by name, the first one's B and its sinks."""
     checkpoint, folders = reader.open_checkpoint(folder), {}
     for number, map_file in enumerate(options.map or [None]):
-        name = "reading" if map_file is None else str(map_file)
+        name = "reading" if map_file is None else f"map {map_file}"
         config, layers = reader.load(checkpoint, reader.reading_of(checkpoint, map_file))
         write_scorer(scratch / f"{number}", config, layers)
         folders[name] = scratch / f"{number}"
         if not number:
-            budget = options.budget or config.sinks + config.window + config.topk
+            budget, sinks = options.budget or config.sinks + config.window + config.topk, config.sinks
             draw = torch.Generator().manual_seed(options.seed)
             write_scorer(scratch / "shuffled", config, [_shuffled(t, draw) for t in layers])
-    return folders | {"shuffled scorer": scratch / "shuffled"}, budget
+    return folders | {"shuffled scorer": scratch / "shuffled"}, budget, sinks
 
 
 def _shuffled(tensors: dict[str, torch.Tensor], draw: torch.Generator) -> dict[str, torch.Tensor]:

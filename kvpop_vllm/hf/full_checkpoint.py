@@ -56,20 +56,22 @@ def load_checkpoint(folder: str | Path, **options) -> torch.nn.Module:
         options: of transformers' ``from_pretrained``, such as ``dtype``.
 
     Raises:
-        ConfigError: an option asks for the folder's code, or the checkpoint cannot be served.
+        ConfigError: an option asks for the folder's code, or the checkpoint cannot be served or lacks weights.
     """
     if options.pop("trust_remote_code", False):
         raise ConfigError("no code of a checkpoint is executed: leave trust_remote_code out")
     folder = local_folder(folder)
+    options |= {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if not is_published(folder):
-        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
+        model, loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
+        check_loaded(loaded, folder)
+        return model
     config = read_json(folder / "config.json", "give the folder of a full checkpoint")
     base = published_base(config)
     check_base(base, folder / "config.json")
     names = [f"^{re.escape(name)}$" for name in open_checkpoint(folder).shapes] + [r"rotary_emb\.inv_freq$"]
     model_class = type(MODELS[base].__name__, (MODELS[base],), {"_keys_to_ignore_on_load_unexpected": names})
     config = model_types.register_published(config).from_dict(config)
-    options |= {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = model_class.from_pretrained(folder, config=config, **options)
     check_loaded(loaded, folder)
     if unexpected := sorted(loaded["unexpected_keys"]):

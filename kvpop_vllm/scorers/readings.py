@@ -113,27 +113,27 @@ def _split(group: dict[str, tuple[int, ...]], sizes: Sizes, source: str) -> Iter
     rows = {name: name.split(".") for name in group}
     first = next(iter(rows.values()))
     numbered = [i for i, word in enumerate(first) if word.isdecimal()]
-    places: dict[str, int] = {}
+    axis_words: dict[str, int] = {}
     for i in numbered:
         values, before = {row[i] for row in rows.values()}, first[i - 1] if i else ""
-        if "layer" not in places and re.fullmatch(r"layers?|blocks|h", before):
+        if "layer" not in axis_words and re.fullmatch(r"layers?|blocks|h", before):
             _check_layers(values, rows, i, sizes.layers, source)
-            places["layer"] = i
-        elif "layer" not in places and sizes.layers > 1 and values == set(map(str, range(sizes.layers))):
-            places["layer"] = i
-        elif "head" not in places and sizes.heads > 1 and values == set(map(str, range(sizes.heads))):
-            places["head"] = i
+            axis_words["layer"] = i
+        elif "layer" not in axis_words and sizes.layers > 1 and values == set(map(str, range(sizes.layers))):
+            axis_words["layer"] = i
+        elif "head" not in axis_words and sizes.heads > 1 and values == set(map(str, range(sizes.heads))):
+            axis_words["head"] = i
         elif len(values) > 1:
             for value in sorted(values):
                 yield from _split({n: s for n, s in group.items() if rows[n][i] == value}, sizes, source)
             return
     counts = {"layer": sizes.layers, "head": sizes.heads}
-    for axis, i in places.items():
+    for axis, i in axis_words.items():
         first = [*first[:i], f"{{{axis}}}", *first[i + 1 :]]
     template = ".".join(first)
-    for numbers in itertools.product(*(range(counts[axis]) for axis in places)):
+    for numbers in itertools.product(*(range(counts[axis]) for axis in axis_words)):
         name = template
-        for axis, number in zip(places, numbers, strict=True):
+        for axis, number in zip(axis_words, numbers, strict=True):
             name = name.replace(f"{{{axis}}}", str(number))
         if name not in group:
             raise ConfigError(
@@ -258,19 +258,19 @@ def _fused(stack, pieces, bias, axis_sizes, missing) -> list[tuple[Pieces, dict[
     axes_left = frozenset(axes - set(stack.axes) | missing | {"part"})
     uses = []
     for axis_order, out in patterns(stack.shape, axes_left, (*axis_sizes.items(), ("part", count))):
-        places = {name: _at(stack, axis_order, part=i) for i, name in enumerate(names)}
-        uses.append((places, {PIECES[name][2]: out for name in names if PIECES[name][2]}))
+        placed = {name: _at(stack, axis_order, part=i) for i, name in enumerate(names)}
+        uses.append((placed, {PIECES[name][2]: out for name in names if PIECES[name][2]}))
     uses += _rows(stack, names, axis_sizes, axes_left - {"part"})
     if "out" not in axes:
         return uses
     for axis_order, width in patterns(stack.shape, axes_left - {"part"}, tuple(axis_sizes.items())):
         for features, rest, widths in _divisions(names, width):
             ends = list(itertools.accumulate(widths))
-            places = {
+            placed = {
                 name: _at(stack, axis_order, slice=[end - part, end])
                 for name, part, end in zip(names, widths, ends, strict=True)
             }
-            uses.append((places, {"features": features} | ({"values": rest} if rest else {})))
+            uses.append((placed, {"features": features} | ({"values": rest} if rest else {})))
     return uses
 
 

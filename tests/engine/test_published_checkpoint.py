@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from engine.tiny_engine import configure, generate
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from scorers.hub_server import lay_out
 from scorers.spellings import SPELLINGS, write_spelling
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer
 from kvpop_vllm.vllm_glue.start.engine_policy import adopt_published, engine_policy
+from kvpop_vllm.vllm_glue.start.front_ends import settings_of
 
 POLICY = {"policy": "kvpop"}
 
@@ -75,7 +77,18 @@ def test_a_name_of_the_hub_in_its_cache(spelt, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert engine_policy(configure("owner/name", POLICY)).retention.budget == 64
-    assert engine_policy(configure(full, POLICY | {"scorer": "owner/name@main"})).retention.budget == 64
+    config = configure(full, POLICY | {"scorer": "owner/name@main"})
+    assert engine_policy(config).retention.budget == 64
+    assert Path(config.additional_config["kv_policy"]["scorer"]).parent.name == "snapshots", "processes resolve it"
+
+
+def test_engines_with_other_weights_are_told_apart(tmp_path):
+    *_, full = write_spelling(tmp_path / "spelt", SPELLINGS["xlstm"])
+    before = settings_of(configure(full, POLICY))["scorer"]
+    assert settings_of(configure(full, POLICY))["scorer"] == before
+    file = full / "model.safetensors"
+    save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    assert settings_of(configure(full, POLICY))["scorer"] != before
 
 
 def test_another_scorer_goes_before_a_section_of_the_authors(spelt, tmp_path):

@@ -6,13 +6,14 @@ import copy
 import json
 import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.evaluation.check_checkpoint import table
+from kvpop_vllm.evaluation.check_checkpoint import _scorers, table
 from kvpop_vllm.evaluation.problems import KINDS, SEEDS, make_problem
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -67,6 +68,14 @@ def test_exchanged_halves_and_exchanged_gates_show(reasoner, tmp_path, capsys):
     }
     assert lows.keys() == {"gates", "halves", "scorer", "window"} and all(float(low) > 0 for low in lows.values())
     assert "is better than a shuffled scorer and than a window of the same size" in printed
+
+
+def test_maps_have_rows_of_their_own(reasoner, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("dense", "window"):
+        assert main(["inspect-checkpoint", str(reasoner), "--out", name]) == 0
+    scorers, budget, sinks = _scorers(reasoner, Namespace(map=["dense", "window"], budget=None, seed=0), tmp_path)
+    assert list(scorers) == ["map dense", "map window", "shuffled scorer"] and (budget, sinks) == (272, 4)
 
 
 def test_the_table():

@@ -355,8 +355,8 @@ def test_no_code_is_executed(full):
 def test_a_budget_may_count_the_state(budget, topk):
     """The paper's 4,096 are 4 sinks, a window of 256, 3,772 long-range tokens and a state of 64."""
     facts = facts_of({"kvpop": {"sinks": 4, "window": 256} | budget}, frozenset(), "config.json")
-    found = budgets_of(facts, 128 * 128 // (2 * 128), "config.json")
-    assert found == [{"sinks": 4, "window": 256, "topk": k} for k in topk]
+    budgets = budgets_of(facts, 128 * 128 // (2 * 128), "config.json")
+    assert budgets == [{"sinks": 4, "window": 256, "topk": k} for k in topk]
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,8 @@ def test_loading_and_unloading(served, folders):
     assert server.blocks_in_use() == before + SLOTS // 64
     taken = post(server, "load_kv_cartridge", name="later", path=folders["loaded"])
     assert taken.status_code == 400 and "is taken" in taken.json()["error"]["message"]
+    named = post(server, "load_kv_cartridge", name="hub", path="owner/name")  # which nothing may download
+    assert named.status_code == 400 and "is no folder of this machine" in named.json()["error"]["message"]
     stream = ask(client, "later", stream=True, max_tokens=1800, extra_body={"ignore_eos": True})
     read = [next(stream), next(stream)]
     busy = post(server, "unload_kv_cartridge", name="later")

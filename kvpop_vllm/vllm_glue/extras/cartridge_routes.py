@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from asyncio import Lock
 from http import HTTPStatus
 from typing import Annotated
@@ -80,6 +81,8 @@ async def load_kv_cartridge(body: LoadCartridge, request: Request):
         if body.name in models.lora_requests or body.name in names.known or models.is_base_model(body.name):
             message = f"the name {body.name!r} is taken: unload it, or use another"
             raise HTTPException(HTTPStatus.BAD_REQUEST, message)
+        if not os.path.isdir(body.path):
+            raise HTTPException(HTTPStatus.BAD_REQUEST, f"{body.path!r} is no folder of this machine: give one")
         try:
             known = await asyncio.to_thread(names.add, body.name, body.path)
             core = models.engine_client.engine_core

@@ -9,6 +9,7 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, check_spelling
+from kvpop_vllm.hub import local_folder
 from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, refusals
 from kvpop_vllm.vllm_glue.start.engine_policy import (
     adopt_published,
@@ -49,6 +50,10 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     settings = policies.parse_settings(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
     refusals.check_arguments(engine_args)
+    if settings.scorer is not None and cls.scorer_kind is not None:  # all processes read the same snapshot
+        additional, folder = engine_args.additional_config, str(local_folder(settings.scorer))
+        named = additional[ADDITIONAL_CONFIG_KEY] | {"scorer": folder}
+        engine_args.additional_config = additional | {ADDITIONAL_CONFIG_KEY: named}
     protects = refusals.check_prefix_caching(engine_args, cls, settings)
     if engine_args.enable_prefix_caching is None:
         engine_args.enable_prefix_caching = bool(protects)

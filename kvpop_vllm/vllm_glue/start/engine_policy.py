@@ -106,6 +106,8 @@ def _config_json(engine_args: EngineArgs) -> object:
     from transformers import PretrainedConfig
 
     name = os.fspath(engine_args.hf_config_path or engine_args.model)
+    if os.path.isfile(name) and not name.endswith(".json"):  # weights of a format without code, such as GGUF
+        return None
     options = {"revision": engine_args.revision, "token": engine_args.hf_token}
     try:
         return PretrainedConfig.get_config_dict(name, local_files_only=constants.HF_HUB_OFFLINE, **options)[0]

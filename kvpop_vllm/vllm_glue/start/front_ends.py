@@ -9,6 +9,7 @@ checked what such requests ask for.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -96,7 +97,6 @@ def settings_of(vllm_config: VllmConfig) -> dict:
     from kvpop_vllm.calibration.statistics import CONFIG_NAME as STATISTICS
     from kvpop_vllm.calibration.statistics import TENSORS_NAME as QUERIES
     from kvpop_vllm.compaction.cartridge import digest_of
-    from kvpop_vllm.scorers.checkpoint import files_of
     from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
 
     policy = engine_policy(vllm_config)
@@ -104,7 +104,7 @@ def settings_of(vllm_config: VllmConfig) -> dict:
     settings |= {"max_budget": policy.max_budget, "protect_prompt": policy.protect, "max_protect": policy.max_protect}
     settings["cartridge"] = {name: f"{placed.digest:.12}" for name, placed in names_of(vllm_config).placed.items()}
     if (scorer := policy.settings.scorer) is not None:
-        settings["scorer"] = f"sha256 {digest_of(*files_of(scorer)):.12}"
+        settings["scorer"] = f"sha256 {_digest_of_scorer(scorer):.12}"
     if (map_file := policy.settings.map) is not None:
         settings["map"] = f"sha256 {digest_of(Path(map_file).parent, Path(map_file).name):.12}"
     if (calibration := policy.settings.calibration) is not None:
@@ -113,3 +113,17 @@ def settings_of(vllm_config: VllmConfig) -> dict:
         settings["calibration"] = f"sha256 {digest_of(shares.parent, *names):.12}"
     settings["allocator"] = policy.allocator
     return {name: settings[name] for name in FLAGS if name != "compression"}
+
+
+def _digest_of_scorer(scorer: str) -> str:
+    """Return the sha256 of a scorer's files; of the weights of other authors' checkpoints, of their sizes and headers."""
+    from kvpop_vllm.compaction.cartridge import digest_of
+    from kvpop_vllm.scorers.checkpoint import files_of, is_published_scorer
+
+    folder, *names = files_of(scorer)
+    digest = hashlib.sha256(digest_of(folder, *names).encode())
+    for path in sorted(folder.glob("*.safetensors")) if is_published_scorer(folder) else ():
+        with open(path, "rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + header)
+    return digest.hexdigest()
