@@ -57,7 +57,7 @@ def describe(vllm_config: VllmConfig) -> list[str]:
         f"--kv-policy {policy.name}: {kept.budget} tokens per KV head ({kept.sinks} sinks, window {kept.window},"
         f" {kept.topk} long-range){shared}{corrected}"
     ]
-    if vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"] == AUTO:
+    if vllm_config.additional_config[ADDITIONAL_CONFIG_KEY].get("policy") == AUTO:
         best = (
             "the best policy that needs no calibration ('kvpop calibrate' may find a better one) and prefills in chunks"
         )
