@@ -2,8 +2,8 @@
 
     python examples/reasoner/compare.py runs --jobs 2
 
-trains each policy that is trained, all on as many problems; finds the shares of heads of each policy, and the window of
-each training-free one, on validation problems; solves test problems under all of them, with equal shares and with those
+trains each policy that is trained, all on as many problems; finds the shares of heads of each policy (of layers for
+policies in rounds), and the window of each training-free one, on validation problems; solves test problems under all of them, with equal shares and with those
 that were found; and writes runs/summary.md (all kinds together), runs/table.md (each kind) and runs/answers.csv, which
 `kvpop bench plot` draws. Records that are there already are not made again, and a stopped training or calibration goes on.
 Records of other problems or settings are refused.

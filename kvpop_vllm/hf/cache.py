@@ -115,7 +115,7 @@ class KVpopCache(Cache, AttentionCache):
         map: str | PathLike | None = None,
         calibration: str | PathLike | None = None,
         correction: str | None = None,
-        allocator: str | PathLike | None = None,
+        allocator: str | None = None,
         protect_prompt: bool | int | Sequence[bool | int] | None = None,
         cartridge: str | PathLike | Sequence[str | PathLike] = (),
         max_length: int | None = None,
@@ -127,9 +127,9 @@ class KVpopCache(Cache, AttentionCache):
         check_model(model, max_length)
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
-        arguments = dict(policy=policy, compression=compression, sinks=sinks, window=window, correction=correction)
-        files = ("scorer", scorer), ("map", map), ("calibration", calibration), ("allocator", allocator)
-        for name, value in files:
+        arguments = dict(policy=policy, compression=compression, sinks=sinks, window=window)
+        arguments |= dict(correction=correction, allocator=allocator)
+        for name, value in (("scorer", scorer), ("map", map), ("calibration", calibration)):
             arguments[name] = str(value) if isinstance(value, PathLike) else value
         try:
             self._rows = Rows(budget, protect_prompt, seed, prompt)
