@@ -70,7 +70,7 @@ def targets_in(root: Path) -> dict[str, Target]:
     compactor = CompactorConfig(**(base | about), width=8)
     write_compactor(root / "compactor", compactor, compactor.build())
     (root / "shares").mkdir()
-    (root / "shares" / "shares.json").write_text(json.dumps({"shares": [[1, 2.5], [0.5, 1]], "note": "x"}))
+    (root / "shares" / "heads.json").write_text(json.dumps({"shares": [[1, 2.5], [0.5, 1]], "note": "x"}))
     (root / "calibration").mkdir()
     sizes = {name: base[name] for name in ("model_type", "num_layers", "num_kv_heads", "head_dim")}
     shares = {"unit": "head", "shares": ((1.0, 2.5), (0.5, 0.0)), "windows": {"streaming-llm": 0.0625}}
@@ -79,7 +79,7 @@ def targets_in(root: Path) -> dict[str, Target]:
         "scorer": Target(root / "scorer", read_scorer),
         "cartridge": Target(root / "cartridge", read_cartridge),
         "compactor": Target(root / "compactor", lambda folder: read_compactor(folder, model)),
-        "shares": Target(root / "shares", lambda folder: read_shares(str(folder / "shares.json"))),
+        "shares": Target(root / "shares", lambda folder: read_shares(str(folder / "heads.json"))),
         "calibration": Target(root / "calibration", lambda folder: read_calibration(str(folder))),
     }
 
