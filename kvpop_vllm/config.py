@@ -17,6 +17,8 @@ from packaging.version import InvalidVersion
 from kvpop_vllm.flags import ENGINE, FLAGS, Setting, settings_of
 from kvpop_vllm.roles import Retention
 
+AUTO = "auto"
+"""Value of ``--kv-policy`` that serves the recommendation of a calibration, or without one a policy that needs none."""
 ADDITIONAL_CONFIG_KEY = "kv_policy"
 DEFAULT_SINKS = 4
 MAX_BUDGET = 2**24

@@ -16,9 +16,9 @@ from kvpop_vllm.calibrate.plan import Options, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.calibrate.stages import Stages, Verdict
 from kvpop_vllm.calibrate.statistics import query_statistics
-from kvpop_vllm.calibration.shares import AUTO, SIZES, UNITS, Calibration
+from kvpop_vllm.calibration.shares import SIZES, UNITS, Calibration
 from kvpop_vllm.calibration.statistics import CONFIG_NAME, write_statistics
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import AUTO, ConfigError
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.output import format_table, note
 from kvpop_vllm.files import write_whole

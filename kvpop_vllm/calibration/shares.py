@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvpop_vllm.config import ConfigError, PolicySettings, check_head_shares
+from kvpop_vllm.config import AUTO, ConfigError, PolicySettings, check_head_shares
 from kvpop_vllm.files import read_json, write_whole
 from kvpop_vllm.schemas import TEXT, Schema, check_same_model, integer, one_of
 
@@ -19,8 +19,6 @@ AGAIN = "run 'kvpop calibrate' again"
 SCHEMA = Schema("calibration", advice=f": {AGAIN}")
 UNITS = "uniform", "layer", "head"
 """Things that may differ in their share of the slots: none, layers, or heads too."""
-AUTO = "auto"
-"""Value of ``--kv-policy`` that serves the recommendation of a calibration, or :data:`UNCALIBRATED` without one."""
 UNCALIBRATED = "streaming-llm"
 """Policy that ``auto`` stands for without a calibration.
 

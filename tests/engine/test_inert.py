@@ -28,7 +28,7 @@ from kvpop_vllm.vllm_glue.start import flags
 
 TESTS = Path(__file__).resolve().parents[1]
 LIGHT = {"kvpop_vllm", "kvpop_vllm.vllm_glue", "kvpop_vllm.vllm_glue.start"} | {
-    *(f"kvpop_vllm.{name}" for name in ("config", "flags", "model_types", "roles", "supported")),
+    *(f"kvpop_vllm.{name}" for name in ("config", "flags", "hub", "model_types", "roles", "supported")),
     *(f"kvpop_vllm.vllm_glue.{name}" for name in ("plugin", "ledger", "install")),
     *(
         f"kvpop_vllm.vllm_glue.start.{name}"

@@ -20,8 +20,8 @@ import record
 
 from kvpop_vllm import cpu_env, policies
 from kvpop_vllm.bench.plot import NAMES, newest, read_answers
-from kvpop_vllm.calibration.shares import AUTO
 from kvpop_vllm.cli import main, make_parser
+from kvpop_vllm.config import AUTO
 from kvpop_vllm.evaluation.summaries import summarise_text
 from kvpop_vllm.flags import FLAGS
 

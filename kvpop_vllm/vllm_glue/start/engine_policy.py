@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from torch.utils.weak import WeakIdKeyDictionary
 from vllm.config import get_current_vllm_config_or_none
 
-from kvpop_vllm.calibration.shares import AUTO
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, AUTO, ConfigError
 from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES, published_base
 
 if TYPE_CHECKING:
