@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from test_demo_model import make_wheel
 
 from kvpop_vllm import demo_model
+from kvpop_vllm.calibrate.records import NAME as MEASURED
 from kvpop_vllm.cli import main
 from kvpop_vllm.distill import texts
 from kvpop_vllm.testing import write_random_scorer
@@ -49,7 +50,7 @@ COMMANDS = {
     "distill teacher": " ".join(
         ["distill teacher --model {model} --data {text} --out {out} --rows 8 --threads 1", *RECIPE]
     ),
-    "calibrate a scorer": "calibrate {model} --scorer {out} --data {text} --rows 8 --length 96 --threads 1",
+    "calibrate a scorer": "calibrate {model} --scorer {out} --data {text} --rows 8 --length 128 --threads 1",
     "distill texts": "distill texts --out {out} --data perl",
     "eval": "eval --model {model} --data {text} --split all --policies random --length 128 --share 2 --window 8 --rows 2"
     " --equal k --dtype float32 --threads 1 --out {out}/records.jsonl --report {out}/report",
@@ -135,9 +136,10 @@ def run(name: str, out: Path, files: dict, capsys) -> tuple[int, str]:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Return the files of a folder that are results, by name: all but notes and checkpoints of a run."""
+    """Return the files of a folder that are results, by name: all but notes, checkpoints and measurements of a run."""
     paths = [path for path in out.rglob("*") if path.is_file() and "run" not in path.relative_to(out).parts]
     paths = [path for path in paths if not path.name.endswith(".draft")]  # of records, which say so
+    paths = [path for path in paths if path.name not in (MEASURED, "report.json")]  # lines, and times
     return {str(path.relative_to(out)): path.read_bytes() for path in paths}
 
 

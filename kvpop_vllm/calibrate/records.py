@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpop_vllm.calibration import shares, statistics
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import whole_lines, write_whole
+from kvpop_vllm.files import naming, whole_lines, write_whole
 
 NAME = "measured.jsonl"
 RESULTS = (shares.NAME, "report.json", statistics.CONFIG_NAME, statistics.TENSORS_NAME)
@@ -56,7 +56,7 @@ class Records:
             raise ConfigError(f"{self.path} is damaged: remove it") from None
 
     def _append(self, line: dict) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
+        with naming(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def __contains__(self, key: list) -> bool:
