@@ -35,6 +35,14 @@ def spelt(tmp_path_factory):
     return make
 
 
+def logged(monkeypatch) -> list[str]:
+    """Return the list of lines that the package logs from now on; the first config sets up vLLM's loggers anew."""
+    lines = []
+    logger = logging.getLogger("vllm.kvpop_vllm")
+    monkeypatch.setattr(logger, "info", lambda text, *args: lines.append(text % args))
+    return lines
+
+
 @pytest.mark.parametrize("name", ["xlstm", "heads"])
 def test_tokens_and_log_probabilities_are_those_of_our_format(spelt, name):
     base, adapter, full = spelt(name)
@@ -48,24 +56,20 @@ def test_tokens_and_log_probabilities_are_those_of_our_format(spelt, name):
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_the_command_needs_no_budget(spelt, name, monkeypatch):
-    """The log says how the scorer is read; caplog is not used, because the first config sets up vLLM's loggers anew."""
-    (*_, full), logged = spelt(name), []
-    logger = logging.getLogger("vllm.kvpop_vllm")
-    monkeypatch.setattr(logger, "info", lambda text, *args: logged.append(text % args))
+    (*_, full), lines = spelt(name), logged(monkeypatch)
     config = configure(full, POLICY, trust_remote_code=True)
     retention, model = engine_policy(config).retention, config.model_config
     assert (retention.budget, retention.sinks, retention.window) == (64, 4, 16)
     assert model.architectures == ["Qwen3KVpopForCausalLM"] and not model.trust_remote_code
-    assert "the scorer is read as" in "\n".join(logged) and "forget gate: " in "\n".join(logged)
+    assert "the scorer is read as" in "\n".join(lines) and "forget gate: " in "\n".join(lines)
     assert pickle.loads(pickle.dumps(model.hf_config)).kvpop_published is not None
     assert not (full.parent / "trace").exists()
 
 
-def test_without_a_policy_it_is_served_densely(spelt, caplog):
-    base, _, full = spelt("xlstm")
-    plain = generate(base, None)  # the first config of a process sets up vLLM's loggers anew
-    assert generate(full, None, trust_remote_code=True) == plain
-    assert "the checkpoint carries KVpop scorers, which are not used without --kv-policy" in caplog.text
+def test_without_a_policy_it_is_served_densely(spelt, monkeypatch):
+    (base, _, full), lines = spelt("xlstm"), logged(monkeypatch)
+    assert generate(full, None, trust_remote_code=True) == generate(base, None)
+    assert "the checkpoint carries KVpop scorers, which are not used without --kv-policy" in lines
     assert not (full.parent / "trace").exists()
 
 
