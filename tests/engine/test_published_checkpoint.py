@@ -36,7 +36,7 @@ def spelt(tmp_path_factory):
 
 
 def logged(monkeypatch) -> list[str]:
-    """Return the list of lines that the package logs from now on; the first config sets up vLLM's loggers anew."""
+    """Return the list of lines that the package logs from now on; the first config sets up vLLM's loggers again."""
     lines = []
     logger = logging.getLogger("vllm.kvpop_vllm")
     monkeypatch.setattr(logger, "info", lambda text, *args: lines.append(text % args))
@@ -69,7 +69,7 @@ def test_the_command_needs_no_budget(spelt, name, monkeypatch):
 def test_without_a_policy_it_is_served_densely(spelt, monkeypatch):
     (base, _, full), lines = spelt("xlstm"), logged(monkeypatch)
     assert generate(full, None, trust_remote_code=True) == generate(base, None)
-    assert "the checkpoint carries KVpop scorers, which are not used without --kv-policy" in lines
+    assert "the checkpoint carries KVpop scorers, which are not used without --kv-policy" in "\n".join(lines)
     assert not (full.parent / "trace").exists()
 
 
