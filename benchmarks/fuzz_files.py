@@ -65,8 +65,8 @@ def targets_in(root: Path) -> dict[str, Target]:
     shape = base["num_kv_heads"], 64, base["head_dim"]
     layers = [(torch.ones(shape), torch.ones(shape), torch.zeros(shape[:2])) for _ in range(base["num_layers"])]
     about = {"slots": 64, "provenance": {"corpus": {"tokens": 9}}}
-    told = base | about | {"next_position": 70, "method": "first", "head": [1, 2]}
-    write_cartridge(root / "cartridge", CartridgeConfig(**told), layers)
+    cartridge = base | about | {"next_position": 70, "method": "first", "head": [1, 2]}
+    write_cartridge(root / "cartridge", CartridgeConfig(**cartridge), layers)
     compactor = CompactorConfig(**(base | about), width=8)
     write_compactor(root / "compactor", compactor, compactor.build())
     (root / "shares").mkdir()

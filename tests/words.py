@@ -51,7 +51,7 @@ COUNTS: dict[str, int] = {
     "name them": 2,
     "name there": 32,
     "name those": 3,
-    "name told": 64,
+    "name told": 63,
     "name wanted": 19,
     "name what": 23,
     "name where": 38,

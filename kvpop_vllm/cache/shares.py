@@ -400,17 +400,8 @@ class FixedShares(EqualHeads):
         return self.layout.view(storage.as_strided((regions, self.shares.heads, size), (size, 0, 1)))
 
 
-@functools.lru_cache(maxsize=8)
-def fixed_shares(
-    shares: Shares,
-    layout: PageLayout,
-    num_blocks: int,
-    device: torch.device | str = "cpu",
-    division: Division | None = None,
-    shard: int = 0,
-) -> FixedShares:
-    """Return the cached map that all layers of a rank share; arguments are those of :class:`FixedShares`."""
-    return FixedShares(shares, layout, num_blocks, device, division, shard)
+fixed_shares = functools.lru_cache(maxsize=8)(FixedShares)
+"""The cached map that all layers of a rank share; arguments are those of :class:`FixedShares`."""
 
 
 class SharesByVotes(EqualHeads):
