@@ -24,7 +24,8 @@ STAGGER = 17
 
 def main() -> int:
     """Run the benchmark and return its exit code."""
-    return compare(parse_arguments(), measure, RESULTS, ("context", "requests"), "step_ms")
+    options = parse_arguments()
+    return compare(options, measure, RESULTS, ("context", "requests"), "step_ms", starts=options.starts)
 
 
 def parse_arguments():

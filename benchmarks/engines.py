@@ -88,7 +88,7 @@ def parser_of_any(description: str, *, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=positive, default=threads, help="as vllm serve, all cores but 1")
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
-    parser.set_defaults(load_format="auto", prefix_caching=False, checkout=str(ROOT), starts=1)
+    parser.set_defaults(load_format="auto", prefix_caching=False, checkout=str(ROOT))
     return parser
 
 
@@ -211,7 +211,9 @@ def differs(name: str, dense: list, other: list) -> str | None:
     return None if compared >= total / 2 else f"{name}: near ties left only {compared} of {total} tokens to compare"
 
 
-def compare(options, measure, file: Path, keys: tuple[str, ...], value: str, *, judged: bool = True) -> int:
+def compare(
+    options, measure, file: Path, keys: tuple[str, ...], value: str, *, judged: bool = True, starts: int = 1
+) -> int:
     """Start the engines, check their outputs, measure, print and append.
 
     Args:
@@ -221,12 +223,13 @@ def compare(options, measure, file: Path, keys: tuple[str, ...], value: str, *, 
         keys: columns beside ``configuration`` whose values are compared separately.
         value: column that is compared.
         judged: True to compare outputs and values with stock's.
+        starts: times that all engines are started and measured.
 
     Returns:
         The exit code.
     """
     rows, problems = [], []
-    for _ in range(options.starts):
+    for _ in range(starts):
         with engines(options) as started:
             start(started)
             problems = output_problems(started) if judged else []
