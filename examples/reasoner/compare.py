@@ -2,8 +2,8 @@
 
     python examples/reasoner/compare.py runs --jobs 2
 
-trains each policy that is trained, all on as many problems; finds the shares of heads of each policy (of layers for
-policies in rounds), and the window of each training-free one, on validation problems; solves test problems under all of them, with equal shares and with those
+trains each policy that is trained, all on as many problems; finds the shares of heads of each policy, and the window of
+each training-free one, on validation problems; solves test problems under all of them, with equal shares and with those
 that were found; and writes runs/summary.md (all kinds together), runs/table.md (each kind) and runs/answers.csv, which
 `kvpop bench plot` draws. Records that are there already are not made again, and a stopped training or calibration goes on.
 Records of other problems or settings are refused.
@@ -23,7 +23,6 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from kvpop_vllm import policies
 from kvpop_vllm.argument_types import positive
 from kvpop_vllm.calibration.shares import NAME, UNITS
 from kvpop_vllm.distill.run import load_tokenizer
@@ -32,7 +31,6 @@ from kvpop_vllm.evaluation.problems import KINDS
 from kvpop_vllm.evaluation.runner import DENSE, OWN
 from kvpop_vllm.evaluation.statistics import INTERVAL
 from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoning
-from kvpop_vllm.policies.base import Order
 
 HERE = Path(__file__).parent
 FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "vase", "triattention"
@@ -132,9 +130,7 @@ class Comparison:
 
     def calibrate_untrained(self) -> None:
         """Find the shares of the training-free policies."""
-        units = {name: "layer" if policies.get(name).order is Order.ROUNDS else "head" for name in FREE}
-        calls = {name: [self.model, "--policy", name, "--shares", unit] for name, unit in units.items()}
-        self._all(self._calibration(name, words) for name, words in calls.items())
+        self._all(self._calibration(name, [self.model, "--policy", name, "--shares", "head"]) for name in FREE)
 
     def _with_shares(self, name: str, words: list) -> Iterator[list]:
         """Yield the command that solves the test problems with a policy's shares, if some are better than equal ones.

@@ -278,6 +278,7 @@ class LayerRows(LayerPages):
         protected: p, tokens of each row that are never evicted, or compressed.
         shifted: True if the score given with token t + 1 belongs to token t.
         seed: seed of the draws.
+        row_budget: B of the rows, the mean of all heads of the model; by default the mean of ``budget``.
 
     Attributes:
         seen: tokens of each row so far.
@@ -293,11 +294,11 @@ class LayerRows(LayerPages):
         protected: int = 0,
         shifted: bool = False,
         seed: int = 0,
+        row_budget: int | None = None,
     ):
-        rows, row_budget, budgets = like.shape[0], budget, None
-        if isinstance(budget, torch.Tensor):
-            row_budget = int(budget.max())
-            budgets = {row_budget: budget.tolist()}
+        rows, heads = like.shape[0], budget.tolist() if isinstance(budget, torch.Tensor) else [budget]
+        row_budget = sum(heads) // len(heads) if row_budget is None else row_budget
+        budgets = {row_budget: heads} if isinstance(budget, torch.Tensor) else None
         record = RequestSlots(0, 0, row_budget, rule.window, request_seed(0, seed))
         lengths = SequenceLengths([record] * rows, like.device)
         super().__init__(rule, budgets, like, scale, lengths, shifted)

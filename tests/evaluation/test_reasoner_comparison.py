@@ -202,11 +202,7 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
         command[command.index("--out") + 1].split("/")[-1]: command for command in ran if "calibrate" in command
     }
     assert set(calibrated) == {"kvpop-mlp", "h2o", "tova", "vase"}
-    assert [calibrated[n][calibrated[n].index("--shares") + 1] for n in ("kvpop-mlp", "tova", "vase")] == [
-        "head",
-        "head",
-        "layer",
-    ]
+    assert {command[command.index("--shares") + 1] for command in calibrated.values()} == {"head"}
     assert calibrated["kvpop-mlp"][2] == str(tmp_path / "kvpop-mlp/model") and "--scorer" in calibrated["kvpop-mlp"]
     assert all(
         "--protect-prompt" in command and str(comparison.validation) in command for command in calibrated.values()
