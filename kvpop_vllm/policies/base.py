@@ -84,9 +84,14 @@ class Policy(Declaration):
         calibration.check_model(self.model, folder)
         return calibration
 
+    @property
+    def uses_calibration(self) -> bool:
+        """True if shares and window are those of a calibration. It has found them together, so no allocator takes one alone."""
+        return self.calibration is not None and self.settings.allocator is None
+
     def _resolve(self, settings: PolicySettings) -> Retention:
         window, window_share = self.default_window, self.window_share
-        if self.calibration is not None and self.name in self.calibration.windows:
+        if self.uses_calibration and self.name in self.calibration.windows:
             window, window_share = None, self.calibration.windows[self.name]
         kept = resolve_retention(
             settings,
@@ -178,8 +183,8 @@ class Policy(Declaration):
     @property
     def allocator(self) -> str:
         """Name of the allocator that distributes the budget over layers and heads (``--kv-allocator``)."""
-        calibrated = self.calibration is not None and self.calibration.shares is not None
-        return self.settings.allocator or (CALIBRATED if calibrated else self.default_allocator)
+        calibrated = self.uses_calibration and self.calibration.shares is not None
+        return CALIBRATED if calibrated else self.settings.allocator or self.default_allocator
 
     @functools.cached_property
     def allocate(self) -> Allocator:

@@ -13,6 +13,7 @@ from policies import matrix
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.shares import layers_of_stages, shards_of
+from kvpop_vllm.calibration.shares import SIZES, Calibration
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
@@ -58,6 +59,28 @@ def test_shares_of_a_file_are_parts_of_the_slots():
         alike.retention_of(39)
     with pytest.raises(ConfigError, match="shares.json: shares must be 30 lists of 3 numbers"):
         made("h2o", calibration=str(matrix.SHARES))
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "pyramid"])
+@pytest.mark.parametrize("name", ["h2o", "streaming-llm", "triattention"])
+def test_another_allocator_takes_no_window_of_a_calibration(tmp_path, name, allocator):
+    """The window was measured with the shares, so rows with equal shares have the policy's, as without a calibration."""
+    shape = ModelShape("llama", 2, 2, 32, 4096, num_heads=4, rope=matrix.ROPE)
+    folder = matrix.random_statistics_folder(tmp_path / "statistics", shape)
+    plain = {"calibration": str(folder)} if name == "triattention" else {}
+    expected = matrix.made(name, 516, shape, allocator=allocator, **plain).retention
+    sizes = {size: getattr(shape, size) for size in SIZES}
+    shares = ((1.5, 0.5), (1.0, 1.0))
+    windows = dict.fromkeys(("h2o", "streaming-llm", "triattention"), 1 / 16)
+    Calibration(**sizes, rope=shape.rope, unit="head", shares=shares, windows=windows, policy=name, budget=516).write(
+        folder
+    )
+    calibrated = matrix.made(name, 516, shape, calibration=str(folder))
+    assert calibrated.retention.window == (516 - calibrated.retention.sinks) // 16 and calibrated.unequal
+    other = matrix.made(name, 516, shape, calibration=str(folder), allocator=allocator)
+    assert other.retention == expected and other.retention.window != calibrated.retention.window
+    assert other.retention_of(300) == matrix.made(name, 300, shape, allocator=allocator, **plain).retention
+    assert other.allocator == allocator and other.unequal == (allocator == "pyramid")
 
 
 def test_a_scorers_shares_hold_in_every_rank(tmp_path):
