@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpop_vllm.calibration import shares, statistics
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import naming, whole_lines, write_whole
+from kvpop_vllm.files import json_lines, naming, write_whole
 
 NAME = "measured.jsonl"
 RESULTS = (shares.NAME, "report.json", statistics.CONFIG_NAME, statistics.TENSORS_NAME)
@@ -28,14 +28,15 @@ class Records:
     def __init__(self, folder: Path, settings: dict):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._values = folder / NAME, {}
-        lines = self._read() if self.path.exists() else []
+        lines = json_lines(self.path)
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         if not lines:
             for name in RESULTS:  # of an earlier calibration
                 (folder / name).unlink(missing_ok=True)
             self._append({"settings": settings})
             return
         first, *lines = lines
-        theirs = first.get("settings") if isinstance(first, dict) else None
+        theirs = first.get("settings")
         if theirs != settings:
             other = [name for name in settings if not isinstance(theirs, dict) or theirs.get(name) != settings[name]]
             raise ConfigError(
@@ -43,16 +44,7 @@ class Records:
             )
         try:
             self._values = {json.dumps(line["key"]): line["value"] for line in lines}
-        except (KeyError, TypeError):
-            raise ConfigError(f"{self.path} is damaged: remove it") from None
-
-    def _read(self) -> list:
-        """Return all lines, without a last one that was cut off, which is taken away."""
-        lines = whole_lines(self.path)
-        write_whole(self.path, "".join(lines))
-        try:
-            return list(map(json.loads, lines))
-        except ValueError:
+        except KeyError:
             raise ConfigError(f"{self.path} is damaged: remove it") from None
 
     def _append(self, line: dict) -> None:
