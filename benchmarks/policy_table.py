@@ -276,13 +276,13 @@ def asked_of(options, part: str) -> dict[str, str]:
     return {column: str(vars(options)[column]) for column in ASKED[part]}
 
 
-def fingerprint(folder: Path, *patterns: str) -> str:
-    """Return a folder's name with a hash of its files; by default of those of a scorer."""
+def fingerprint(source: Path, *patterns: str) -> str:
+    """Return the name of a folder or file with a hash of its contents; in a folder by default of the files of a scorer."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in patterns or ("kvpop_*",) for path in folder.glob(pattern)):
-        if path.is_file():
-            digest.update(path.read_bytes())
-    return f"{folder.name}@{digest.hexdigest()[:8]}"
+    inside = sorted(path for pattern in patterns or ("kvpop_*",) for path in source.glob(pattern) if path.is_file())
+    for path in [source] if source.is_file() else inside:
+        digest.update(path.read_bytes())
+    return f"{source.name}@{digest.hexdigest()[:8]}"
 
 
 def there(options, part: str) -> dict[tuple, dict]:

@@ -270,6 +270,18 @@ FAULTS = {
         ("(losses[i] - losses[j]) / «(sizes[j] - sizes[i])→1»", "tests/calibrate/test_division.py"),
         ("slots[number] += «more→size»", "tests/calibrate/test_division.py"),
     ],
+    "kvpop_vllm/calibrate/stages.py": [
+        # a worse table takes the place of the best one
+        ("            if scores[name] >= score:\n                «break→pass»", "tests/calibrate/test_improve.py"),
+        ("best, score = «name→best», scores[name]\n        return best", "tests/calibrate/test_improve.py"),
+        ("scores[name]\n        return «best→next(iter(tables))»", "tests/calibrate/test_improve.py"),
+        # the first round is the last
+        ("            best, score = name, scores[name]«→\n            break»\n", "tests/calibrate/test_improve.py"),
+        # nothing between the old table and the new one is tried
+        ("scores = self._measured(«list(new)→[name]»)", "tests/calibrate/test_improve.py -k half_way"),
+        # all slots stay where they are
+        ("sizes = {size «/ 2→»: f", "tests/calibrate/test_improve.py"),
+    ],
     "kvpop_vllm/calibrate/layers.py": [
         ("self.policy.roles.first_long + «size→0»", "tests/calibrate/test_layers.py -k evicts"),
     ],

@@ -6,7 +6,7 @@ trains each policy that is trained, all on as many problems; finds the shares of
 each training-free one, on validation problems; solves test problems under all of them, with equal shares and with those
 that were found; and writes runs/summary.md (all kinds together), runs/table.md (each kind) and runs/answers.csv, which
 `kvpop bench plot` draws. Records that are there already are not made again, and a stopped training or calibration goes on.
-Records of other problems or settings are refused.
+Problems, records and calibrations of other problems, models, scorers or settings are refused.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+from write_problems import problems_text
+
 from kvpop_vllm.argument_types import positive
+from kvpop_vllm.calibrate.command import options_of
+from kvpop_vllm.calibrate.plan import Plan
+from kvpop_vllm.calibrate.records import differing
 from kvpop_vllm.calibration.shares import NAME, UNITS
+from kvpop_vllm.cli import make_parser
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.output import markdown_table, read_records
 from kvpop_vllm.evaluation.problems import KINDS
 from kvpop_vllm.evaluation.runner import DENSE, OWN
 from kvpop_vllm.evaluation.statistics import INTERVAL
 from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoning
+from kvpop_vllm.files import write_whole
 
 HERE = Path(__file__).parent
 FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "vase", "triattention"
@@ -98,25 +106,39 @@ class Comparison:
 
     def _prepare(self) -> None:
         """Write problems to train policies on."""
-        if not self.problems.exists():
-            _run(["python", HERE / "write_problems.py", self.problems, "--kinds", *self.kinds, *self.sized])
+        self._write(self.problems, problems_text(self.kinds, size=self.size))
 
     def prepare_calibration(self) -> None:
         """Write problems to measure shares on."""
-        if not self.validation.exists():
-            count = math.ceil(2 * CALIBRATION_ROWS / len(self.kinds))
-            words = ["--split", "validation", "--count", count, "--kinds", *self.kinds, *self.sized]
-            _run(["python", HERE / "write_problems.py", self.validation, *words])
+        count = math.ceil(2 * CALIBRATION_ROWS / len(self.kinds))
+        self._write(self.validation, problems_text(self.kinds, "validation", count, self.size))
+
+    def _write(self, path: Path, problems: str) -> None:
+        """Write problems unless they are there.
+
+        Raises:
+            SystemExit: other problems are there.
+        """
+        if not path.exists():
+            write_whole(path, problems)
+        elif path.read_text() != problems:
+            size = "their own size" if self.size is None else f"size {self.size}"
+            sys.exit(
+                f"{path} has other problems than {' and '.join(self.kinds)} of {size}: name another folder, or remove it"
+            )
 
     def _calibration(self, name: str, words: list) -> Iterator[list]:
-        """Yield the command that measures a policy's shares, unless they are there.
+        """Yield the command that measures a policy's shares of heads, unless they are there.
 
         Args:
             name: name of the policy here.
             words: model and policy.
+
+        Raises:
+            SystemExit: shares that were measured with something else are there.
         """
         out = self.calibrations / name
-        if not self.protect or name in GATES_ONLY or (out / NAME).exists():
+        if not self.protect or name in GATES_ONLY:
             return
         tokenizer = load_tokenizer(self.model)
         problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
@@ -126,11 +148,24 @@ class Comparison:
         )
         budgets = [(min(lengths) - max(prompts)) // c for c in CALIBRATED]
         fixed = ["--data", self.validation, "--rows", CALIBRATION_ROWS, "--length", min(lengths), "--threads", 1]
-        yield ["kvpop", "calibrate", *words, "--out", out, *fixed, "--budget", *budgets, "--protect-prompt"]
+        fixed += ["--budget", *budgets, "--protect-prompt", "--shares", "head"]
+        command = ["kvpop", "calibrate", *words, "--out", out, *fixed]
+        if not (out / NAME).exists():
+            yield command
+            return
+        try:
+            plan = Plan(options_of(make_parser().parse_args(list(map(str, command[1:])))))
+            other = differing(out, plan.settings)
+        except ConfigError as error:
+            sys.exit(str(error))
+        if json.loads((out / NAME).read_text())["unit"] not in (UNITS[0], plan.options.unit):
+            other.append("shares")
+        if other:
+            sys.exit(f"{out} was measured with other settings ({', '.join(other)}): name another folder, or remove it")
 
     def calibrate_untrained(self) -> None:
         """Find the shares of the training-free policies."""
-        self._all(self._calibration(name, [self.model, "--policy", name, "--shares", "head"]) for name in FREE)
+        self._all(self._calibration(name, [self.model, "--policy", name]) for name in FREE)
 
     def _with_shares(self, name: str, words: list) -> Iterator[list]:
         """Yield the command that solves the test problems with a policy's shares, if some are better than equal ones.
@@ -159,7 +194,7 @@ class Comparison:
         if steps:
             yield ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
-        yield from self._calibration(name, [words[1], *decides, "--shares", "head"])
+        yield from self._calibration(name, [words[1], *decides])
         if steps:
             equal = ["--allocator", "uniform", "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
             yield self._evaluation(self.records / f"{name}.jsonl", [*words, *equal])

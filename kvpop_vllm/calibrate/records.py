@@ -14,6 +14,13 @@ RESULTS = (shares.NAME, "report.json", statistics.CONFIG_NAME, statistics.TENSOR
 """Files of a folder that are made from the measurements."""
 
 
+def differing(folder: Path, settings: dict) -> list[str]:
+    """Return the names of the settings that a folder's measurements were made with other values of; all without any."""
+    first = next(iter(json_lines(folder / NAME)), {}).get("settings")
+    measured = first if isinstance(first, dict) else {}
+    return [name for name in settings if name not in measured or measured[name] != settings[name]]
+
+
 class Records:
     """File of measurements.
 
@@ -35,15 +42,12 @@ class Records:
                 (folder / name).unlink(missing_ok=True)
             self._append({"settings": settings})
             return
-        first, *lines = lines
-        theirs = first.get("settings")
-        if theirs != settings:
-            other = [name for name in settings if not isinstance(theirs, dict) or theirs.get(name) != settings[name]]
+        if other := differing(folder, settings):
             raise ConfigError(
                 f"{folder} holds measurements with other settings ({', '.join(other)}): choose another --out, or remove {self.path}"
             )
         try:
-            self._values = {json.dumps(line["key"]): line["value"] for line in lines}
+            self._values = {json.dumps(line["key"]): line["value"] for line in lines[1:]}
         except KeyError:
             raise ConfigError(f"{self.path} is damaged: remove it") from None
 

@@ -190,6 +190,12 @@ def test_any_policy_may_decide(kvpop, unit, ranks):
     assert set(lines) == {(name, shared) for name in ("tova", "streaming-llm") for shared in (False, True)}
     assert {line["budget"] for line in report["lines"]} == {24} and calibration.budget == 24
     assert lines["tova", True]["over equal interval"][1] < 1
+    losses: dict[str, list[float]] = {}
+    for line in map(json.loads, Path(f"tova-{unit}", "measured.jsonl").read_text().splitlines()[1:]):
+        if line["key"][:1] == ["search"] and not line["key"][-1].endswith(("-half", "-twice")):
+            losses.setdefault(line["key"][-1], []).append(line["value"]["kl"])
+    alike = {name: sum(kls) for name, kls in losses.items() if name == "equal" or ("-2x1-" in name) == (ranks == 2)}
+    assert len(alike) > 3 and alike[report["table"]] == min(alike.values()), "the table that measured rows like best"
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "attention-matching", "full"])
