@@ -289,11 +289,8 @@ class Stages:
 
     def _line(self, choice: Choice, records: list[dict], equal: list[float] | None = None) -> dict:
         """Return a line of the report; ``equal`` are the losses with equal shares."""
-        resolved, losses, units = (
-            self.passes.resolve(choice),
-            [record["kl"] for record in records],
-            self.plan.text.units,
-        )
+        plan, losses = self.plan, [record["kl"] for record in records]
+        resolved, units = self.passes.resolve(choice, plan.prompt), plan.text.units
         line = {
             "policy": choice.policy,
             "budget": choice.budget,
@@ -303,7 +300,7 @@ class Stages:
         line |= estimate("kl", losses, units=units)
         if equal is not None:
             line |= estimate("over equal", losses, equal, units=units)
-        line["MiB"] = resolved.request_bytes(self.plan.length, self.plan.dtype).allocated / 2**20
+        line["MiB"] = resolved.request_bytes(plan.length, plan.dtype, plan.prompt or None).allocated / 2**20
         return line | {"prefill": fmean(record["prefill"] for record in records)}
 
     def _over(self, side: str, rows: list, choices: list[Choice]) -> list[list[dict]]:

@@ -198,6 +198,19 @@ def test_any_policy_may_decide(kvpop, unit, ranks):
     assert len(alike) > 3 and alike[report["table"]] == min(alike.values()), "the table that measured rows like best"
 
 
+def test_protected_prompts_are_in_the_memory_of_the_report(kvpop):
+    """A prompt of 70 to 89 tokens takes two blocks of 64 slots, and 28 slots after it a third."""
+    documents = [{"prompt": "x" * (70 + i % 20), "response": f"{i:02} likes {i:02}. " * 12} for i in range(40)]
+    Path("prompts.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    words = "--data prompts.jsonl --length 200 --rows 8 --budget 32 --threads 1".split()
+    for protect, blocks in (([], 1), (["--protect-prompt"], 3)):
+        status, _, errors = kvpop("calibrate", "llama", "--out", f"prompts-{blocks}", *words, *protect)
+        assert status == 0, errors
+        lines = json.loads(Path(f"prompts-{blocks}", "report.json").read_text())["lines"]
+        equal = next(line for line in lines if line["shares"] == "equal")
+        assert equal["MiB"] * 2**20 == blocks * 2 * 4 * 64 * (2 * 32 * 4 + 8)
+
+
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "attention-matching", "full"])
 def test_policies_that_take_no_calibration_say_so(calibrated, name):
     calibrated("llama")
