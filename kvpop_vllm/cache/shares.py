@@ -296,7 +296,7 @@ class RegionMap(NamedTuple):
     on_cpu: torch.Tensor
 
 
-class FixedShares(EqualHeads):
+class RegionShares(EqualHeads):
     """Budgets that follow from the request's: a map from the pages of each head to the regions of a request.
 
     Args:
@@ -400,8 +400,8 @@ class FixedShares(EqualHeads):
         return self.layout.view(storage.as_strided((regions, self.shares.heads, size), (size, 0, 1)))
 
 
-fixed_shares = functools.lru_cache(maxsize=8)(FixedShares)
-"""The cached map that all layers of a rank share; arguments are those of :class:`FixedShares`."""
+cached_region_shares = functools.lru_cache(maxsize=8)(RegionShares)
+"""The cached map that all layers of a rank share; arguments are those of :class:`RegionShares`."""
 
 
 class SharesByVotes(EqualHeads):

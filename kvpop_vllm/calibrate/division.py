@@ -69,7 +69,7 @@ def curves_of(curves: Sequence[Curve], shard: Shard) -> list[Curve]:
     return chosen
 
 
-def shares_of(
+def shares_from_slots(
     curves: Sequence[Curve], slots: Sequence[float], smallest: float, layers: int, heads: int
 ) -> torch.Tensor:
     """Return shares ``[layers, H]`` float64 with mean 1 of the slots beyond ``smallest``."""

@@ -39,13 +39,13 @@ class Policy(Declaration):
         settings: the user's settings.
         model: shape of the model.
         retention: resolved budget, sinks and window.
-        fixed_shares: True if unequal shares hold for the server's budget alone, so that requests cannot have other budgets.
+        server_budget_only: True if unequal shares hold for the server's budget alone, so that requests cannot have other budgets.
     """
 
     settings: PolicySettings
     model: ModelShape
     retention: Retention = field(init=False)
-    fixed_shares: bool = field(default=False, kw_only=True)
+    server_budget_only: bool = field(default=False, kw_only=True)
     _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
@@ -65,7 +65,7 @@ class Policy(Declaration):
             )
         self.retention = self._resolve(self.settings)
         with torch.device("cpu"):  # a model may be in the making on the meta device
-            self.checked_shares(slice(None))
+            self.check_shares()
         self._check_limits()
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class Policy(Declaration):
         This holds if the policy never evicts, if heads divide their budget at the prompt's end, or if a class gives them
         shares that do not follow from the budget.
         """
-        fixed = self.fixed_shares or type(self).shares is not Policy.shares
+        fixed = self.server_budget_only or type(self).shares is not Policy.shares
         return self.keeps_all or self.adaptive_head_budgets or (fixed and self.unequal)
 
     def retention_of(self, budget: int) -> Retention:
@@ -236,7 +236,7 @@ class Policy(Declaration):
         """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator; the mean is B."""
         return self.allocate(self.retention, self.model.num_layers, self.model.num_kv_heads)
 
-    def shares_of(self, retention: Retention) -> torch.Tensor:
+    def budgets_of(self, retention: Retention) -> torch.Tensor:
         """Return the budgets ``[layers, H]`` int32 of the heads of a request, whose mean is the request's B.
 
         Sinks and window are those of ``retention``; the allocator scales the long-range slots of each head.
@@ -281,8 +281,12 @@ class Policy(Declaration):
                     retentions.append(self.retention_of(budget))
         return retentions
 
-    def checked_shares(self, heads: slice) -> Shares | None:
-        """Return the validated budgets of ``heads``, or None if they are all B.
+    def unequal_shares(self, heads: slice) -> Shares | None:
+        """Return the budgets of these heads of all layers, or None if all of them are B."""
+        return Shares.of(self.shares()[:, heads], self.retention.budget)
+
+    def check_shares(self) -> None:
+        """Check the budgets of all heads.
 
         Raises:
             ConfigError: the budgets have the wrong shape or dtype, are too small, or exceed B on average.
@@ -296,7 +300,6 @@ class Policy(Declaration):
             )
         if int(budgets.sum()) > self.retention.budget * budgets.numel():
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: fix the policy class")
-        return Shares.of(budgets[:, heads], self.retention.budget)
 
     def check_ranks(self, ranks: int) -> None:
         """Check that the policy works with the given number of tensor-parallel ranks.

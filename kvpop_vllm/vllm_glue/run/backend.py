@@ -36,7 +36,7 @@ from kvpop_vllm.cache.shares import (
     EqualHeads,
     Shares,
     SharesByVotes,
-    fixed_shares,
+    cached_region_shares,
     heads_of_rank,
     shards_of,
 )
@@ -439,7 +439,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             return divided.pages, divided, layer_pages
         if self.shares is None:
             return layer_pages, EqualHeads(layout.num_kv_heads), layer_pages
-        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device, self.division, self.shard)
+        shares = cached_region_shares(self.shares, layout, blocks, kv_cache.device, self.division, self.shard)
         return shares.view(_all_layers(kv_cache, self.layer - self.shares.first)), shares, layer_pages
 
 
