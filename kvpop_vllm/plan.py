@@ -19,7 +19,7 @@ from kvpop_vllm.cache.accounting import (
     worst_prompts,
 )
 from kvpop_vllm.cache.pages import PageLayout
-from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
+from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibration.shares import check_holds_any, has_shares
 from kvpop_vllm.calibration.statistics import CONFIG_NAME
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens

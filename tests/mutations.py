@@ -133,9 +133,11 @@ FAULTS = {
         # of equal votes the older wins
         ("newest_first = votes«.flip(1)→»\n", "tests/kernels/test_divided.py -k division"),
     ],
-    "kvpop_vllm/cache/shares.py": [
+    "kvpop_vllm/cache/ranks.py": [
         # a page too few
         ("return «cdiv(pages, →pages // (»self.layers * self", "tests/kernels/test_regions.py -k regions_of_their_own"),
+    ],
+    "kvpop_vllm/cache/shares.py": [
         # a rank has the shares of the first one
         ("self.division.shares(*size)[«self.shard→0»]", "tests/kernels/test_regions.py -k budgets_of_their_own"),
     ],

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.divided_heads import load_page_table
 from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix
-from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.cache.step import StepBatch
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvpop_vllm.cache.shares import Shard
+from kvpop_vllm.cache.ranks import Shard
 
 
 class Curve(NamedTuple):

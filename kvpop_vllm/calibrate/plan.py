@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
+from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
 from kvpop_vllm.distill.run import load_tokenizer

@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.cache.allocate import allocate_pages
+from kvpop_vllm.cache.divided_heads import SharesByVotes, divided_blocks
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
-from kvpop_vllm.cache.shares import EqualHeads, HeadBudgets, SharesByVotes, divided_blocks
+from kvpop_vllm.cache.shares import EqualHeads, HeadBudgets
 from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan, numbers_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch

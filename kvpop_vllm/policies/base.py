@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvpop_vllm.cache.shares import Division, FixedBudgets, Shard, Shares
+from kvpop_vllm.cache.ranks import Division, FixedBudgets, Shard, Shares
 from kvpop_vllm.calibration.shares import Calibration, has_shares, read_calibration
 from kvpop_vllm.config import ConfigError, PolicySettings, Retention, resolve_retention
 from kvpop_vllm.kernels.ops import RetentionRule

@@ -15,7 +15,7 @@ from threads import one_thread
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.cache.pages import PageLayout, Prefix
-from kvpop_vllm.cache.shares import Division, FixedBudgets, layers_of_stages, shards_of
+from kvpop_vllm.cache.ranks import Division, FixedBudgets, layers_of_stages, shards_of
 from kvpop_vllm.config import PolicySettings, protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes

@@ -15,7 +15,7 @@ from distill.typed import refused
 from safetensors.torch import load_file, save_file
 from scorers.spellings import SPELLINGS, write_spelling
 
-from kvpop_vllm.cache.shares import shards_of
+from kvpop_vllm.cache.ranks import shards_of
 from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache

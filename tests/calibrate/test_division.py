@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
+from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_from_slots
 
 SIZES = [2, 4, 8, 16]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpop_vllm.cache.shares import Shard
+from kvpop_vllm.cache.ranks import Shard
 from kvpop_vllm.calibrate.division import Curve
 from kvpop_vllm.calibrate.passes import Choice
 from kvpop_vllm.calibrate.stages import Stages

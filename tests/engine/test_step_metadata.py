@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvpop_vllm.cache.pages import PageLayout
-from kvpop_vllm.cache.shares import EqualHeads, RegionShares, Shares
+from kvpop_vllm.cache.ranks import Shares
+from kvpop_vllm.cache.shares import EqualHeads, RegionShares
 from kvpop_vllm.cache.step import StepPlan, plan_batch
 from kvpop_vllm.requests import RESOLVED, RequestSlots, of_request
 from kvpop_vllm.vllm_glue.run import backend

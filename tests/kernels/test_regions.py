@@ -11,7 +11,8 @@ from kernels.served import INTERPRETED, Pool
 
 from kvpop_vllm.cache import shares as shares_module
 from kvpop_vllm.cache.pages import PageLayout, cdiv
-from kvpop_vllm.cache.shares import Division, RegionShares, Shard, Shares
+from kvpop_vllm.cache.ranks import Division, Shard, Shares
+from kvpop_vllm.cache.shares import RegionShares
 from kvpop_vllm.policies.allocators import Proportional
 
 N, SIZE = 16, 32

@@ -12,7 +12,7 @@ import torch
 from policies import matrix
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.shares import layers_of_stages, shards_of
+from kvpop_vllm.cache.ranks import layers_of_stages, shards_of
 from kvpop_vllm.calibration.shares import SIZES, Calibration
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.model_shape import ModelShape
