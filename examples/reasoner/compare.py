@@ -206,15 +206,15 @@ class Comparison:
         It is one that is possible at equal bytes too.
         """
         outs = {(names, w): self.records / f"windows-{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
-        what = ["--split", "validation", "--share", *COMPRESSIONS]
-        self._solve({out: [*self._untrained(names, w), *what] for (names, w), out in outs.items()}, 16)
+        problems = ["--split", "validation", "--share", *COMPRESSIONS]
+        self._solve({out: [*self._untrained(names, w), *problems] for (names, w), out in outs.items()}, 16)
         shares: dict[tuple[str, int], dict[int, list[float]]] = {}
         for (_, w), out in outs.items():
             for record in read_records(out)[1]:
                 if "budget" in record:
                     of_budget = shares.setdefault((record["policy"], record["budget"]), {})
                     of_budget.setdefault(w, []).append(record["before_error"])
-        best = {each: max(WINDOWS, key=lambda w: (len(found[w]), fmean(found[w]))) for each, found in shares.items()}
+        best = {key: max(WINDOWS, key=lambda w: (len(by_w[w]), fmean(by_w[w]))) for key, by_w in shares.items()}
         budgets = sorted({budget for _, budget in best}, reverse=True)
         compression = dict(zip(budgets, sorted(COMPRESSIONS), strict=True))
         return {(name, compression[budget]): w for (name, budget), w in best.items()}
@@ -248,10 +248,10 @@ class Comparison:
             if path.name.startswith("windows-"):
                 continue
             for record in read_records(path)[1]:
-                of, stem = record["policy"], path.stem.removeprefix(SHARES)
-                name = stem if stem in TRAINED or stem != path.stem else of
+                policy, stem = record["policy"], path.stem.removeprefix(SHARES)
+                name = stem if stem in TRAINED or stem != path.stem else policy
                 name += ", shares" if stem != path.stem else ""
-                name = {DENSE: DENSE, OWN: f"{stem}, nothing evicted"}.get(of, name)
+                name = {DENSE: DENSE, OWN: f"{stem}, nothing evicted"}.get(policy, name)
                 if "budget" not in record:  # every command solves the problems with the dense model too
                     unit = name, record["kind"], record["unit"]
                     if unit in dense:
@@ -280,14 +280,14 @@ class Comparison:
         """
         if not out.exists():
             return False
-        told = read_records(out)[0].get("options", {})
-        wanted = {"kinds": self.kinds, "rows": rows, "size": self.size, "share": sum(COMPRESSIONS.values(), ())}
-        if told.get("protect_prompt") is not None:
-            wanted["protect_prompt"] = [self.protect]
-        for name, value in wanted.items():
-            found = told.get(name)
-            if set(found or ()) - set(value) if name == "share" else found != value:
-                sys.exit(f"{out} has {name} {found}, not {value}: name another folder, or remove this file")
+        recorded = read_records(out)[0].get("options", {})
+        settings = {"kinds": self.kinds, "rows": rows, "size": self.size, "share": sum(COMPRESSIONS.values(), ())}
+        if recorded.get("protect_prompt") is not None:
+            settings["protect_prompt"] = [self.protect]
+        for name, value in settings.items():
+            measured = recorded.get(name)
+            if set(measured or ()) - set(value) if name == "share" else measured != value:
+                sys.exit(f"{out} has {name} {measured}, not {value}: name another folder, or remove this file")
         return True
 
     def _contender(self, name: str) -> list:
@@ -353,10 +353,10 @@ def summary(curves: dict[tuple[str, str], dict[int, dict]], value: str) -> str:
     lines = []
     for key in sorted((key for key in curves if any(value in line for line in curves[key].values())), key=order):
         lines.append({"policy": key[0], "equal": key[1]})
-        for c, found in curves[key].items():
-            if value in found:
-                low, high = found.get(value + INTERVAL, (math.nan, math.nan))
-                lines[-1][times[c]] = f"{found[value]:.2f} ({low:.2f} to {high:.2f})"
+        for c, line in curves[key].items():
+            if value in line:
+                low, high = line.get(value + INTERVAL, (math.nan, math.nan))
+                lines[-1][times[c]] = f"{line[value]:.2f} ({low:.2f} to {high:.2f})"
     return markdown_table(lines, ("policy", "equal", *times.values()))
 
 
@@ -372,7 +372,7 @@ def write_answers(path: Path, curves: dict[tuple[str, str], dict[int, dict]]) ->
                 writer.writerow((policy, equal, compression, line["problems"], *shares))
 
 
-def main(given: list[str] | None = None) -> None:
+def main(words: list[str] | None = None) -> None:
     """Make what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -385,9 +385,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
     parser.add_argument("--only", nargs="*", choices=TRAINED, default=TRAINED, help="trained policies")
     parser.add_argument("--against", default="kvpop", help="policy that differences are from (default: kvpop)")
-    options = parser.parse_args(given)
-    what = options.model, options.protect_prompt, options.kinds, options.rows, options.jobs, options.size
-    comparison = Comparison(options.folder, *what)
+    options = parser.parse_args(words)
+    problems = options.kinds, options.rows, options.jobs, options.size
+    comparison = Comparison(options.folder, options.model, options.protect_prompt, *problems)
     comparison.prepare_calibration()
     comparison.run_trained(options.only, options.steps)
     comparison.calibrate_untrained()

@@ -39,7 +39,7 @@ class SharesByVotes(EqualHeads):
         divided = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
         stored, _ = load_page_table(self.pages, rows, self.compression, 1)
         budgets = torch.where(divided, stored, self.budget)
-        width = max(self.blocks, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
+        width = max(self.blocks, layout.blocks(largest := int(budgets.max()), largest))  # equal heads: all that is held
         budgets, table = build_page_table(layout, rows, budgets, width)
         plain = rows[..., torch.arange(width, device=rows.device).clamp_max(rows.shape[2] - 1)].int()
         return budgets, torch.where(divided.unsqueeze(2), table, plain)
@@ -72,8 +72,8 @@ def load_page_table(
     """
     column, word = _place(pages.layout, compression)
     words = pages.state[:, 0][rows[:, :, column].long(), word]
-    most = rows.shape[1] * rows.shape[2] * pages.layout.block_slots  # padding rows may hold any value
-    return build_page_table(pages.layout, rows, words.nan_to_num(1).clamp(1, most).int(), width)
+    limit = rows.shape[1] * rows.shape[2] * pages.layout.block_slots  # padding rows may hold any value
+    return build_page_table(pages.layout, rows, words.nan_to_num(1).clamp(1, limit).int(), width)
 
 
 def build_page_table(
@@ -89,9 +89,9 @@ def build_page_table(
     """
     full = layout.state_blocks + (budgets + layout.block_slots - 1) // layout.block_slots
     heads, number = rows.shape[1], page_numbers(full, int(full.max()) if width is None else width).transpose(1, 2)
-    at = (number // heads).clamp_max(rows.shape[2] - 1)
+    columns = (number // heads).clamp_max(rows.shape[2] - 1)
     request = torch.arange(len(rows), device=rows.device).view(-1, 1, 1)
-    return budgets, rows[request, number % heads, at].int()
+    return budgets, rows[request, number % heads, columns].int()
 
 
 def _place(layout: PageLayout, compression: Compression) -> tuple[int, int]:

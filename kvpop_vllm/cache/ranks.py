@@ -78,7 +78,7 @@ class Shard(NamedTuple):
     heads: tuple[int, int]
 
 
-def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
+def heads_of_rank(rank: int, ranks: int, total: int, per_rank: int) -> slice:
     """Return the KV heads that a tensor-parallel rank holds.
 
     With more ranks than heads, several ranks hold the same head.
@@ -87,10 +87,10 @@ def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
         rank: the rank.
         ranks: number of ranks.
         total: KV heads of the model.
-        held: KV heads of each rank.
+        per_rank: KV heads of each rank.
     """
     first = rank * total // ranks
-    return slice(first, first + held)
+    return slice(first, first + per_rank)
 
 
 def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:

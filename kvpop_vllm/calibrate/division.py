@@ -79,6 +79,6 @@ def shares_from_slots(
     return shares / shares.mean()
 
 
-def between(shares: torch.Tensor, others: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """Return shares half way between these and others, by default equal ones."""
-    return (shares + others) / 2
+def between(shares: torch.Tensor, baseline: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Return shares half way between these and a baseline, by default equal ones."""
+    return (shares + baseline) / 2

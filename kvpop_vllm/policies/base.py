@@ -56,7 +56,7 @@ class Policy(Declaration):
             "allocator": self.allocator != "uniform",
             "sinks": self.settings.sinks,
         }
-        if self.keeps_all and (flag := next((flag for flag, given in without_effect.items() if given), None)):
+        if self.keeps_all and (flag := next((flag for flag, is_set in without_effect.items() if is_set), None)):
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-{flag} out")
         if self.adaptive_head_budgets and not self.compresses:
             raise ConfigError(
@@ -93,7 +93,7 @@ class Policy(Declaration):
         window, window_share = self.default_window, self.window_share
         if self.uses_calibration and self.name in self.calibration.windows:
             window, window_share = None, self.calibration.windows[self.name]
-        kept = resolve_retention(
+        retention = resolve_retention(
             settings,
             self.model.max_model_len,
             self.scorer_shape(),
@@ -102,8 +102,8 @@ class Policy(Declaration):
             window_share=window_share,
             window=window,
         )
-        self.check_retention(kept)
-        return kept
+        self.check_retention(retention)
+        return retention
 
     @functools.cached_property
     def unequal(self) -> bool:
@@ -129,13 +129,13 @@ class Policy(Declaration):
         """
         if self.one_budget:
             raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-budget out")
-        found = self._retentions.get(budget)
-        if found is None:
-            found = self._resolve(replace(self.settings, budget=budget, compression=None))
+        retention = self._retentions.get(budget)
+        if retention is None:
+            retention = self._resolve(replace(self.settings, budget=budget, compression=None))
             if len(self._retentions) >= MOST_RETENTIONS:
                 self._retentions.clear()
-            self._retentions[budget] = found
-        return found
+            self._retentions[budget] = retention
+        return retention
 
     def _check_limits(self) -> None:
         """Check ``max_budget`` and ``max_protect`` against the server's own budget and protection.
@@ -201,8 +201,8 @@ class Policy(Declaration):
     @property
     def protect(self) -> bool | int:
         """Number of protected tokens of each prompt (``--kv-protect-prompt``): True for all, 0 for none."""
-        asked = self.settings.protect_prompt
-        return self.default_protect if asked is None else asked
+        protected = self.settings.protect_prompt
+        return self.default_protect if protected is None else protected
 
     @property
     def max_budget(self) -> int:
@@ -218,8 +218,8 @@ class Policy(Declaration):
     @property
     def max_protect(self) -> bool | int:
         """Most prompt tokens that a request may protect (``--kv-max-protect``): True for all, 0 for none."""
-        asked = self.settings.max_protect
-        return self.protect if asked is None else asked
+        limit = self.settings.max_protect
+        return self.protect if limit is None else limit
 
     @property
     def query_group(self) -> int:
@@ -294,9 +294,9 @@ class Policy(Declaration):
         budgets, shape = self.shares(), (self.model.num_layers, self.model.num_kv_heads)
         if tuple(budgets.shape) != shape or budgets.dtype != torch.int32:
             raise ConfigError(f"--kv-policy {self.name} gives shares that are not {shape} int32: fix the policy class")
-        if (least := int(budgets.min())) < self.retention.first_long:
+        if (smallest := int(budgets.min())) < self.retention.first_long:
             raise ConfigError(
-                f"--kv-allocator {self.allocator} leaves a head {least} tokens, less than sinks and window: raise --kv-budget"
+                f"--kv-allocator {self.allocator} leaves a head {smallest} tokens, less than sinks and window: raise --kv-budget"
             )
         if int(budgets.sum()) > self.retention.budget * budgets.numel():
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: fix the policy class")

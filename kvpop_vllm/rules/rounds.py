@@ -85,16 +85,16 @@ def layer_rounds(
         window: w of the request.
         prefix: p, tokens of its protected prefix.
     """
-    least, groups = cdiv(interval(every, budget - sinks - window), 2), {}
+    shortest, groups = cdiv(interval(every, budget - sinks - window), 2), {}
     for head, size in enumerate(budgets):
-        if size - sinks - window > least:
+        if size - sinks - window > shortest:
             groups.setdefault(size, []).append(head)
     ranked = [
         EqualRoles(Retention(size, sinks, window).behind(prefix), heads if len(heads) < len(budgets) else None)
         for size, heads in groups.items()
     ]
     smallest = min((roles.retention.topk for roles in ranked), default=0)
-    return LayerRounds(max(least, interval(every, smallest)), ranked)
+    return LayerRounds(max(shortest, interval(every, smallest)), ranked)
 
 
 def cuts(rounds: LayerRounds, start: int, end: int) -> list[int]:

@@ -152,9 +152,9 @@ def distances(how: str, topk: Sequence[int], mean_topk: int) -> list[float]:
     def of_equal_heads(k: int) -> int:
         return min(_EVERY[how], max(1, k // 2))
 
-    least = math.ceil(of_equal_heads(mean_topk) / 2)
-    ranking = [k for k in topk if k > least]
-    return [max(least, of_equal_heads(min(ranking))) if k in ranking else math.inf for k in topk]
+    shortest = math.ceil(of_equal_heads(mean_topk) / 2)
+    ranking = [k for k in topk if k > shortest]
+    return [max(shortest, of_equal_heads(min(ranking))) if k in ranking else math.inf for k in topk]
 
 
 def retained_by_rounds(

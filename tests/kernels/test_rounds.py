@@ -81,9 +81,9 @@ def test_measured_shares_cut_a_prompt_into_few_chunks(method, budget):
         end = 7500 + prefix
         equal = layer_rounds(every, budget, (budget,) * 3, sinks, window, prefix)
         unequal = [layer_rounds(every, budget, tuple(heads), sinks, window, prefix) for heads in budgets]
-        most = max(len(cuts(rounds, prefix, end)) for rounds in unequal)
+        largest = max(len(cuts(rounds, prefix, end)) for rounds in unequal)
         assert len(cuts(equal, prefix, end)) <= 7500 // equal.every + 1
-        assert most <= 2 * (7500 // equal.every + 2) < 320
+        assert largest <= 2 * (7500 // equal.every + 2) < 320
         for heads, (m, ranked) in zip(budgets, unequal, strict=True):
             topk, ranks = [size - sinks - window for size in heads], [m] * 3
             for group in ranked:
