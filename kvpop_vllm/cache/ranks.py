@@ -65,10 +65,24 @@ class Shares:
             block_slots: N.
             length: tokens of the request.
         """
-        pages = sum(
-            many * (state_blocks + cdiv(min(length, budget), block_slots)) for budget, many in self.counts.items()
-        )
-        return cdiv(pages, self.layers * self.heads)
+        sizes = state_blocks, block_slots
+        if sizes not in self._blocks:
+            self._blocks[sizes] = self._blocks_by_pages(*sizes)
+        by_pages = self._blocks[sizes]
+        return by_pages[min(cdiv(length, block_slots), len(by_pages) - 1)]
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[int, int], list[int]]:
+        return {}
+
+    def _blocks_by_pages(self, state_blocks: int, block_slots: int) -> list[int]:
+        """Return the number of blocks of a request by the number of pages that its tokens fill, up to the largest head's."""
+        full: Counter[int] = Counter()
+        for budget, many in self.counts.items():
+            full[cdiv(budget, block_slots)] += many
+        heads = self.layers * self.heads
+        pages = (sum(many * min(filled, limit) for limit, many in full.items()) for filled in range(max(full) + 1))
+        return [cdiv(state_blocks * heads + slots, heads) for slots in pages]
 
 
 class Shard(NamedTuple):
