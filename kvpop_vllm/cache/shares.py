@@ -1,4 +1,4 @@
-"""How the KV heads of a layer share the slots of a request, as a step places it in pages (DESIGN "Unequal shares").
+"""Shares of the KV heads of a layer in the slots of a request, and their pages in a step (DESIGN "Unequal shares").
 
 Each block of a request holds one **region** per layer and head. Equal heads have the same page numbers. If heads retain
 different numbers of tokens, the pages of a head may be regions of any layer and head. The regions of a request's blocks
