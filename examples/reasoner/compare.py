@@ -50,7 +50,7 @@ COMPRESSIONS = {4: (2, 4), 8: (6, 8, 12)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
 CALIBRATED = 4, 8, 12
 """Compressions at which shares are measured. The one in the middle counts most."""
-CALIBRATION_ROWS = 8
+CALIBRATION_ROWS = 16
 """Validation problems that shares are measured on; as many others judge them."""
 SHARES = "shares-"
 """Beginning of the names of records of policies with shares."""
@@ -93,13 +93,22 @@ class Comparison:
         rows: test problems of each kind.
         jobs: processes at once, one thread each.
         size: steps of a problem; None for the kinds' own.
+        seed: other seeds have other test problems.
     """
 
     def __init__(
-        self, folder: Path, model: Path, protect: bool, kinds: list[str], rows: int, jobs: int, size: int | None = None
+        self,
+        folder: Path,
+        model: Path,
+        protect: bool,
+        kinds: list[str],
+        rows: int,
+        jobs: int,
+        size: int | None = None,
+        seed: int = 0,
     ):
         self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
-        self.kinds, self.size, self.sized = kinds, size, ["--size", size] if size else []
+        self.seed, self.kinds, self.size, self.sized = seed, kinds, size, ["--size", size] if size else []
         self.problems, self.records = folder / "problems.jsonl", folder / "records"
         self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
         self.records.mkdir(parents=True, exist_ok=True)
@@ -281,7 +290,8 @@ class Comparison:
         if not out.exists():
             return False
         recorded = read_records(out)[0].get("options", {})
-        settings = {"kinds": self.kinds, "rows": rows, "size": self.size, "share": sum(COMPRESSIONS.values(), ())}
+        settings = {"kinds": self.kinds, "rows": rows, "size": self.size, "seed": self.seed}
+        settings["share"] = sum(COMPRESSIONS.values(), ())
         if recorded.get("protect_prompt") is not None:
             settings["protect_prompt"] = [self.protect]
         for name, value in settings.items():
@@ -306,7 +316,7 @@ class Comparison:
     def _evaluation(self, out: Path, words: list) -> list:
         fixed = "kvpop eval --task reasoning --dtype float32 --requests 64 --threads 1".split()
         protect = [] if set(words) & set(COMPRESSING) else ["--protect-prompt", "all" if self.protect else 0]
-        return [*fixed, *protect, "--kinds", *self.kinds, *self.sized, *words, "--out", out]
+        return [*fixed, *protect, "--kinds", *self.kinds, *self.sized, "--seed", self.seed, *words, "--out", out]
 
     def _all(self, chains: Iterable[Iterable[list]]) -> None:
         """Run chains of commands, ``jobs`` at once."""
@@ -382,11 +392,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=positive, default=1450, help="problems that each policy is trained on")
     parser.add_argument("--rows", type=positive, default=64, help="test problems of each kind")
     parser.add_argument("--size", type=positive, help="steps of a problem (default: about 1,000 tokens)")
+    parser.add_argument("--seed", type=int, default=0, help="of the test problems (default: 0)")
     parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
     parser.add_argument("--only", nargs="*", choices=TRAINED, default=TRAINED, help="trained policies")
     parser.add_argument("--against", default="kvpop", help="policy that differences are from (default: kvpop)")
     options = parser.parse_args(words)
-    problems = options.kinds, options.rows, options.jobs, options.size
+    problems = options.kinds, options.rows, options.jobs, options.size, options.seed
     comparison = Comparison(options.folder, options.model, options.protect_prompt, *problems)
     comparison.prepare_calibration()
     comparison.run_trained(options.only, options.steps)

@@ -20,7 +20,7 @@ from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, 
 from kvpop_vllm.policies.base import GATED
 from kvpop_vllm.scorers.checkpoint import files_of, is_published_scorer
 
-VERSION = 2
+VERSION = 3
 """Version of what is measured."""
 LENGTH, SHORTEST = 2048, 64
 """Default length and shortest length of a row, in tokens."""

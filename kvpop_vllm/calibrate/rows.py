@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -42,8 +43,8 @@ class Text(NamedTuple):
 def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size: int, protect: bool) -> Text:
     """Return rows of ``length`` tokens.
 
-    Rows of one document go to one side where there are enough documents, every second document to each. With fewer, every
-    second row goes to each side.
+    Rows of one document go to one side where there are enough documents, half of the documents to each, at random. With
+    fewer, every second row goes to each side.
 
     Args:
         paths: files and folders of text; empty for the text of this package.
@@ -59,6 +60,7 @@ def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size
     pieces = [piece for _, piece in sorted(pieces, key=lambda one: one[0])]  # first those that begin a document
     units = units_of([row for row, _ in pieces])
     numbers = list(dict.fromkeys(units))
+    random.Random(0).shuffle(numbers)  # a text may take turns between kinds of documents
     sides = [[piece for piece, unit in zip(pieces, units, strict=True) if numbers.index(unit) % 2 == i] for i in (0, 1)]
     by_document = len(numbers) >= 2 * LEAST
     if not by_document:

@@ -78,3 +78,11 @@ def test_the_text_of_the_package_is_prose_code_and_chat_with_its_licence():
 def test_chats_of_the_package_need_no_chat_template():
     text = read_text([], byte_tokenizer(template=None), 2048, 12, vocab_size=258, protect=False)
     assert any(b"user: " in bytes(t for t in row.tolist() if t < 256) for row, _ in text.measured + text.held_out)
+
+
+def test_kinds_that_take_turns_are_on_both_sides(tmp_path):
+    documents = [{"text": f"{'ab'[i % 2]}{i:02} " * 40} for i in range(40)]
+    text = read(write(tmp_path / "text.jsonl", documents), 64, count=20)
+    for side in (text.measured, text.held_out):
+        kinds = [one[0] for row in words(side) for one in row if len(one) == 3]
+        assert 4 < kinds.count("a") < len(kinds) - 4

@@ -17,12 +17,12 @@ import train
 from kvpop_vllm.calibrate.command import options_of
 from kvpop_vllm.calibrate.plan import Plan
 from kvpop_vllm.calibrate.records import Records
-from kvpop_vllm.cli import make_parser
+from kvpop_vllm.cli import main, make_parser
 from kvpop_vllm.evaluation.output import read_records
 from kvpop_vllm.testing import write_random_scorer
 
 WORDS = ["--kinds", "programs", "--steps", "2", "--rows", "8", "--size", "4"]
-OPTIONS = {"kinds": ["programs"], "size": None, "share": [4, 8], "protect_prompt": None}
+OPTIONS = {"kinds": ["programs"], "size": None, "seed": 0, "share": [4, 8], "protect_prompt": None}
 """Options in the first line of windows' records."""
 
 
@@ -34,6 +34,12 @@ def reasoner(tmp_path_factory):
     train.make_model(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def run_here(command: list) -> None:
+    """Run a command of kvpop in this process: each process of its own would import torch."""
+    program, *words = map(str, command)
+    assert program == "kvpop" and main(words) == 0, command
 
 
 @pytest.fixture
@@ -49,6 +55,8 @@ def small(monkeypatch):
     monkeypatch.setattr(compare, "WINDOWS", (8,))
     monkeypatch.setattr(compare, "COMPRESSIONS", {2: (2,)})
     monkeypatch.setattr(compare, "CALIBRATED", (2,))
+    monkeypatch.setattr(compare, "CALIBRATION_ROWS", 8)
+    monkeypatch.setattr(compare, "_run", run_here)
     monkeypatch.setattr(compare, "COMMON", compare.COMMON.replace("1600", "300"))
     return list(trained)
 
@@ -160,7 +168,8 @@ def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("kinds", ["ledgers"]), ("rows", 9), ("size", 7), ("share", [3]), ("protect_prompt", [0])]
+    "name, value",
+    [("kinds", ["ledgers"]), ("rows", 9), ("size", 7), ("seed", 1), ("share", [3]), ("protect_prompt", [0])],
 )
 def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatch):
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
