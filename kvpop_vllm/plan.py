@@ -25,7 +25,6 @@ from kvpop_vllm.calibration.statistics import CONFIG_NAME
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.model_shape import (
     ModelShape,
-    folder_sizes,
     positions_of,
     read_model_config,
     rope_of,
@@ -54,7 +53,7 @@ def plan(options) -> None:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
     config = read_model_config(options.model)
-    text, sizes = text_config(config), shape_of(config, Path(options.model) / "config.json")
+    text, sizes = text_config(config), shape_of(config, Path(options.model) / "config.json", options.max_model_len)
     length = options.max_model_len or positions_of(config)
     if length is None:
         raise ConfigError(f"{options.model}: config.json has no max_position_embeddings: give --max-model-len")
@@ -64,12 +63,12 @@ def plan(options) -> None:
         raise ConfigError(
             f"--tensor-parallel {options.tensor_parallel} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
         )
-    if options.pipeline_parallel > shape.num_layers:
+    if options.pipeline_parallel > shape.model_layers:
         raise ConfigError(
-            f"--pipeline-parallel {options.pipeline_parallel} is more than {shape.num_layers} layers: lower it"
+            f"--pipeline-parallel {options.pipeline_parallel} is more than {shape.model_layers} layers: lower it"
         )
     heads = max(1, shape.num_kv_heads // options.tensor_parallel)
-    stages = layers_of_stages(shape.num_layers, options.pipeline_parallel)
+    stages = shape.stages(layers_of_stages(shape.model_layers, options.pipeline_parallel))
     shards, layers = shards_of(stages, shape.num_kv_heads, options.tensor_parallel), max(b - a for a, b in stages)
     dtype = _dtype(options, config)
     budgets = options.budget or sorted({-(-length // share) for share in SHARES}, reverse=True)
@@ -81,7 +80,7 @@ def plan(options) -> None:
         options.scorer = options.model
     if options.scorer:
         config = read_scorer(options.scorer)[0]
-        check_model(config, **folder_sizes(options.model), source=options.scorer)
+        check_model(config, **sizes, source=options.scorer)
         given = config.scorer
     if options.prompt_length is not None and options.prompt_length > length:
         raise ConfigError(
@@ -127,7 +126,7 @@ def plan(options) -> None:
             " --tensor-parallel-size' and '--pipeline-parallel-size' balance ranks"
         )
     print(
-        f"{layers} layers{staged}, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "
+        f"{layers} layers{_of_kinds(shape)}{staged}, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "
         f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {options.block_size} slots a block"
     )
     print(_table(rows))
@@ -138,6 +137,11 @@ def plan(options) -> None:
     if given != "mlstm" and (own is None or own.scorer != "mlstm"):
         notes.insert(0, "kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     print("\n".join(notes), end="\n" if notes else "")
+
+
+def _of_kinds(shape: ModelShape) -> str:
+    """Return what a plan's layers are, where a policy acts on some layers of a model only."""
+    return f" with full attention of {shape.model_layers}" if shape.kinds else ""
 
 
 def _bytes_of_rank(
@@ -208,7 +212,7 @@ def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
         "sliding-window": getattr(config, "rswa_window", None),
     }
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
-    reasons += unserved(text, features, shape.max_model_len)
+    reasons += unserved(text, features, shape.max_model_len, mixed=True)
     if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
 
