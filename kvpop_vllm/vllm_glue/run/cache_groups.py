@@ -18,7 +18,7 @@ LARGEST_FACTOR = 4
 """Largest factor by which they are made larger."""
 
 
-def with_block_sizes(specs_of_workers: Sequence[dict[str, KVCacheSpec]], vllm_config) -> list[dict[str, KVCacheSpec]]:
+def with_blocksizes(specs_of_workers: Sequence[dict[str, KVCacheSpec]], vllm_config) -> list[dict[str, KVCacheSpec]]:
     """Return cache specs of layers of several kinds with the slots per block of each.
 
     vLLM pads the pages of all groups to the largest. That is a page of the policy: N is the least multiple of the block
@@ -36,7 +36,7 @@ def with_block_sizes(specs_of_workers: Sequence[dict[str, KVCacheSpec]], vllm_co
     specs = [spec for worker in specs_of_workers for spec in worker.values()]
     ours = next(spec for spec in specs if isinstance(spec, FixedBudgetSpec))
     page = max((spec.page_size_bytes for spec in specs if not isinstance(spec, FixedBudgetSpec)), default=0)
-    factor, slots = _sizes(page, ours.num_kv_heads * ours.state_content_bytes * multiple)
+    factor, slots = sizes(page, ours.num_kv_heads * ours.state_content_bytes * multiple)
 
     def sized(spec: KVCacheSpec) -> KVCacheSpec:
         if isinstance(spec, FixedBudgetSpec):
@@ -65,14 +65,14 @@ def _check_one_group(vllm_config, specs: dict[str, KVCacheSpec]) -> None:
         )
 
 
-def _sizes(page: int, least: int) -> tuple[int, int]:
+def sizes(page: int, least: int) -> tuple[int, int]:
     """Return by what the pages of other layers are made larger, and how many times the least page ours has.
 
     Args:
         page: bytes of a page of other layers.
         least: bytes of the smallest page of ours.
     """
-    sizes = [(factor, cdiv(factor * page, least)) for factor in range(1, LARGEST_FACTOR + 1)]
-    padding = [1 - factor * page / (count * least) for factor, count in sizes]
-    few = (size for size, part in zip(sizes, padding, strict=True) if part < MOST_PADDING)
-    return next(few, sizes[padding.index(min(padding))])
+    pairs = [(factor, cdiv(factor * page, least)) for factor in range(1, LARGEST_FACTOR + 1)]
+    padding = [1 - factor * page / (count * least) for factor, count in pairs]
+    few = (pair for pair, part in zip(pairs, padding, strict=True) if part < MOST_PADDING)
+    return next(few, pairs[padding.index(min(padding))])
