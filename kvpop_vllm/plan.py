@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from kvpop_vllm import policies
 from kvpop_vllm.argument_types import UNITS
 from kvpop_vllm.cache.accounting import (
     CacheBytes,
+    common_pages,
     compressing_bytes,
     dense_request_bytes,
     request_bytes,
+    window_bytes,
     worst_prompts,
 )
-from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibration.shares import check_holds_any, has_shares
 from kvpop_vllm.calibration.statistics import CONFIG_NAME
@@ -35,7 +38,7 @@ from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.reader import is_published
-from kvpop_vllm.supported import DTYPES, HEAD_SIZES, unserved
+from kvpop_vllm.supported import CHUNKED, DTYPES, FULL, HEAD_SIZES, SLIDING, sliding_window, unserved
 
 SHARES = (2, 4, 8)
 """Divisors of the longest request's tokens that give the default budgets."""
@@ -97,7 +100,12 @@ def plan(options) -> None:
         ]
         classes = [cls for cls in classes if not cls.calibrated]
     rows, unused = [], []
+    per_block, others = options.block_size or BLOCK_SLOTS, None
     stock = dense_request_bytes(layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size)
+    if shape.kinds:
+        others = OtherLayers.of(text, shape, options, heads, dtype)
+        stock, per_block = others.beside(stock, layers, 0), others.slots
+        notes.insert(0, others.note(shape))
     rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
     for budget in budgets:
         for cls in classes:
@@ -109,8 +117,9 @@ def plan(options) -> None:
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
-            layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
+            layout = PageLayout(heads, shape.head_dim, dtype, per_block, policy.state_floats)
             held, waste = _bytes_of_rank(layout, layers, policy, shards, options.prompt_length)
+            held = held if others is None else others.beside(held, layers, heads * layout.region_bytes)
             unused += [] if waste is None else [waste]
             rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
     if len(rows) == 1:
@@ -127,7 +136,7 @@ def plan(options) -> None:
         )
     print(
         f"{layers} layers{_of_kinds(shape)}{staged}, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "
-        f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {options.block_size} slots a block"
+        f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {per_block} slots a block"
     )
     print(_table(rows))
     if compressing := [cls.name for cls in classes if cls.compresses]:
@@ -137,6 +146,52 @@ def plan(options) -> None:
     if given != "mlstm" and (own is None or own.scorer != "mlstm"):
         notes.insert(0, "kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     print("\n".join(notes), end="\n" if notes else "")
+
+
+@dataclass(frozen=True)
+class OtherLayers:
+    """Layers of a model that a policy does not act on, in a rank.
+
+    Attributes:
+        per_layer: what a request holds in each of them.
+        page: bytes of their page, by which stock vLLM's blocks are counted.
+        slots: N, slots of a policy's block, whose page is at least as large.
+    """
+
+    per_layer: list[CacheBytes]
+    page: int
+    slots: int
+
+    @classmethod
+    def of(cls, text: Any, shape: ModelShape, options, heads: int, dtype: torch.dtype) -> OtherLayers:
+        """Return the other layers of the pipeline stage with the most of them."""
+        block, multiple = options.dense_block_size, options.block_size or 16
+        page = 2 * heads * shape.head_dim * dtype.itemsize * block
+        factor, count = common_pages(page, PageLayout(heads, shape.head_dim, dtype, multiple).region_bytes * heads)
+        tokens = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
+        bounds = layers_of_stages(shape.model_layers, options.pipeline_parallel)
+        kinds = max(([kind for kind in shape.kinds[slice(*stage)] if kind != FULL] for stage in bounds), key=len)
+        sizes = heads, shape.head_dim, dtype
+        per_layer = [window_bytes(*sizes, tokens[kind], shape.max_model_len, factor * block) for kind in kinds]
+        return cls(per_layer, page * factor, count * multiple)
+
+    def beside(self, held: CacheBytes, layers: int, page: int) -> CacheBytes:
+        """Return what a request holds in all layers, ``held`` in ``layers`` that a policy acts on, in pages of equal size.
+
+        Args:
+            held: bytes of a request.
+            layers: number of layers.
+            page: bytes of a page of the policy, 0 for stock vLLM.
+        """
+        pages = held.blocks * layers + sum(layer.blocks for layer in self.per_layer)
+        canonical = held.canonical + sum(layer.canonical for layer in self.per_layer)
+        return CacheBytes(canonical, pages * max(page, self.page), pages)
+
+    def note(self, shape: ModelShape) -> str:
+        """Return the line that says what is counted."""
+        kinds = " and ".join(sorted({*shape.kinds} - {FULL}))
+        held = sum(layer.allocated for layer in self.per_layer)
+        return f"in every row are the {len(self.per_layer)} layers of {kinds}, in which a request holds {_size(held)} at its end"
 
 
 def _of_kinds(shape: ModelShape) -> str:

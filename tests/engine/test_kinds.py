@@ -18,6 +18,7 @@ from engine.tiny_engine import configure, generate
 from vllm import ModelRegistry
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
+from kvpop_vllm.cache.accounting import MOST_PADDING, common_pages
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
@@ -30,7 +31,6 @@ from kvpop_vllm.testing import (
     write_random_scorer,
     write_tiny_model,
 )
-from kvpop_vllm.vllm_glue.run.cache_groups import MOST_PADDING, sizes
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.start.engine_policy import describe, engine_policy
 from kvpop_vllm.vllm_glue.start.refusals import check_layers
@@ -287,7 +287,7 @@ def test_a_layer_with_a_backend_of_its_own_is_refused(mixed, monkeypatch):
 def test_slots_of_a_block(page, head_bytes, multiple):
     """Our page is the largest, and of no page are 4% padding; pages are those of one head."""
     least = head_bytes * multiple
-    factor, count = sizes(page, least)
+    factor, count = common_pages(page, least)
     for larger in range(1, factor + 1):
         ours = -(-larger * page // least) * least
         assert (ours - larger * page < MOST_PADDING * ours) == (larger == factor)

@@ -8,17 +8,12 @@ from dataclasses import replace
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from kvpop_vllm.cache.pages import cdiv
+from kvpop_vllm.cache.accounting import common_pages
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
-MOST_PADDING = 0.04
-"""Part of a page that may be padding before the pages of other layers are made larger."""
-LARGEST_FACTOR = 4
-"""Largest factor by which they are made larger."""
 
-
-def with_blocksizes(specs_of_workers: Sequence[dict[str, KVCacheSpec]], vllm_config) -> list[dict[str, KVCacheSpec]]:
+def with_block_sizes(specs_of_workers: Sequence[dict[str, KVCacheSpec]], vllm_config) -> list[dict[str, KVCacheSpec]]:
     """Return cache specs of layers of several kinds with the slots per block of each.
 
     vLLM pads the pages of all groups to the largest. That is a page of the policy: N is the least multiple of the block
@@ -36,7 +31,7 @@ def with_blocksizes(specs_of_workers: Sequence[dict[str, KVCacheSpec]], vllm_con
     specs = [spec for worker in specs_of_workers for spec in worker.values()]
     ours = next(spec for spec in specs if isinstance(spec, FixedBudgetSpec))
     page = max((spec.page_size_bytes for spec in specs if not isinstance(spec, FixedBudgetSpec)), default=0)
-    factor, slots = sizes(page, ours.num_kv_heads * ours.state_content_bytes * multiple)
+    factor, slots = common_pages(page, ours.num_kv_heads * ours.state_content_bytes * multiple)
 
     def sized(spec: KVCacheSpec) -> KVCacheSpec:
         if isinstance(spec, FixedBudgetSpec):
@@ -63,16 +58,3 @@ def _check_one_group(vllm_config, specs: dict[str, KVCacheSpec]) -> None:
             f"the layers with full attention form {count} cache groups, among which heads cannot share slots: set"
             " --kv-allocator uniform, or leave --kv-calibration out"
         )
-
-
-def sizes(page: int, least: int) -> tuple[int, int]:
-    """Return by what the pages of other layers are made larger, and how many times the least page ours has.
-
-    Args:
-        page: bytes of a page of other layers.
-        least: bytes of the smallest page of ours.
-    """
-    pairs = [(factor, cdiv(factor * page, least)) for factor in range(1, LARGEST_FACTOR + 1)]
-    padding = [1 - factor * page / (count * least) for factor, count in pairs]
-    few = (pair for pair, part in zip(pairs, padding, strict=True) if part < MOST_PADDING)
-    return next(few, pairs[padding.index(min(padding))])
