@@ -26,6 +26,7 @@ from kvpop_vllm.testing import (
     FAMILIES,
     KindsOracle,
     OraclePolicy,
+    random_prompt,
     require_distant_kinds,
     write_mixed_model,
     write_random_scorer,
@@ -68,7 +69,7 @@ class Served:
     policy: OraclePolicy
     known: dict
 
-    def serve(self, jobs: list[Job], chunk: int | None = None, each_step=None, protect: int = 0) -> dict:
+    def serve(self, jobs: list[Job], chunk: int | None = None, each_step=None, protect: bool | int = 0) -> dict:
         """Serve jobs with prompts in chunks, and compare the answers with the oracle."""
         self.engine.chunk(chunk)
         answers = self.engine.serve(jobs, each_step)
@@ -76,7 +77,7 @@ class Served:
             self.check(answer, protect)
         return answers
 
-    def check(self, answer, protect: int = 0) -> None:
+    def check(self, answer, protect: bool | int = 0) -> None:
         """Compare tokens and log-probabilities of an answer with the oracle."""
         prompt, out = answer.prompt_token_ids, answer.outputs[0]
         fed = *prompt, *out.token_ids[:-1]
@@ -174,6 +175,27 @@ def test_a_budget_of_the_whole_text_equals_stock(family, kind):
     for ours, theirs in zip(full, stock, strict=True):
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         assert max(abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)) <= TOLERANCE
+
+
+def test_hits_in_all_groups(family, tmp_path):
+    """Protected tokens are shared if all groups have them; answers after a hit are the oracle's, with other tails too."""
+    folder, oracle = family("gemma3_text")
+    settings, exact = roles("kvpop", folder, tmp_path, oracle)
+    text = random_prompt(300, seed=7)
+    other = text[:200] + random_prompt(60, seed=8)
+    cases = [(text, 130, 0), (other, 130, 128), (other, 70, 0), (text, 70, 64), (text, "all", 0), (text, "all", 288)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        watched(folder, settings | {"protect_prompt": "all"}, block_size=BLOCK) as engine,
+    ):
+        engine.poison(patch)
+        served = Served(engine, oracle, exact, {})
+        for prompt, protect, hit in cases:
+            job = Job(prompt=prompt, new=70, scored=False, asks={"kv_protect_prompt": protect})
+            (answer,) = served.serve([job], protect=True if protect == "all" else protect).values()
+            assert answer.num_cached_tokens == hit, (len(prompt), protect)
+        engine.engine.reset_prefix_cache()
+        assert not engine.leaks()
 
 
 MIXED = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 48}
