@@ -100,12 +100,12 @@ def plan(options) -> None:
         ]
         classes = [cls for cls in classes if not cls.calibrated]
     rows, unused = [], []
-    per_block, others = options.block_size or BLOCK_SLOTS, None
+    per_block, stock_layers = options.block_size or BLOCK_SLOTS, None
     stock = dense_request_bytes(layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size)
     if shape.kinds:
-        others = OtherLayers.of(text, shape, options, heads, dtype)
-        stock, per_block = others.beside(stock, layers, 0), others.slots
-        notes.insert(0, others.note(shape))
+        stock_layers = StockLayers.of(text, shape, options, heads, dtype)
+        stock, per_block = stock_layers.added_to(stock, layers, 0), stock_layers.slots
+        notes.insert(0, stock_layers.note(shape))
     rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
     for budget in budgets:
         for cls in classes:
@@ -119,9 +119,10 @@ def plan(options) -> None:
                 continue
             layout = PageLayout(heads, shape.head_dim, dtype, per_block, policy.state_floats)
             held, waste = _bytes_of_rank(layout, layers, policy, shards, options.prompt_length)
-            held = held if others is None else others.beside(held, layers, heads * layout.region_bytes)
             unused += [] if waste is None else [waste]
-            rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
+            page = heads * layout.region_bytes
+            request = held if stock_layers is None else stock_layers.added_to(held, layers, page)
+            rows.append(_row(cls.name, budget, request, options.kv_memory, stock))
     if len(rows) == 1:
         raise ConfigError(notes[-1])
     parallel = f" a rank of {options.tensor_parallel}" if options.tensor_parallel > 1 else ""
@@ -149,7 +150,7 @@ def plan(options) -> None:
 
 
 @dataclass(frozen=True)
-class OtherLayers:
+class StockLayers:
     """Layers of a model that a policy does not act on, in a rank.
 
     Attributes:
@@ -163,7 +164,7 @@ class OtherLayers:
     slots: int
 
     @classmethod
-    def of(cls, text: Any, shape: ModelShape, options, heads: int, dtype: torch.dtype) -> OtherLayers:
+    def of(cls, text: Any, shape: ModelShape, options, heads: int, dtype: torch.dtype) -> StockLayers:
         """Return the other layers of the pipeline stage with the most of them."""
         block, multiple = options.dense_block_size, options.block_size or 16
         page = 2 * heads * shape.head_dim * dtype.itemsize * block
@@ -175,23 +176,25 @@ class OtherLayers:
         per_layer = [window_bytes(*sizes, tokens[kind], shape.max_model_len, factor * block) for kind in kinds]
         return cls(per_layer, page * factor, count * multiple)
 
-    def beside(self, held: CacheBytes, layers: int, page: int) -> CacheBytes:
-        """Return what a request holds in all layers, ``held`` in ``layers`` that a policy acts on, in pages of equal size.
+    def added_to(self, request: CacheBytes, layers: int, page: int) -> CacheBytes:
+        """Return what a request holds in all layers, in pages of equal size.
 
         Args:
-            held: bytes of a request.
-            layers: number of layers.
+            request: what it holds in the layers that a policy acts on.
+            layers: number of these layers.
             page: bytes of a page of the policy, 0 for stock vLLM.
         """
-        pages = held.blocks * layers + sum(layer.blocks for layer in self.per_layer)
-        canonical = held.canonical + sum(layer.canonical for layer in self.per_layer)
+        pages = request.blocks * layers + sum(layer.blocks for layer in self.per_layer)
+        canonical = request.canonical + sum(layer.canonical for layer in self.per_layer)
         return CacheBytes(canonical, pages * max(page, self.page), pages)
 
     def note(self, shape: ModelShape) -> str:
         """Return the line that says what is counted."""
         kinds = " and ".join(sorted({*shape.kinds} - {FULL}))
-        held = sum(layer.allocated for layer in self.per_layer)
-        return f"in every row are the {len(self.per_layer)} layers of {kinds}, in which a request holds {_size(held)} at its end"
+        size = _size(sum(layer.allocated for layer in self.per_layer))
+        return (
+            f"in every row are the {len(self.per_layer)} layers of {kinds}, in which a request holds {size} at its end"
+        )
 
 
 def _of_kinds(shape: ModelShape) -> str:

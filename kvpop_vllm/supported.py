@@ -224,7 +224,7 @@ def unserved(text: Any, features: Mapping[str, Any], tokens: int | None, mixed: 
         text: as in :func:`refused`.
         features: the features that the caller sees, see :func:`refused`.
         tokens: as in :func:`refused`.
-        mixed: True if layers in STOCK_LAYERS are served beside those of full attention.
+        mixed: True if layers in STOCK_LAYERS are served next to those of full attention.
     """
     served = {FULL, *(STOCK_LAYERS if mixed else ())}
     features = {"recurrent": not served.issuperset(layer_kinds(text, tokens=tokens)), **features}

@@ -40,7 +40,7 @@ COUNTS: dict[str, int] = {
     "name known": 34,
     "name least": 24,
     "name made": 58,
-    "name most": 63,
+    "name most": 62,
     "name of": 15,
     "name others": 24,
     "name own": 312,

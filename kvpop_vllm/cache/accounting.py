@@ -200,20 +200,20 @@ def dense_request_bytes(
     return CacheBytes(canonical=length * per_token, allocated=blocks * block_size * per_token, blocks=blocks)
 
 
-def common_pages(page: int, least: int) -> tuple[int, int]:
+def common_pages(page: int, unit: int) -> tuple[int, int]:
     """Return sizes of the pages of two kinds of layers that share a pool, in which each page takes what the largest does.
 
     Ours is the largest. If more than MOST_PADDING of the others is padding, they are made larger.
 
     Args:
         page: bytes of a page of other layers.
-        least: bytes of the smallest page of ours.
+        unit: bytes of the smallest page of ours.
 
     Returns:
         The factor by which pages of other layers are made larger, and how many times the smallest page ours is.
     """
-    pairs = [(factor, cdiv(factor * page, least)) for factor in range(1, LARGEST_FACTOR + 1)]
-    padding = [1 - factor * page / (count * least) for factor, count in pairs]
+    pairs = [(factor, cdiv(factor * page, unit)) for factor in range(1, LARGEST_FACTOR + 1)]
+    padding = [1 - factor * page / (count * unit) for factor, count in pairs]
     few = (pair for pair, part in zip(pairs, padding, strict=True) if part < MOST_PADDING)
     return next(few, pairs[padding.index(min(padding))])
 
@@ -225,9 +225,9 @@ def window_bytes(
 
     Blocks are those of decoding; a window may begin inside of one.
     """
-    per_token, held = 2 * num_kv_heads * head_size * dtype.itemsize, min(tokens, length)
+    per_token = 2 * num_kv_heads * head_size * dtype.itemsize
     blocks = min(cdiv(length, block_size), cdiv(tokens - 1, block_size) + 1)
-    return CacheBytes(held * per_token, blocks * block_size * per_token, blocks)
+    return CacheBytes(min(tokens, length) * per_token, blocks * block_size * per_token, blocks)
 
 
 def pool_bytes(request: CacheBytes, num_blocks: int) -> PoolBytes:

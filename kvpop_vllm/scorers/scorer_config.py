@@ -180,8 +180,8 @@ def _check_trained(given: Mapping, source: str) -> None:
         )
 
 
-def _check_layers(given: Mapping, source: str) -> None:
-    layers, count = given.get("layers", []), given["num_layers"]
+def _check_layers(values: Mapping, source: str) -> None:
+    layers, count = values.get("layers", []), values["num_layers"]
     if layers == []:
         return
     numbers = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)

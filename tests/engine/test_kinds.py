@@ -67,7 +67,7 @@ class Served:
     engine: object
     oracle: KindsOracle
     policy: OraclePolicy
-    known: dict
+    runs: dict
 
     def serve(self, jobs: list[Job], chunk: int | None = None, each_step=None, protect: bool | int = 0) -> dict:
         """Serve jobs with prompts in chunks, and compare the answers with the oracle."""
@@ -82,10 +82,10 @@ class Served:
         prompt, out = answer.prompt_token_ids, answer.outputs[0]
         fed = *prompt, *out.token_ids[:-1]
         key = fed, protect
-        if key not in self.known:
+        if key not in self.runs:
             policy = self.policy.protecting(protect, len(prompt)) if protect else self.policy
-            self.known[key] = self.oracle.logprobs(fed, policy)
-        exact = self.known[key]
+            self.runs[key] = self.oracle.logprobs(fed, policy)
+        exact = self.runs[key]
         rows = [*(answer.prompt_logprobs or [None])[1:]]
         rows = [None] * (len(prompt) - 1 - len(rows)) + rows + list(out.logprobs)
         for row, entries in enumerate(rows):
@@ -244,7 +244,7 @@ def test_a_window_that_no_request_exceeds_is_full_attention(mixed):
         ({}, {}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "unset VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     ],
 )
-def test_what_does_not_work_beside_other_layers(mixed, monkeypatch, options, settings, variables, message):
+def test_what_does_not_work_with_other_layers(mixed, monkeypatch, options, settings, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="^--kv-policy on a model with layers of sliding_attention cannot") as caught:
@@ -266,7 +266,7 @@ def test_a_scorer_of_other_layers_is_refused(tmp_path, mixed):
 
 
 def test_shares_among_several_groups_are_refused(mixed):
-    """Five layers of full attention beside two others are dealt to three groups."""
+    """Five layers of full attention next to two others are dealt to three groups."""
     folder = mixed(SLIDING, FULL, FULL, FULL, SLIDING, FULL, FULL)
     with pytest.raises(ConfigError, match="form 3 cache groups, .*: set --kv-allocator uniform") as caught:
         generate(folder, {"policy": "h2o", "budget": BUDGET, "allocator": "pyramid"})
@@ -308,9 +308,9 @@ def test_a_layer_with_a_backend_of_its_own_is_refused(mixed, monkeypatch):
 )
 def test_slots_of_a_block(page, head_bytes, multiple):
     """Our page is the largest, and of no page are 4% padding; pages are those of one head."""
-    least = head_bytes * multiple
-    factor, count = common_pages(page, least)
+    unit = head_bytes * multiple
+    factor, count = common_pages(page, unit)
     for larger in range(1, factor + 1):
-        ours = -(-larger * page // least) * least
+        ours = -(-larger * page // unit) * unit
         assert (ours - larger * page < MOST_PADDING * ours) == (larger == factor)
-    assert ours == count * least
+    assert ours == count * unit

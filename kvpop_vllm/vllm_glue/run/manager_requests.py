@@ -14,8 +14,8 @@ def get_computed_blocks(original, self, request, *args, **kwargs):
     blocks, hit, boundary = original(self, request, *args, **kwargs)
     reusable = min((manager.reusable(request.request_id) for manager in ours), default=hit)
     if hit > reusable:  # blocks beyond its own prefix belong to another request's prompt
-        found, hit, _ = self.coordinator.find_longest_cache_hit(request.block_hashes, reusable)
-        blocks, boundary = self.create_kv_cache_blocks(found), 0
+        hits, hit, _ = self.coordinator.find_longest_cache_hit(request.block_hashes, reusable)
+        blocks, boundary = self.create_kv_cache_blocks(hits), 0
     size = self.coordinator.scheduler_block_size
     if ours and len(self.coordinator.single_type_managers) > len(ours):
         boundary = reusable // size * size  # windows keep what a hit of this length needs

@@ -64,9 +64,9 @@ def describe(vllm_config: VllmConfig) -> list[str]:
         lines.insert(0, f"--kv-policy auto is {policy.name}, {best if folder is None else f'as {folder} recommends'}")
     if kinds := Counter(policy.model.kinds):
         layers = ", ".join(map(str, policy.model.layers))
-        others = " and ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()) if kind != FULL)
+        stock = " and ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()) if kind != FULL)
         lines.append(
-            f"it acts on {kinds[FULL]} of {policy.model.model_layers} layers, those with full attention ({layers}); {others} are"
+            f"it acts on {kinds[FULL]} of {policy.model.model_layers} layers, those with full attention ({layers}); {stock} are"
             " as without a policy"
         )
     if policy.compresses:

@@ -128,14 +128,14 @@ def check_config(vllm_config: Any) -> None:
 
 
 def check_kinds(vllm_config: Any, policy: Any) -> None:
-    """Check that the policy works beside layers that it does not act on.
+    """Check that the policy works next to layers that it does not act on.
 
     Raises:
         ConfigError: one line with every reason.
     """
     if not policy.model.kinds:
         return
-    others = " and ".join(sorted({*policy.model.kinds} - {FULL}))
+    stock_kinds = " and ".join(sorted({*policy.model.kinds} - {FULL}))
     one_cache = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     refuse(
         {
@@ -144,7 +144,7 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
             " VLLM_ALLOW_RUNTIME_LORA_UPDATING": (policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING),
             f"--kv-policy {policy.name}, whose gate reads every layer: choose another policy": policy.gated,
         },
-        f"--kv-policy on a model with layers of {others}",
+        f"--kv-policy on a model with layers of {stock_kinds}",
     )
 
 
@@ -198,10 +198,10 @@ def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
         kind = kinds.get(extract_layer_index(name)) if kinds else None
         return STOCK_LAYERS.get(kind, "FixedBudgetSpec")
 
-    if others := [name for name, spec in specs.items() if type(spec).__name__ != expected(name)]:
-        more = f" and {len(others) - 1} others" if len(others) > 1 else ""
+    if foreign := [name for name, spec in specs.items() if type(spec).__name__ != expected(name)]:
+        more = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
         refuse(
-            {f"layers that bring an attention backend of their own ({others[0]}{more}): leave --kv-policy out": True}
+            {f"layers that bring an attention backend of their own ({foreign[0]}{more}): leave --kv-policy out": True}
         )
 
 
