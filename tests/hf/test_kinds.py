@@ -50,7 +50,7 @@ def test_a_padded_batch(family, tmp_path):
 
 
 def test_answers(family, tmp_path):
-    """`generate()` takes the oracle's greedy tokens, and the same after reset(); a copy goes on alone."""
+    """`generate()` takes the oracle's greedy tokens, and the same after reset()."""
     model, oracle = family
     cache, policy = cached(model, oracle, tmp_path)
     expected = [oracle.greedy(prompt, 10, policy) for prompt in PROMPTS]
@@ -72,9 +72,9 @@ def test_a_protected_prompt_cannot_be_gone_back_to(family, tmp_path):
         generate(model, cache, [[*tokens, 7]], new=2)
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text"])
-def test_what_reads_every_layer_is_refused(tmp_path, kind):
-    folder = write_mixed_model(tmp_path / "model", kind)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ConfigError, match="layers without full attention, which cannot carry scorers"):
-        KVpopCache(model, "kvpop")
+def test_a_gate_that_reads_every_layer_is_refused(tmp_path):
+    folder = write_mixed_model(tmp_path / "model", "gemma3_text")
+    gate = write_random_scorer(tmp_path / "gate", folder, "trimkv", layers=[2, 5])
+    message = "cannot serve gemma3_text, a model with layers without full attention, and the gate of trimkv reads"
+    with pytest.raises(ConfigError, match=message):
+        KVpopCache(AutoModelForCausalLM.from_pretrained(folder), "trimkv", scorer=gate)

@@ -84,7 +84,7 @@ def start_engine(model: str, shape: ModelShape, dtype: torch.dtype, longest: int
     """
     from vllm import LLM
 
-    sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    sizes = shape.model_layers, shape.num_kv_heads, shape.head_dim
     request = dense_request_bytes(*sizes, dtype, longest, DENSE_BLOCK)
     return LLM(
         str(model),

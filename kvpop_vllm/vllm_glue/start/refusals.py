@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.config import CompilationMode
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 
 from kvpop_vllm.config import ConfigError
@@ -212,6 +213,11 @@ def check_pipeline(vllm_config: Any, policy: Any) -> None:
         ConfigError: it does not.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
+    bounds = (get_pp_indices(policy.model.model_layers, stage, stages) for stage in range(stages))
+    if policy.unequal and any(first == end for first, end in policy.model.stages(bounds)):
+        raise ConfigError(
+            f"a stage of --pipeline-parallel-size {stages} has no layer with full attention, and heads of unequal shares: lower it"
+        )
     if stages > 1 and policy.draws:  # in model runner V2 only the last rank knows the seeds
         raise ConfigError(f"--kv-policy {policy.name} draws by seeds of requests: set --pipeline-parallel-size 1")
 
