@@ -252,6 +252,14 @@ def test_what_does_not_work_with_other_layers(mixed, monkeypatch, options, setti
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_unequal_shares_with_a_stage_that_has_none(mixed):
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    unequal, folder = {"policy": "h2o", "budget": BUDGET, "allocator": "pyramid"}, mixed(SLIDING, SLIDING, FULL, FULL)
+    with pytest.raises(ConfigError, match="stage of --pipeline-parallel-size 2 has no layer with full attention"):
+        configure(folder, unequal, **stages)
+    configure(folder, STREAMING, **stages)
+
+
 def test_gates_read_every_layer(tmp_path, mixed):
     folder = mixed(SLIDING, FULL, model_type="qwen3", architectures=["Qwen3ForCausalLM"], use_sliding_window=True)
     gate = write_random_scorer(tmp_path, folder, "trimkv", layers=[1])

@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm import envs
 from vllm.config import CompilationMode
-from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 
 from kvpop_vllm.config import ConfigError
@@ -212,6 +211,8 @@ def check_pipeline(vllm_config: Any, policy: Any) -> None:
     Raises:
         ConfigError: it does not.
     """
+    from vllm.distributed.utils import get_pp_indices
+
     stages = vllm_config.parallel_config.pipeline_parallel_size
     bounds = (get_pp_indices(policy.model.model_layers, stage, stages) for stage in range(stages))
     if policy.unequal and any(first == end for first, end in policy.model.stages(bounds)):
