@@ -1,7 +1,7 @@
-"""Oracle of models whose layers are of several kinds: transformers, with one naive attention function.
+"""Oracle of models whose layers are of several kinds: transformers in float64, with one naive attention function.
 
 Layers of full attention retain tokens as a policy of the naive oracle says. Queries of the others see a window, or
-their chunk. Attention and scores are computed in float64, all else is the code of transformers.
+their chunk. All else is the code of transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from .oracle_policy import OraclePolicy
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _NAME = "oracle_of_kinds"
-_QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.5, 0.7, 2.0
+_QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.0, 0.7, 0.3
+# Weights of norms of queries and keys, more than their identity. Larger spreads enlarge rounding more than influence.
+_SELECTIVE = 0.4
 
 S, F, C = SLIDING, FULL, CHUNKED
 FAMILIES = {
@@ -83,7 +85,7 @@ def _drawn(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch
     """Return random values of a weight: projections for inputs with unit mean square, norms near their identity."""
     noise = torch.randn(weight.shape, generator=generator)
     if weight.dim() == 1:
-        selective = 0.7 if "q_norm" in name or "k_norm" in name else 0.0  # added to the identity, which is 0 or 1
+        selective = _SELECTIVE if "q_norm" in name or "k_norm" in name else 0.0
         return weight + selective + 0.1 * noise
     spreads = {"q_proj": _QK_SPREAD, "k_proj": _QK_SPREAD, "v_proj": _V_SPREAD, "o_proj": _O_SPREAD}
     spreads |= {"lm_head": _LOGIT_SPREAD, "embed_tokens": math.sqrt(weight.shape[1])}
@@ -92,7 +94,7 @@ def _drawn(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch
 
 
 class KindsOracle:
-    """A model of transformers in float32 whose layers attend as their kinds and a policy say.
+    """A model of transformers in float64 whose layers attend as their kinds and a policy say.
 
     Attributes:
         config: contents of its ``config.json``.
@@ -106,7 +108,7 @@ class KindsOracle:
         self.config = json.loads((Path(folder) / "config.json").read_text())
         self.kinds: list[str] = self.config["layer_types"]
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=_NAME).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=_NAME).eval()
         self.policy = OraclePolicy.full()
 
     @torch.no_grad()
@@ -122,7 +124,7 @@ class KindsOracle:
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
         self.policy = policy or OraclePolicy.full()
         logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-        return logits.double().log_softmax(-1)
+        return logits.log_softmax(-1)
 
     def greedy(self, tokens: Sequence[int], count: int, policy: OraclePolicy | None = None) -> list[int]:
         """Return ``count`` greedy tokens after a sequence, each computed from the whole sequence."""
@@ -143,7 +145,7 @@ class KindsOracle:
 
     def _attend(self, module, query, key, value, attention_mask, scaling=None, **options):
         """Attend as a function of transformers does; the mask of the caller is not used."""
-        layer, (q, k, v) = module.layer_idx, (x[0].double() for x in (query, key, value))
+        layer, (q, k, v) = module.layer_idx, (x[0] for x in (query, key, value))
         q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
         if self.kinds[layer] == FULL:
             ordinal = self.kinds[:layer].count(FULL)
@@ -151,10 +153,10 @@ class KindsOracle:
             mixed = self.policy.attend(q, k, v, sets)
         else:
             mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]))
-        return mixed.unflatten(-1, (len(q), -1)).unsqueeze(0).to(query.dtype), None
+        return mixed.unflatten(-1, (len(q), -1)).unsqueeze(0), None
 
 
-def require_distant_kinds(folder: str | Path, *, minimum: float = 0.05) -> None:
+def require_distant_kinds(folder: str | Path, *, minimum: float = 0.01) -> None:
     """Check that a model's output depends on tokens that only layers with full attention see, and that these matter.
 
     Raises:

@@ -40,7 +40,7 @@ QUICK = {"gemma3_text": "kvpop", "olmo3": "h2o", "exaone4": "streaming-llm", "ll
 """Policy of each family's engine in the quick tests."""
 POLICIES = ("streaming-llm", "kvpop", "h2o")
 CASES = [
-    pytest.param(kind, policy, marks=() if QUICK[kind] == policy else pytest.mark.slow, id=f"{kind}-{policy}")
+    pytest.param((kind, policy), marks=() if QUICK[kind] == policy else pytest.mark.slow, id=f"{kind}-{policy}")
     for kind in FAMILIES
     for policy in POLICIES
 ]
@@ -112,7 +112,7 @@ def roles(policy: str, folder: str, scorer, oracle: KindsOracle) -> tuple[dict, 
 @pytest.fixture(scope="module", params=CASES)
 def served(request, family, tmp_path_factory):
     """Yield a poisoned engine of a family with a policy."""
-    kind, policy = request.param if isinstance(request.param, tuple) else request.param.values
+    kind, policy = request.param
     folder, oracle = family(kind)
     settings, exact = roles(policy, folder, tmp_path_factory.mktemp("scorer"), oracle)
     with pytest.MonkeyPatch.context() as patch, watched(folder, settings, block_size=BLOCK) as engine:
