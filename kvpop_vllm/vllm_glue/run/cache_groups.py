@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
 from kvpop_vllm.cache.accounting import common_pages
 from kvpop_vllm.config import ConfigError
@@ -51,7 +52,12 @@ def _check_one_group(vllm_config, specs: dict[str, KVCacheSpec]) -> None:
     Raises:
         ConfigError: they form several.
     """
-    groups = (group.kv_cache_spec for group in get_kv_cache_groups(vllm_config, specs))
+    config = copy.copy(vllm_config)
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.kv_cache_layout = (
+        KVCacheLayout.LBHNC.name
+    )  # the only one that our backends take; vLLM sets it later
+    groups = (group.kv_cache_spec for group in get_kv_cache_groups(config, specs))
     count = sum(isinstance(spec, FixedBudgetSpec) for spec in groups)
     if count > 1:
         raise ConfigError(
