@@ -146,6 +146,8 @@ class KindsOracle:
     def _attend(self, module, query, key, value, attention_mask, scaling=None, **options):
         """Attend as a function of transformers does; the mask of the caller is not used."""
         layer, (q, k, v) = module.layer_idx, (x[0] for x in (query, key, value))
+        if self.config["model_type"] == "llama4_text":  # scorers see the even channels before the odd ones, as in vLLM
+            q, k = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (q, k))
         q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
         if self.kinds[layer] == FULL:
             ordinal = self.kinds[:layer].count(FULL)

@@ -51,7 +51,7 @@ def test_hits_in_all_groups(family, tmp_path):
             assert answer.num_cached_tokens == hit, (len(prompt), protect)
 
 
-MIXED = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 48}
+MIXED = {"architectures": ["MistralForCausalLM"], "model_type": "ministral", "sliding_window": 48}
 
 
 @pytest.fixture(scope="module")
