@@ -22,14 +22,7 @@ from kvpop_vllm.model_shape import positions_of, read_model_config, rotations, t
 from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.scorers.reader import is_published
-from kvpop_vllm.supported import (
-    FULL,
-    PAIRED_CHANNELS,
-    RESCALED_LOGITS,
-    SCALED_BY_POSITION,
-    TRANSFORMERS,
-    layer_kinds,
-)
+from kvpop_vllm.supported import FULL, RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS, layer_kinds
 
 check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
 
@@ -83,8 +76,6 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if dropout:
         raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if module.config.model_type in PAIRED_CHANNELS:  # each product of query and key stays as it is
-        query, key = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (query, key))
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves them in float32 after RoPE
     if share := getattr(module, "borrowed", 0.0):
         by_group = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))

@@ -113,13 +113,6 @@ STOCK_LAYERS = {SLIDING: "SlidingWindowSpec", CHUNKED: "ChunkedLocalAttentionSpe
 """Kinds of layers that an engine with a policy leaves to vLLM, with the name of vLLM's cache spec of each."""
 
 
-PAIRED_CHANNELS = frozenset({"llama4_text"})
-"""Model types whose channels that rotate together are neighbours in transformers' queries and keys, and not in vLLM's.
-
-Scorers see them as in vLLM: the first channels of all pairs, then the second ones.
-"""
-
-
 def sliding_window(text: Any) -> int | None:
     """Return the tokens that a query in a model's sliding-window layers attends to, None if the config says none."""
     return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
