@@ -42,7 +42,7 @@ def test_hits_in_all_groups(family, tmp_path):
     settings, exact = roles("kvpop", folder, tmp_path, oracle)
     text = random_prompt(300, seed=7)
     other = text[:200] + random_prompt(60, seed=8)
-    cases = [(text, 130, 0), (other, 130, 128), (other, 70, 0), (text, 70, 64), (text, "all", 0), (text, "all", 288)]
+    cases = [(text, 130, 0), (other, 130, 128), (other, 70, 0), (text, 70, 64), (text, "all", 128), (text, "all", 288)]
     with serving(folder, settings | {"protect_prompt": "all"}) as engine:
         served = Served(engine, oracle, exact)
         for prompt, protect, hit in cases:
