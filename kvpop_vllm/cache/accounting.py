@@ -14,8 +14,8 @@ from kvpop_vllm.roles import Retention
 
 MOST_PADDING = 0.04
 """Part of a page that may be padding before the pages of other layers are made larger."""
-LARGEST_FACTOR = 4
-"""Largest factor by which they are made larger."""
+FACTORS = 1, 2, 4
+"""Factors by which they may be made larger; a chunk is a whole number of blocks then too."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def common_pages(page: int, unit: int) -> tuple[int, int]:
     Returns:
         The factor by which pages of other layers are made larger, and how many times the smallest page ours is.
     """
-    pairs = [(factor, cdiv(factor * page, unit)) for factor in range(1, LARGEST_FACTOR + 1)]
+    pairs = [(factor, cdiv(factor * page, unit)) for factor in FACTORS]
     padding = [1 - factor * page / (count * unit) for factor, count in pairs]
     few = (pair for pair, part in zip(pairs, padding, strict=True) if part < MOST_PADDING)
     return next(few, pairs[padding.index(min(padding))])

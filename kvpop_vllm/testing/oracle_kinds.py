@@ -35,7 +35,7 @@ FAMILIES = {
         "intermediate_size_mlp": 128,
         "interleave_moe_layer_step": 0,
         "moe_layers": [],
-        "floor_scale": 64,
+        "attn_temperature_tuning": False,  # as vLLM sets it for texts of up to 32,768 tokens
     },
 }
 """Model types, each with what distinguishes its tiny model: where layers of full attention lie."""

@@ -171,7 +171,7 @@ def test_slots_of_a_block(page, head_bytes, multiple):
     """Our page is the largest, and of no page are 4% padding; pages are those of one head."""
     unit = head_bytes * multiple
     factor, count = common_pages(page, unit)
-    for larger in range(1, factor + 1):
+    for larger in [larger for larger in (1, 2, 4) if larger <= factor]:
         ours = -(-larger * page // unit) * unit
         assert (ours - larger * page < MOST_PADDING * ours) == (larger == factor)
     assert ours == count * unit
