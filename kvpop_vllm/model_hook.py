@@ -22,7 +22,7 @@ from kvpop_vllm.model_shape import positions_of, read_model_config, rotations, t
 from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.scorers.reader import is_published
-from kvpop_vllm.supported import RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS
+from kvpop_vllm.supported import FULL, RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS, layer_kinds
 
 check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
 
@@ -30,6 +30,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 NAME = "kvpop"
+NO_WINDOWS = "sliding-window layers of its own: kvpop cannot train scorers for it"
 CACHE_NAME = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 """Argument under which this version of transformers passes a cache to a model."""
 POSITIONS = 512
@@ -67,8 +68,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if attention_mask is not None:
         raise ConfigError("the model's attention has a mask of its own, which would be ignored: choose another model")
     window = options.get("sliding_window")
-    if window is not None and window < query.shape[2]:
-        raise ConfigError("the model has sliding-window layers of its own: kvpop cannot train scorers for it")
+    if window is not None and window < query.shape[2] and not getattr(attend, "windows", False):
+        raise ConfigError(f"the model has {NO_WINDOWS}")
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
             raise ConfigError(f"the model's attention has a {name} of its own: kvpop cannot train scorers for it")
@@ -249,6 +250,8 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
             says, the model's attention cannot be replaced, or the model rescales its logits.
     """
     config = read_model_config(folder)
+    if {FULL} < {*layer_kinds(text_config(config), tokens=positions_of(config))}:
+        raise ConfigError(f"{folder} has {NO_WINDOWS}")
     published = {"config": config} if is_published(folder) else {}
     for name in RESCALED_LOGITS:
         if getattr(text_config(config), name, None) not in (None, 1.0):

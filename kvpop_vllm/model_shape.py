@@ -7,7 +7,8 @@ Config files spell sizes in different ways, nest them, and leave out what equals
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -17,9 +18,17 @@ from typing import Any
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
 from kvpop_vllm.rope import model_rope
-from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, base_keys, published_base
+from kvpop_vllm.supported import (
+    ARCHITECTURES,
+    FULL,
+    FULL_CHECKPOINT_SUFFIX,
+    base_keys,
+    layer_kinds,
+    published_base,
+)
 
 ADVICE = "give the folder of a decoder-only language model"
+OTHER_SHAPES = "layers of different shapes"
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Keys under which configs that transformers does not know nest that of the language model."""
 FALCONS = ("falcon", "RefinedWeb", "RefinedWebModel")
@@ -40,18 +49,20 @@ BORROWED = "kvpop_borrowed_channel"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of the model that a policy runs on.
+    """Shape of the layers of a model that a policy acts on: those with full attention, in most models all.
 
     Attributes:
         model_type: model type of the base model, as in ``config.json``.
-        num_layers: number of decoder layers.
-        num_kv_heads: H, KV heads of the whole model.
-        head_dim: D, head size.
+        num_layers: number of layers that the policy acts on.
+        num_kv_heads: H, KV heads of these layers, on all ranks.
+        head_dim: D, head size of these layers.
         max_model_len: longest sequence, in tokens.
         hidden_size: E, width of the hidden states, or None if unknown.
         num_heads: query heads of the whole model, or None if unknown.
         rope: rope parameters of the model (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
             between layers.
+        kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if the policy acts on all.
+        layers: indices in the model of the layers that the policy acts on, empty if these are all.
     """
 
     model_type: str
@@ -62,6 +73,35 @@ class ModelShape:
     hidden_size: int | None = None
     num_heads: int | None = None
     rope: Mapping | None = field(default=None, hash=False)
+    kinds: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+
+    @property
+    def model_layers(self) -> int:
+        """Number of layers of the model."""
+        return len(self.kinds) or self.num_layers
+
+    def ordinal(self, layer: int) -> int:
+        """Return the index of a layer of the model among those that the policy acts on.
+
+        Raises:
+            ConfigError: the policy does not act on it.
+        """
+        if self.layers and layer not in self.layers:
+            raise ConfigError(
+                f"layer {layer} of this model has full attention, and its config says {self.kinds[layer]}: leave --kv-policy out"
+            )
+        return self.layers.index(layer) if self.layers else layer
+
+    def stages(self, bounds: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the layers of pipeline stages, of each the first one and the one after the last.
+
+        Args:
+            bounds: layers of each stage, as the model counts them. The result is as the policy counts them.
+        """
+        if not self.layers:
+            return list(bounds)
+        return [tuple(bisect_left(self.layers, layer) for layer in stage) for stage in bounds]
 
     @classmethod
     def of(cls, model: Any, max_model_len: int) -> ModelShape:
@@ -78,7 +118,7 @@ class ModelShape:
         if isinstance(model, str | PathLike):
             model, source = read_model_config(model), Path(model) / "config.json"
         config = resolve(model, source)
-        return cls(**shape_of(config, source), max_model_len=max_model_len, rope=rope_of(config))
+        return cls(**shape_of(config, source, max_model_len), max_model_len=max_model_len, rope=rope_of(config))
 
     @classmethod
     def of_engine(cls, model: Any) -> ModelShape:
@@ -86,16 +126,28 @@ class ModelShape:
 
         Args:
             model: vLLM's ``ModelConfig``.
+
+        Raises:
+            ConfigError: layers that the policy acts on have different shapes.
         """
+        text, count = model.hf_text_config, model.get_total_num_hidden_layers()
+        mixed = _layers(text, count, model.max_model_len)
+        by_layer = [model.model_arch_config[layer] for layer in mixed.get("layers") or range(count)]
+        names = "total_num_kv_heads", "head_size", "total_num_attention_heads"
+        shapes = {tuple(getattr(layer, name) for name in names) for layer in by_layer}
+        if len(shapes) > 1:
+            raise ConfigError(f"{model.model}: {OTHER_SHAPES}: leave --kv-policy out")
+        ((num_kv_heads, head_dim, num_heads),) = shapes
         return cls(
-            model_type=model.hf_text_config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),
-            num_layers=model.get_total_num_hidden_layers(),
-            num_kv_heads=model.get_total_num_kv_heads(),
-            head_dim=model.get_head_size(),
+            model_type=text.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),
+            num_layers=len(by_layer),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             max_model_len=model.max_model_len,
             hidden_size=model.get_hidden_size(),
-            num_heads=model.model_arch_config.total_num_attention_heads,
-            rope=rope_of(model.hf_text_config),
+            num_heads=num_heads,
+            rope=rope_of(text),
+            **mixed,
         )
 
 
@@ -177,16 +229,18 @@ def size(text: Any, name: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def shape_of(config: Mapping | Any, source: str | Path) -> dict:
+def shape_of(config: Mapping | Any, source: str | Path, tokens: int | None = None) -> dict:
     """Return the sizes of a model that policies and scorers depend on, as an engine counts them.
 
     Args:
         config: contents of a ``config.json``, or a config of transformers.
         source: its name in errors.
+        tokens: tokens of the longest text, by default the model's positions.
 
     Returns:
         ``model_type``, ``num_layers``, ``num_kv_heads``, ``head_dim``, ``num_heads`` and, if the config has it,
-        ``hidden_size``. The model type of a full checkpoint is that of its base model.
+        ``hidden_size``. The model type of a full checkpoint is that of its base model. If a policy acts on some layers
+        only, ``kinds`` and ``layers`` as in :class:`ModelShape`, and ``num_layers`` counts those layers.
 
     Raises:
         ConfigError: transformers refuses the config, a number is missing or not a positive integer, or layers
@@ -205,13 +259,22 @@ def shape_of(config: Mapping | Any, source: str | Path) -> dict:
     except TypeError:
         raise ConfigError(f"{source} is not a model's config: {ADVICE}") from None
     except RuntimeError as error:  # transformers' refusal to return a size that layers differ in
-        raise ConfigError(f"{source}: layers of different shapes ({str(error).split('.')[0]}): {ADVICE}") from None
+        raise ConfigError(f"{source}: {OTHER_SHAPES} ({str(error).split('.')[0]}): {ADVICE}") from None
     for name, number in sizes.items():
         if number is None:
             raise ConfigError(f"{source} has no {NAMES[name][0]!r}: {ADVICE}")
         if type(number) is not int or number < 1:
             raise ConfigError(f"{source}: {name} is {number!r}: {ADVICE}")
-    return {"model_type": text.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX)} | sizes
+    mixed = _layers(text, sizes["num_layers"], positions_of(text) if tokens is None else tokens)
+    sizes["num_layers"] = len(mixed.get("layers", ())) or sizes["num_layers"]
+    return {"model_type": text.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX)} | sizes | mixed
+
+
+def _layers(text: Any, count: int, tokens: int | None) -> dict[str, tuple]:
+    """Return ``kinds`` and ``layers`` of a model of ``count`` layers, nothing if a policy acts on all or on none."""
+    kinds = layer_kinds(text, count, tokens)
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
+    return {"kinds": kinds, "layers": layers} if 0 < len(layers) < len(kinds) else {}
 
 
 def rope_of(config: Any) -> dict | None:

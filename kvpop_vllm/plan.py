@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,20 @@ from kvpop_vllm import policies
 from kvpop_vllm.argument_types import UNITS
 from kvpop_vllm.cache.accounting import (
     CacheBytes,
+    common_pages,
     compressing_bytes,
     dense_request_bytes,
     request_bytes,
+    window_bytes,
     worst_prompts,
 )
-from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibration.shares import check_holds_any, has_shares
 from kvpop_vllm.calibration.statistics import CONFIG_NAME
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.model_shape import (
     ModelShape,
-    folder_sizes,
     positions_of,
     read_model_config,
     rope_of,
@@ -36,7 +38,7 @@ from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.reader import is_published
-from kvpop_vllm.supported import DTYPES, HEAD_SIZES, unserved
+from kvpop_vllm.supported import CHUNKED, DTYPES, FULL, HEAD_SIZES, SLIDING, sliding_window, unserved
 
 SHARES = (2, 4, 8)
 """Divisors of the longest request's tokens that give the default budgets."""
@@ -54,7 +56,7 @@ def plan(options) -> None:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
     config = read_model_config(options.model)
-    text, sizes = text_config(config), shape_of(config, Path(options.model) / "config.json")
+    text, sizes = text_config(config), shape_of(config, Path(options.model) / "config.json", options.max_model_len)
     length = options.max_model_len or positions_of(config)
     if length is None:
         raise ConfigError(f"{options.model}: config.json has no max_position_embeddings: give --max-model-len")
@@ -64,12 +66,12 @@ def plan(options) -> None:
         raise ConfigError(
             f"--tensor-parallel-size {options.tensor_parallel_size} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
         )
-    if options.pipeline_parallel_size > shape.num_layers:
+    if options.pipeline_parallel_size > shape.model_layers:
         raise ConfigError(
-            f"--pipeline-parallel-size {options.pipeline_parallel_size} is more than {shape.num_layers} layers: lower it"
+            f"--pipeline-parallel-size {options.pipeline_parallel_size} is more than {shape.model_layers} layers: lower it"
         )
     heads = max(1, shape.num_kv_heads // options.tensor_parallel_size)
-    stages = layers_of_stages(shape.num_layers, options.pipeline_parallel_size)
+    stages = shape.stages(layers_of_stages(shape.model_layers, options.pipeline_parallel_size))
     shards, layers = shards_of(stages, shape.num_kv_heads, options.tensor_parallel_size), max(b - a for a, b in stages)
     dtype = _dtype(options, config)
     budgets = options.budget or sorted({-(-length // share) for share in SHARES}, reverse=True)
@@ -81,7 +83,7 @@ def plan(options) -> None:
         options.scorer = options.model
     if options.scorer:
         config = read_scorer(options.scorer)[0]
-        check_model(config, **folder_sizes(options.model), source=options.scorer)
+        check_model(config, **sizes, source=options.scorer)
         given = config.scorer
     if options.prompt_length is not None and options.prompt_length > length:
         raise ConfigError(
@@ -98,7 +100,12 @@ def plan(options) -> None:
         ]
         classes = [cls for cls in classes if not cls.calibrated]
     rows, unused = [], []
+    per_block, stock_layers = options.block_size or BLOCK_SLOTS, None
     stock = dense_request_bytes(layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size)
+    if shape.kinds:
+        stock_layers = StockLayers.of(text, shape, options, heads, dtype)
+        stock, per_block = stock_layers.added_to(stock, layers, 0), stock_layers.slots
+        notes.insert(0, stock_layers.note(shape))
     rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
     for budget in budgets:
         for cls in classes:
@@ -110,10 +117,12 @@ def plan(options) -> None:
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
-            layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
+            layout = PageLayout(heads, shape.head_dim, dtype, per_block, policy.state_floats)
             held, waste = _bytes_of_rank(layout, layers, policy, shards, options.prompt_length)
             unused += [] if waste is None else [waste]
-            rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
+            page = heads * layout.region_bytes
+            request = held if stock_layers is None else stock_layers.added_to(held, layers, page)
+            rows.append(_row(cls.name, budget, request, options.kv_memory, stock))
     if len(rows) == 1:
         raise ConfigError(notes[-1])
     parallel = f" a rank of {options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""
@@ -127,8 +136,8 @@ def plan(options) -> None:
             " --tensor-parallel-size' and '--pipeline-parallel-size' balance ranks"
         )
     print(
-        f"{layers} layers{staged}, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "
-        f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {options.block_size} slots a block"
+        f"{layers} layers{_of_kinds(shape)}{staged}, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "
+        f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {per_block} slots a block"
     )
     print(_table(rows))
     if compressing := [cls.name for cls in classes if cls.compresses]:
@@ -138,6 +147,59 @@ def plan(options) -> None:
     if given != "mlstm" and (own is None or own.scorer != "mlstm"):
         notes.insert(0, "kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     print("\n".join(notes), end="\n" if notes else "")
+
+
+@dataclass(frozen=True)
+class StockLayers:
+    """Layers of a model that a policy does not act on, in a rank.
+
+    Attributes:
+        per_layer: what a request holds in each of them.
+        page: bytes of their page, by which stock vLLM's blocks are counted.
+        slots: N, slots of a policy's block, whose page is at least as large.
+    """
+
+    per_layer: list[CacheBytes]
+    page: int
+    slots: int
+
+    @classmethod
+    def of(cls, text: Any, shape: ModelShape, options, heads: int, dtype: torch.dtype) -> StockLayers:
+        """Return the other layers of the pipeline stage with the most of them."""
+        block, multiple = options.dense_block_size, options.block_size or 16
+        page = 2 * heads * shape.head_dim * dtype.itemsize * block
+        factor, count = common_pages(page, PageLayout(heads, shape.head_dim, dtype, multiple).region_bytes * heads)
+        tokens = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
+        bounds = layers_of_stages(shape.model_layers, options.pipeline_parallel)
+        kinds = max(([kind for kind in shape.kinds[slice(*stage)] if kind != FULL] for stage in bounds), key=len)
+        sizes = heads, shape.head_dim, dtype
+        per_layer = [window_bytes(*sizes, tokens[kind], shape.max_model_len, factor * block) for kind in kinds]
+        return cls(per_layer, page * factor, count * multiple)
+
+    def added_to(self, request: CacheBytes, layers: int, page: int) -> CacheBytes:
+        """Return what a request holds in all layers, in pages of equal size.
+
+        Args:
+            request: what it holds in the layers that a policy acts on.
+            layers: number of these layers.
+            page: bytes of a page of the policy, 0 for stock vLLM.
+        """
+        pages = request.blocks * layers + sum(layer.blocks for layer in self.per_layer)
+        canonical = request.canonical + sum(layer.canonical for layer in self.per_layer)
+        return CacheBytes(canonical, pages * max(page, self.page), pages)
+
+    def note(self, shape: ModelShape) -> str:
+        """Return the line that says what is counted."""
+        kinds = " and ".join(sorted({*shape.kinds} - {FULL}))
+        size = _size(sum(layer.allocated for layer in self.per_layer))
+        return (
+            f"in every row are the {len(self.per_layer)} layers of {kinds}, in which a request holds {size} at its end"
+        )
+
+
+def _of_kinds(shape: ModelShape) -> str:
+    """Return what a plan's layers are, where a policy acts on some layers of a model only."""
+    return f" with full attention of {shape.model_layers}" if shape.kinds else ""
 
 
 def _bytes_of_rank(
@@ -208,7 +270,7 @@ def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
         "sliding-window": getattr(config, "rswa_window", None),
     }
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
-    reasons += unserved(text, features, shape.max_model_len)
+    reasons += unserved(text, features, shape.max_model_len, mixed=True)
     if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
 

@@ -106,8 +106,11 @@ def _has_sinks(text: Any, tokens: int | None) -> bool:
     return kind == "gpt_oss" or any(value and "attention_sink" in name for name, value in vars(text).items())
 
 
-SERVED_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
-"""Kinds of layers in transformers' configs that are served, the last where no text exceeds its window."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+POLICY_LAYERS = frozenset({FULL, "attention"})
+"""Kinds of layers in transformers' configs that a policy acts on."""
+STOCK_LAYERS = {SLIDING: "SlidingWindowSpec", CHUNKED: "ChunkedLocalAttentionSpec"}
+"""Kinds of layers that an engine with a policy leaves to vLLM, with the name of vLLM's cache spec of each."""
 
 
 def sliding_window(text: Any) -> int | None:
@@ -115,13 +118,26 @@ def sliding_window(text: Any) -> int | None:
     return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
 
 
-def _has_windows(text: Any, tokens: int | None) -> bool:
-    kinds, window = getattr(text, "layer_types", None) or (), sliding_window(text)
-    if getattr(text, "attention_chunk_size", None) or any("chunked" in kind for kind in kinds):
-        return True
-    if window is None:
-        return any("sliding" in kind for kind in kinds)
-    return tokens is None or window < tokens
+def layer_kinds(text: Any, layers: int | None = None, tokens: int | None = None) -> tuple[str, ...]:
+    """Return the kind of each layer of a model, as in transformers' configs; FULL for those that a policy acts on.
+
+    A sliding window that no text exceeds is full attention.
+
+    Args:
+        text: the model's text config, with its keys as attributes.
+        layers: number of layers; None for as many as the config lists, or one.
+        tokens: tokens of the longest text that the model reads, None if nothing bounds it.
+    """
+    window = sliding_window(text)
+    default = CHUNKED if getattr(text, "attention_chunk_size", None) else FULL if window is None else SLIDING
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or (default,) * (layers or 1)
+    wide = type(window) is int and tokens is not None and tokens <= window
+    full = POLICY_LAYERS | ({SLIDING} if wide else set())
+    return tuple(FULL if kind in full else kind for kind in kinds[:layers])
+
+
+def _has_no_full_layer(text: Any, tokens: int | None) -> bool:
+    return STOCK_LAYERS.keys() >= set(layer_kinds(text, tokens=tokens))
 
 
 def _has_alibi(text: Any, tokens: int | None) -> bool:
@@ -177,7 +193,9 @@ REFUSED = {
     ),
     "recurrent": Refused("models with Mamba or other recurrent layers", "layers other than full attention"),
     "sliding-window": Refused(
-        "models with sliding-window or chunked layers of their own", "layers other than full attention", _has_windows
+        "models of sliding-window or chunked layers without one of full attention",
+        "layers other than full attention",
+        _has_no_full_layer,
     ),
     "block-sparse": Refused("models with block-sparse layers", "layers other than full attention", _has_sparse_layers),
 }
@@ -197,11 +215,17 @@ def refused(text: Any, seen: Mapping[str, Any], tokens: int | None = None) -> li
     return [feature for name, feature in REFUSED.items() if seen.get(name) or feature.declared(text, tokens)]
 
 
-def unserved(text: Any, features: Mapping[str, Any], tokens: int | None) -> list[str]:
+def unserved(text: Any, features: Mapping[str, Any], tokens: int | None, mixed: bool = False) -> list[str]:
     """Return the refused features of a model of transformers, as errors call them; see :func:`refused`.
 
     Layers of kinds that are not served are among them. An engine finds those by their state instead.
+
+    Args:
+        text: as in :func:`refused`.
+        features: the features that the caller sees, see :func:`refused`.
+        tokens: as in :func:`refused`.
+        mixed: True if layers in STOCK_LAYERS are served next to those of full attention.
     """
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    features = {"recurrent": not SERVED_LAYERS.issuperset(kinds), **features}
+    served = {FULL, *(STOCK_LAYERS if mixed else ())}
+    features = {"recurrent": not served.issuperset(layer_kinds(text, tokens=tokens)), **features}
     return list(dict.fromkeys(feature.feature for feature in refused(text, features, tokens)))

@@ -13,6 +13,11 @@ from kvpop_vllm.cache.ranks import Shares
 from kvpop_vllm.requests import Compression, RequestSlots
 from kvpop_vllm.roles import Retention
 
+MOST_PADDING = 0.04
+"""Part of a page that may be padding before the pages of other layers are made larger."""
+FACTORS = 1, 2, 4
+"""Factors by which they may be made larger; a chunk is a whole number of blocks then too."""
+
 
 @dataclass(frozen=True)
 class CacheBytes:
@@ -194,6 +199,36 @@ def dense_request_bytes(
     per_token = 2 * num_kv_heads * head_size * dtype.itemsize * num_layers
     blocks = cdiv(length, block_size)
     return CacheBytes(canonical=length * per_token, allocated=blocks * block_size * per_token, blocks=blocks)
+
+
+def common_pages(page: int, unit: int) -> tuple[int, int]:
+    """Return sizes of the pages of two kinds of layers that share a pool, in which each page takes what the largest does.
+
+    Ours is the largest. If more than MOST_PADDING of the others is padding, they are made larger.
+
+    Args:
+        page: bytes of a page of other layers.
+        unit: bytes of the smallest page of ours.
+
+    Returns:
+        The factor by which pages of other layers are made larger, and how many times the smallest page ours is.
+    """
+    pairs = [(factor, cdiv(factor * page, unit)) for factor in FACTORS]
+    padding = [1 - factor * page / (count * unit) for factor, count in pairs]
+    few = (pair for pair, part in zip(pairs, padding, strict=True) if part < MOST_PADDING)
+    return next(few, pairs[padding.index(min(padding))])
+
+
+def window_bytes(
+    num_kv_heads: int, head_size: int, dtype: torch.dtype, tokens: int, length: int, block_size: int
+) -> CacheBytes:
+    """Return the bytes of a request of ``length`` tokens in one layer whose queries see at most ``tokens`` of them.
+
+    Blocks are those of decoding; a window may begin inside of one.
+    """
+    per_token = 2 * num_kv_heads * head_size * dtype.itemsize
+    blocks = min(cdiv(length, block_size), cdiv(tokens - 1, block_size) + 1)
+    return CacheBytes(min(tokens, length) * per_token, blocks * block_size * per_token, blocks)
 
 
 def pool_bytes(request: CacheBytes, num_blocks: int) -> PoolBytes:

@@ -87,7 +87,10 @@ class Step(GateInputs):
         thread: thread of the pass.
         length: L.
         plans: plan of the pass; several if layers differ in their devices or numbers of blocks.
+        windows: True: layers with sliding windows are left to the cache.
     """
+
+    windows = True
 
     def __init__(
         self,
@@ -112,15 +115,22 @@ class Step(GateInputs):
         """
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
-        cache, gate, signals = self.cache, self.cache.gates[layer], self.signals(layer, k, v)
-        device = cache.device or q.device
-        gate_scores = None if gate is None else gate.to(k.device)(signals).to(device)
-        model_device, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
-        pages = cache.layer(layer, q, k, v, scale)
+        cache, signals = self.cache, self.signals(layer, k, v)
         if layer in cache.attended:
             raise ConfigError(
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
             )
+        if (local := cache.local(layer)) is not None:
+            if self.recorded:
+                raise RuntimeError("a CUDA graph holds no layers with windows or chunks: leave graphs out")
+            cache.attended.add(layer)
+            return local.attend(q, k, v, scale, self.positions, self.counts)
+        ordinal = cache.policy.model.ordinal(layer)
+        gate = cache.gates[ordinal]
+        device = cache.device or q.device
+        gate_scores = None if gate is None else gate.to(k.device)(signals).to(device)
+        model_device, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
+        pages = cache.layer(ordinal, q, k, v, scale)
         cache.attended.add(layer)
         return pages.attend(q, k, v, self._plan(pages).batch(pages.shares), gate_scores).to(model_device)
 

@@ -17,6 +17,7 @@ from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
     changes_attention_at,
     check_inputs,
+    check_kinds,
     check_model,
     check_positions,
     check_text,
@@ -25,10 +26,12 @@ from kvpop_vllm.hf.checks import (
     warn_of_reference,
 )
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
+from kvpop_vllm.hf.local_layers import LocalLayer
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
 from kvpop_vllm.model_shape import gives_up_channel, positions_of
 from kvpop_vllm.policies import parse_settings
+from kvpop_vllm.supported import CHUNKED, FULL, SLIDING, sliding_window
 
 
 def _refusal(what: str, instead: str):
@@ -139,12 +142,13 @@ class KVpopCache(Cache, AttentionCache):
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
             self._budgets = self._rows.head_budgets(self.policy)
             self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
+            check_kinds(model, self.policy, bool(cartridge))
             self._made = slots_of(cartridge, model, self.policy)
             self.head = self._made.head
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
-        limit, positions = changes_attention_at(model), positions_of(model.config)
+        limit, positions = changes_attention_at(model, self.policy), positions_of(model.config)
         self._max_length = None if limit is None else self.policy.model.max_model_len
         if self.policy.keeps_all:
             self._max_length = self.policy.retention.budget
@@ -152,13 +156,17 @@ class KVpopCache(Cache, AttentionCache):
         gated = any(gate is not None and gate.borrows for gate in self.gates)
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(register_hooks(model, self.borrows))
+        text = model.config.get_text_config()
+        self._sizes = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
         self._layers: dict[int, LayerPages] = {}
+        self._local: dict[int, LocalLayer] = {}
         self._lengths_by_device: dict[torch.device, SequenceLengths] = {}
         self._recorded = False
         self._forget()
 
     def _forget(self) -> None:
         self.attended: set[int] | None = None
+        self._local = {}
         self._broken = False
         self._columns, self._lengths, self.passes = 0, [], 0
         self.text: torch.Tensor | None = None
@@ -197,7 +205,7 @@ class KVpopCache(Cache, AttentionCache):
         return list(self._lengths)
 
     def held(self, row: int = 0) -> torch.Tensor:
-        """Return which of a row's tokens are held, ``[layers, H, seen]`` booleans on the CPU."""
+        """Return which of a row's tokens are held, ``[layers, H, seen]`` booleans on the CPU; layers are the policy's."""
         return torch.stack(
             [self._layers[i].held(row, self._lengths[row], self.protected[row]) for i in range(len(self))]
         )
@@ -215,10 +223,11 @@ class KVpopCache(Cache, AttentionCache):
         The number is constant from the first token on, except for protected prefixes.
         """
         lengths = sum(sequence_lengths.allocated_bytes() for sequence_lengths in self._lengths_by_device.values())
-        return lengths + sum(layer.allocated_bytes() for layer in self._layers.values())
+        layers = *self._layers.values(), *self._local.values()
+        return lengths + sum(layer.allocated_bytes() for layer in layers)
 
     def dense_bytes(self) -> int:
-        """Return the bytes that a ``DynamicCache`` would hold now: keys and values of all tokens and pads."""
+        """Return the bytes that a ``DynamicCache`` would hold now in the policy's layers: keys and values of all tokens and pads."""
         dtypes = [layer.pages.layout.dtype for layer in self._layers.values()]
         shape = self.policy.model
         tokens = len(self._lengths) * self._columns
@@ -339,6 +348,11 @@ class KVpopCache(Cache, AttentionCache):
             )
         if columns != reusable or reusable == self._columns:
             return self._columns, self._lengths
+        if self._local:
+            raise ValueError(
+                "layers with windows or chunks have given up what they would need to go back to the protected tokens: reset()"
+                " the KVpopCache, and give generate() the whole text"
+            )
         return reusable, [max(0, seen - (self._columns - reusable)) for seen in self._lengths]
 
     def _make_room(self, layer: LayerPages, protected: list[int]) -> None:
@@ -429,13 +443,22 @@ class KVpopCache(Cache, AttentionCache):
             self._make_room(self._layers[index], self.protected)
         return self._layers[index]
 
+    def local(self, index: int) -> LocalLayer | None:
+        """Return a layer of the model that the policy does not act on, None for one that it acts on."""
+        kinds = self.policy.model.kinds
+        if not kinds or kinds[index] == FULL:
+            return None
+        if index not in self._local:
+            self._local[index] = LocalLayer(kinds[index], self._sizes[kinds[index]])
+        return self._local[index]
+
     def end(self, step: Step, failed: bool) -> None:
         """Finish a pass; ``failed`` is True if it raised.
 
         Raises:
             RuntimeError: a layer attended without the cache.
         """
-        any_layer, all_layers = bool(self.attended), len(self.attended) == len(self)
+        any_layer, all_layers = bool(self.attended), len(self.attended) == self.policy.model.model_layers
         if failed or not all_layers:
             self._break_off()
             if failed:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import positions_of, rotations
+from kvpop_vllm.policies import Policy
 from kvpop_vllm.supported import sliding_window, unserved
 
 WRAPPERS = {
@@ -44,7 +45,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     }
     length, limit = positions_of(model.config) if max_length is None else max_length, long_rotation(model)
     tokens = length if isinstance(length, int) else positions_of(model.config)
-    reasons = unserved(text, features, tokens)
+    reasons = unserved(text, features, tokens, mixed=True)
     if not model._can_set_attn_implementation():
         reasons.append("attention that transformers cannot exchange")
     if not reasons and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):
@@ -56,6 +57,21 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
             f"{text.model_type} rotates keys differently in texts of more than {limit} tokens (LongRoPE), and cached keys stay"
             f" as they are: set max_length to at most {limit}"
         )
+
+
+def check_kinds(model: torch.nn.Module, policy: Policy, cartridges: bool) -> None:
+    """Check that a policy works next to layers that it does not act on.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not policy.model.kinds:
+        return
+    if policy.scorer_kind is not None and policy.settings.scorer is None:
+        refuse_model(model, ["layers without full attention, which cannot carry scorers"])
+    if policy.gated or cartridges:
+        what = "a cartridge holds a text" if cartridges else f"the gate of {policy.name} reads"
+        refuse_model(model, [f"layers without full attention, and {what} in every layer"])
 
 
 def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:
@@ -80,9 +96,10 @@ def long_rotation(model: torch.nn.Module) -> int | None:
     return min(filter(None, tokens), default=text.max_position_embeddings)
 
 
-def changes_attention_at(model: torch.nn.Module) -> int | None:
-    """Return the tokens of a text beyond which a model attends differently, or None."""
-    return min(filter(None, (sliding_window(model.config.get_text_config()), long_rotation(model))), default=None)
+def changes_attention_at(model: torch.nn.Module, policy: Policy) -> int | None:
+    """Return the tokens of a text beyond which a model attends differently than its cache does, or None."""
+    window = None if policy.model.kinds else sliding_window(model.config.get_text_config())
+    return min(filter(None, (window, long_rotation(model))), default=None)
 
 
 def warn_of_positions(lengths: list[int], new_lengths: list[int], positions: int | None) -> None:

@@ -39,9 +39,9 @@ function range(numbers) {
 }
 
 function showTable(found) {
-  const { model, policy, budget, layers, heads, requests } = found;
+  const { model, policy, budget, layers, model_layers, heads, requests } = found;
   get("server").textContent =
-    `${model} · ${policy}, budget ${whole(budget)} tokens per KV head · ${layers} layers of ${heads} KV heads`;
+    `${model} · ${policy}, budget ${whole(budget)} tokens per KV head · ${layers}${layers < model_layers ? ` of ${model_layers}` : ""} layers of ${heads} KV heads`;
   get("none").hidden = requests.length > 0;
   const body = get("requests").tBodies[0];
   const rows = new Map([...body.rows].map((row) => [row.dataset.id, row]));

@@ -299,6 +299,6 @@ def check_model(config: ScorerConfig, *, source: str, **model) -> None:
     Raises:
         ConfigError: names the first property that differs.
     """
-    names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size")
+    names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "layers")
     made_for = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    check_same_model(made_for, model, source, "give a scorer for this model with --kv-scorer")
+    check_same_model(made_for, {"layers": ()} | model, source, "give a scorer for this model with --kv-scorer")

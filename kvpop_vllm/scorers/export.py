@@ -52,6 +52,10 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
         raise ConfigError(
             f"{base}: model type {kind!r} cannot carry scorers, only {', '.join(ARCHITECTURES)} can: serve it with --kv-scorer instead"
         )
+    if shape.get("layers"):
+        raise ConfigError(
+            f"{base} has layers without full attention, which cannot carry scorers: serve it with --kv-scorer instead"
+        )
     config = json.loads((base / "config.json").read_text())
     if config["model_type"] != kind:
         raise ConfigError(f"{base} carries a scorer already: name the base model it was exported from")

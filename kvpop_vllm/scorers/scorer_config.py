@@ -14,7 +14,7 @@ from kvpop_vllm.schemas import TEXT, Rule, Schema, integer
 
 SCHEMA = Schema("scorer")
 _INT32_MAX = 2**31 - 1
-_OPTIONAL = ("trained", "shares")
+_OPTIONAL = ("trained", "shares", "layers")
 """Keys that a file may lack, all of them lists."""
 
 
@@ -42,7 +42,7 @@ class ScorerConfig:
         scorer: kind, the ``scorer`` key.
         rules: rules of single values.
         model_type: model type of the base model.
-        num_layers: number of layers.
+        num_layers: number of layers that the scorer is for.
         num_kv_heads: H, KV heads.
         head_dim: D.
         sinks: s.
@@ -52,6 +52,7 @@ class ScorerConfig:
             window and topk.
         shares: ``[layers][H]``, measured parts of the long-range slots for all heads (``kvpop calibrate``), of which
             only the ratios matter; empty if heads share equally.
+        layers: indices in the model of the layers that the scorer is for; empty if these are all.
 
     Raises:
         ConfigError: a value has the wrong type or range, from :func:`kvpop_vllm.scorers.parse_config`.
@@ -74,6 +75,7 @@ class ScorerConfig:
     topk: int
     trained: tuple[TrainedBudget, ...] = ()
     shares: tuple[tuple[float, ...], ...] = ()
+    layers: tuple[int, ...] = ()
 
     @property
     def retention(self) -> ScorerShape:
@@ -116,11 +118,13 @@ class ScorerConfig:
         _check_trained(given, source)
         if given.get("shares", []) != []:
             check_head_shares(given["shares"], given["num_layers"], given["num_kv_heads"], source)
+        _check_layers(given, source)
         cls.check(given, source)
         decay = {"decay": Decay(**given["decay"])} if "decay" in given else {}
         trained = tuple(TrainedBudget(**budget) for budget in given.get("trained", ()))
         shares = tuple(tuple(map(float, row)) for row in given.get("shares", ()))
-        return cls(**{**given, **decay, "trained": trained, "shares": shares})
+        layers = tuple(given.get("layers", ()))
+        return cls(**{**given, **decay, "trained": trained, "shares": shares, "layers": layers})
 
     @classmethod
     def check(cls, given: Mapping, source: str) -> None:
@@ -174,6 +178,15 @@ def _check_trained(given: Mapping, source: str) -> None:
         raise ConfigError(
             f"{source}: trained must begin with window {given['window']} and topk {given['topk']}, got {budgets[0]!r}"
         )
+
+
+def _check_layers(values: Mapping, source: str) -> None:
+    layers, count = values.get("layers", []), values["num_layers"]
+    if layers == []:
+        return
+    numbers = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)
+    if not numbers or layers != sorted(set(layers)) or len(layers) != count:
+        raise ConfigError(f"{source}: layers must be a list of {count} ascending indices of layers, got {layers!r}")
 
 
 def _is_positive(number: object) -> bool:

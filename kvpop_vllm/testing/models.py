@@ -159,6 +159,7 @@ def write_random_scorer(
     scale: float = 3.0,
     shifted: bool = False,
     evict: float = 0.0,
+    layers: Sequence[int] = (),
 ) -> Path:
     """Write a scorer folder whose scores vary strongly between tokens, and return its path.
 
@@ -179,6 +180,7 @@ def write_random_scorer(
         decay_min: ``min`` of the decay.
         decay_max: ``max`` of the decay.
         evict: shift of the eviction logits of dms.
+        layers: indices in the model of the layers that the scorer is for, if these are not all.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +190,7 @@ def write_random_scorer(
         "format": "kvpop-scorer",
         "version": 1,
         "model_type": model["model_type"],
-        "num_layers": model["num_hidden_layers"],
+        "num_layers": len(layers) or model["num_hidden_layers"],
         "num_kv_heads": model["num_key_value_heads"],
         "head_dim": dim,
         "scorer": scorer,
@@ -196,6 +198,7 @@ def write_random_scorer(
         "window": window,
         **({"trained": [{"window": w, "topk": k} for w, k in trained]} if trained else {}),
         "topk": topk,
+        **({"layers": list(layers)} if layers else {}),
     }
     sizes = {"M": mlp_width}
     if scorer in ("trimkv", "dms"):

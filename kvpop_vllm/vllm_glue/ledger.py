@@ -58,13 +58,18 @@ LEDGER = (
           "when platforms consult a backend's validate_configuration on CPU too (vLLM issue 42449 is about such hooks)", "self", opens=FRONT_END),
     Patch("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", "start.refusals:get_kv_cache_specs", EVERY, "always",
           "A layer may bring an attention backend of its own, which is not asked for a policy, and vLLM would serve it with a dense cache: "
-          "with a policy, refuses layers whose cache is not of the policy. The scheduler is made after this.",
+          "with a policy, refuses layers whose cache is not what their kind has, and chooses the slots of a block for all groups of layers. "
+          "The scheduler is made after this.",
           "when a backend sees the specs of all layers", "self", opens=SCHEDULER),
     Patch("vllm.v1.attention.selector:_cached_get_attn_backend", "start.backend_choice:cached_get_attn_backend", EVERY, "always",
           "The choice of a backend class is cached per process under a key that knows nothing of policies: engines of one process would "
           "get each other's. With a policy its cache is emptied before and after; refuses configs that no EngineArgs have made, for which "
           "a GPU's platform chooses a backend of vLLM's.",
-          "when the key holds additional_config, and platforms ask plugins about configs", opens=WORKER),
+          "when the key holds additional_config, and platforms ask plugins about configs", "*, backend, attn_selector_config", opens=WORKER),
+    Patch("vllm.model_executor.layers.attention.chunked_local_attention:get_attn_backend", "start.backend_choice:chunked_backend", EVERY, "always",
+          "A layer with chunked attention asks for a backend as one with full attention does: with a policy it gets vLLM's. It may be the "
+          "first layer, for which nothing is installed before.",
+          "when the request says so, as it does for sliding windows"),
     Patch("vllm.v1.attention.backends.registry:_ATTN_OVERRIDES", "start.backend_choice:register", EVERY, "always",
           "vLLM's extension point: CPU_ATTN and CUSTOM are paths that resolve for each engine, without a policy to what they were.",
           "never", kind=REGISTERED),
@@ -164,6 +169,10 @@ LEDGER = (
           "when draws of unfinished prompts are not made, or are taken back on CPUs too", "self"),
     Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync", "run.cpu_seeds:bookkeeping_sync", WORKER, "CPU",
           "And set again, in place of an offset that generators of a CPU do not have.", "with the one above", "self"),
+    Patch("vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids", "run.cpu_zeros:zero_block_ids", WORKER, "CPU",
+          "On a CPU only blocks of full attention are zeroed, and windows read what a policy's blocks have left: blocks of all layers "
+          "that the policy does not act on are zeroed.",
+          "when a CPU zeroes the blocks of all kinds of attention, as a GPU does", "self, block_ids"),
     Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata", "run.step_requests:build_attention_metadata", WORKER, "policy",
           "Attention metadata do not say how long a request's prompt is, what it asked for, nor its seed: the runner's own numbers are "
           "handed to the metadata builder first.",

@@ -96,8 +96,8 @@ def make_spec(budget, sinks, slots, state, protect, shares=None, max_budget=None
     from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
     return FixedBudgetSpec(
-        block_size=slots, num_kv_heads=2, head_size=32, dtype=torch.float32, state_content_bytes=264, budget=budget,
-        sinks=sinks, state_blocks=state, shares=shares, protect=protect, max_budget=max_budget or budget, max_protect=protect,
+        block_size=slots, num_kv_heads=2, head_size=32, kv_dtype=torch.float32, state_content_bytes=264, budget=budget,
+        sinks=sinks, state_floats=state * slots * 66, shares=shares, protect=protect, max_budget=max_budget or budget, max_protect=protect,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import os
 import pytest
 from engine.matrix import make_case
 
-from kvpop_vllm.testing import write_tiny_model
+from kvpop_vllm.testing import write_mixed_model, write_tiny_model
 
 collect_ignore_glob = [] if "KVPOP_PRETEND_CUDA" in os.environ else ["test_cuda_*.py"]
 """Modules that need the process with a pretended GPU, which test_cuda.py starts."""
@@ -36,5 +36,19 @@ def case(tiny_model, tmp_path_factory):
     @functools.cache
     def make(kind: str, policy: str, **options):
         return make_case(tiny_model(kind), tmp_path_factory.mktemp("scorer"), policy, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory):
+    """Return ``make(kind)``, which writes the model of a family of mixed layers once and returns its folder and oracle."""
+
+    @functools.cache
+    def make(kind: str):
+        from kvpop_vllm.testing import KindsOracle
+
+        folder = write_mixed_model(tmp_path_factory.mktemp(kind), kind)
+        return str(folder), KindsOracle(folder)
 
     return make

@@ -36,10 +36,14 @@ def functions_of_ours_in_vllm() -> list[str]:
     return sorted(found)
 
 
-def main(model: str, out: str) -> None:
-    """Write greedy outputs, the backend's name, imported modules, wrapped functions of vLLM and metrics as JSON."""
+def main(out: str, model: str, *more: str) -> None:
+    """Write greedy outputs of models, the backend's name, imported modules, wrapped functions of vLLM and metrics as JSON."""
+    outputs = []
+    for folder in more:
+        with running(folder, None) as llm:
+            outputs.append(complete(llm, 24))
     with running(model, None, disable_log_stats=False) as llm:
-        outputs = complete(llm, 24)
+        outputs.append(complete(llm, 24))
         used = backend(llm)
         report = {
             "outputs": outputs,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import pickle
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +93,30 @@ def test_sliding_windows_that_a_request_can_exceed(model):
         impl(*sizes, sliding_window=longest)
         with pytest.raises(ConfigError, match="sliding-window layers of its own: leave --kv-policy out"):
             impl(*sizes, sliding_window=longest - 1)
+
+
+def test_layers_that_a_policy_does_not_act_on(model, tmp_path):
+    """Only full attention asks for CUSTOM; windows and chunks get what a stock engine chooses."""
+    from vllm.model_executor.layers.attention import chunked_local_attention
+
+    def folder(name, **changes):
+        shutil.copytree(model, tmp_path / name)
+        path = tmp_path / name / "config.json"
+        kinds = {"layer_types": [changes.pop("kind"), "full_attention"]}
+        path.write_text(json.dumps(json.loads(path.read_text()) | kinds | changes))
+        return tmp_path / name
+
+    windows = folder("windows", kind="sliding_attention", sliding_window=48)
+    config, stock = configure(windows), configure(windows, None)
+    assert config.attention_config.backend is stock.attention_config.backend is None
+    assert config.attention_config.backend_per_kind == {"full_attention": AttentionBackendEnum.CUSTOM}
+    assert chosen(config, dtype=torch.bfloat16).get_name() == "CUSTOM"
+    options = {"dtype": torch.bfloat16, "has_sliding_window": True}
+    assert chosen(config, **options) is chosen(stock, **options)
+    config = configure(folder("chunks", kind="chunked_attention", attention_chunk_size=64))
+    with only_rank(config):
+        theirs = chunked_local_attention.get_attn_backend(SIZE, torch.bfloat16, "auto")
+    assert theirs is chosen(stock, dtype=torch.bfloat16) and chosen(config, dtype=torch.bfloat16).get_name() == "CUSTOM"
 
 
 def test_older_gpus_than_kernels_are_for(model, monkeypatch):

@@ -44,14 +44,24 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fresh_processes(model, tmp_path_factory):
+def mixed(tmp_path_factory):
+    """Write a model whose first layer has a sliding window, and return its folder."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "mixed")
+    kinds = {"model_type": "ministral", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | kinds | {"architectures": ["MistralForCausalLM"]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh_processes(model, mixed, tmp_path_factory):
     """Return the reports of two stock engines in their own processes, with and without the plugin."""
     out = tmp_path_factory.mktemp("out")
     runs = {}
     for name, plugins in (("with", None), ("without", "")):
         environment = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
         environment |= {"PYTHONPATH": str(TESTS)} | ({} if plugins is None else {"VLLM_PLUGINS": plugins})
-        command = [sys.executable, "-m", "engine.stock_run", str(model), str(out / name)]
+        command = [sys.executable, "-m", "engine.stock_run", str(out / name), str(model), str(mixed)]
         runs[name] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for run in runs.values():
         printed, _ = run.communicate(timeout=600)

@@ -135,11 +135,10 @@ def test_settings_of_a_request(served):
 
 def test_any_seed_of_a_request_can_be_inspected():
     """A seed of 64 bits is no number of the plan that finds pages."""
-    impl = SimpleNamespace(
-        attention=SimpleNamespace(layout=PageLayout(2, 32, torch.float32)), policy=SimpleNamespace(compression=None)
-    )
-    row = inspector.Row(5, [1, 2], RequestSlots(0, 0, 32, 8, seed=2**64 - 1))
-    assert inspector._next_step(impl, [row], torch.device("cpu")).batch(EqualHeads(2)).decodes == 1
+    impl, layout = SimpleNamespace(layer=0, policy=SimpleNamespace(compression=None)), PageLayout(2, 32, torch.float32)
+    pages = layout.view(torch.zeros(3, 2, layout.region_bytes, dtype=torch.uint8))
+    row = inspector.Row(5, [[1, 2]], RequestSlots(0, 0, 32, 8, seed=2**64 - 1))
+    assert inspector._next_step(impl, [row], pages).batch(EqualHeads(2)).decodes == 1
 
 
 def test_pages_that_cannot_be_read(served):
@@ -150,7 +149,7 @@ def test_pages_that_cannot_be_read(served):
         engine.engine.step()
     own = engine.recorder.manager.inspector
     request = engine.recorder.scheduler.running[0]
-    row = inspector.Row.of(own.manager, request, request.num_computed_tokens)
+    row = inspector.Row.of(own.scheduler, request, request.num_computed_tokens)
     (error,) = own.run(inspector.held_in_worker, ([row._replace(seen=row.seen + 1)],))
     compression = own.policy.compression  # tokens of a prompt that slots were made of are not counted in the pages
     seen = row.seen - (0 if compression is None else compression.after(row.slots).shift)

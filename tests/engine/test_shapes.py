@@ -48,7 +48,9 @@ print(json.dumps({{name: dataclasses.asdict(ModelShape.of(folder, {LENGTH})) for
 """
     process = subprocess.run([sys.executable, "-c", BLOCK + code], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    return {name: ModelShape(**shape) for name, shape in json.loads(process.stdout).items()}
+    read = json.loads(process.stdout)
+    lists = {name: {key: tuple(shape[key]) for key in ("kinds", "layers")} for name, shape in read.items()}
+    return {name: ModelShape(**shape | lists[name]) for name, shape in read.items()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -96,10 +96,6 @@ REFUSED = {
         "or lower --max-model-len to the window of 64 tokens",
         text("MistralForCausalLM", "mistral", sliding_window=64),
     ),
-    "mistral-mixed-windows": (
-        "sliding-window",
-        text("MistralForCausalLM", "mistral", sliding_window=255, layer_types=[FULL[0], "sliding_attention"]),
-    ),
     "gemma3": ("sliding-window", text("Gemma3ForCausalLM", "gemma3_text", sliding_window=64)),
     "rswa": ("sliding-window", LLAMA | {"rswa_window": 64}),
     "minimax-m3": ("block-sparse", _MINIMAX_M3),
@@ -119,6 +115,9 @@ SERVED = {
     "phi3-wide-window": text("Phi3ForCausalLM", "phi3", sliding_window=512),
     "mistral-mixed-windows": text(
         "MistralForCausalLM", "mistral", sliding_window=512, layer_types=[FULL[0], "sliding_attention"]
+    ),
+    "mistral-mixed": text(
+        "MistralForCausalLM", "mistral", sliding_window=255, layer_types=[FULL[0], "sliding_attention"]
     ),
     "mistral-no-window": text("MistralForCausalLM", "mistral", sliding_window=None),
     "granite": text("GraniteForCausalLM", "granite"),

@@ -19,7 +19,6 @@ from kvpop_vllm.evaluation.runner import DENSE_BLOCK
 from kvpop_vllm.model_shape import ModelShape, borrows_channel, positions_of, read_model_config
 from kvpop_vllm.requests import SEED
 from kvpop_vllm.vllm_glue.extras.inspector import Row, held_by_layer
-from kvpop_vllm.vllm_glue.extras.reports import manager_of
 
 SPARE_BYTES = 32 << 20
 """KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
@@ -85,7 +84,7 @@ def start_engine(model: str, shape: ModelShape, dtype: torch.dtype, longest: int
     """
     from vllm import LLM
 
-    sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    sizes = shape.model_layers, shape.num_kv_heads, shape.head_dim
     request = dense_request_bytes(*sizes, dtype, longest, DENSE_BLOCK)
     return LLM(
         str(model),
@@ -162,7 +161,7 @@ class EngineRun(Run):
         """Return which of its ``seen`` tokens the only request of the running step holds, ``[layers, H, seen]``."""
         engine = self.llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
-        row = Row.of(manager_of(scheduler), scheduler.running[0], seen)
+        row = Row.of(scheduler, scheduler.running[0], seen)
         layers = {layer: tensor for layer, _, (tensor,) in held_by_layer(engine, [row])}
         return torch.stack([layers[layer] for layer in sorted(layers)])
 

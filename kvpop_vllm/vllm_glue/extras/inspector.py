@@ -19,7 +19,7 @@ from kvpop_vllm.cache.step import StepPlan, plan_batch
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
 from kvpop_vllm.vllm_glue.extras.cartridges import layers_of
-from kvpop_vllm.vllm_glue.extras.reports import kept_by_head, manager_of, report, use_of
+from kvpop_vllm.vllm_glue.extras.reports import kept_by_head, manager_of, managers_of, report, use_of
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -30,17 +30,22 @@ ROOM = 256
 
 
 class Row(NamedTuple):
-    """Request as the workers are asked for it: tokens seen, blocks and slots."""
+    """Request as the workers are asked for it: tokens seen, blocks in each cache group of the policy, and slots."""
 
     seen: int
-    blocks: list[int]
+    groups: list[list[int]]
     slots: RequestSlots
 
     @classmethod
-    def of(cls, manager: FixedBudgetManager, request, tokens: int) -> Row:
+    def of(cls, scheduler, request, tokens: int) -> Row:
         """Return the row of a request of the scheduler with ``tokens`` tokens in its cache."""
-        blocks = [block.block_id for block in manager.req_to_blocks[request.request_id]]
-        return cls(tokens, blocks, manager.slots(request))
+        managers = managers_of(scheduler)
+        rows = (manager.req_to_blocks[request.request_id] for manager in managers)
+        return cls(tokens, [[block.block_id for block in row] for row in rows], managers[0].slots(request))
+
+    def blocks(self, layer: int) -> list[int]:
+        """Return the blocks of a layer of the policy; vLLM deals the layers to the groups in turn."""
+        return self.groups[layer % len(self.groups)]
 
 
 @dataclass
@@ -107,7 +112,7 @@ class Inspector:
         self._forget_ended()
         asked = []
         for request in self.scheduler.running:
-            row, record = Row.of(self.manager, request, request.num_computed_tokens), self._record(request)
+            row, record = Row.of(self.scheduler, request, request.num_computed_tokens), self._record(request)
             if row.seen < row.slots.prefix + (not self.policy.compresses):
                 record.note(row.seen, np.ones((*self.shape, row.seen), bool))
             else:
@@ -122,7 +127,7 @@ class Inspector:
 
     def _record(self, request) -> Record:
         """Return the record of a request, with its latest numbers and tokens."""
-        told = report(self.policy, self.manager.kv_cache_spec, request, use_of(self.scheduler, self.manager, request))
+        told = report(self.scheduler, self.manager, request, use_of(self.scheduler, self.manager, request))
         record = self.records.setdefault(request.request_id, Record({}, [], np.zeros((*self.shape, 0), np.int32)))
         if record.starts != request.num_preemptions:  # its cache begins anew
             record.starts, record.seen = request.num_preemptions, 0
@@ -154,6 +159,7 @@ class Inspector:
             found.setdefault(name, record.summary("ended"))
         layers, heads = self.shape
         told = {"policy": self.policy.name, "budget": self.policy.retention.budget, "layers": layers, "heads": heads}
+        told["model_layers"] = self.policy.model.model_layers
         return told | {"requests": [{"id": name} | numbers for name, numbers in found.items()]}
 
     def details(self, name: str) -> dict | None:
@@ -226,24 +232,25 @@ def held_by_layer(worker, rows: list[Row]) -> Iterator[tuple[int, int, list[torc
     """
     from kvpop_vllm.vllm_glue.run.backend import for_config
 
-    heads_of, plan, batch = for_config(worker.vllm_config).heads, None, None
+    heads_of, plans = for_config(worker.vllm_config).heads, {}
     for impl, pages, shares, blocks in layers_of(worker):
-        plan = plan or _next_step(impl, rows, pages.raw.device)
-        if batch is None or shares.by_layer:
-            batch = plan.batch(shares, impl.layer)
+        group = impl.layer % len(rows[0].groups)
+        plan = plans[group] = plans.get(group) or _next_step(impl, rows, blocks)
+        batch = plan.batch(shares, impl.layer)
         held = [_held_by(impl, pages, blocks, row, batch.table[i], batch.budgets[i]) for i, row in enumerate(rows)]
         yield impl.layer, heads_of(impl.num_kv_heads).start, held
 
 
-def _next_step(impl, rows: list[Row], device: torch.device) -> StepPlan:
-    """Return the plan of a step with one more token of each request, which says where their pages lie."""
-    table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.int32)
-    for i, row in enumerate(rows):
-        table[i, : len(row.blocks)] = torch.tensor(row.blocks)
+def _next_step(impl, rows: list[Row], pages: Pages) -> StepPlan:
+    """Return the plan of a step with one more token of each request, which says where their pages lie in a layer."""
+    lists = [row.blocks(impl.layer) for row in rows]
+    table = torch.zeros(len(rows), max(map(len, lists)), dtype=torch.int32)
+    for i, blocks in enumerate(lists):
+        table[i, : len(blocks)] = torch.tensor(blocks)
     slots, lengths = [row.slots._replace(seed=None) for row in rows], [row.seen + 1 for row in rows]  # nothing is drawn
     compression = impl.policy.compression
     after = compression and [compression.after(record) for record in slots]
-    return plan_batch(impl.attention.layout, slots, [1] * len(rows), lengths, table.to(device), after)
+    return plan_batch(pages.layout, slots, [1] * len(rows), lengths, table.to(pages.raw.device), after)
 
 
 def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
@@ -256,6 +263,6 @@ def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, b
         return held_tokens(pages, table, row.seen, replace(rule, window=slots.window), budgets, slots.prefix)
     after, size = compression.after(slots), pages.layout.block_slots
     first = cdiv(slots.prefix, size)
-    made = torch.tensor(row.blocks[first : first + cdiv(after.made, size)])
+    made = torch.tensor(row.blocks(impl.layer)[first : first + cdiv(after.made, size)])
     rule = replace(rule, window=after.window)
     return held_behind_prompt(pages, table, row.seen, rule, budgets, after, blocks, made)

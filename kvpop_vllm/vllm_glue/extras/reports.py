@@ -27,7 +27,7 @@ class CacheUse:
         seen: tokens that the cache has processed.
         protected: p, tokens of the protected prefix among them.
         kept: numbers of held tokens, each with the number of KV heads that hold as many; None if they are not known.
-        blocks: blocks that the request holds, shared ones included.
+        blocks: blocks that the request holds, shared ones included, in all cache groups of the policy's layers.
         bound: most blocks that it can come to hold.
     """
 
@@ -45,14 +45,17 @@ class CacheUse:
         return sum(tokens * heads for tokens, heads in self.kept.items()) / sum(self.kept.values())
 
 
-def bytes_per_block(policy: Policy, spec: FixedBudgetSpec) -> int:
-    """Return the bytes of a block of all layers and heads, on all ranks together."""
-    return policy.model.num_layers * policy.model.num_kv_heads * spec.block_size * spec.state_content_bytes
+def bytes_of(blocks: int, scheduler) -> int:
+    """Return the bytes of blocks of the policy's layers on all ranks together, as many in each of their cache groups."""
+    model, managers = engine_policy(scheduler.vllm_config).model, managers_of(scheduler)
+    spec = managers[0].kv_cache_spec
+    slot_bytes = model.num_layers * model.num_kv_heads * spec.state_content_bytes
+    return blocks * spec.block_size * slot_bytes // len(managers)
 
 
 def dense_bytes_per_token(policy: Policy, spec: FixedBudgetSpec) -> int:
     """Return the bytes of a token's keys and values in all layers and heads, which a dense cache holds at least."""
-    return policy.model.num_layers * policy.model.num_kv_heads * 2 * spec.head_size * spec.dtype.itemsize
+    return policy.model.num_layers * policy.model.num_kv_heads * 2 * spec.head_size * spec.kv_dtype.itemsize
 
 
 def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
@@ -72,7 +75,7 @@ def tokens_seen(request) -> int:
 def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:
     """Return the most blocks that a request can come to hold."""
     length = min(request.num_prompt_tokens + request.max_tokens, scheduler.max_model_len)
-    return manager.kv_cache_spec.blocks(length, manager.slots(request))
+    return len(managers_of(scheduler)) * manager.kv_cache_spec.blocks(length, manager.slots(request))
 
 
 def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
@@ -87,7 +90,7 @@ def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
         heads = policy.model.num_layers * policy.model.num_kv_heads
         shares = None if spec.shares is None else spec.shares.all_heads(slots.budget, slots.window)
         kept = kept_tokens(heads, seen, replace(policy.retention, budget=slots.budget), shares, prefix)
-    blocks = blocks_held(manager, request.request_id)
+    blocks = len(managers_of(scheduler)) * blocks_held(manager, request.request_id)
     return CacheUse(
         seen, prefix if spec.compression is None else 0, kept, blocks, most_blocks(scheduler, manager, request)
     )
@@ -101,8 +104,9 @@ def kept_by_head(tokens: int, least: int, mean: float, most: int) -> dict:
     }
 
 
-def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dict:
+def report(scheduler, manager: FixedBudgetManager, request, use: CacheUse) -> dict:
     """Return the report of a request, as documented in ``docs/operating.md``."""
+    policy, spec = engine_policy(scheduler.vllm_config), manager.kv_cache_spec
     slots = of_request(request.sampling_params, spec, request.num_prompt_tokens)
     by_head = dict.fromkeys(("kept_tokens_per_head", "evicted_tokens_per_head"))
     if use.kept is not None:
@@ -120,15 +124,20 @@ def report(policy: Policy, spec: FixedBudgetSpec, request, use: CacheUse) -> dic
         "seen_tokens": use.seen,
         "blocks": use.blocks,
         "blocks_bound": use.bound,
-        "bytes": use.blocks * bytes_per_block(policy, spec),
+        "bytes": bytes_of(use.blocks, scheduler),
         "dense_bytes": use.seen * dense_bytes_per_token(policy, spec),
     }
 
 
-def manager_of(scheduler) -> FixedBudgetManager | None:
-    """Return the block manager of a scheduler with a policy; its layers have one cache group."""
+def managers_of(scheduler) -> list[FixedBudgetManager]:
+    """Return the block managers of the cache groups of a policy's layers, each of which holds as many blocks of a request."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    return next((manager for manager in managers if isinstance(manager, FixedBudgetManager)), None)
+    return [manager for manager in managers if isinstance(manager, FixedBudgetManager)]
+
+
+def manager_of(scheduler) -> FixedBudgetManager | None:
+    """Return the first of these block managers, None without a policy."""
+    return next(iter(managers_of(scheduler)), None)
 
 
 def free_request(original, self, request, *args, **kwargs):
@@ -141,8 +150,7 @@ def free_request(original, self, request, *args, **kwargs):
     if self.log_stats and use.seen:
         manager.ended.append((use.seen, use.mean_kept, use.protected))
     if asks:
-        policy = engine_policy(self.vllm_config)
-        connector = {**(connector or {}), REPORT: report(policy, manager.kv_cache_spec, request, use)}
+        connector = {**(connector or {}), REPORT: report(self, manager, request, use)}
     return connector, *more
 
 
@@ -152,14 +160,15 @@ def make_stats(original, self, *args, **kwargs):
     if stats is None or manager is None:
         return stats
     policy, spec = engine_policy(self.vllm_config), manager.kv_cache_spec
-    blocks = sum(blocks_held(manager, request.request_id) for request in self.running)
+    groups = len(managers_of(self))
+    blocks = groups * sum(blocks_held(manager, request.request_id) for request in self.running)
     for request in self.running:
         if request.request_id not in manager.bounds:
             manager.bounds[request.request_id] = most_blocks(self, manager, request)
     numbers = {
         "blocks_held": blocks,
         "blocks_bound": sum(manager.bounds.values()),
-        "bytes_held": blocks * bytes_per_block(policy, spec),
+        "bytes_held": bytes_of(blocks, self),
         "dense_bytes": sum(map(tokens_seen, self.running)) * dense_bytes_per_token(policy, spec),
         "ended": manager.ended,
     }

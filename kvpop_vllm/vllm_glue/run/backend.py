@@ -115,11 +115,11 @@ class FixedBudgetBackend(AttentionBackend):
             block_size=layout.block_slots,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
-            dtype=spec.dtype,
+            kv_dtype=spec.dtype,
             state_content_bytes=layout.slot_bytes,
             budget=cls.policy.retention.budget,
             sinks=cls.policy.retention.sinks,
-            state_blocks=layout.state_blocks,
+            state_floats=layout.state_floats,
             shares=cls.division(),
             largest=tuple((largest.budget, largest.window) for largest in cls.policy.largest_retentions()),
             protect=cls.policy.protect,
@@ -161,7 +161,7 @@ class FixedBudgetBackend(AttentionBackend):
 
     @classmethod
     def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
-        """Return the page layout of one layer on this rank."""
+        """Return the page layout of one layer on this rank, before the slots per block are chosen for all groups of layers."""
         return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats)
 
 
@@ -170,7 +170,8 @@ def for_config(vllm_config, base: type[FixedBudgetBackend] = FixedBudgetBackend)
     cache = vllm_config.cache_config
     slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
     policy, stages = engine_policy(vllm_config), vllm_config.parallel_config.pipeline_parallel_size
-    layers = [get_pp_indices(policy.model.num_layers, stage, stages) for stage in range(stages)]
+    bounds = (get_pp_indices(policy.model.model_layers, stage, stages) for stage in range(stages))
+    layers = policy.model.stages(bounds)
     return type(base.__name__, (base,), {"policy": policy, "block_slots": slots, "stages": layers})
 
 
@@ -220,9 +221,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        backend = for_config(vllm_config)
-        self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
-        self.policy, self.seed = backend.policy, request_seed(vllm_config.model_config.seed, 0)
+        self.layout, self.policy = kv_cache_spec.layout, engine_policy(vllm_config)
+        self.seed = request_seed(vllm_config.model_config.seed, 0)
         self.unequal = kv_cache_spec.shares is not None or self.policy.adaptive_head_budgets
         self.spec, self.records, compression = kv_cache_spec, {}, self.policy.compression
         self.after = compression and functools.lru_cache(maxsize=4096)(compression.after)
@@ -333,7 +333,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         context[name].sliding_window = None  # no request exceeds it, and vLLM asks for a cache spec by it
         backend = for_config(self.vllm_config)
         heads = backend.heads(self.num_kv_heads)
-        self.layer, self.shares = extract_layer_index(name), backend.shares()
+        self.layer, self.shares = self.policy.model.ordinal(extract_layer_index(name)), backend.shares()
         self.division, self.shard = backend.division(), backend.shard()
         if self.policy.gated:
             self._add_gate(self.layer, heads)
@@ -375,7 +375,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             query: ``[T, Hq, D]``.
             key: ``[T, H, D]``.
             value: ``[T, H, D]``.
-            kv_cache: ``[blocks, H, N, C / itemsize]``.
+            kv_cache: ``[blocks, H, N, C]`` uint8.
             attn_metadata: metadata of the step, None in a profiling run.
             output: ``[T, Hq, D]``.
             scales: unused.
@@ -422,12 +422,9 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
 
     def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, EqualHeads, Pages]:
         """View the storage of the cache; the tensor itself is freed when vLLM drops it."""
-        layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
-        raw = kv_cache.view(torch.uint8)
-        place = raw.storage_offset(), raw.shape, raw.stride()
-        layer_pages = layout.view(
-            torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place)
-        )
+        layout, blocks = dataclasses.replace(self.attention.layout, block_slots=kv_cache.shape[2]), kv_cache.shape[0]
+        place = kv_cache.storage_offset(), kv_cache.shape, kv_cache.stride()
+        layer_pages = layout.view(kv_cache.new_empty(0).set_(kv_cache.untyped_storage(), *place))
         if self.policy.adaptive_head_budgets:
             divided = SharesByVotes(layer_pages, self.attention.rule.compression, self.policy.retention.budget)
             return divided.pages, divided, layer_pages
@@ -455,7 +452,7 @@ def _all_layers(kv_cache: torch.Tensor, layer: int) -> torch.Tensor:
     Raises:
         RuntimeError: the caches do not lie one after another.
     """
-    at = kv_cache.storage_offset() * kv_cache.element_size()
+    at = kv_cache.storage_offset()
     if not kv_cache.is_contiguous() or at != layer * kv_cache.nbytes:
         raise RuntimeError(
             f"layer {layer}'s cache starts at byte {at}: unequal shares need the layers one after another"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
@@ -12,6 +13,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpop_vllm.cache.accounting import dropped_columns, request_blocks, worst_prompts
+from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.ranks import Division
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
@@ -51,7 +53,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.inspector = None  # likewise, where what requests hold is recorded
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
-        if kv_cache_spec.protect and kv_cache_spec.compression is None:
+        alone = not self.records_new_block_ids  # no layers of other kinds take blocks
+        if alone and kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
             fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, kv_cache_spec.slots(protected))
@@ -163,7 +166,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             block_size=kv_cache_spec.block_size,
             num_kv_heads=kv_cache_spec.num_kv_heads,
             head_size=kv_cache_spec.head_size,
-            dtype=kv_cache_spec.dtype,
+            dtype=kv_cache_spec.kv_dtype,
         )
         look = FullAttentionManager.find_longest_cache_hit
         return look(block_hashes, max_length, kv_cache_group_ids, block_pool, dense, *args, **kwargs)
@@ -185,12 +188,14 @@ class FixedBudgetSpec(AttentionSpec):
     Where heads divide their slots (at the end of a prompt longer than the budget), each head's last page may be filled in part.
 
     The inherited fields ``block_size`` and ``state_content_bytes`` are N, slots per block, and C, bytes per
-    slot and head.
+    slot and head. ``dtype`` is uint8: a cache is bytes, and vLLM zeroes the blocks of other layers where specs have
+    several dtypes, since scores and states are NaN to them.
 
     Attributes:
         budget: B of the server.
         sinks: s.
-        state_blocks: blocks of state per request.
+        kv_dtype: dtype of keys and values.
+        state_floats: float32 values in the state of one head.
         protect: value of ``--kv-protect-prompt``, True for whole prompts.
         max_budget: largest budget that a request may ask for.
         max_protect: most prompt tokens that a request may ask to protect, True for whole prompts.
@@ -205,9 +210,11 @@ class FixedBudgetSpec(AttentionSpec):
         loads: True if others may be loaded later.
     """
 
+    dtype: torch.dtype = torch.uint8
+    kv_dtype: torch.dtype
     budget: int
     sinks: int
-    state_blocks: int
+    state_floats: int
     protect: bool | int
     max_budget: int
     max_protect: bool | int
@@ -220,6 +227,16 @@ class FixedBudgetSpec(AttentionSpec):
     inspect: bool = False
     cartridges: tuple[int, ...] = ()
     loads: bool = False
+
+    @property
+    def layout(self) -> PageLayout:
+        """Page layout of a layer."""
+        return PageLayout(self.num_kv_heads, self.head_size, self.kv_dtype, self.block_size, self.state_floats)
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of state per request."""
+        return cdiv(4 * self.state_floats, self.block_size * self.state_content_bytes)
 
     def slots(self, prefix: int = 0, budget: int | None = None, window: int | None = None) -> RequestSlots:
         """Return the slots of a request with these numbers, by default the server's."""

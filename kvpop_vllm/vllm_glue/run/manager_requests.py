@@ -12,11 +12,13 @@ def get_computed_blocks(original, self, request, *args, **kwargs):
     if placed:
         return _behind_cartridges(self, request, placed)
     blocks, hit, boundary = original(self, request, *args, **kwargs)
-    for manager in ours:  # blocks beyond its own prefix belong to another request's prompt
-        most = manager.reusable(request.request_id) // manager.block_size
-        if hit > most * manager.block_size:
-            blocks = self.create_kv_cache_blocks(tuple(list(group)[:most] for group in blocks.blocks))
-            hit = most * manager.block_size
+    reusable = min((manager.reusable(request.request_id) for manager in ours), default=hit)
+    if hit > reusable:  # blocks beyond its own prefix belong to another request's prompt
+        hits, hit, _ = self.coordinator.find_longest_cache_hit(request.block_hashes, reusable)
+        blocks, boundary = self.create_kv_cache_blocks(hits), 0
+    size = self.coordinator.scheduler_block_size
+    if ours and len(self.coordinator.single_type_managers) > len(ours):
+        boundary = reusable // size * size  # windows keep what a hit of this length needs
     return blocks, hit, boundary
 
 

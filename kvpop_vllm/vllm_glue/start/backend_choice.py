@@ -1,16 +1,26 @@
-"""Choice of an engine's attention backend: registered paths that resolve to vLLM's own unless the engine has a policy."""
+"""Choice of attention backends: registered paths that resolve to vLLM's own unless the engine has a policy.
+
+With a policy they resolve to ours for layers with full attention. Layers of windows and chunks get what vLLM would choose.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.supported import SLIDING
 from kvpop_vllm.vllm_glue.start import cuda
 from kvpop_vllm.vllm_glue.start.engine_policy import current_config, engine_policy
 
 custom_before: str | None = None
 """Path of the class that another plugin had registered as the backend CUSTOM, if any."""
+_stock_layer: ContextVar[bool] = ContextVar("stock layer", default=False)
+"""True while a backend is chosen for a layer that a policy does not act on."""
 
 
 def register() -> None:
@@ -28,7 +38,7 @@ def __getattr__(name: str):
     if name not in ("Backend", "CudaBackend"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     vllm_config = current_config()
-    if vllm_config is None:
+    if vllm_config is None or _stock_layer.get():
         return _stock_backend(name)
     from kvpop_vllm.vllm_glue.run import backend
 
@@ -59,17 +69,42 @@ def cached_get_attn_backend(install, original, *args, **kwargs):
         return original(*args, **kwargs)
     policy = engine_policy(vllm_config)
     install(policy)
-    _clear_caches(original)
-    try:
-        backend = original(*args, **kwargs)
-    finally:
-        _clear_caches(original)
+    if _stock_layer.get() or (SLIDING in policy.model.kinds and kwargs["attn_selector_config"].has_sliding_window):
+        kwargs["backend"] = vllm_config.attention_config.backend  # not that of the layers with full attention
+        with stock_layer():
+            return _uncached(original, *args, **kwargs)
+    backend = _uncached(original, *args, **kwargs)
     if getattr(backend, "policy", None) is None:
         raise ConfigError(
             f"--kv-policy {policy.name} is in a config that chose the attention backend {backend.__name__}:"
             " have EngineArgs make the config, by create_engine_config()"
         )
     return backend
+
+
+def chunked_backend(original, *args, **kwargs):
+    """Wrap the choice of the backend of a layer with chunked attention, which does not say that it is one."""
+    with stock_layer():
+        return original(*args, **kwargs)
+
+
+@contextmanager
+def stock_layer() -> Iterator[None]:
+    """Have the backend chosen that a layer has without a policy."""
+    token = _stock_layer.set(True)
+    try:
+        yield
+    finally:
+        _stock_layer.reset(token)
+
+
+def _uncached(function, *args, **kwargs):
+    """Return what a function returns if neither it nor any that it wraps remembers other calls, nor this one."""
+    _clear_caches(function)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _clear_caches(function)
 
 
 def _clear_caches(function) -> None:

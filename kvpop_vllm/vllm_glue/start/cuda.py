@@ -60,7 +60,11 @@ def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
         ConfigError: one line with every reason why the config cannot be served.
     """
     _check(vllm_config, policy)
-    vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    attention = vllm_config.attention_config
+    if policy.model.kinds:
+        attention.backend_per_kind = {"full_attention": AttentionBackendEnum.CUSTOM}
+    else:
+        attention.backend = AttentionBackendEnum.CUSTOM
     splits = vllm_config.compilation_config.splitting_ops
     if policy.gated and splits and ATTENTION_OP not in splits:
         splits.append(ATTENTION_OP)
@@ -72,7 +76,8 @@ def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
     if not _one_by_one(policy):
         return
     model = vllm_config.model_config
-    seconds = _token_seconds(policy, model) * model.get_num_layers(vllm_config.parallel_config)
+    layers = min(model.get_num_layers(vllm_config.parallel_config), policy.model.num_layers)
+    seconds = _token_seconds(policy, model) * layers
     most = max(int(STEP_SECONDS / seconds), scheduler.max_num_seqs)
     if scheduler.max_num_scheduled_tokens is None and cuts and most < scheduler.max_num_batched_tokens:
         scheduler.max_num_scheduled_tokens = most

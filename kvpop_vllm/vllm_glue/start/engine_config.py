@@ -65,6 +65,7 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
     policy = engine_policy(vllm_config)
+    refusals.check_kinds(vllm_config, policy)
     if settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
         _check_cartridges(vllm_config)
     if vllm_config.device_config.device_type == "cuda":

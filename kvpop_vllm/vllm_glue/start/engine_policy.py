@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import struct
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from torch.utils.weak import WeakIdKeyDictionary
 from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, AUTO, ConfigError
-from kvpop_vllm.supported import ARCHITECTURES, STOCK_ARCHITECTURES, published_base
+from kvpop_vllm.supported import ARCHITECTURES, FULL, STOCK_ARCHITECTURES, published_base
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +48,7 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
 
 
 def describe(vllm_config: VllmConfig) -> list[str]:
-    """Return what an engine's policy keeps of each request, in one to three lines; ``auto`` is named first."""
+    """Return what an engine's policy keeps of each request, in one to four lines; ``auto`` is named first."""
     policy = engine_policy(vllm_config)
     kept, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
@@ -61,6 +62,13 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             "the best policy that needs no calibration ('kvpop calibrate' may find a better one) and prefills in chunks"
         )
         lines.insert(0, f"--kv-policy auto is {policy.name}, {best if folder is None else f'as {folder} recommends'}")
+    if kinds := Counter(policy.model.kinds):
+        layers = ", ".join(map(str, policy.model.layers))
+        stock = " and ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()) if kind != FULL)
+        lines.append(
+            f"it acts on {kinds[FULL]} of {policy.model.model_layers} layers, those with full attention ({layers}); {stock} are"
+            " as without a policy"
+        )
     if policy.compresses:
         lines.append("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
     elif policy.protect:
@@ -156,6 +164,10 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     from kvpop_vllm.scorers import checkpoint
 
     model = vllm_config.model_config
+    if policy.model.kinds:
+        raise ConfigError(
+            f"{model.model} has layers without full attention, which cannot carry scorers: give --kv-scorer DIR"
+        )
     if vllm_config.load_config.load_format == "dummy":
         raise ConfigError(
             f"--load-format dummy brings no scorer for --kv-policy {policy.name}: leave it out, or give --kv-scorer DIR"

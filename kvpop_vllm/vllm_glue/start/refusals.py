@@ -13,7 +13,16 @@ from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.supported import DTYPES, HEAD_SIZES, REFUSED, Refused, refused, sliding_window
+from kvpop_vllm.supported import (
+    DTYPES,
+    FULL,
+    HEAD_SIZES,
+    REFUSED,
+    STOCK_LAYERS,
+    Refused,
+    refused,
+    sliding_window,
+)
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 
@@ -86,7 +95,7 @@ def check_config(vllm_config: Any) -> None:
     cache, model_dtype = _cache_dtype(vllm_config), str(model.dtype).removeprefix("torch.")
     platform, size = _platform(vllm_config), model.get_head_size()
     refuse(
-        {f"{feature.models}: leave --kv-policy out{_or_shorten(feature, model)}": True for feature in features}
+        {f"{feature.models}: {_remedy(feature, model)}": True for feature in features}
         | {
             f"--runner {model.runner_type}: only text generation has a KV cache to bound": (
                 model.runner_type != "generate"
@@ -118,41 +127,81 @@ def check_config(vllm_config: Any) -> None:
     )
 
 
-def _or_shorten(feature: Refused, model: Any) -> str:
-    """Return the other remedy for a model whose sliding windows are no hindrance to requests within them."""
-    text = model.hf_text_config
-    kind, window = REFUSED["sliding-window"], sliding_window(text)
+def check_kinds(vllm_config: Any, policy: Any) -> None:
+    """Check that the policy works next to layers that it does not act on.
+
+    Raises:
+        ConfigError: one line with every reason.
+    """
+    if not policy.model.kinds:
+        return
+    stock_kinds = " and ".join(sorted({*policy.model.kinds} - {FULL}))
+    one_cache = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    refuse(
+        {
+            f"one cache for all kinds of layers: leave --disable-hybrid-kv-cache-manager out{_or_unset()}": one_cache,
+            "cartridges, which hold a text in every layer: leave --kv-cartridge out, and unset"
+            " VLLM_ALLOW_RUNTIME_LORA_UPDATING": (policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING),
+            f"--kv-policy {policy.name}, whose gate reads every layer: choose another policy": policy.gated,
+        },
+        f"--kv-policy on a model with layers of {stock_kinds}",
+    )
+
+
+def _or_unset() -> str:
+    """Return the other reason for which vLLM has one cache for all kinds of layers, if it holds."""
+    name = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
+    return "" if getattr(envs, name) else f", and {name}=0"
+
+
+def _remedy(feature: Refused, model: Any) -> str:
+    """Return what to change about a model with a refused feature."""
+    text, kind = model.hf_text_config, REFUSED["sliding-window"]
+    if feature is REFUSED["bidirectional images"]:
+        return "serve text alone with --language-model-only, or leave --kv-policy out"
+    window = sliding_window(text)
     if feature is not kind or not window or kind in refused(text, {}, window):
-        return ""
-    return f", or lower --max-model-len to the window of {window} tokens"
+        return "leave --kv-policy out"
+    return f"leave --kv-policy out, or lower --max-model-len to the window of {window} tokens"
 
 
 def get_kv_cache_specs(install, original, self, *args, **kwargs):
     """Wrap the look-up of all layers' cache specs, which precedes the making of the scheduler."""
     specs_of_workers = original(self, *args, **kwargs)
     if requested(self.vllm_config):
+        from kvpop_vllm.vllm_glue.run.cache_groups import with_block_sizes
+
+        policy = engine_policy(self.vllm_config)
         for specs in specs_of_workers:
-            check_layers(specs)
-        install(engine_policy(self.vllm_config))
+            check_layers(specs, policy.model)
+        install(policy)
+        if policy.model.kinds:
+            specs_of_workers = with_block_sizes(specs_of_workers, self.vllm_config)
     return specs_of_workers
 
 
-def check_layers(specs: Mapping[str, Any]) -> None:
-    """Check that every layer with a cache has one of the policy.
+def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
+    """Check that every layer with a cache has the one of its kind: the policy's, or vLLM's of windows and chunks.
 
     Args:
         specs: vLLM's cache spec of each layer that has a cache, by the layer's name.
+        shape: ``ModelShape`` of the engine.
 
     Raises:
         ConfigError: names the layers that bring an attention backend of their own.
     """
-    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
+    from vllm.model_executor.models.utils import extract_layer_index
 
-    uncovered = [name for name, spec in specs.items() if not isinstance(spec, FixedBudgetSpec)]
-    if uncovered:
-        more = f" and {len(uncovered) - 1} others" if len(uncovered) > 1 else ""
+    kinds = dict(enumerate(shape.kinds))
+
+    def expected(name: str) -> str:
+        kind = kinds.get(extract_layer_index(name)) if kinds else None
+        return STOCK_LAYERS.get(kind, "FixedBudgetSpec")
+
+    if foreign := [name for name, spec in specs.items() if type(spec).__name__ != expected(name)]:
+        more = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
         refuse(
-            {f"layers that bring an attention backend of their own ({uncovered[0]}{more}): leave --kv-policy out": True}
+            {f"layers that bring an attention backend of their own ({foreign[0]}{more}): leave --kv-policy out": True}
         )
 
 
@@ -162,7 +211,14 @@ def check_pipeline(vllm_config: Any, policy: Any) -> None:
     Raises:
         ConfigError: it does not.
     """
+    from vllm.distributed.utils import get_pp_indices
+
     stages = vllm_config.parallel_config.pipeline_parallel_size
+    bounds = (get_pp_indices(policy.model.model_layers, stage, stages) for stage in range(stages))
+    if policy.unequal and any(first == end for first, end in policy.model.stages(bounds)):
+        raise ConfigError(
+            f"a stage of --pipeline-parallel-size {stages} has no layer with full attention, and heads of unequal shares: lower it"
+        )
     if stages > 1 and policy.draws:  # in model runner V2 only the last rank knows the seeds
         raise ConfigError(f"--kv-policy {policy.name} draws by seeds of requests: set --pipeline-parallel-size 1")
 

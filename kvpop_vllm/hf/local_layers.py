@@ -1,0 +1,66 @@
+"""Layers with sliding windows or chunks under transformers, on which a policy does not act."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvpop_vllm.supported import SLIDING
+
+
+class LocalLayer:
+    """Latest tokens of R rows in one layer whose queries see a sliding window, or their chunk.
+
+    Args:
+        kind: kind of the layer, as in transformers' configs.
+        size: tokens of a window, the query's own included, or of a chunk.
+    """
+
+    def __init__(self, kind: str, size: int):
+        self.kind, self.size = kind, size
+        self.k: torch.Tensor | None = None
+        self.v: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        positions: torch.Tensor,
+        counts: list[int],
+    ) -> torch.Tensor:
+        """Return the attention of the next columns, and keep those that later queries may see.
+
+        Args:
+            q: ``[R, Hq, L, D]``.
+            k: ``[R, H, L, D]``.
+            v: ``[R, H, L, D]``.
+            scale: factor on q . k.
+            positions: ``[R, L]`` int64, positions of the tokens.
+            counts: number of tokens of each row; they are its last columns, the others are pads.
+
+        Returns:
+            ``[R, Hq, L, D]``, any value for pads.
+        """
+        pads = torch.arange(q.shape[2]) < q.shape[2] - torch.tensor(counts).unsqueeze(1)
+        queries = positions.to(q.device).masked_fill(pads.to(q.device), -1)
+        keys = queries
+        if self.k is not None:
+            k, v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+            keys = torch.cat([self.positions, keys], 1)
+        seen = self._sees(queries.unsqueeze(2), keys.unsqueeze(1))
+        seen[..., -q.shape[2] :] |= torch.eye(q.shape[2], dtype=torch.bool, device=q.device)  # a pad sees itself
+        first = max(0, keys.shape[1] - self.size + 1)
+        self.k, self.v, self.positions = k[:, :, first:], v[:, :, first:], keys[:, first:]
+        return scaled_dot_product_attention(q, k, v, seen.unsqueeze(1), scale=scale, enable_gqa=True)
+
+    def _sees(self, q: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return whether queries at positions q see tokens at positions t; pads are at -1."""
+        near = q - t < self.size if self.kind == SLIDING else q // self.size == t // self.size
+        return near & (t <= q) & (t >= 0)
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of the keys and values."""
+        return 0 if self.k is None else self.k.nbytes + self.v.nbytes

@@ -1,0 +1,180 @@
+"""Oracle of models whose layers are of several kinds: transformers in float64, with one naive attention function.
+
+Layers of full attention retain tokens as a policy of the naive oracle says. Queries of the others see a window, or
+their chunk. All else is the code of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .models import random_prompt
+from .oracle_coupled import masked_attention
+from .oracle_policy import OraclePolicy
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_NAME = "oracle_of_kinds"
+_QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.0, 0.7, 0.3
+# Weights of norms of queries and keys, more than their identity. Larger spreads enlarge rounding more than influence.
+_SELECTIVE = 0.4
+
+S, F, C = SLIDING, FULL, CHUNKED
+FAMILIES = {
+    "gemma3_text": {"layer_types": [S, S, F, S, S, F], "sliding_window": 48, "query_pre_attn_scalar": 32},
+    "olmo3": {"layer_types": [F, S, F, F], "sliding_window": 48},
+    "exaone4": {"layer_types": [S, S, S, F], "sliding_window": 48},
+    "llama4_text": {
+        "layer_types": [C, C, C, F],
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 64,
+        "intermediate_size_mlp": 128,
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "attn_temperature_tuning": False,  # as vLLM sets it for texts of up to 32,768 tokens
+    },
+}
+"""Model types, each with what distinguishes its tiny model: where layers of full attention lie."""
+
+
+def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes) -> Path:
+    """Write a tiny float32 model of a family as transformers saves it, and return its folder.
+
+    Weights are drawn so that attention is selective and the output depends on distant tokens.
+
+    Args:
+        folder: folder to write.
+        kind: model type, one of FAMILIES.
+        seed: seed of the weights.
+        changes: further keys of the config.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 256,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    options = sizes | FAMILIES[kind] | changes
+    config = CONFIG_MAPPING[kind](**options, num_hidden_layers=len(options["layer_types"]))
+    config.dtype = torch.float32
+    model = AutoModelForCausalLM.from_config(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(_drawn(name, weight, generator))
+        embeddings = model.get_input_embeddings()
+        embeddings.weight /= float(getattr(embeddings, "embed_scale", 1.0))  # layers add to vectors of unit mean square
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+def _drawn(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return random values of a weight: projections for inputs with unit mean square, norms near their identity."""
+    noise = torch.randn(weight.shape, generator=generator)
+    if weight.dim() == 1:
+        selective = _SELECTIVE if "q_norm" in name or "k_norm" in name else 0.0
+        return weight + selective + 0.1 * noise
+    spreads = {"q_proj": _QK_SPREAD, "k_proj": _QK_SPREAD, "v_proj": _V_SPREAD, "o_proj": _O_SPREAD}
+    spreads |= {"lm_head": _LOGIT_SPREAD, "embed_tokens": math.sqrt(weight.shape[1])}
+    spread = next((spread for part, spread in spreads.items() if part in name), _MLP_SPREAD)
+    return spread / math.sqrt(weight.shape[1]) * noise
+
+
+class KindsOracle:
+    """A model of transformers in float64 whose layers attend as their kinds and a policy say.
+
+    Attributes:
+        config: contents of its ``config.json``.
+        kinds: kind of each layer.
+    """
+
+    def __init__(self, folder: str | Path):
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self.config = json.loads((Path(folder) / "config.json").read_text())
+        self.kinds: list[str] = self.config["layer_types"]
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=_NAME).eval()
+        self.policy = OraclePolicy.full()
+
+    @torch.no_grad()
+    def logprobs(self, tokens: Sequence[int], policy: OraclePolicy | None = None) -> torch.Tensor:
+        """Return log-probabilities ``[S, V]`` float64 of a whole sequence; row t predicts token t + 1.
+
+        Args:
+            tokens: S token ids.
+            policy: policy of the layers with full attention; everything is kept if omitted.
+        """
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
+        self.policy = policy or OraclePolicy.full()
+        logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        return logits.log_softmax(-1)
+
+    def greedy(self, tokens: Sequence[int], count: int, policy: OraclePolicy | None = None) -> list[int]:
+        """Return ``count`` greedy tokens after a sequence, each computed from the whole sequence."""
+        text = list(tokens)
+        for _ in range(count):
+            text.append(int(self.logprobs(text, policy)[-1].argmax()))
+        return text[len(tokens) :]
+
+    def visible(self, layer: int, heads: int, length: int) -> torch.Tensor:
+        """Return which tokens queries of a layer without full attention see, ``[H, S, S]`` booleans."""
+        q, t = torch.arange(length).unsqueeze(1), torch.arange(length)
+        if self.kinds[layer] == SLIDING:
+            near = q - t < self.config["sliding_window"]
+        else:
+            size = self.config["attention_chunk_size"]
+            near = q // size == t // size
+        return (near & (t <= q)).expand(heads, -1, -1)
+
+    def _attend(self, module, query, key, value, attention_mask, scaling=None, **options):
+        """Attend as a function of transformers does; the mask of the caller is not used."""
+        layer, (q, k, v) = module.layer_idx, (x[0] for x in (query, key, value))
+        if self.config["model_type"] == "llama4_text":  # scorers see the even channels before the odd ones, as in vLLM
+            q, k = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (q, k))
+        q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
+        if self.kinds[layer] == FULL:
+            ordinal = self.kinds[:layer].count(FULL)
+            sets = self.policy.decide(ordinal, q, k, v).visible
+            mixed = self.policy.attend(q, k, v, sets)
+        else:
+            mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]))
+        return mixed.unflatten(-1, (len(q), -1)).unsqueeze(0), None
+
+
+def require_distant_kinds(folder: str | Path, *, minimum: float = 0.01) -> None:
+    """Check that a model's output depends on tokens that only layers with full attention see, and that these matter.
+
+    Raises:
+        AssertionError: a change of a token far back changes the last log-probabilities by less than ``minimum``, a small
+            window in the layers of full attention does, or a greedy continuation repeats one token.
+    """
+    oracle = KindsOracle(folder)
+    prompt = random_prompt(300, oracle.config["vocab_size"], seed=1)
+    before = oracle.logprobs(prompt)[-1]
+    influences = []
+    for position in (3, 40, 90, 130):
+        changed = [*prompt[:position], (prompt[position] + 1) % oracle.config["vocab_size"], *prompt[position + 1 :]]
+        influences.append(float((oracle.logprobs(changed)[-1] - before).abs().max()))
+    mean = sum(influences) / len(influences)
+    assert mean >= minimum, f"tokens far back change log-probabilities by {mean:.2g} only"
+    small = oracle.logprobs(prompt, OraclePolicy.streaming(4, 60, 0))[-1]
+    assert float((small - before).abs().max()) >= minimum, "what layers of full attention evict does not matter"
+    continuation = oracle.greedy(prompt, 12)
+    assert len(set(continuation)) >= 4, f"the greedy continuation is {continuation}"

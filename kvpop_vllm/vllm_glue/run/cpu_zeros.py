@@ -1,0 +1,19 @@
+"""Blocks of layers that a policy does not act on, zeroed on a CPU before they are used."""
+
+from __future__ import annotations
+
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
+
+
+def zero_block_ids(original, self, block_ids: list[int]) -> None:
+    """Wrap the zeroing of a step's new blocks, which passes over windows and chunks.
+
+    Blocks of all layers lie in one pool, and vLLM's attention multiplies slots that it does not use by 0. Scores,
+    positions and states of a policy, read as keys and values, may be infinite or NaN.
+    """
+    original(self, block_ids)
+    layers = self.compilation_config.static_forward_context
+    for group in self.kv_cache_config.kv_cache_groups:
+        if not isinstance(group.kv_cache_spec, FixedBudgetSpec):
+            for name in group.layer_names:
+                layers[name].kv_cache[block_ids] = 0

@@ -1,0 +1,177 @@
+"""Models with layers of several kinds: starts, refusals, and engines of their own. The others are in test_kinds.py."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.driving import Job
+from engine.kinds import BUDGET, TOLERANCE, Served, roles, serving
+from engine.own_backend import OwnBackendForCausalLM
+from engine.tiny_engine import configure, generate
+from vllm import ModelRegistry
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+from kvpop_vllm.cache.accounting import MOST_PADDING, common_pages
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.model_shape import ModelShape
+from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
+from kvpop_vllm.testing import FAMILIES, random_prompt, write_random_scorer, write_tiny_model
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
+from kvpop_vllm.vllm_glue.start.engine_policy import describe, engine_policy
+from kvpop_vllm.vllm_glue.start.refusals import check_layers
+
+
+@pytest.mark.parametrize(
+    "kind", ["gemma3_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES if kind != "gemma3_text")]
+)
+def test_a_budget_of_the_whole_text_equals_stock(family, kind):
+    """Tokens are the same, and log-probabilities differ by rounding."""
+    folder, _ = family(kind)
+    stock, full = (generate(folder, policy) for policy in (None, {"policy": "streaming-llm", "budget": 1024}))
+    for ours, theirs in zip(full, stock, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        assert max(abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)) <= TOLERANCE
+
+
+def test_hits_in_all_groups(family, tmp_path):
+    """Protected tokens are shared if all groups have them; answers after a hit are the oracle's, with other tails too."""
+    folder, oracle = family("gemma3_text")
+    settings, exact = roles("kvpop", folder, tmp_path, oracle)
+    text = random_prompt(300, seed=7)
+    other = text[:200] + random_prompt(60, seed=8)
+    cases = [(text, 130, 0), (other, 130, 128), (other, 70, 0), (text, 70, 64), (text, "all", 128), (text, "all", 288)]
+    with serving(folder, settings | {"protect_prompt": "all"}) as engine:
+        served = Served(engine, oracle, exact)
+        for prompt, protect, hit in cases:
+            job = Job(prompt=prompt, new=70, scored=False, asks={"kv_protect_prompt": protect})
+            (answer,) = served.serve([job], protect=True if protect == "all" else protect).values()
+            assert answer.num_cached_tokens == hit, (len(prompt), protect)
+
+
+MIXED = {"architectures": ["MistralForCausalLM"], "model_type": "ministral", "sliding_window": 48}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Return ``make(*kinds, **changes)``, which writes a Ministral with layers of these kinds."""
+
+    def make(*kinds: str, **changes) -> str:
+        folder = write_tiny_model(tmp_path_factory.mktemp("mixed"), "llama", layers=len(kinds))
+        config = json.loads((folder / "config.json").read_text()) | MIXED | {"layer_types": list(kinds)} | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    return make
+
+
+STREAMING = {"policy": "streaming-llm", "budget": BUDGET}
+
+
+def test_the_start_names_the_layers(mixed):
+    """The lines are those of the log and of `kvpop doctor`; the shape is that of the policy's layers."""
+    config = configure(mixed(SLIDING, FULL, SLIDING, FULL), STREAMING)
+    acts = "it acts on 2 of 4 layers, those with full attention (1, 3); 2 of sliding_attention are as without a policy"
+    assert acts in describe(config)
+    shape = engine_policy(config).model
+    assert (shape.num_layers, shape.model_layers, shape.layers) == (2, 4, (1, 3))
+    assert [shape.ordinal(layer) for layer in (1, 3)] == [0, 1]
+    assert shape.stages([(0, 2), (2, 4)]) == [(0, 1), (1, 2)]
+    with pytest.raises(ConfigError, match="layer 2 of this model has full attention, and its config says sliding"):
+        shape.ordinal(2)
+
+
+def test_a_window_that_no_request_exceeds_is_full_attention(mixed):
+    folder = mixed(SLIDING, FULL)
+    for length, layers in ((48, ()), (49, (1,))):
+        assert engine_policy(configure(folder, STREAMING | {"budget": 32}, max_model_len=length)).model.layers == layers
+        assert ModelShape.of(folder, length).layers == layers
+
+
+@pytest.mark.parametrize(
+    "options, settings, variables, message",
+    [
+        ({"disable_hybrid_kv_cache_manager": True}, {}, {}, "leave --disable-hybrid-kv-cache-manager out"),
+        ({}, {}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "unset VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+    ],
+)
+def test_what_does_not_work_with_other_layers(mixed, monkeypatch, options, settings, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="^--kv-policy on a model with layers of sliding_attention cannot") as caught:
+        configure(mixed(SLIDING, FULL), STREAMING | settings, **options)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unequal_shares_with_a_stage_that_has_none(mixed):
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    unequal, folder = {"policy": "h2o", "budget": BUDGET, "allocator": "pyramid"}, mixed(SLIDING, SLIDING, FULL, FULL)
+    with pytest.raises(ConfigError, match="stage of --pipeline-parallel-size 2 has no layer with full attention"):
+        configure(folder, unequal, **stages)
+    configure(folder, STREAMING, **stages)
+
+
+def test_gates_read_every_layer(tmp_path, mixed):
+    folder = mixed(SLIDING, FULL, model_type="qwen3", architectures=["Qwen3ForCausalLM"], use_sliding_window=True)
+    gate = write_random_scorer(tmp_path, folder, "trimkv", layers=[1])
+    with pytest.raises(ConfigError, match="whose gate reads every layer: choose another policy"):
+        configure(folder, {"policy": "trimkv", "scorer": str(gate)})
+
+
+def test_a_scorer_of_other_layers_is_refused(tmp_path, mixed):
+    scorer = write_random_scorer(tmp_path, folder := mixed(SLIDING, FULL, FULL), layers=[0, 2])
+    with pytest.raises(ConfigError, match=r"made for a model with layers = \(0, 2\), this one has \(1, 2\)"):
+        configure(folder, {"policy": "kvpop", "scorer": str(scorer)})
+
+
+def test_shares_among_several_groups_are_refused(mixed):
+    """Five layers of full attention next to two others are dealt to three groups."""
+    folder = mixed(SLIDING, FULL, FULL, FULL, SLIDING, FULL, FULL)
+    with pytest.raises(ConfigError, match="form 3 cache groups, .*: set --kv-allocator uniform") as caught:
+        generate(folder, {"policy": "h2o", "budget": BUDGET, "allocator": "pyramid"})
+    assert "\n" not in str(caught.value)
+
+
+WINDOW = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=48)
+DENSE = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+CHUNKS = ChunkedLocalAttentionSpec(
+    block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64
+)
+
+
+@pytest.mark.parametrize("kinds, specs", [([SLIDING, FULL], [DENSE, None]), ([SLIDING, FULL], [WINDOW, DENSE]),
+                                          ([SLIDING, FULL], [WINDOW, WINDOW]), ([SLIDING, FULL], [None, None]),
+                                          ([CHUNKED, FULL], [WINDOW, None]), ([], [None, WINDOW])])  # fmt: skip
+def test_layers_that_are_not_of_their_kind_are_refused(kinds, specs):
+    """A layer neither has the policy's cache where it should not, nor another where it should."""
+    ours = FixedBudgetSpec.__new__(FixedBudgetSpec)
+    layers = {f"layers.{i}.attn": ours if spec is None else spec for i, spec in enumerate(specs)}
+    with pytest.raises(ConfigError, match=r"layers that bring an attention backend of their own \(layers\.[01]\.attn"):
+        check_layers(layers, SimpleNamespace(kinds=tuple(kinds)))
+    right = {"layers.0.attn": {SLIDING: WINDOW, CHUNKED: CHUNKS}.get((kinds or [FULL])[0], ours), "layers.1.attn": ours}
+    check_layers(right, SimpleNamespace(kinds=tuple(kinds)))
+
+
+def test_a_layer_with_a_backend_of_its_own_is_refused(mixed, monkeypatch):
+    """A layer of full attention of a mixed model that does not ask for a backend."""
+    ModelRegistry.register_model("OwnBackendForCausalLM", OwnBackendForCausalLM)
+    monkeypatch.setattr(OwnBackendForCausalLM, "first", 2, raising=False)
+    folder = mixed(SLIDING, FULL, FULL, architectures=["OwnBackendForCausalLM"])
+    with pytest.raises(ConfigError, match=r"backend of their own \(model.layers.2.self_attn.attn\)"):
+        generate(folder, STREAMING, tokens=2)
+
+
+@pytest.mark.parametrize(
+    "page, head_bytes, multiple",
+    [(128 * 256, 264, 16), (128 * 512, 520, 16), (128 * 128, 136, 16), (32 * 512, 264, 16), (64 * 256, 264, 64)],
+)
+def test_slots_of_a_block(page, head_bytes, multiple):
+    """Our page is the largest, and of no page are 4% padding; pages are those of one head."""
+    unit = head_bytes * multiple
+    factor, count = common_pages(page, unit)
+    for larger in [larger for larger in (1, 2, 4) if larger <= factor]:
+        ours = -(-larger * page // unit) * unit
+        assert (ours - larger * page < MOST_PADDING * ours) == (larger == factor)
+    assert ours == count * unit
