@@ -170,7 +170,7 @@ class StockLayers:
         page = 2 * heads * shape.head_dim * dtype.itemsize * block
         factor, count = common_pages(page, PageLayout(heads, shape.head_dim, dtype, multiple).region_bytes * heads)
         tokens = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
-        bounds = layers_of_stages(shape.model_layers, options.pipeline_parallel)
+        bounds = layers_of_stages(shape.model_layers, options.pipeline_parallel_size)
         kinds = max(([kind for kind in shape.kinds[slice(*stage)] if kind != FULL] for stage in bounds), key=len)
         sizes = heads, shape.head_dim, dtype
         per_layer = [window_bytes(*sizes, tokens[kind], shape.max_model_len, factor * block) for kind in kinds]

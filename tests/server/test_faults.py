@@ -28,7 +28,7 @@ outputs without a turn for anything else while more are there, so on a busy mach
 out, and stops the streams too, as long as it decodes."""
 PATIENCE_S = 600
 DEAD_ENGINE = getattr(EngineDeadError, "CLIENT_MESSAGE", "EngineCore encountered an issue")
-"""What a client hears of a dead engine; vLLM 0.32 has no message of its own for clients."""
+"""Message to a client of a dead engine; vLLM 0.32 has no message for clients alone."""
 
 
 class Stream:
