@@ -35,7 +35,9 @@ from kvpop_vllm.scorers.checkpoint import (
     split_layers,
     write_scorer,
 )
-from kvpop_vllm.scorers.reader import is_published, load, open_checkpoint, reading_of
+from kvpop_vllm.scorers.conversion import convert
+from kvpop_vllm.scorers.published_checkpoint import is_published, open_checkpoint
+from kvpop_vllm.scorers.reader import reading_of
 from kvpop_vllm.tensor_files import reading, unpickled
 
 TRIMKV_FILES = ("trimkv_weights.safetensors", "trimkv_weights.pth")
@@ -92,7 +94,7 @@ def _full(source: Path, out, map_file, sinks, window, topk) -> ScorerConfig:
     theirs = reading_of(checkpoint, map_file)
     options = {"sinks": sinks, "window": window, "topk": topk}
     budget = theirs.budget | {name: number for name, number in options.items() if number is not None}
-    config, layers = load(checkpoint, dataclasses.replace(theirs, budget=budget))
+    config, layers = convert(checkpoint, dataclasses.replace(theirs, budget=budget))
     write_scorer(out, config, layers)
     return config
 

@@ -16,8 +16,9 @@ from scorers.spellings import SPELLINGS, write_spelling
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer
-from kvpop_vllm.vllm_glue.start.engine_policy import adopt_published, engine_policy
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 from kvpop_vllm.vllm_glue.start.front_ends import settings_of
+from kvpop_vllm.vllm_glue.start.published import adopt
 
 POLICY = {"policy": "kvpop"}
 
@@ -124,7 +125,7 @@ def test_without_a_policy_another_base_is_left_alone(tmp_path, kind):
     from vllm import EngineArgs
 
     arguments = EngineArgs(model=str(full), trust_remote_code=True)
-    adopt_published(arguments)
+    adopt(arguments, None)
     served = kind == "qwen3_kvpop"
     assert arguments.trust_remote_code != served and bool(arguments.hf_overrides) == served
     assert arguments.load_format == "auto"
