@@ -67,8 +67,8 @@ def import_published(options: argparse.Namespace) -> None:
         return
     if options.model is not None:
         raise ConfigError("gates name their model themselves: leave --model out")
-    config = import_gates(options.source, options.directory, **roles, map_file=options.map)
-    print(f"wrote a {config.scorer} scorer to {options.directory}")
+    imported = import_gates(options.source, options.directory, **roles, map_file=options.map)
+    print("\n".join([*imported.notes, f"wrote a {imported.config.scorer} scorer to {options.directory}"]))
 
 
 def inspect_checkpoint(options: argparse.Namespace) -> None:
@@ -184,7 +184,7 @@ def add_import(commands: Commands) -> None:
     command.add_argument("directory", metavar="DIR", help="folder to write")
     command.add_argument("--model", metavar="MODEL", help="folder of a cartridge's base model")
     command.add_argument("--map", metavar="FILE", help="how to read a KVpop checkpoint (kvpop inspect-checkpoint)")
-    add_setting(command, "sinks", "first tokens always kept (default: TRIM-KV 0, DMS 1)")
+    add_setting(command, "sinks", "first tokens always kept (default: TRIM-KV and FastDMS 0, DMS 1)")
     add_setting(command, "window", "latest tokens always kept (default: TRIM-KV 1, DMS its own)")
     help_of_topk = "long-range tokens per KV head (default: TRIM-KV its memory size)"
     command.add_argument("--topk", type=positive, help=help_of_topk)

@@ -7,7 +7,7 @@ by torch's restricted unpickler. Errors are ConfigErrors.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def open_checkpoint(folder: str | Path, *, pickles: bool = False) -> Checkpoint:
         )
     check_base(base, folder / "config.json")
     sizes = folder_sizes(folder)
-    facts = facts_of(config, frozenset(_model_keys(config, base)), str(folder / "config.json"))
+    facts = facts_of(config, model_keys(config, base), str(folder / "config.json"))
     shapes, files, in_memory = _shapes(folder, pickles)
     if odd := [name for name in shapes if not name.isprintable()]:
         raise ConfigError(f"{folder}: {odd[0]!r} is no name of a tensor: give another checkpoint")
@@ -112,9 +112,16 @@ def open_checkpoint(folder: str | Path, *, pickles: bool = False) -> Checkpoint:
     return Checkpoint(folder, config, base, sizes, facts, scorer, files, in_memory)
 
 
-def _model_keys(config: Mapping, base: str) -> set[str]:
+def model_keys(config: Mapping, base: str) -> frozenset[str]:
+    """Return the keys of a ``config.json`` that are of the base model, or name classes and versions."""
     more = {"architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "name_or_path"}
-    return {*base_keys(config, base), *more}
+    return frozenset({*base_keys(config, base), *more})
+
+
+def unread_lines(file: str, names: Iterable[str]) -> list[str]:
+    """Return a line of the keys that were not read in a file, no line if there are none."""
+    names = ", ".join(sorted(name if name.isprintable() else repr(name) for name in names))
+    return [f"not read in {file}: {names}"] if names else []
 
 
 def _shapes(folder: Path, pickles: bool) -> tuple[dict, dict[str, Path], dict[str, torch.Tensor]]:
