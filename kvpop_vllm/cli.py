@@ -53,10 +53,11 @@ def import_published(options: argparse.Namespace) -> None:
     from kvpop_vllm.compaction.published import import_cartridge, published_cartridge
     from kvpop_vllm.config import ConfigError
     from kvpop_vllm.hub import FILES, PICKLES, local_folder
-    from kvpop_vllm.scorers.published import import_gates
+    from kvpop_vllm.scorers.published import check_served, import_gates
 
     roles = {name: getattr(options, name) for name in ("sinks", "window", "topk")}
     options.source = str(local_folder(options.source, files=(*FILES, *PICKLES)))
+    check_served(options.source)
     if pickle := published_cartridge(options.source):
         if unused := [name for name, value in roles.items() if value is not None]:
             raise ConfigError(f"a cartridge has no use for --{unused[0]}: leave it out")

@@ -25,6 +25,9 @@ from kvpop_vllm.scorers.published_dms import is_dms, read_dms
 from kvpop_vllm.scorers.published_trimkv import read_trimkv
 from kvpop_vllm.scorers.reader import reading_of
 
+INDEXMEM = "indexmem.pt"
+"""File of a scorer of IndexMem (arXiv:2605.25475)."""
+
 
 class Imported(NamedTuple):
     """What ``kvpop import`` wrote.
@@ -36,6 +39,16 @@ class Imported(NamedTuple):
 
     config: ScorerConfig
     notes: list[str]
+
+
+def check_served(source: str | Path) -> None:
+    """Check by the name of its file that a source is not a scorer of IndexMem. Nothing is read."""
+    path = Path(source)
+    if path.name == INDEXMEM or (path / INDEXMEM).is_file():
+        raise ConfigError(
+            f"{source} is a scorer of IndexMem, which cannot be served: each of its tokens has a score and a rate at which it falls,"
+            " and attention also reads centroids of evicted tokens"
+        )
 
 
 def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None, topk=None, map_file=None) -> Imported:
@@ -53,6 +66,7 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
         ConfigError: the format is unknown, something is missing or damaged, or k is missing for DMS.
     """
     source = local_folder(source, files=(*FILES, *PICKLES))
+    check_served(source)
     if (Path(out) / CONFIG_NAME).exists():
         raise ConfigError(f"{out} holds a scorer already: choose another folder")
     if is_published(source):

@@ -3,6 +3,8 @@
 DBTrimKV: ``trimkv`` 0.1.5 (``models/qwen3``: ``RetentionGate10``, ``TrimKVQwen3Config``, ``_tie_retention_gate_layers``).
 FastDMS: ``shisa-ai/FastDMS`` (``fastdms/engine/dms.py``, ``training/dms_eval.py``), of which ``Llama-3.2-1B-DMS-8x`` is
 a checkpoint.
+IndexMem: ``Chooovy/kvpress`` (``kvpress/indexmem``: ``save_scorer_checkpoint``, ``RetentionScorer``), of which
+``marcusguhao/IndexMem-Qwen3-4B`` is a checkpoint.
 """
 
 from __future__ import annotations
@@ -61,6 +63,22 @@ def write_dbtrimkv(folder: Path) -> list[TiedGate]:
         folder / "trimkv_weights.pth",
     )
     return gates
+
+
+def write_indexmem(folder: Path) -> Path:
+    """Write a folder of IndexMem's scorers for a tiny Qwen3."""
+    config = {"kind": "mlp", "hidden_size": 64, "n_heads": 2, "mid_dim": 16, "norm_eps": 1e-5, "pos_slope": 1e-6}
+    config |= {"gate_scale": True, "decay": True, "age_scale": 16384.0, "decay_init": -1.0}
+    shapes = {"in_norm.weight": (64,), "in_norm.bias": (64,), "input_proj.weight": (16, 64), "mid_norm.weight": (16,)}
+    shapes |= {"mid_norm.bias": (16,), "magnitude_proj.weight": (2, 16), "retention_proj.weight": (2, 16)}
+    shapes |= {"retention_proj.bias": (2,), "gate_scale": (1,)}
+    scorers = {f"{i}.{name}": torch.ones(shape) for i in range(2) for name, shape in shapes.items()}
+    folder.mkdir()
+    torch.save(
+        {"scorer_config": config, "scorers": scorers, "step": 0, "training_config": None}, folder / "indexmem.pt"
+    )
+    (folder / "scorer.json").write_text(json.dumps(config))
+    return folder
 
 
 def write_fastdms(folder: Path) -> Path:

@@ -10,7 +10,14 @@ import pytest
 import torch
 from hf.prompts import generate
 from safetensors.torch import load_file, save_file
-from scorers.published_formats import FASTDMS_METADATA, change_json, fastdms_logits, write_dbtrimkv, write_fastdms
+from scorers.published_formats import (
+    FASTDMS_METADATA,
+    change_json,
+    fastdms_logits,
+    write_dbtrimkv,
+    write_fastdms,
+    write_indexmem,
+)
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.cli import main
@@ -211,6 +218,15 @@ def test_fastdms_needs_one_of_its_files(run, tmp_path):
     assert run(source, "--topk", 90) is None
     second = read_scorer(tmp_path / "out")
     assert first[0] == second[0] and torch.equal(first[1][0]["bias"], second[1][0]["bias"])
+
+
+def test_indexmem_is_refused_with_the_reason(run, tmp_path):
+    folder = write_indexmem(tmp_path / "published")
+    for source in (folder, folder / "indexmem.pt"):
+        assert "is a scorer of IndexMem, which cannot be served: each of its tokens has a score and a rate" in run(
+            source
+        )
+    assert not (tmp_path / "out").exists()
 
 
 DMS = {"dms_alpha_scale": 100.0, "dms_initial_alpha_offset": 5.0, "dms_window_size": 512, "dms_cr": 8}
