@@ -95,11 +95,12 @@ def _one(checkpoint: Checkpoint, place: Mapping, name: str, layer: int, axes: tu
         raise _misfit(checkpoint, name, tensor, place)
     lengths = []
     for group, length in zip(groups, tensor.shape, strict=True):
-        parts = [counts.get(axis, 0) for axis in group if axis != "1"]
-        fixed = math.prod(part for part in parts if part)
-        if length % fixed or parts.count(0) > 1 or (not parts.count(0) and fixed != length):
+        sizes_of_axes = [counts.get(axis, 0) for axis in group if axis != "1"]
+        fixed = math.prod(size for size in sizes_of_axes if size)
+        unknown = sizes_of_axes.count(0)
+        if length % fixed or unknown > 1 or (not unknown and fixed != length):
             raise _misfit(checkpoint, name, tensor, place)
-        lengths += [part or length // fixed for part in parts]
+        lengths += [size or length // fixed for size in sizes_of_axes]
     tensor = tensor.reshape(lengths)
     order = [axis for axis in ("layer", "part", *axes) if axis in words]
     if sorted(order) != sorted(words):

@@ -57,13 +57,13 @@ def read_trimkv(
         topk = int(size) - sinks - window
         if topk < 1:
             raise ConfigError(
-                f"{source}: memory_size {size} leaves nothing beside {sinks} sinks and window {window}: lower --window"
+                f"{source}: memory_size {size} leaves nothing after {sinks} sinks and window {window}: lower --window"
             )
     config = make_config(
         shape, "trimkv", source=f"{source}: config.json", sinks=sinks, window=window, topk=topk, **RETENTION_GATES[kind]
     )
     weights = {name: (full_checkpoint_name(name), tensor) for name, tensor in _weights(source).items()}
-    if foreign := [name for name, (own, _) in weights.items() if own is None]:
+    if foreign := [name for name, (target, _) in weights.items() if target is None]:
         raise ConfigError(
             f"{source} holds {foreign[0]}, which is no retention gate's: what changes the model itself cannot be imported"
         )
@@ -84,10 +84,10 @@ def read_trimkv(
 
 
 def _weights(source: Path) -> dict[str, torch.Tensor]:
-    found = [source / name for name in TRIMKV_FILES if (source / name).is_file()]
-    if not found:
+    paths = [source / name for name in TRIMKV_FILES if (source / name).is_file()]
+    if not paths:
         raise ConfigError(f"{source} has neither {' nor '.join(TRIMKV_FILES)}: give a published TRIM-KV folder")
-    path = found[0]
+    path = paths[0]
     if path.suffix != ".safetensors":
         return unpickled(path, "give a published TRIM-KV folder")
     with reading(path):

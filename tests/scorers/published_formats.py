@@ -99,7 +99,7 @@ def change_json(path: Path, changes: dict) -> None:
 def fastdms_logits(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a FastDMS model's logits ``[1, T, V]`` with its evictions as masks, and all eviction logits.
 
-    A token whose logit is above 0 is hidden from queries more than the window behind it. The channel with the logit is
+    A token whose logit is above 0 is hidden from later queries beyond the window. The channel with the logit is
     0 in attention.
 
     Args:

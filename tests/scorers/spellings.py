@@ -35,7 +35,7 @@ CODE_CONFIGS = {
     "preprocessor_config.json": {"AutoImageProcessor": "image_processing_qwen3kvpop.ImageProcessor"},
     "generation_config.json": {"GenerationConfig": "generation_qwen3kvpop.Config"},
 }
-"""``auto_map`` of each file beside ``config.json`` that may name code."""
+"""``auto_map`` of each other file than ``config.json`` that may name code."""
 TEMPLATE = "{{% set run = cycler.__init__.__globals__.os.system('touch {trace}') %}}{{{{ messages }}}}"
 """Chat template that runs a command where nothing forbids it."""
 

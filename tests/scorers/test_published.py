@@ -79,8 +79,8 @@ def test_trimkv(trimkv, run, tmp_path, make, suffix):
     config, layers = read_scorer(tmp_path / "out")
     assert (config.scorer, config.sinks, config.window, config.topk) == ("trimkv", 0, 1, 127)
     assert (config.reads, config.gated) == (MAKES[make].get("reads", "hidden"), MAKES[make].get("gated", False))
-    for own, expected in zip(layers, gates, strict=True):
-        assert own.keys() == expected.keys() and all(torch.equal(own[n], expected[n]) for n in own)
+    for layer, expected in zip(layers, gates, strict=True):
+        assert layer.keys() == expected.keys() and all(torch.equal(layer[n], expected[n]) for n in layer)
     assert "holds a scorer already" in run(source)
 
 
@@ -140,8 +140,8 @@ def test_dbtrimkv(tmp_path, capsys):
     assert (config.sinks, config.window, config.topk, config.reads) == (0, 1, 127, "hidden")
     hidden = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
     scores = [from_tensors(config, layer)(Signals(hidden)) for layer in layers]
-    for found, gate in zip(scores, gates, strict=True):
-        torch.testing.assert_close(found, gate(hidden), rtol=1e-5, atol=1e-6)
+    for score, gate in zip(scores, gates, strict=True):
+        torch.testing.assert_close(score, gate(hidden), rtol=1e-5, atol=1e-6)
     assert (scores[0] - scores[1]).abs().max() > 0.01
     model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "base", "qwen3")).eval()
     prompts = [random_prompt(90)]
