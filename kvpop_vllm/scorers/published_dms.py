@@ -10,6 +10,7 @@ token decides about this token, where that of DMS decides about the token before
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvpop_vllm.files import read_json
 from kvpop_vllm.scorers import ScorerConfig, make_config
 from kvpop_vllm.scorers.checkpoint import read_tensors
 from kvpop_vllm.scorers.published_checkpoint import model_keys, unread_lines
+from kvpop_vllm.supported import ARCHITECTURES
 
 DMS_METADATA = "dms_metadata.json"
 """File of FastDMS's settings."""
@@ -113,6 +115,10 @@ def read_dms(
     ]
     if settings["offset"] is None:
         notes.append(f"assumed, because config.json does not say it: dms_initial_alpha_offset {OFFSET}")
+    stock = ARCHITECTURES.get(shape["model_type"], "").replace("KVpop", "")
+    if stock and raw.get("architectures") != [stock]:
+        overrides = json.dumps({"architectures": [stock]})
+        notes.append(f"serve it as its base, without its code: --hf-overrides '{overrides}'")
     keys = {name for names in DMS_KEYS.values() for name in names} | {"dms_alpha_per", "dms_separate_alpha"}
     notes += unread_lines("config.json", raw.keys() - model_keys(raw, shape["model_type"]) - keys) + unread
     bias = torch.full((config.num_kv_heads,), -offset)

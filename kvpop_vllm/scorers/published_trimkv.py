@@ -76,8 +76,8 @@ def read_trimkv(
     notes = [f"the folder has gates alone: serve them with the weights of {raw.get('base_model', 'their base model')}"]
     if raw.get("global_capacity", kind == "rg10"):
         notes.append(
-            f"not taken over: one budget for all heads of all layers, {size} tokens in the mean; here each KV head has"
-            f" {sinks + window + topk}"
+            f"not taken over: one budget for all heads of all layers, memory_size {size} in the mean; here each KV head has"
+            f" {sinks + window + topk} tokens"
         )
     keys = {"retention_gate", "memory_size", "base_model", "global_capacity"}
     return config, layers, notes + unread_lines("config.json", raw.keys() - model_keys(raw, shape["model_type"]) - keys)

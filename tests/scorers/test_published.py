@@ -132,7 +132,10 @@ def test_dbtrimkv(tmp_path, capsys):
     assert main(["import", str(tmp_path / "published"), str(out)]) == 0
     printed = capsys.readouterr().out
     assert "the folder has gates alone: serve them with the weights of Qwen/Qwen3-4B\n" in printed
-    assert "one budget for all heads of all layers, 128 tokens in the mean; here each KV head has 128\n" in printed
+    assert (
+        "one budget for all heads of all layers, memory_size 128 in the mean; here each KV head has 128 tokens\n"
+        in printed
+    )
     unread = printed.split("not read in config.json: ")[1].split("\n")[0].split(", ")
     assert "tie_retention_gate_layers" in unread and "base_loss" in unread
     assert not {"hidden_size", "retention_gate", "memory_size", "model_type"} & set(unread)
@@ -232,11 +235,17 @@ def test_indexmem_is_refused_with_the_reason(run, tmp_path):
 DMS = {"dms_alpha_scale": 100.0, "dms_initial_alpha_offset": 5.0, "dms_window_size": 512, "dms_cr": 8}
 
 
-def test_dms_with_a_borrowed_channel(run, tmp_path):
+def test_dms_with_a_borrowed_channel(run, tmp_path, capsys):
     source = write_tiny_model(tmp_path / "published", "qwen3")
-    edit(source, **DMS)
+    edit(
+        source, **DMS, architectures=["Qwen3ForCausalLMDMS"], auto_map={"AutoConfig": "configuration_qwen3_dms.Config"}
+    )
     assert "give --topk" in run(source)
-    assert run(source, "--topk", 1000, "--sinks", 4) is None
+    assert main(["import", str(source), str(tmp_path / "out"), "--topk", "1000", "--sinks", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "the eviction logit of a token decides about the token before it (NVIDIA)\n" in printed
+    assert "here each KV head has at most 1517 tokens\n" in printed and "not read in config.json: dms_cr\n" in printed
+    assert """--hf-overrides '{"architectures": ["Qwen3ForCausalLM"]}'""" in printed
     config, layers = read_scorer(tmp_path / "out")
     assert (config.reads, config.scale, config.shifted) == ("query", 100.0, True)
     assert (config.sinks, config.window, config.topk) == (4, 513, 1000)
