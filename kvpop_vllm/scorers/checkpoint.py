@@ -216,7 +216,7 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     folder = Path(folder)
     check_tensors(config, layers, str(folder))
     flat = {
-        f"layers.{i}.{name}": t.detach().float().contiguous()
+        f"layers.{i}.{name}": t.detach().to(torch.float32, copy=True).contiguous()  # tied tensors share memory
         for i, layer in enumerate(layers)
         for name, t in layer.items()
     }

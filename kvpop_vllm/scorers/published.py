@@ -30,7 +30,7 @@ INDEXMEM = "indexmem.pt"
 
 
 class Imported(NamedTuple):
-    """What ``kvpop import`` wrote.
+    """Scorer folder that ``kvpop import`` wrote.
 
     Attributes:
         config: config of the scorer.

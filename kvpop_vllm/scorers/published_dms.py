@@ -113,6 +113,8 @@ def read_dms(
         "not taken over: a cache that grows with what gates keep; here each KV head has at most"
         f" {config.sinks + config.window + config.topk} tokens",
     ]
+    if fast:
+        notes.append("not taken over: what RoPE turns into the channel of the logits, which is 0 here")
     if settings["offset"] is None:
         notes.append(f"assumed, because config.json does not say it: dms_initial_alpha_offset {OFFSET}")
     stock = ARCHITECTURES.get(shape["model_type"], "").replace("KVpop", "")

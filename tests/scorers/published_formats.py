@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 from kvpop_vllm.testing import write_tiny_model
 
@@ -96,15 +98,16 @@ def change_json(path: Path, changes: dict) -> None:
 
 
 @torch.no_grad()
-def fastdms_logits(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fastdms_logits(model: nn.Module, tokens: torch.Tensor, *, rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a FastDMS model's logits ``[1, T, V]`` with its evictions as masks, and all eviction logits.
 
     A token whose logit is above 0 is hidden from later queries beyond the window. The channel with the logit is
-    0 in attention.
+    0 before RoPE, which turns a part of another channel into it.
 
     Args:
         model: a Llama of transformers with eager attention.
         tokens: ``[1, T]``.
+        rotated: True as the authors have it; False to set the channel to 0 after RoPE too.
     """
     config, eviction_logits = model.config, []
     heads, dim = config.num_key_value_heads, config.head_dim
@@ -127,7 +130,15 @@ def fastdms_logits(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor
 
     hooks = [layer.self_attn.register_forward_pre_hook(evict, with_kwargs=True) for layer in model.model.layers]
     hooks += [layer.self_attn.q_proj.register_forward_hook(give_up) for layer in model.model.layers]
-    logits = model(tokens, use_cache=False).logits
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def rotate_without(q, k, *args, **kwargs):
+        q, k = rotate(q, k, *args, **kwargs)
+        q[:, ::group, :, -1] = 0
+        return q, k
+
+    with mock.patch.object(modeling_llama, "apply_rotary_pos_emb", rotate if rotated else rotate_without):
+        logits = model(tokens, use_cache=False).logits
     for hook in hooks:
         hook.remove()
     return logits, torch.stack(eviction_logits)
