@@ -52,13 +52,7 @@ def check_equal(theirs, ours, tolerance: float = 1e-5) -> None:
     assert max(abs(a - b) for a, b in pairs) < tolerance
 
 
-QUICK = "xlstm", "heads"
-"""Spellings whose engines the quick tests start."""
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SPELLINGS]
-)
+@pytest.mark.parametrize("name", SPELLINGS)
 def test_tokens_and_log_probabilities_are_those_of_our_format(spelt, name):
     base, adapter, full = spelt(name)
     theirs = generate(full, POLICY, trust_remote_code=True)
