@@ -27,7 +27,7 @@ from kvpop_vllm.model_shape import vocabulary_of
 from kvpop_vllm.progress import progress
 
 SINKS = 4
-"""First tokens that the comparison keeps beside the last ones."""
+"""First tokens that the comparison keeps with the last ones."""
 
 
 def truncated(slots: int):
@@ -44,8 +44,8 @@ def truncated(slots: int):
 def untrained(compactor: Compactor, config) -> Compactor:
     """Return the compactor that the training of another one began with."""
     start = config.build()
-    for own, trained in zip(start.layers, compactor.layers, strict=True):
-        own.scale.copy_(trained.scale)
+    for initial, trained in zip(start.layers, compactor.layers, strict=True):
+        initial.scale.copy_(trained.scale)
     return start
 
 
@@ -63,11 +63,12 @@ def main(words: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     try:
         config, compactor, _ = read_compactor(options.compactor, options.model)
-        trained = StillOptions(**config.provenance["arguments"])
-        tokenizer, places = load_tokenizer(options.model), {"split": "all", "seed": 0}
-        places["vocab_size"] = vocabulary_of(options.model)
-        found = rows_in_turn(single_documents, options.data, tokenizer, trained.window + trained.own, **places)
-        rows = list(islice(found, options.documents))
+        training, tokenizer = StillOptions(**config.provenance["arguments"]), load_tokenizer(options.model)
+        settings = {"split": "all", "seed": 0, "vocab_size": vocabulary_of(options.model)}
+        length = training.window + training.own
+        rows = list(
+            islice(rows_in_turn(single_documents, options.data, tokenizer, length, **settings), options.documents)
+        )
         if len(set(units_of(rows))) < LEAST:
             raise ConfigError(
                 f"{len(rows)} windows are too few for intervals: raise --documents, or give {LEAST} texts"
@@ -76,22 +77,23 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     model = load(options.model, "float32")
     ways = {"truncation": truncated(config.slots), "untrained": untrained(compactor, config), "trained": compactor}
-    lost = {name: torch.zeros(len(rows), 2) for name in ways}
+    losses = {name: torch.zeros(len(rows), 2) for name in ways}
     with progress(len(rows), "windows") as tick:
         for number, row in enumerate(rows):
             for repeated in (0, 1):
-                tokens, size = example_of(torch.tensor(row.tokens), 2 * number + repeated, trained)
+                tokens, size = example_of(torch.tensor(row.tokens), 2 * number + repeated, training)
                 for name, way in ways.items():
-                    lost[name][number, repeated] = still_losses(model, way, tokens, size)[0]
+                    losses[name][number, repeated] = still_losses(model, way, tokens, size)[0]
             tick(1)
     table = []
-    for name, found in lost.items():
+    titles, baseline = ("text goes on", "a passage again"), losses["truncation"]
+    for name, by_title in losses.items():
         row = {"slots made by": name}
-        for title, own, base in zip(("text goes on", "a passage again"), found.T, lost["truncation"].T, strict=True):
-            ratio = bootstrap_ratio(own.tolist(), base.tolist(), units=units_of(rows))
-            row |= {title: f"{own.mean():.3f}", f"{title}, ratio": "{:.2f} ({:.2f} to {:.2f})".format(*ratio)}
+        for title, kl, baseline_kl in zip(titles, by_title.T, baseline.T, strict=True):
+            ratio = bootstrap_ratio(kl.tolist(), baseline_kl.tolist(), units=units_of(rows))
+            row |= {title: f"{kl.mean():.3f}", f"{title}, ratio": "{:.2f} ({:.2f} to {:.2f})".format(*ratio)}
         table.append(row)
-    print(f"{len(rows)} windows of at most {trained.window} tokens, {config.slots} slots; nats a token")
+    print(f"{len(rows)} windows of at most {training.window} tokens, {config.slots} slots; nats a token")
     print(format_table(table, tuple(table[0])))
 
 

@@ -3,8 +3,8 @@
 Each configuration is a child process with an engine of its own (vLLM's default compiled mode). All of them
 prefill the same prompts. Then they take turns, A B C A B C ..., while the others sleep. Nothing is called
 faster unless every policy gave stock's greedy tokens on prompts shorter than its budget. Rows are appended to
-benchmarks/results/decode.csv. With --against each policy also runs from another checkout, whose steps are
-printed and not written.
+benchmarks/results/decode.csv. With --against each policy also runs twice from another checkout, whose steps are
+printed and not written: the ratio of the two says what the measurement resolves.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import record
 from child import WARM_UP
-from engines import BEFORE, PEER_INTERVAL, ask_all, check_budget, compare, parser_of, say, setting
+from engines import PEER_INTERVAL, ask_all, check_budget, compare, parser_of, policy_of, say, setting
 
 from kvpop_vllm.argument_types import positive
 
@@ -24,7 +24,8 @@ STAGGER = 17
 
 def main() -> int:
     """Run the benchmark and return its exit code."""
-    return compare(parse_arguments(), measure, RESULTS, ("context", "requests"), "step_ms")
+    options = parse_arguments()
+    return compare(options, measure, RESULTS, ("context", "requests"), "step_ms", starts=options.starts)
 
 
 def parse_arguments():
@@ -34,7 +35,8 @@ def parse_arguments():
     parser.add_argument("--requests", nargs="+", type=positive, default=[8], help="requests decoded together")
     parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn")
     parser.add_argument("--peers", action="store_true", help="transformers and kvpress too (`make peers` first)")
-    parser.add_argument("--against", metavar="DIR", help="each policy a second time, from this checkout")
+    parser.add_argument("--against", metavar="DIR", help="each policy twice more, from this checkout")
+    parser.add_argument("--starts", type=positive, default=1, help="starts of all engines, with --rounds each")
     parser.add_argument("--eager-too", action="store_true", help="each policy a second time, eager")
     options = parser.parse_args()
     if options.eager and options.eager_too:
@@ -80,7 +82,7 @@ def cell(engines: dict, context: int, requests: int, options) -> list[dict]:
     A row has the mean time of a step in one round, which includes work done every few steps.
     """
     held = {name: reply["held_bytes"] for name, reply in ask_all(engines, "keep", requests=requests)}
-    beside = sorted(engines, key=lambda name: list(engines).index(name.removesuffix(BEFORE)))
+    beside = sorted(engines, key=lambda name: list(engines).index(policy_of(name)))
     rows = []
     for turn in range(1, options.rounds + 1):
         order = beside[:: 1 if turn % 2 else -1]  # twins follow each other, and neither is always first

@@ -31,6 +31,8 @@ NO_HITS = ", no hits"
 """Suffix of a policy's twin without prefix caching."""
 BEFORE = ", before"
 """Suffix of a policy's twin that another checkout of this repository serves."""
+BEFORE_AGAIN = ", before again"
+"""Suffix of a second twin of the other checkout: its ratio to the first one shows what the measurement resolves."""
 NEAR_TIE = 0.5  # nats: four steps of a bfloat16 logit between 16 and 32
 SHORT_PROMPTS = (
     "The capital of France is",
@@ -134,8 +136,9 @@ def configurations(options, folder: Path) -> dict:
     twins = {
         EAGER: options.eager_too and {"eager": True},
         NO_HITS: options.prefix_caching and {"prefix_caching": False},
-        BEFORE: options.against and {"checkout": str(Path(options.against).resolve())},
     }
+    if options.against:
+        twins |= dict.fromkeys((BEFORE, BEFORE_AGAIN), {"checkout": str(Path(options.against).resolve())})
     for suffix, changes in twins.items():
         if changes:
             settings |= {name + suffix: settings[name] | changes for name in policies}
@@ -208,7 +211,9 @@ def differs(name: str, dense: list, other: list) -> str | None:
     return None if compared >= total / 2 else f"{name}: near ties left only {compared} of {total} tokens to compare"
 
 
-def compare(options, measure, file: Path, keys: tuple[str, ...], value: str, *, judged: bool = True) -> int:
+def compare(
+    options, measure, file: Path, keys: tuple[str, ...], value: str, *, judged: bool = True, starts: int = 1
+) -> int:
     """Start the engines, check their outputs, measure, print and append.
 
     Args:
@@ -218,14 +223,19 @@ def compare(options, measure, file: Path, keys: tuple[str, ...], value: str, *, 
         keys: columns beside ``configuration`` whose values are compared separately.
         value: column that is compared.
         judged: True to compare outputs and values with stock's.
+        starts: times that all engines are started and measured.
 
     Returns:
         The exit code.
     """
-    with engines(options) as started:
-        start(started)
-        problems = output_problems(started) if judged else []
-        rows = [] if problems else measure(started, options)
+    rows, problems = [], []
+    for _ in range(starts):
+        with engines(options) as started:
+            start(started)
+            problems = output_problems(started) if judged else []
+            rows += [] if problems else measure(started, options)
+        if problems:
+            break
     return conclude(problems, report(rows, keys, value, judged), rows, file, options)
 
 
@@ -240,7 +250,7 @@ def conclude(problems: list[str], table: str, rows: list[dict], file: Path, opti
         return 1
     print(table)
     if not options.no_csv:
-        here = [row for row in rows if not row["configuration"].endswith(BEFORE)]
+        here = [row for row in rows if not row["configuration"].endswith((BEFORE, BEFORE_AGAIN))]
         record.append(file, [row | {"configuration": row["configuration"].removesuffix(EAGER)} for row in here])
     return 0
 
@@ -260,7 +270,7 @@ def report(rows: list[dict], keys: tuple[str, ...], value: str, judged: bool = T
         for name, mine in values.items():
             line = [*map(str, place), f"{name:32}", f"{statistics.median(mine):10.1f}"]
             rivals = {"stock": "dense", "compiled": name.removesuffix(EAGER), "no hits": name + NO_HITS}
-            for label, rival in (rivals | {"before": name + BEFORE}).items() if judged else ():
+            for label, rival in (rivals | {"before": policy_of(name) + BEFORE}).items() if judged else ():
                 if rival != name and rival in values:
                     over = [a / b for a, b in zip(mine, values[rival], strict=True)]
                     shown = f"/ {label} {statistics.median(over):.3f} ({min(over):.3f} to {max(over):.3f})"
@@ -269,6 +279,11 @@ def report(rows: list[dict], keys: tuple[str, ...], value: str, judged: bool = T
                     line.append(shown)
             lines.append("  ".join(line))
     return "\n".join(lines)
+
+
+def policy_of(name: str) -> str:
+    """Return the name of a configuration without the suffix of another checkout."""
+    return name.removesuffix(BEFORE).removesuffix(BEFORE_AGAIN)
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:

@@ -173,19 +173,19 @@ def chosen(options) -> list:
         options.policies = best(options)
     if unknown := set(options.policies or ()) - {*names}:
         raise ConfigError(f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(names)}")
-    found = []
+    compared = []
     for spec in specs:
         compresses = policies.get(spec.policy).compresses
         if compresses and not options.prompt:
             say(f"left out: {spec.name} compresses a prompt at its end, and these texts have none: give --prompt")
         elif spec.name in (options.policies or names):
             prompt = {"prompt" if compresses else "protect": options.prompt}
-            found.append(replace(spec, **prompt))
+            compared.append(replace(spec, **prompt))
             if has_shares(options.calibration) and not compresses:
-                found[-1] = replace(found[-1], allocator="uniform") if spec.calibration else found[-1]
+                compared[-1] = replace(compared[-1], allocator="uniform") if spec.calibration else compared[-1]
                 named = replace(spec.calibrated(options.calibration), name=f"{spec.name}{SHARED}")
-                found.append(replace(named, **prompt))
-    return found
+                compared.append(replace(named, **prompt))
+    return compared
 
 
 def best(options) -> list[str]:
@@ -225,13 +225,13 @@ def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | No
     """
     from kvpop_vllm.evaluation.policies import learned, training_free
 
-    found, broken = policies.loadable()
+    classes, broken = policies.loadable()
     folders: dict[str, list] = {}
     for folder in scorers:
         spec, _ = learned(folder, model)
         folders.setdefault(spec.policy, []).append(spec)
     specs = []
-    for cls in found:
+    for cls in classes:
         if cls.keeps_all:
             continue
         if cls.calibrated and calibration is None:
@@ -276,13 +276,13 @@ def asked_of(options, part: str) -> dict[str, str]:
     return {column: str(vars(options)[column]) for column in ASKED[part]}
 
 
-def fingerprint(folder: Path, *patterns: str) -> str:
-    """Return a folder's name with a hash of its files; by default of those of a scorer."""
+def fingerprint(source: Path, *patterns: str) -> str:
+    """Return the name of a folder or file with a hash of its contents; in a folder by default of the files of a scorer."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in patterns or ("kvpop_*",) for path in folder.glob(pattern)):
-        if path.is_file():
-            digest.update(path.read_bytes())
-    return f"{folder.name}@{digest.hexdigest()[:8]}"
+    inside = sorted(path for pattern in patterns or ("kvpop_*",) for path in source.glob(pattern) if path.is_file())
+    for path in [source] if source.is_file() else inside:
+        digest.update(path.read_bytes())
+    return f"{source.name}@{digest.hexdigest()[:8]}"
 
 
 def there(options, part: str) -> dict[tuple, dict]:
@@ -294,11 +294,11 @@ def there(options, part: str) -> dict[tuple, dict]:
     path, rows = RESULTS / FILES[part], {}
     if not path.exists():
         return rows
-    asked = asked_of(options, part)
+    settings = asked_of(options, part)
     if part == "steps" and not options.commit:
-        asked |= {name: str(record.KEY[name]) for name in ("machine", "cores")}
+        settings |= {name: str(record.KEY[name]) for name in ("machine", "cores")}
     with path.open(newline="") as file:
-        alike = [row for row in csv.DictReader(file) if asked.items() <= row.items()]
+        alike = [row for row in csv.DictReader(file) if settings.items() <= row.items()]
     for commit in options.commit or [record.KEY["commit"]]:
         for row in alike:
             if row["commit"] == commit and not commit.endswith("+"):
@@ -319,8 +319,8 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
     for key, row in sorted(quality.items(), key=lambda item: order(item[1])):
         alike = [int(other["allocated_bytes"]) for other in stateless if other["budget"] == row["budget"]]
         size, plain = int(row["allocated_bytes"]), statistics.mode(alike) if alike else 0
-        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and size <= plain
-        equal = "k, bytes" if both and row["equal"] == "k" else row["equal"] if row["budget"] else ""
+        same_bytes = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and size <= plain
+        equal = "k, bytes" if same_bytes and row["equal"] == "k" else row["equal"] if row["budget"] else ""
         error, perplexity, kl, exact, partial = (
             float(row[name]) for name in ("error", "perplexity", "kl", "exact", "partial")
         )

@@ -90,7 +90,7 @@ def report(
     model, budget = policy.model, policy.retention.budget
     heads, size, layers = model.num_kv_heads, model.head_dim, model.num_layers
     layout = PageLayout(heads, size, dtype, state_floats=policy.state_floats)
-    shares = policy.checked_shares(slice(0, heads))
+    shares = policy.unequal_shares(slice(0, heads))
     ours = {n: request_bytes(layout, layers, n, policy.retention, shares) for n in (length, model.max_model_len)}
     stock = {n: dense_request_bytes(layers, heads, size, dtype, n, int(dense[2])) for n in ours}
     if seen > ours[length].blocks:

@@ -248,8 +248,8 @@ def add_plan(commands: Commands) -> None:
         ("prompt-length", "N", None, "of a request's tokens those of its prompt (default: what needs most)"),
         ("block-size", "N", 64, "slots of a block (default 64)"),
         ("dense-block-size", "N", 128, "tokens of stock's (default 128, as on a CPU)"),
-        ("tensor-parallel", "R", 1, "ranks; all numbers are then those of one"),
-        ("pipeline-parallel", "R", 1, "stages; all numbers are then those of the one with the most layers"),
+        ("tensor-parallel-size", "R", 1, "ranks; all numbers are then those of one"),
+        ("pipeline-parallel-size", "R", 1, "stages; all numbers are then those of the one with the most layers"),
     ):
         command.add_argument(f"--{name}", type=positive, metavar=metavar, default=default, help=text)
 

@@ -62,6 +62,25 @@ def whole_lines(path: Path) -> list[str]:
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+def json_lines(path: Path, *keys: str) -> list[dict]:
+    """Return the objects of a JSONL file, without a last line that was cut off; none if there is no file.
+
+    Args:
+        path: the file.
+        keys: keys that every object has.
+
+    Raises:
+        ConfigError: a line is not such an object.
+    """
+    try:
+        lines = list(map(json.loads, whole_lines(path)))
+    except (ValueError, RecursionError):
+        lines = [None]
+    if not all(isinstance(line, dict) and {*keys} <= line.keys() for line in lines):
+        raise ConfigError(f"{path} is damaged: remove it")
+    return lines
+
+
 def write_figure(path: Path, figure) -> None:
     """Write a figure of matplotlib as PNG by :func:`replacing`."""
     with replacing(path) as draft:

@@ -19,7 +19,7 @@ from kvpop_vllm.cache.accounting import (
     worst_prompts,
 )
 from kvpop_vllm.cache.pages import PageLayout
-from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
+from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibration.shares import check_holds_any, has_shares
 from kvpop_vllm.calibration.statistics import CONFIG_NAME
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
@@ -60,17 +60,17 @@ def plan(options) -> None:
         raise ConfigError(f"{options.model}: config.json has no max_position_embeddings: give --max-model-len")
     shape = ModelShape(**sizes, max_model_len=length, rope=rope_of(config))
     _check_served(options.model, shape, config)
-    if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
+    if shape.num_kv_heads % options.tensor_parallel_size and options.tensor_parallel_size % shape.num_kv_heads:
         raise ConfigError(
-            f"--tensor-parallel {options.tensor_parallel} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
+            f"--tensor-parallel-size {options.tensor_parallel_size} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
         )
-    if options.pipeline_parallel > shape.num_layers:
+    if options.pipeline_parallel_size > shape.num_layers:
         raise ConfigError(
-            f"--pipeline-parallel {options.pipeline_parallel} is more than {shape.num_layers} layers: lower it"
+            f"--pipeline-parallel-size {options.pipeline_parallel_size} is more than {shape.num_layers} layers: lower it"
         )
-    heads = max(1, shape.num_kv_heads // options.tensor_parallel)
-    stages = layers_of_stages(shape.num_layers, options.pipeline_parallel)
-    shards, layers = shards_of(stages, shape.num_kv_heads, options.tensor_parallel), max(b - a for a, b in stages)
+    heads = max(1, shape.num_kv_heads // options.tensor_parallel_size)
+    stages = layers_of_stages(shape.num_layers, options.pipeline_parallel_size)
+    shards, layers = shards_of(stages, shape.num_kv_heads, options.tensor_parallel_size), max(b - a for a, b in stages)
     dtype = _dtype(options, config)
     budgets = options.budget or sorted({-(-length // share) for share in SHARES}, reverse=True)
     source = f"{options.model}: config.json, section kvpop"
@@ -106,7 +106,7 @@ def plan(options) -> None:
                 continue
             try:
                 policy = _policy(cls, budget, shape, options, given, own)
-                policy.check_ranks(options.tensor_parallel)
+                policy.check_ranks(options.tensor_parallel_size)
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
@@ -116,8 +116,8 @@ def plan(options) -> None:
             rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
     if len(rows) == 1:
         raise ConfigError(notes[-1])
-    parallel = f" a rank of {options.tensor_parallel}" if options.tensor_parallel > 1 else ""
-    staged = f" a stage of {options.pipeline_parallel}" if options.pipeline_parallel > 1 else ""
+    parallel = f" a rank of {options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""
+    staged = f" a stage of {options.pipeline_parallel_size}" if options.pipeline_parallel_size > 1 else ""
     if unused:
         percent = sorted(
             {f"{100 * share:.0f}%" for share in (min(unused), max(unused))}, key=lambda text: int(text[:-1])

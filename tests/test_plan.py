@@ -135,7 +135,7 @@ def test_what_ranks_and_stages_waste(planned, tmp_path):
     assert lines[0].startswith("30 layers, 1 KV heads of 64 a rank of 3, bfloat16")
     assert rows["h2o", 1024][1] == f"{(8 + 12) * 64 * 264 * 30 / 2**20:.1f} MiB"
     assert 25 < unused(lines) < 40
-    _, staged = planned(DEMO, *shared, "--tensor-parallel", "3", "--pipeline-parallel", "4")
+    _, staged = planned(DEMO, *shared, "--tensor-parallel-size", "3", "--pipeline-parallel-size", "4")
     assert staged["h2o", 1024][1] == f"{(8 + 12) * 64 * 264 * 8 / 2**20:.1f} MiB", "a stage has at most 8 of 30 layers"
     balanced = json.dumps({"shares": [[0.5, 0.5, 0.5], [1.5, 1.5, 1.5]] * 15})
     (tmp_path / "shares.json").write_text(balanced)
@@ -232,7 +232,7 @@ def test_sizes(text, size):
         (DEMO | {"kv_lora_rank": 512}, [], "latent attention (MLA), which no policy serves"),
         (DEMO | {"kvpop": {"format": "x"}}, [], "config.json, section kvpop says format 'x'"),
         (DEMO, ["--block-size", "60"], "slots per block must be a positive multiple of 16"),
-        (DEMO, ["--tensor-parallel", "2"], "--tensor-parallel 2 does not divide 3 KV heads"),
+        (DEMO, ["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 does not divide 3 KV heads"),
         (DEMO | {"dtype": "float16"}, [], "give --dtype bfloat16 or float32"),
         (DEMO | {"dtype": None}, [], "config.json names the dtype None: give --dtype"),
         ({"num_hidden_layers": 2}, [], "config.json has no 'model_type'"),

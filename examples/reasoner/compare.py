@@ -2,11 +2,11 @@
 
     python examples/reasoner/compare.py runs --jobs 2
 
-trains each policy that is trained, all on as many problems; finds the shares of heads of each policy (of layers for
-policies in rounds), and the window of each training-free one, on validation problems; solves test problems under all of them, with equal shares and with those
+trains each policy that is trained, all on as many problems; finds the shares of heads of each policy, and the window of
+each training-free one, on validation problems; solves test problems under all of them, with equal shares and with those
 that were found; and writes runs/summary.md (all kinds together), runs/table.md (each kind) and runs/answers.csv, which
 `kvpop bench plot` draws. Records that are there already are not made again, and a stopped training or calibration goes on.
-Records of other problems or settings are refused.
+Problems, records and calibrations of other problems, models, scorers or settings are refused.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from kvpop_vllm import policies
+from write_problems import problems_text
+
 from kvpop_vllm.argument_types import positive
+from kvpop_vllm.calibrate.command import options_of
+from kvpop_vllm.calibrate.plan import Plan
+from kvpop_vllm.calibrate.records import differing
 from kvpop_vllm.calibration.shares import NAME, UNITS
+from kvpop_vllm.cli import make_parser
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.output import markdown_table, read_records
 from kvpop_vllm.evaluation.problems import KINDS
 from kvpop_vllm.evaluation.runner import DENSE, OWN
 from kvpop_vllm.evaluation.statistics import INTERVAL
 from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoning
-from kvpop_vllm.policies.base import Order
+from kvpop_vllm.files import write_whole
 
 HERE = Path(__file__).parent
 FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "vase", "triattention"
@@ -100,25 +106,39 @@ class Comparison:
 
     def _prepare(self) -> None:
         """Write problems to train policies on."""
-        if not self.problems.exists():
-            _run(["python", HERE / "write_problems.py", self.problems, "--kinds", *self.kinds, *self.sized])
+        self._write(self.problems, problems_text(self.kinds, size=self.size))
 
     def prepare_calibration(self) -> None:
         """Write problems to measure shares on."""
-        if not self.validation.exists():
-            count = math.ceil(2 * CALIBRATION_ROWS / len(self.kinds))
-            words = ["--split", "validation", "--count", count, "--kinds", *self.kinds, *self.sized]
-            _run(["python", HERE / "write_problems.py", self.validation, *words])
+        count = math.ceil(2 * CALIBRATION_ROWS / len(self.kinds))
+        self._write(self.validation, problems_text(self.kinds, "validation", count, self.size))
+
+    def _write(self, path: Path, problems: str) -> None:
+        """Write problems unless they are there.
+
+        Raises:
+            SystemExit: other problems are there.
+        """
+        if not path.exists():
+            write_whole(path, problems)
+        elif path.read_text() != problems:
+            size = "their own size" if self.size is None else f"size {self.size}"
+            sys.exit(
+                f"{path} has other problems than {' and '.join(self.kinds)} of {size}: name another folder, or remove it"
+            )
 
     def _calibration(self, name: str, words: list) -> Iterator[list]:
-        """Yield the command that measures a policy's shares, unless they are there.
+        """Yield the command that measures a policy's shares of heads, unless they are there.
 
         Args:
             name: name of the policy here.
             words: model and policy.
+
+        Raises:
+            SystemExit: shares that were measured with something else are there.
         """
         out = self.calibrations / name
-        if not self.protect or name in GATES_ONLY or (out / NAME).exists():
+        if not self.protect or name in GATES_ONLY:
             return
         tokenizer = load_tokenizer(self.model)
         problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
@@ -128,13 +148,24 @@ class Comparison:
         )
         budgets = [(min(lengths) - max(prompts)) // c for c in CALIBRATED]
         fixed = ["--data", self.validation, "--rows", CALIBRATION_ROWS, "--length", min(lengths), "--threads", 1]
-        yield ["kvpop", "calibrate", *words, "--out", out, *fixed, "--budget", *budgets, "--protect-prompt"]
+        fixed += ["--budget", *budgets, "--protect-prompt", "--shares", "head"]
+        command = ["kvpop", "calibrate", *words, "--out", out, *fixed]
+        if not (out / NAME).exists():
+            yield command
+            return
+        try:
+            plan = Plan(options_of(make_parser().parse_args(list(map(str, command[1:])))))
+            other = differing(out, plan.settings)
+        except ConfigError as error:
+            sys.exit(str(error))
+        if json.loads((out / NAME).read_text())["unit"] not in (UNITS[0], plan.options.unit):
+            other.append("shares")
+        if other:
+            sys.exit(f"{out} was measured with other settings ({', '.join(other)}): name another folder, or remove it")
 
     def calibrate_untrained(self) -> None:
         """Find the shares of the training-free policies."""
-        units = {name: "layer" if policies.get(name).order is Order.ROUNDS else "head" for name in FREE}
-        calls = {name: [self.model, "--policy", name, "--shares", unit] for name, unit in units.items()}
-        self._all(self._calibration(name, words) for name, words in calls.items())
+        self._all(self._calibration(name, [self.model, "--policy", name]) for name in FREE)
 
     def _with_shares(self, name: str, words: list) -> Iterator[list]:
         """Yield the command that solves the test problems with a policy's shares, if some are better than equal ones.
@@ -163,7 +194,7 @@ class Comparison:
         if steps:
             yield ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
-        yield from self._calibration(name, [words[1], *decides, "--shares", "head"])
+        yield from self._calibration(name, [words[1], *decides])
         if steps:
             equal = ["--allocator", "uniform", "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
             yield self._evaluation(self.records / f"{name}.jsonl", [*words, *equal])
@@ -175,15 +206,15 @@ class Comparison:
         It is one that is possible at equal bytes too.
         """
         outs = {(names, w): self.records / f"windows-{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
-        what = ["--split", "validation", "--share", *COMPRESSIONS]
-        self._solve({out: [*self._untrained(names, w), *what] for (names, w), out in outs.items()}, 16)
+        problems = ["--split", "validation", "--share", *COMPRESSIONS]
+        self._solve({out: [*self._untrained(names, w), *problems] for (names, w), out in outs.items()}, 16)
         shares: dict[tuple[str, int], dict[int, list[float]]] = {}
         for (_, w), out in outs.items():
             for record in read_records(out)[1]:
                 if "budget" in record:
                     of_budget = shares.setdefault((record["policy"], record["budget"]), {})
                     of_budget.setdefault(w, []).append(record["before_error"])
-        best = {each: max(WINDOWS, key=lambda w: (len(found[w]), fmean(found[w]))) for each, found in shares.items()}
+        best = {key: max(WINDOWS, key=lambda w: (len(by_w[w]), fmean(by_w[w]))) for key, by_w in shares.items()}
         budgets = sorted({budget for _, budget in best}, reverse=True)
         compression = dict(zip(budgets, sorted(COMPRESSIONS), strict=True))
         return {(name, compression[budget]): w for (name, budget), w in best.items()}
@@ -217,10 +248,10 @@ class Comparison:
             if path.name.startswith("windows-"):
                 continue
             for record in read_records(path)[1]:
-                of, stem = record["policy"], path.stem.removeprefix(SHARES)
-                name = stem if stem in TRAINED or stem != path.stem else of
+                policy, stem = record["policy"], path.stem.removeprefix(SHARES)
+                name = stem if stem in TRAINED or stem != path.stem else policy
                 name += ", shares" if stem != path.stem else ""
-                name = {DENSE: DENSE, OWN: f"{stem}, nothing evicted"}.get(of, name)
+                name = {DENSE: DENSE, OWN: f"{stem}, nothing evicted"}.get(policy, name)
                 if "budget" not in record:  # every command solves the problems with the dense model too
                     unit = name, record["kind"], record["unit"]
                     if unit in dense:
@@ -249,14 +280,14 @@ class Comparison:
         """
         if not out.exists():
             return False
-        told = read_records(out)[0].get("options", {})
-        wanted = {"kinds": self.kinds, "rows": rows, "size": self.size, "share": sum(COMPRESSIONS.values(), ())}
-        if told.get("protect_prompt") is not None:
-            wanted["protect_prompt"] = [self.protect]
-        for name, value in wanted.items():
-            found = told.get(name)
-            if set(found or ()) - set(value) if name == "share" else found != value:
-                sys.exit(f"{out} has {name} {found}, not {value}: name another folder, or remove this file")
+        recorded = read_records(out)[0].get("options", {})
+        settings = {"kinds": self.kinds, "rows": rows, "size": self.size, "share": sum(COMPRESSIONS.values(), ())}
+        if recorded.get("protect_prompt") is not None:
+            settings["protect_prompt"] = [self.protect]
+        for name, value in settings.items():
+            measured = recorded.get(name)
+            if set(measured or ()) - set(value) if name == "share" else measured != value:
+                sys.exit(f"{out} has {name} {measured}, not {value}: name another folder, or remove this file")
         return True
 
     def _contender(self, name: str) -> list:
@@ -322,10 +353,10 @@ def summary(curves: dict[tuple[str, str], dict[int, dict]], value: str) -> str:
     lines = []
     for key in sorted((key for key in curves if any(value in line for line in curves[key].values())), key=order):
         lines.append({"policy": key[0], "equal": key[1]})
-        for c, found in curves[key].items():
-            if value in found:
-                low, high = found.get(value + INTERVAL, (math.nan, math.nan))
-                lines[-1][times[c]] = f"{found[value]:.2f} ({low:.2f} to {high:.2f})"
+        for c, line in curves[key].items():
+            if value in line:
+                low, high = line.get(value + INTERVAL, (math.nan, math.nan))
+                lines[-1][times[c]] = f"{line[value]:.2f} ({low:.2f} to {high:.2f})"
     return markdown_table(lines, ("policy", "equal", *times.values()))
 
 
@@ -341,7 +372,7 @@ def write_answers(path: Path, curves: dict[tuple[str, str], dict[int, dict]]) ->
                 writer.writerow((policy, equal, compression, line["problems"], *shares))
 
 
-def main(given: list[str] | None = None) -> None:
+def main(words: list[str] | None = None) -> None:
     """Make what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -354,9 +385,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
     parser.add_argument("--only", nargs="*", choices=TRAINED, default=TRAINED, help="trained policies")
     parser.add_argument("--against", default="kvpop", help="policy that differences are from (default: kvpop)")
-    options = parser.parse_args(given)
-    what = options.model, options.protect_prompt, options.kinds, options.rows, options.jobs, options.size
-    comparison = Comparison(options.folder, *what)
+    options = parser.parse_args(words)
+    problems = options.kinds, options.rows, options.jobs, options.size
+    comparison = Comparison(options.folder, options.model, options.protect_prompt, *problems)
     comparison.prepare_calibration()
     comparison.run_trained(options.only, options.steps)
     comparison.calibrate_untrained()

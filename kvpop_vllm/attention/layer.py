@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.divided_heads import load_page_table
 from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix
-from kvpop_vllm.cache.shares import load_page_table
 from kvpop_vllm.cache.step import StepBatch
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
@@ -100,8 +100,9 @@ class FixedBudgetAttention:
     def _rounds_of_rows(self, batch: StepBatch) -> rounds.Due:
         """Return the work of rounds after the decode rows of a step."""
         prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
-        sizes = batch.budgets.tolist(), batch.windows.tolist(), prefixes
-        return rounds.due(self.rule.rounds, (batch.positions + 1).tolist(), list(map(self._roles, *sizes)))
+        sizes = (numbers.tolist() for numbers in (batch.numbers["budget"], batch.budgets, batch.windows))
+        ends, by_row = (batch.positions + 1).tolist(), list(map(self._rounds_of, *sizes, prefixes))
+        return rounds.due(self.rule.rounds.queries, ends, by_row)
 
     def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunks: Chunks, out, gate_scores) -> None:
         """Run chunks together, and what is due at the end of one that is alone; arguments as in :meth:`forward`."""
@@ -126,21 +127,24 @@ class FixedBudgetAttention:
         if chunks.compresses:
             self._compress(q[at], pages, chunks, prefix)
         if self.rule.rounds is not None:
-            roles = [self._roles(chunks.budgets[0].tolist(), chunks.windows[0], chunks.slots[0].prefix)]
-            due = rounds.due(self.rule.rounds, chunks.ends, roles)
+            due = rounds.due(self.rule.rounds.queries, chunks.ends, [self._rounds_of_chunk(chunks, 0)])
             rounds.run_due_rounds(q[at], pages, chunks.table, due, chunks.seeds, self.rule, self.scale)
 
-    def _roles(self, budgets: list[int], window: int, prefix: int) -> list[rounds.EqualRoles]:
-        """Return the heads of a request, whose tails have ``budgets``, grouped by their slot roles."""
-        return rounds.by_roles(tuple(budgets), self.rule.sinks, window, prefix)
+    def _rounds_of_chunk(self, chunks: Chunks, r: int) -> rounds.LayerRounds:
+        """Return the rounds of the request of chunk r."""
+        slots = chunks.slots[r]
+        return self._rounds_of(slots.budget, chunks.budgets[r].tolist(), slots.window, slots.prefix)
+
+    def _rounds_of(self, budget: int, budgets: list[int], window: int, prefix: int) -> rounds.LayerRounds:
+        """Return the rounds of a request whose heads have ``budgets`` in this layer."""
+        return rounds.layer_rounds(self.rule.rounds.every, budget, tuple(budgets), self.rule.sinks, window, prefix)
 
     def _alone(self, chunks: Chunks) -> Iterator[Chunks]:
         """Yield chunks one by one, cut where rounds are due."""
         for r, (start, end) in enumerate(zip(chunks.starts, chunks.ends, strict=True)):
             cuts = [end]
             if self.rule.rounds is not None:
-                roles = self._roles(chunks.budgets[r].tolist(), chunks.windows[r], chunks.slots[r].prefix)
-                cuts = rounds.cuts(self.rule, roles, start, end)
+                cuts = rounds.cuts(self._rounds_of_chunk(chunks, r), start, end)
             for begin, cut in zip([start, *cuts], cuts, strict=False):
                 yield chunks.part(r, begin, cut)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.cache.divided_heads import divided_blocks
 from kvpop_vllm.cache.pages import PageLayout, cdiv
-from kvpop_vllm.cache.shares import Shares, divided_blocks
+from kvpop_vllm.cache.ranks import Shares
 from kvpop_vllm.requests import Compression, RequestSlots
 from kvpop_vllm.roles import Retention
 

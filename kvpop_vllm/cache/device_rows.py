@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
-from kvpop_vllm.cache.shares import Shares
+from kvpop_vllm.cache.ranks import Shares
 from kvpop_vllm.cache.step import DecodeRows
 from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, RequestSlots
 

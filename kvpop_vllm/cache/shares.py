@@ -1,4 +1,4 @@
-"""Shares of the KV heads of a layer in the slots of a request (DESIGN "Unequal shares").
+"""Shares of the KV heads of a layer in the slots of a request, and their pages in a step (DESIGN "Unequal shares").
 
 Each block of a request holds one **region** per layer and head. Equal heads have the same page numbers. If heads retain
 different numbers of tokens, the pages of a head may be regions of any layer and head. The regions of a request's blocks
@@ -10,193 +10,17 @@ ones, and less than one block is reserved beyond what is used.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
-from kvpop_vllm.requests import Compression
-from kvpop_vllm.roles import Retention
+from kvpop_vllm.cache.pages import PageLayout, Pages
+from kvpop_vllm.cache.ranks import Division, Shares
 
-MOST_DIVIDED, MOST_MAPS = 1024, 256
-"""Largest numbers of request budgets whose shares, and whose maps to regions, are cached."""
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Unequal budgets of all heads of all layers that share a request's blocks: those of one rank.
-
-    Attributes:
-        budgets: ``[layers][H]``, in tokens.
-        first: index of the first of these layers.
-    """
-
-    budgets: tuple[tuple[int, ...], ...]
-    first: int = 0
-
-    @classmethod
-    def of(cls, budgets: torch.Tensor, budget: int) -> Shares | None:
-        """Return the shares of budgets ``[layers, H]``, or None if all of them equal ``budget``."""
-        if (budgets == budget).all():
-            return None
-        return cls(tuple(tuple(layer) for layer in budgets.tolist()))
-
-    def of_shard(self, shard: Shard) -> Shares:
-        """Return the shares of the layers and heads of a rank, if these are the shares of a whole model."""
-        layers = self.budgets[slice(*shard.layers)]
-        return Shares(tuple(layer[slice(*shard.heads)] for layer in layers), shard.layers[0])
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return len(self.budgets)
-
-    @property
-    def heads(self) -> int:
-        """Number H of KV heads per layer."""
-        return len(self.budgets[0])
-
-    @cached_property
-    def counts(self) -> Counter[int]:
-        """Number of heads with each budget."""
-        return Counter(budget for layer in self.budgets for budget in layer)
-
-    def blocks(self, state_blocks: int, block_slots: int, length: int) -> int:
-        """Return the number of blocks of a request of ``length`` tokens, which is the same for every layer.
-
-        Args:
-            state_blocks: state pages per head.
-            block_slots: N.
-            length: tokens of the request.
-        """
-        pages = sum(
-            many * (state_blocks + cdiv(min(length, budget), block_slots)) for budget, many in self.counts.items()
-        )
-        return cdiv(pages, self.layers * self.heads)
-
-
-class Shard(NamedTuple):
-    """Layers and KV heads of a rank: of both the first one and the one after the last."""
-
-    layers: tuple[int, int]
-    heads: tuple[int, int]
-
-
-def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
-    """Return the KV heads that a tensor-parallel rank holds.
-
-    With more ranks than heads, several ranks hold the same head.
-
-    Args:
-        rank: the rank.
-        ranks: number of ranks.
-        total: KV heads of the model.
-        held: KV heads of each rank.
-    """
-    first = rank * total // ranks
-    return slice(first, first + held)
-
-
-def layers_of_stages(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Return the first layer of each pipeline stage and the one after its last, as vLLM divides layers.
-
-    Layers that remain go to the stages before the last one, one to each.
-    """
-    remaining, sizes = layers % stages, [layers // stages] * stages
-    for i in range(2, remaining + 2):
-        sizes[-i] += 1
-    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-
-
-def shards_of(stages: Sequence[tuple[int, int]], heads: int, ranks: int) -> tuple[Shard, ...]:
-    """Return the shards of a model: all tensor-parallel ranks of the first pipeline stage, then those of the next.
-
-    Args:
-        stages: layers of each pipeline stage, see :func:`layers_of_stages`.
-        heads: KV heads of the model.
-        ranks: number of tensor-parallel ranks.
-    """
-    slices = [heads_of_rank(rank, ranks, heads, max(1, heads // ranks)) for rank in range(ranks)]
-    return tuple(Shard(layers, (chosen.start, chosen.stop)) for layers in stages for chosen in slices)
-
-
-@dataclass(frozen=True)
-class FixedBudgets:
-    """Allocator that gives the same ``budgets [layers][H]`` to every request."""
-
-    budgets: tuple[tuple[int, ...], ...]
-
-    def __call__(self, retention: Retention, layers: int, heads: int) -> torch.Tensor:
-        """Return the budgets ``[layers, H]`` int32."""
-        return torch.tensor(self.budgets, dtype=torch.int32)
-
-
-@dataclass(frozen=True)
-class Division:
-    """Division of the slots of a request among all heads of a model, and of these heads among ranks.
-
-    A request holds as many blocks in every rank: those of the rank that needs most. Two divisions are equal if they
-    give equal budgets, also in different processes.
-
-    Attributes:
-        allocate: function ``(retention, layers, H) -> budgets [layers, H]`` int32, a function of a module or an object
-            that can be compared.
-        sinks: s.
-        layers: layers of the model.
-        heads: KV heads of the model.
-        shards: layers and heads of each rank (:func:`shards_of`).
-        one_budget: True if all requests have the server's budget.
-    """
-
-    allocate: Callable[[Retention, int, int], torch.Tensor]
-    sinks: int
-    layers: int
-    heads: int
-    shards: tuple[Shard, ...]
-    one_budget: bool = False
-
-    def all_heads(self, budget: int, window: int) -> Shares:
-        """Return the budgets of all heads of the model for a request with ``budget`` tokens and this window."""
-        return self._divided(budget, window)[0]
-
-    def shares(self, budget: int, window: int) -> tuple[Shares, ...]:
-        """Return the budgets of the heads of each rank for a request with ``budget`` tokens and this window."""
-        return self._divided(budget, window)[1]
-
-    @cached_property
-    def _cached(self) -> dict[tuple[int, int], tuple[Shares, tuple[Shares, ...]]]:
-        return {}
-
-    def _divided(self, budget: int, window: int) -> tuple[Shares, tuple[Shares, ...]]:
-        """Return the budgets of all heads, and of the heads of each rank."""
-        size = budget, window
-        if size not in self._cached:
-            if len(self._cached) >= MOST_DIVIDED:
-                self._cached.clear()
-            with torch.device("cpu"):  # a model may be in the making on the meta device
-                roles = Retention(budget, self.sinks, window)
-                shares = Shares(tuple(map(tuple, self.allocate(roles, self.layers, self.heads).tolist())))
-            self._cached[size] = shares, tuple(map(shares.of_shard, self.shards))
-        return self._cached[size]
-
-
-def divided_blocks(heads: int, budget: int, size: int) -> int:
-    """Return the largest number of blocks of heads that divide ``heads * budget`` slots among them.
-
-    The last page of each head may be partially filled.
-
-    Args:
-        heads: H.
-        budget: mean budget per head.
-        size: slots per block.
-    """
-    return cdiv(heads * (budget + size - 1) // size, heads)
+MOST_MAPS = 256
+"""Largest number of request budgets whose maps to regions are cached."""
 
 
 def page_numbers(full: torch.Tensor, width: int) -> torch.Tensor:
@@ -216,7 +40,8 @@ def page_numbers(full: torch.Tensor, width: int) -> torch.Tensor:
 class EqualHeads:
     """Heads that all have the request's budget, and the same page numbers.
 
-    The other ways to share slots, :class:`HeadBudgets` and :class:`SharesByVotes`, have the same interface.
+    The other ways to share slots, :class:`HeadBudgets`, :class:`RegionShares` and
+    :class:`kvpop_vllm.cache.divided_heads.SharesByVotes`, have the same interface.
 
     Args:
         heads: H.
@@ -296,7 +121,7 @@ class RegionMap(NamedTuple):
     on_cpu: torch.Tensor
 
 
-class FixedShares(EqualHeads):
+class RegionShares(EqualHeads):
     """Budgets that follow from the request's: a map from the pages of each head to the regions of a request.
 
     Args:
@@ -400,95 +225,5 @@ class FixedShares(EqualHeads):
         return self.layout.view(storage.as_strided((regions, self.shares.heads, size), (size, 0, 1)))
 
 
-fixed_shares = functools.lru_cache(maxsize=8)(FixedShares)
-"""The cached map that all layers of a rank share; arguments are those of :class:`FixedShares`."""
-
-
-class SharesByVotes(EqualHeads):
-    """Heads that divide a layer's slots when the prompt is compressed (Ada-KV, arXiv:2407.11550).
-
-    A request holds as many blocks of a layer as with equal heads, and up to one more. Regions are assigned within one
-    layer. The budget of each head is stored in its state, so that the page table can be derived from the blocks.
-
-    Args:
-        blocks: pages of the layer, indexed by block.
-        compression: way in which prompts are compressed.
-        budget: B, the mean budget of the heads.
-    """
-
-    by_layer = True
-
-    def __init__(self, blocks: Pages, compression: Compression, budget: int):
-        self.pages, self.compression, self.budget = blocks.by_region(), compression, budget
-        layout = blocks.layout
-        self.blocks = layout.state_blocks + divided_blocks(layout.num_kv_heads, budget, layout.block_slots)
-
-    def place(self, layer, tails, compressed, budgets, windows):
-        """Return what :meth:`EqualHeads.place` does.
-
-        If the prompt of a request has not been compressed yet, its heads are equal and all its blocks are listed.
-        """
-        layout = self.pages.layout
-        heads = torch.arange(layout.num_kv_heads, device=tails.device)
-        rows = tails.unsqueeze(1) * layout.num_kv_heads + heads.unsqueeze(1)
-        divided = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
-        stored, _ = load_page_table(self.pages, rows, self.compression, 1)
-        budgets = torch.where(divided, stored, self.budget)
-        width = max(self.blocks, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
-        budgets, table = build_page_table(layout, rows, budgets, width)
-        plain = rows[..., torch.arange(width, device=rows.device).clamp_max(rows.shape[2] - 1)].int()
-        return budgets, torch.where(divided.unsqueeze(2), table, plain)
-
-
-def store_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, compression: Compression) -> None:
-    """Write ``budgets [H]`` to a request's state.
-
-    Args:
-        pages: pages of the layer, indexed by region.
-        row: ``[H, W]`` regions of the request's blocks, as for equal heads.
-        budgets: B of each head.
-        compression: way in which prompts are compressed, which determines the offset in the state.
-    """
-    column, word = _place(pages.layout, compression)
-    heads = torch.arange(len(row), device=row.device)
-    pages.put(pages.state, (row[:, column].long(), heads, torch.full_like(heads, word)), budgets.float())
-
-
-def load_page_table(
-    pages: Pages, rows: torch.Tensor, compression: Compression, width: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the budgets ``[R, H]`` and pages ``[R, H, P]``, int32, of requests with compressed prompts.
-
-    Args:
-        pages: pages of the layer, indexed by region.
-        rows: ``[R, H, W]`` regions of the requests' blocks, as for equal heads.
-        compression: way in which prompts are compressed, which determines the offset in the state.
-        width: P; by default that of the head with the most pages.
-    """
-    column, word = _place(pages.layout, compression)
-    words = pages.state[:, 0][rows[:, :, column].long(), word]
-    most = rows.shape[1] * rows.shape[2] * pages.layout.block_slots  # padding rows may hold any value
-    return build_page_table(pages.layout, rows, words.nan_to_num(1).clamp(1, most).int(), width)
-
-
-def build_page_table(
-    layout: PageLayout, rows: torch.Tensor, budgets: torch.Tensor, width: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``budgets [R, H]`` and the pages ``[R, H, P]`` int32 of heads with these budgets.
-
-    Args:
-        layout: page layout of the layer.
-        rows: as in :func:`load_page_table`.
-        budgets: ``[R, H]`` int32.
-        width: as in :func:`load_page_table`.
-    """
-    full = layout.state_blocks + (budgets + layout.block_slots - 1) // layout.block_slots
-    heads, number = rows.shape[1], page_numbers(full, int(full.max()) if width is None else width).transpose(1, 2)
-    at = (number // heads).clamp_max(rows.shape[2] - 1)
-    request = torch.arange(len(rows), device=rows.device).view(-1, 1, 1)
-    return budgets, rows[request, number % heads, at].int()
-
-
-def _place(layout: PageLayout, compression: Compression) -> tuple[int, int]:
-    """Return the state page that holds a head's budget, and the offset within that page."""
-    return divmod(compression.state_floats(layout.head_size) - 1, layout.region_bytes // 4)
+cached_region_shares = functools.lru_cache(maxsize=8)(RegionShares)
+"""The cached map that all layers of a rank share; arguments are those of :class:`RegionShares`."""

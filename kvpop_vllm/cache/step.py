@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -174,12 +175,12 @@ class DecodeRows:
             blocks.prefix(spans),
         )
 
-    @property
+    @functools.cached_property
     def decodes(self) -> int:
         """R, number of decoded requests."""
         return len(self.positions)
 
-    @property
+    @functools.cached_property
     def windows(self) -> torch.Tensor:
         """``[R]`` int32, w of each request."""
         return self.numbers["window"]
@@ -189,7 +190,7 @@ class DecodeRows:
         """``[R]`` int64, seeds of the draws; None if nothing is drawn."""
         return self.numbers.get("seed")
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, torch.Tensor | None]:
         """Arguments of ``ops.decode_step`` that are numbers of the requests, see :data:`OPTIONS`."""
         return {argument: self.numbers.get(name) for argument, name in OPTIONS.items()}
@@ -371,7 +372,7 @@ class StepPlan:
     def _place(self, shares: EqualHeads, layer: int) -> StepBatch:
         """Return the step in the pages of a layer; arguments as in :meth:`batch`."""
         rows, chunks, begun, places = self.rows, self.chunks, self.begun, []
-        step = {"writes": self.writes}
+        step = {column.name: getattr(rows, column.name) for column in fields(rows)} | {"writes": self.writes}
         if rows.decodes:
             step["budgets"], step["table"] = shares.place(
                 layer, rows.tails, rows.compressed, rows.numbers["budget"], rows.windows
@@ -390,7 +391,7 @@ class StepPlan:
             width = max(part.shape[2] for part in parts)  # requests of other budgets may have fewer pages
             parts = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in parts]
             begun = begun._replace(table=torch.cat(parts) if len(parts) > 1 else parts[0])
-        return StepBatch(**(vars(rows) | step), chunks=chunks, begun=begun)
+        return StepBatch(**step, chunks=chunks, begun=begun)
 
 
 def plan_batch(

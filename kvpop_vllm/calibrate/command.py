@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvpop_vllm.argument_types import add_setting, positive
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import DTYPES
+
+if TYPE_CHECKING:
+    from kvpop_vllm.calibrate.plan import Options
 
 LEAST_ROWS = 8
 
@@ -82,12 +87,11 @@ def add_calibrate(commands) -> None:
     command.set_defaults(run=run_calibrate)
 
 
-def run_calibrate(options) -> None:
-    """Run `kvpop calibrate`."""
+def options_of(options) -> Options:
+    """Return the options of a calibration as the command line gives them."""
     if options.rows is not None and options.rows < LEAST_ROWS:
         raise ConfigError(f"--rows {options.rows} is too few for an interval: give at least {LEAST_ROWS}")
     from kvpop_vllm.calibrate.plan import Options
-    from kvpop_vllm.calibrate.run import calibrate, dry_run
 
     if not options.out and not options.scorer:
         raise ConfigError("kvpop calibrate needs a folder to write: give --out DIR")
@@ -97,5 +101,12 @@ def run_calibrate(options) -> None:
     chosen |= {"budgets": tuple(sorted(set(options.budget or ()), reverse=True)), "policies": tuple(options.policies)}
     chosen |= {"ranks": options.tensor_parallel_size, "stages": options.pipeline_parallel_size}
     out = options.out or f"{options.scorer}/calibration"
-    settings = Options(options.model, out, tuple(options.data), **chosen)
+    return Options(options.model, out, tuple(options.data), **chosen)
+
+
+def run_calibrate(options) -> None:
+    """Run `kvpop calibrate`."""
+    settings = options_of(options)
+    from kvpop_vllm.calibrate.run import calibrate, dry_run
+
     (dry_run if options.dry_run else calibrate)(settings)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvpop_vllm.cache.shares import Shard
+from kvpop_vllm.cache.ranks import Shard
 
 
 class Curve(NamedTuple):
@@ -69,7 +69,7 @@ def curves_of(curves: Sequence[Curve], shard: Shard) -> list[Curve]:
     return chosen
 
 
-def shares_of(
+def shares_from_slots(
     curves: Sequence[Curve], slots: Sequence[float], smallest: float, layers: int, heads: int
 ) -> torch.Tensor:
     """Return shares ``[layers, H]`` float64 with mean 1 of the slots beyond ``smallest``."""
@@ -79,6 +79,6 @@ def shares_of(
     return shares / shares.mean()
 
 
-def between(shares: torch.Tensor, others: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """Return shares half way between these and others, by default equal ones."""
-    return (shares + others) / 2
+def between(shares: torch.Tensor, baseline: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Return shares half way between these and a baseline, by default equal ones."""
+    return (shares + baseline) / 2

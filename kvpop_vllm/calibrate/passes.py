@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kvpop_vllm import policies
 from kvpop_vllm.calibrate.layers import POSITIONS
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
@@ -70,9 +69,7 @@ class Passes:
         """Return the policy of a choice for rows with a prompt of so many tokens."""
         shares = None if choice.shares == EQUAL else self.tables[choice.shares].tolist()
         settings = {"allocator": "uniform", "shares": shares, "protect": prompt if self.protect else 0}
-        spec = replace(self.specs[choice.policy], **settings)
-        usual = policies.get(spec.policy).default_window if spec.calibration else None  # not that of an earlier run
-        return spec.resolve(self.shape, choice.budget, window=choice.window or usual)
+        return replace(self.specs[choice.policy], **settings).resolve(self.shape, choice.budget, window=choice.window)
 
     def missing(self, side: str, count: int, choices: Sequence[Choice]) -> int:
         """Return how many passes over rows are still to be made."""

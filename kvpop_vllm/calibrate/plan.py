@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
+from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
@@ -132,6 +132,7 @@ class Plan:
         queries: number of last queries of a row that run again.
         budgets: budgets of the report, in tokens.
         text: rows of tokens.
+        prompt: tokens of the longest protected prompt of a row.
         split: number of layers whose heads are measured.
         shards: layers and heads that divide slots among them: those of each rank that will serve the model.
     """
@@ -148,7 +149,7 @@ class Plan:
         self.vocabulary, tokenizer = vocabulary_of(options.model), load_tokenizer(options.model)
         sizes = {"vocab_size": self.vocabulary, "protect": options.protect}
         self.text: Text = read_text(list(options.data), tokenizer, length, options.rows, **sizes)
-        prompt = max(prompt for _, prompt in self.text.measured + self.text.held_out)
+        self.prompt = prompt = max(prompt for _, prompt in self.text.measured + self.text.held_out)
         if prompt > length // 2:
             raise ConfigError(f"a prompt has {prompt} of {length} tokens, more than half: raise --length")
         after, self.decides = length - prompt, next(iter(self.specs))

@@ -7,11 +7,18 @@ from pathlib import Path
 
 from kvpop_vllm.calibration import shares, statistics
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import naming, whole_lines, write_whole
+from kvpop_vllm.files import json_lines, naming, write_whole
 
 NAME = "measured.jsonl"
 RESULTS = (shares.NAME, "report.json", statistics.CONFIG_NAME, statistics.TENSORS_NAME)
 """Files of a folder that are made from the measurements."""
+
+
+def differing(folder: Path, settings: dict) -> list[str]:
+    """Return the names of the settings that a folder's measurements were made with other values of; all without any."""
+    first = next(iter(json_lines(folder / NAME)), {}).get("settings")
+    measured = first if isinstance(first, dict) else {}
+    return [name for name in settings if name not in measured or measured[name] != settings[name]]
 
 
 class Records:
@@ -28,31 +35,20 @@ class Records:
     def __init__(self, folder: Path, settings: dict):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._values = folder / NAME, {}
-        lines = self._read() if self.path.exists() else []
+        lines = json_lines(self.path)
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         if not lines:
             for name in RESULTS:  # of an earlier calibration
                 (folder / name).unlink(missing_ok=True)
             self._append({"settings": settings})
             return
-        first, *lines = lines
-        theirs = first.get("settings") if isinstance(first, dict) else None
-        if theirs != settings:
-            other = [name for name in settings if not isinstance(theirs, dict) or theirs.get(name) != settings[name]]
+        if other := differing(folder, settings):
             raise ConfigError(
                 f"{folder} holds measurements with other settings ({', '.join(other)}): choose another --out, or remove {self.path}"
             )
         try:
-            self._values = {json.dumps(line["key"]): line["value"] for line in lines}
-        except (KeyError, TypeError):
-            raise ConfigError(f"{self.path} is damaged: remove it") from None
-
-    def _read(self) -> list:
-        """Return all lines, without a last one that was cut off, which is taken away."""
-        lines = whole_lines(self.path)
-        write_whole(self.path, "".join(lines))
-        try:
-            return list(map(json.loads, lines))
-        except ValueError:
+            self._values = {json.dumps(line["key"]): line["value"] for line in lines[1:]}
+        except KeyError:
             raise ConfigError(f"{self.path} is damaged: remove it") from None
 
     def _append(self, line: dict) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_of
+from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_from_slots
 from kvpop_vllm.calibrate.layers import Evicting, Kept, RowReplay, Windowed, head_losses, layer_losses, shared_losses
 from kvpop_vllm.calibrate.passes import EQUAL, Choice, Passes
 from kvpop_vllm.calibrate.plan import PROBE, ROUNDS, SERVED, SHORTLIST, WINDOWS, Plan
@@ -163,7 +163,7 @@ class Stages:
         by_rank = [curves_of(curves, shard) for shard in self.plan.shards]
         slots = [size for group in by_rank for size in divide(group, mean)]
         shape = self.plan.shape.num_layers, self.plan.shape.num_kv_heads
-        return shares_of([curve for group in by_rank for curve in group], slots, smallest, *shape)
+        return shares_from_slots([curve for group in by_rank for curve in group], slots, smallest, *shape)
 
     def improve(self, best: str, score: float, curves: list[Curve]) -> str:
         """Return the name of the best table found from a table on, in which losses do not add up as alone.
@@ -289,11 +289,8 @@ class Stages:
 
     def _line(self, choice: Choice, records: list[dict], equal: list[float] | None = None) -> dict:
         """Return a line of the report; ``equal`` are the losses with equal shares."""
-        resolved, losses, units = (
-            self.passes.resolve(choice),
-            [record["kl"] for record in records],
-            self.plan.text.units,
-        )
+        plan, losses = self.plan, [record["kl"] for record in records]
+        resolved, units = self.passes.resolve(choice, plan.prompt), plan.text.units
         line = {
             "policy": choice.policy,
             "budget": choice.budget,
@@ -303,7 +300,7 @@ class Stages:
         line |= estimate("kl", losses, units=units)
         if equal is not None:
             line |= estimate("over equal", losses, equal, units=units)
-        line["MiB"] = resolved.request_bytes(self.plan.length, self.plan.dtype).allocated / 2**20
+        line["MiB"] = resolved.request_bytes(plan.length, plan.dtype, plan.prompt or None).allocated / 2**20
         return line | {"prefill": fmean(record["prefill"] for record in records)}
 
     def _over(self, side: str, rows: list, choices: list[Choice]) -> list[list[dict]]:

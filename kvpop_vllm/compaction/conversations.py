@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ import torch
 
 from kvpop_vllm.compaction.prompt_place import Place
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import whole_lines, write_whole
+from kvpop_vllm.files import json_lines, whole_lines, write_whole
 
 SEEDS = {
     "summary": (
@@ -199,8 +199,13 @@ def make_conversations(
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Return the conversations of a file."""
-    return [Conversation(**json.loads(line)) for line in whole_lines(path)]
+    """Return the conversations of a file.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    names = [field.name for field in fields(Conversation)]
+    return [Conversation(**{name: line[name] for name in names}) for line in json_lines(path, *names)]
 
 
 def _round(place: Place, tokens, numbers: range, sample: Sampler, longest: int, seed: int) -> list[Conversation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvpop_vllm.files import naming, whole_lines, write_figure, write_whole
+from kvpop_vllm.files import json_lines, naming, write_figure, write_whole
 
 
 class Metrics:
@@ -16,6 +16,9 @@ class Metrics:
     Args:
         folder: folder of the files.
         first: the first step that will be added.
+
+    Raises:
+        ConfigError: the file of earlier steps is damaged.
     """
 
     def __init__(self, folder: Path, first: int):
@@ -61,8 +64,12 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return the rows of a ``metrics.jsonl``, without a last line that is incomplete."""
-    return list(map(json.loads, whole_lines(path)))
+    """Return the rows of a ``metrics.jsonl``, without a last line that is incomplete.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    return json_lines(path, "step")
 
 
 def plot(rows: list[dict], path: Path) -> None:

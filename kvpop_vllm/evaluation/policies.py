@@ -147,7 +147,7 @@ class ResolvedPolicy:
         model, policy = self.model, self.policy
         protected = self.protected(length, prompt)
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=policy.state_floats)
-        shares = policy.checked_shares(slice(0, model.num_kv_heads))
+        shares = policy.unequal_shares(slice(0, model.num_kv_heads))
         if policy.compresses:
             protected = length if prompt is None else prompt
         sizes = model.num_layers, length, policy.retention

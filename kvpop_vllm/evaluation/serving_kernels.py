@@ -60,6 +60,7 @@ def attend_and_keep(
     protected = protected_tokens(policy.protect, length)
     budgets = policy.budgets(layer) if budgets is None else budgets
     settings = {"protected": protected, "shifted": policy.policy.shifted, "seed": policy.spec.seed}
+    settings["row_budget"] = policy.roles.budget
     rows, outs, kept = LayerRows(rule, budgets, k, scale, **settings), [], {}
     first = max(rule.sinks, protected)
     for q0 in sorted({*positions, length - 1}):

@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.cache.allocate import allocate_pages
+from kvpop_vllm.cache.divided_heads import SharesByVotes, divided_blocks
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
-from kvpop_vllm.cache.shares import EqualHeads, HeadBudgets, SharesByVotes, divided_blocks
+from kvpop_vllm.cache.shares import EqualHeads, HeadBudgets
 from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan, numbers_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
@@ -278,6 +279,7 @@ class LayerRows(LayerPages):
         protected: p, tokens of each row that are never evicted, or compressed.
         shifted: True if the score given with token t + 1 belongs to token t.
         seed: seed of the draws.
+        row_budget: B of the rows, the mean of all heads of the model; by default the mean of ``budget``.
 
     Attributes:
         seen: tokens of each row so far.
@@ -293,11 +295,11 @@ class LayerRows(LayerPages):
         protected: int = 0,
         shifted: bool = False,
         seed: int = 0,
+        row_budget: int | None = None,
     ):
-        rows, row_budget, budgets = like.shape[0], budget, None
-        if isinstance(budget, torch.Tensor):
-            row_budget = int(budget.max())
-            budgets = {row_budget: budget.tolist()}
+        rows, heads = like.shape[0], budget.tolist() if isinstance(budget, torch.Tensor) else [budget]
+        row_budget = sum(heads) // len(heads) if row_budget is None else row_budget
+        budgets = {row_budget: heads} if isinstance(budget, torch.Tensor) else None
         record = RequestSlots(0, 0, row_budget, rule.window, request_seed(0, seed))
         lengths = SequenceLengths([record] * rows, like.device)
         super().__init__(rule, budgets, like, scale, lengths, shifted)

@@ -98,7 +98,7 @@ class Rows:
             return None
         budgets = self.budget if _several(self.budget) else [policy.retention.budget]
         rows = map(policy.retention_of, budgets)
-        return {retention.budget: policy.shares_of(retention).tolist() for retention in rows}
+        return {retention.budget: policy.budgets_of(retention).tolist() for retention in rows}
 
     def requests(self, policy: Policy, rows: int, made: int = 0) -> list[RequestSlots]:
         """Return the record of each row, which begins with ``made`` slots; prefixes are those of the text to come."""

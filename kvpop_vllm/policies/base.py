@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvpop_vllm.cache.shares import Division, FixedBudgets, Shard, Shares
+from kvpop_vllm.cache.ranks import Division, FixedBudgets, Shard, Shares
 from kvpop_vllm.calibration.shares import Calibration, has_shares, read_calibration
 from kvpop_vllm.config import ConfigError, PolicySettings, Retention, resolve_retention
 from kvpop_vllm.kernels.ops import RetentionRule
@@ -39,13 +39,13 @@ class Policy(Declaration):
         settings: the user's settings.
         model: shape of the model.
         retention: resolved budget, sinks and window.
-        fixed_shares: True if unequal shares hold for the server's budget alone, so that requests cannot have other budgets.
+        server_budget_only: True if unequal shares hold for the server's budget alone, so that requests cannot have other budgets.
     """
 
     settings: PolicySettings
     model: ModelShape
     retention: Retention = field(init=False)
-    fixed_shares: bool = field(default=False, kw_only=True)
+    server_budget_only: bool = field(default=False, kw_only=True)
     _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
@@ -56,7 +56,7 @@ class Policy(Declaration):
             "allocator": self.allocator != "uniform",
             "sinks": self.settings.sinks,
         }
-        if self.keeps_all and (flag := next((flag for flag, given in without_effect.items() if given), None)):
+        if self.keeps_all and (flag := next((flag for flag, is_set in without_effect.items() if is_set), None)):
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-{flag} out")
         if self.adaptive_head_budgets and not self.compresses:
             raise ConfigError(
@@ -65,7 +65,7 @@ class Policy(Declaration):
             )
         self.retention = self._resolve(self.settings)
         with torch.device("cpu"):  # a model may be in the making on the meta device
-            self.checked_shares(slice(None))
+            self.check_shares()
         self._check_limits()
 
     @functools.cached_property
@@ -84,11 +84,16 @@ class Policy(Declaration):
         calibration.check_model(self.model, folder)
         return calibration
 
+    @property
+    def uses_calibration(self) -> bool:
+        """True if shares and window are those of a calibration. It has found them together, so no allocator takes one alone."""
+        return self.calibration is not None and self.settings.allocator is None
+
     def _resolve(self, settings: PolicySettings) -> Retention:
         window, window_share = self.default_window, self.window_share
-        if self.calibration is not None and self.name in self.calibration.windows:
+        if self.uses_calibration and self.name in self.calibration.windows:
             window, window_share = None, self.calibration.windows[self.name]
-        kept = resolve_retention(
+        retention = resolve_retention(
             settings,
             self.model.max_model_len,
             self.scorer_shape(),
@@ -97,8 +102,8 @@ class Policy(Declaration):
             window_share=window_share,
             window=window,
         )
-        self.check_retention(kept)
-        return kept
+        self.check_retention(retention)
+        return retention
 
     @functools.cached_property
     def unequal(self) -> bool:
@@ -113,7 +118,7 @@ class Policy(Declaration):
         This holds if the policy never evicts, if heads divide their budget at the prompt's end, or if a class gives them
         shares that do not follow from the budget.
         """
-        fixed = self.fixed_shares or type(self).shares is not Policy.shares
+        fixed = self.server_budget_only or type(self).shares is not Policy.shares
         return self.keeps_all or self.adaptive_head_budgets or (fixed and self.unequal)
 
     def retention_of(self, budget: int) -> Retention:
@@ -124,13 +129,13 @@ class Policy(Declaration):
         """
         if self.one_budget:
             raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-budget out")
-        found = self._retentions.get(budget)
-        if found is None:
-            found = self._resolve(replace(self.settings, budget=budget, compression=None))
+        retention = self._retentions.get(budget)
+        if retention is None:
+            retention = self._resolve(replace(self.settings, budget=budget, compression=None))
             if len(self._retentions) >= MOST_RETENTIONS:
                 self._retentions.clear()
-            self._retentions[budget] = found
-        return found
+            self._retentions[budget] = retention
+        return retention
 
     def _check_limits(self) -> None:
         """Check ``max_budget`` and ``max_protect`` against the server's own budget and protection.
@@ -178,8 +183,8 @@ class Policy(Declaration):
     @property
     def allocator(self) -> str:
         """Name of the allocator that distributes the budget over layers and heads (``--kv-allocator``)."""
-        calibrated = self.calibration is not None and self.calibration.shares is not None
-        return self.settings.allocator or (CALIBRATED if calibrated else self.default_allocator)
+        calibrated = self.uses_calibration and self.calibration.shares is not None
+        return CALIBRATED if calibrated else self.settings.allocator or self.default_allocator
 
     @functools.cached_property
     def allocate(self) -> Allocator:
@@ -196,8 +201,8 @@ class Policy(Declaration):
     @property
     def protect(self) -> bool | int:
         """Number of protected tokens of each prompt (``--kv-protect-prompt``): True for all, 0 for none."""
-        asked = self.settings.protect_prompt
-        return self.default_protect if asked is None else asked
+        protected = self.settings.protect_prompt
+        return self.default_protect if protected is None else protected
 
     @property
     def max_budget(self) -> int:
@@ -213,8 +218,8 @@ class Policy(Declaration):
     @property
     def max_protect(self) -> bool | int:
         """Most prompt tokens that a request may protect (``--kv-max-protect``): True for all, 0 for none."""
-        asked = self.settings.max_protect
-        return self.protect if asked is None else asked
+        limit = self.settings.max_protect
+        return self.protect if limit is None else limit
 
     @property
     def query_group(self) -> int:
@@ -231,7 +236,7 @@ class Policy(Declaration):
         """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator; the mean is B."""
         return self.allocate(self.retention, self.model.num_layers, self.model.num_kv_heads)
 
-    def shares_of(self, retention: Retention) -> torch.Tensor:
+    def budgets_of(self, retention: Retention) -> torch.Tensor:
         """Return the budgets ``[layers, H]`` int32 of the heads of a request, whose mean is the request's B.
 
         Sinks and window are those of ``retention``; the allocator scales the long-range slots of each head.
@@ -276,8 +281,12 @@ class Policy(Declaration):
                     retentions.append(self.retention_of(budget))
         return retentions
 
-    def checked_shares(self, heads: slice) -> Shares | None:
-        """Return the validated budgets of ``heads``, or None if they are all B.
+    def unequal_shares(self, heads: slice) -> Shares | None:
+        """Return the budgets of these heads of all layers, or None if all of them are B."""
+        return Shares.of(self.shares()[:, heads], self.retention.budget)
+
+    def check_shares(self) -> None:
+        """Check the budgets of all heads.
 
         Raises:
             ConfigError: the budgets have the wrong shape or dtype, are too small, or exceed B on average.
@@ -285,13 +294,12 @@ class Policy(Declaration):
         budgets, shape = self.shares(), (self.model.num_layers, self.model.num_kv_heads)
         if tuple(budgets.shape) != shape or budgets.dtype != torch.int32:
             raise ConfigError(f"--kv-policy {self.name} gives shares that are not {shape} int32: fix the policy class")
-        if (least := int(budgets.min())) < self.retention.first_long:
+        if (smallest := int(budgets.min())) < self.retention.first_long:
             raise ConfigError(
-                f"--kv-allocator {self.allocator} leaves a head {least} tokens, less than sinks and window: raise --kv-budget"
+                f"--kv-allocator {self.allocator} leaves a head {smallest} tokens, less than sinks and window: raise --kv-budget"
             )
         if int(budgets.sum()) > self.retention.budget * budgets.numel():
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: fix the policy class")
-        return Shares.of(budgets[:, heads], self.retention.budget)
 
     def check_ranks(self, ranks: int) -> None:
         """Check that the policy works with the given number of tensor-parallel ranks.

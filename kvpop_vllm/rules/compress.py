@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.cache.divided_heads import load_page_table, store_budgets
 from kvpop_vllm.cache.pages import Pages, Prefix
-from kvpop_vllm.cache.shares import load_page_table, store_budgets
 from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.rules.matching import Matching, fit

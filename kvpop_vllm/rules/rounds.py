@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvpop_vllm.cache.pages import Pages
+from kvpop_vllm.cache.pages import Pages, cdiv
 from kvpop_vllm.kernels.draws import draw, head_keys
 from kvpop_vllm.kernels.ops import ExpectedLogits, Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.roles import Retention
@@ -31,12 +31,16 @@ SMALLEST_SPREAD = 1e-6
 """Smallest standard deviation that values of TriAttention are divided by."""
 
 
-def interval(rounds: SampledMass | Redundancy | ExpectedLogits, topk: int) -> int:
-    """Return m of a head with ``topk`` long-range slots.
+def interval(every: int, topk: int) -> int:
+    """Return m of equal heads with ``topk`` long-range slots each.
 
     It is at most half of them, so that half of the tokens that a round ranks are kept until the next round.
+
+    Args:
+        every: the method's m.
+        topk: k.
     """
-    return min(rounds.every, max(1, topk // 2))
+    return min(every, max(1, topk // 2))
 
 
 class EqualRoles(NamedTuple):
@@ -51,43 +55,61 @@ class EqualRoles(NamedTuple):
     heads: list[int] | None = None
 
 
+class LayerRounds(NamedTuple):
+    """Rounds of one request in one layer.
+
+    Attributes:
+        every: m, the number of tokens between rounds.
+        ranked: heads whose tokens are ranked, grouped by slot roles.
+    """
+
+    every: int
+    ranked: list[EqualRoles]
+
+
 @functools.lru_cache(maxsize=4096)
-def by_roles(budgets: tuple[int, ...], sinks: int, window: int, prefix: int) -> list[EqualRoles]:
-    """Return the heads of a request, grouped by their budgets.
+def layer_rounds(
+    every: int, budget: int, budgets: tuple[int, ...], sinks: int, window: int, prefix: int
+) -> LayerRounds:
+    """Return the rounds of a request in a layer.
+
+    All heads of the layer have rounds after the same tokens. With unequal heads m follows from the smallest one, but is at
+    least half of equal heads' m, so that rounds cut a prompt into at most twice as many chunks. A head that has no more
+    long-range slots would lose every ranked token before the next round. It has no rounds, and its slots extend its window.
 
     Args:
-        budgets: B of each head.
+        every: the method's m.
+        budget: B of the request, the mean of all heads of the model.
+        budgets: B of each head of the layer.
         sinks: s.
         window: w of the request.
         prefix: p, tokens of its protected prefix.
     """
-    groups: dict[int, list[int]] = {}
-    for head, budget in enumerate(budgets):
-        groups.setdefault(budget, []).append(head)
-    return [
-        EqualRoles(Retention(budget, sinks, window).behind(prefix), heads if len(groups) > 1 else None)
-        for budget, heads in groups.items()
+    shortest, groups = cdiv(interval(every, budget - sinks - window), 2), {}
+    for head, size in enumerate(budgets):
+        if size - sinks - window > shortest:
+            groups.setdefault(size, []).append(head)
+    ranked = [
+        EqualRoles(Retention(size, sinks, window).behind(prefix), heads if len(heads) < len(budgets) else None)
+        for size, heads in groups.items()
     ]
+    smallest = min((roles.retention.topk for roles in ranked), default=0)
+    return LayerRounds(max(shortest, interval(every, smallest)), ranked)
 
 
-def cuts(rule: RetentionRule, groups: Sequence[EqualRoles], start: int, end: int) -> list[int]:
+def cuts(rounds: LayerRounds, start: int, end: int) -> list[int]:
     """Return the positions at which rounds split the tokens ``[start, end)``, ascending, ``end`` last.
 
     Rounds after which no ranked token can be evicted before the next round are left out.
 
     Args:
-        rule: rule with rounds.
-        groups: heads of the request and the slot roles of their tails.
+        rounds: rounds of the request in the layer.
         start: position of the first token.
-        end: position behind the last token.
+        end: position after the last token.
     """
-    places = {end}
-    for retention, _ in groups:
-        if retention.topk:
-            every = interval(rule.rounds, retention.topk)
-            first = max(start, retention.first + retention.budget - every)
-            places.update(range((first // every + 1) * every, end, every))
-    return sorted(places)
+    every, ranked = rounds
+    first = min((retention.first + retention.budget - every for retention, _ in ranked), default=end)
+    return [*range((max(start, first) // every + 1) * every, end, every), end]
 
 
 class Due(NamedTuple):
@@ -104,24 +126,20 @@ class Due(NamedTuple):
     rounds: list[tuple[int, EqualRoles]]
 
 
-def due(
-    rounds: SampledMass | Redundancy | ExpectedLogits, ends: list[int], roles: Sequence[Sequence[EqualRoles]]
-) -> Due:
+def due(queries: int, ends: list[int], rounds: Sequence[LayerRounds]) -> Due:
     """Return the work of rounds after a step.
 
     Args:
-        rounds: rounds of the rule.
+        queries: largest number of newest queries that a round needs.
         ends: position after the last token of each request.
-        roles: heads of each request and the slot roles of their tails.
+        rounds: rounds of each request in the layer.
     """
     stored, ranked = {}, []
-    for r, (end, groups) in enumerate(zip(ends, roles, strict=True)):
+    for r, (end, (m, groups)) in enumerate(zip(ends, rounds, strict=True)):
         for group in groups:
             retention = group.retention
-            if not retention.topk:
-                continue
-            full, m = retention.first + retention.budget, interval(rounds, retention.topk)
-            if end > max(retention.first, full - m - rounds.queries) and (-end) % m < rounds.queries:
+            full = retention.first + retention.budget
+            if end > max(retention.first, full - m - queries) and (-end) % m < queries:
                 stored[r] = True
             if end % m == 0 and end - 1 + m >= full and end > retention.first:
                 ranked.append((r, group))

@@ -140,6 +140,13 @@ class OraclePolicy:
         return [self.sinks + self.window + min(k if isinstance(k, tuple) else (k,)) for k in topk]
 
     @property
+    def mean_topk(self) -> int:
+        """Mean ``k`` of all heads of all layers; all layers have as many heads."""
+        by_layer = self.topk if isinstance(self.topk, tuple) else (self.topk,)
+        heads = [k for layer in by_layer for k in (layer if isinstance(layer, tuple) else (layer,))]
+        return sum(heads) // len(heads)
+
+    @property
     def never_evicted(self) -> int:
         """Number of tokens at the beginning that are never evicted: p, or s without protection."""
         return self.protect or self.sinks
@@ -216,7 +223,7 @@ class OraclePolicy:
             return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))
         if self.scorer in (SAMPLED_MASS, REDUNDANCY, EXPECTED_LOGITS):
             statistics = None if self.statistics is None else read_query_statistics(self.statistics)[layer]
-            where = layer, self.seeds, self.protect, self.sinks, self.window, topk, statistics
+            where = layer, self.seeds, self.protect, self.sinks, self.window, topk, statistics, self.mean_topk
             own = query, key, value, self.scorer, *where
             return LayerDecisions(*retained_by_rounds(*own, forced=forced, bias=bias))
         begins = max(self.made, self.protect - self.replay)

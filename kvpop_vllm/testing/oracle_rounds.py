@@ -116,10 +116,10 @@ def expected_logits(
 class Rounds(Ranking):
     """Ranks of the last round of one KV head; later tokens rank above all others."""
 
-    def __init__(self, head: Head, how: str, sinks: int, window: int, topk: int) -> None:
-        """Keep the head, the number of ranked sinks and the budget."""
+    def __init__(self, head: Head, how: str, sinks: int, window: int, every: float) -> None:
+        """Keep the head, the number of ranked sinks, and the distance of rounds, infinite if there are none."""
         self.head, self.sinks, self.window = head, sinks, window
-        self.every, self.queries = min(_EVERY[how], max(1, topk // 2)), min(_QUERIES[how], window)
+        self.every, self.queries = every, min(_QUERIES[how], window)
         self.rule = {SAMPLED_MASS: sampled_mass, REDUNDANCY: redundancy, EXPECTED_LOGITS: expected_logits}[how]
         self.rank: dict[int, Rank] = {}
 
@@ -136,6 +136,27 @@ class Rounds(Ranking):
         return apart
 
 
+def distances(how: str, topk: Sequence[int], mean_topk: int) -> list[float]:
+    """Return the distance of rounds in tokens for each head of a layer, infinite if it has none.
+
+    With k slots in every head it is the paper's, but at most k / 2. Unequal heads of a layer that have rounds have them
+    together, at half the k of the smallest. Half the distance of equal heads is the least, and heads of no more slots have
+    no rounds.
+
+    Args:
+        how: SAMPLED_MASS, REDUNDANCY or EXPECTED_LOGITS.
+        topk: ``k`` of each head of the layer.
+        mean_topk: mean ``k`` of all heads of the model.
+    """
+
+    def of_equal_heads(k: int) -> int:
+        return min(_EVERY[how], max(1, k // 2))
+
+    shortest = math.ceil(of_equal_heads(mean_topk) / 2)
+    ranking = [k for k in topk if k > shortest]
+    return [max(shortest, of_equal_heads(min(ranking))) if k in ranking else math.inf for k in topk]
+
+
 def retained_by_rounds(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -148,6 +169,7 @@ def retained_by_rounds(
     window: int,
     topk: int | Sequence[int],
     statistics: LayerStatistics | None = None,
+    mean_topk: int | None = None,
     **more: object,
 ) -> Decisions:
     """Return the retained sets of a rule whose scores are recomputed in rounds.
@@ -168,11 +190,14 @@ def retained_by_rounds(
         window: ``w``.
         topk: ``k``, or k of each head if they differ.
         statistics: statistics of the layer's queries, for EXPECTED_LOGITS.
+        mean_topk: mean ``k`` of all heads of the model; None for that of the layer, rounded down.
         more: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks
+    slots = [topk] * len(key) if isinstance(topk, int) else topk
+    every = distances(how, slots, sum(slots) // len(slots) if mean_topk is None else mean_topk)
     rankings = []
     for h, tensors in enumerate(zip(heads, key, value, strict=True)):
         head = Head(*tensors, (seeds, layer, h), statistics and statistics.of_head(h, heads.shape[1]))
-        rankings.append(Rounds(head, how, ranked, window, topk if isinstance(topk, int) else topk[h]))
+        rankings.append(Rounds(head, how, ranked, window, every[h]))
     return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **more)

@@ -69,7 +69,7 @@ def test_near_ties_everywhere_prove_nothing():
 
 
 def options_of(**more):
-    common = dict(no_csv=False, load_format="auto", threads=1, eager=False, budget=1024, rounds=3, steps=2)
+    common = dict(no_csv=False, load_format="auto", threads=1, eager=False, budget=1024, rounds=3, steps=2, starts=1)
     return argparse.Namespace(**common | more)
 
 
@@ -111,6 +111,29 @@ def test_weights_at_random_give_no_ratio():
         rows = prefill.one_turn(started, 1, 4000, options_of(load_format=load_format))
         assert [row["over_dense"] for row in rows] == ratios
         assert ("/ stock" in engines.report(rows, ("context",), "tokens_per_s", load_format == "auto")) == any(ratios)
+
+
+def test_starts_are_pooled_and_another_checkout_is_compared_with_itself(monkeypatch, capsys):
+    times = {
+        "dense": [8.0] * 6,
+        "kvpop": [1, 2, 3, 4, 5, 6],
+        "kvpop, before": [1.0] * 6,
+        "kvpop, before again": [2.0] * 6,
+    }
+    answers = {name: iter(ms) for name, ms in times.items()}
+    constants = dict(short=STOCK, prefill={"tokens": 1, "seconds": 1}, keep={"held_bytes": 7})
+    started = {
+        name: Stub(**constants, steps=lambda requests, steps, ms=ms: {"ms": [next(ms)] * steps})
+        for name, ms in answers.items()
+    }
+    monkeypatch.setattr(engines, "engines", lambda options: nullcontext(started))
+    options = options_of(context=[7500], requests=[1], most_requests=1, starts=2, no_csv=True)
+    monkeypatch.setattr(decode, "parse_arguments", lambda: options)
+    assert decode.main() == 0
+    lines = {line.split("  ")[2]: line for line in capsys.readouterr().out.splitlines() if line.startswith("7500  1  ")}
+    assert "/ before 3.500 (1.000 to 6.000), 95% interval 1.000 to 6.000" in lines["kvpop"]
+    assert "/ before 2.000 (2.000 to 2.000)" in lines["kvpop, before again"]
+    assert "/ before" not in lines["kvpop, before"]
 
 
 @pytest.mark.parametrize("module", [decode, prefill, capacity, chat])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 import sys
 
@@ -143,6 +144,14 @@ def test_scorers_of_one_name_are_told_apart(folder, tmp_path):
     assert policy_table.fingerprint(other) == name
     write_random_scorer(other, folder / "model", sinks=4, window=16, topk=80, seed=5)
     assert policy_table.fingerprint(other) != name
+    calibration = tmp_path / "calibration"
+    calibration.mkdir()
+    names = []
+    for share in (0.5, 0.6):
+        shares = calibration / "shares.json"
+        shares.write_text(json.dumps({"shares": [[share, 2 - share]] * 2}))
+        names += [policy_table.fingerprint(source, *policy_table.CALIBRATION) for source in (calibration, shares)]
+    assert len(set(names)) == 4 and names[1].startswith("shares.json@"), "a folder, or a file of shares"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from threads import one_thread
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.cache.pages import PageLayout, Prefix
-from kvpop_vllm.cache.shares import Division, FixedBudgets, layers_of_stages, shards_of
+from kvpop_vllm.cache.ranks import Division, FixedBudgets, layers_of_stages, shards_of
 from kvpop_vllm.config import PolicySettings, protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
@@ -172,7 +172,7 @@ def test_most_blocks_of_unequal_shares_that_requests_scale(tmp_path, ranks, stag
         counts = []
         for budget in range(30, 91):
             retention = policy.retention_of(budget)
-            table = policy.shares_of(retention)
+            table = policy.budgets_of(retention)
             assert int(table.sum()) == budget * 4 and int(table.min()) >= retention.first_long
             by_rank = [table[slice(*shard.layers), slice(*shard.heads)] for shard in shards]
             pages = [((budgets.clamp_max(length) + 15) // 16).double() for budgets in by_rank]

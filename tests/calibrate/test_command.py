@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from calibrate.conftest import KINDS, WORDS
+from distill.byte_tokenizer import CHAT
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from distill.typed import refused
 from safetensors.torch import load_file, save_file
 from scorers.spellings import SPELLINGS, write_spelling
 
-from kvpop_vllm.cache.shares import shards_of
+from kvpop_vllm.cache.ranks import shards_of
 from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
@@ -190,6 +191,30 @@ def test_any_policy_may_decide(kvpop, unit, ranks):
     assert set(lines) == {(name, shared) for name in ("tova", "streaming-llm") for shared in (False, True)}
     assert {line["budget"] for line in report["lines"]} == {24} and calibration.budget == 24
     assert lines["tova", True]["over equal interval"][1] < 1
+    losses: dict[str, list[float]] = {}
+    for line in map(json.loads, Path(f"tova-{unit}", "measured.jsonl").read_text().splitlines()[1:]):
+        side, *_, window, name = line["key"] if line["key"][0] == "search" else (None, None, None)
+        alike = side and (name == "equal" or ("-2x1-" in name) == (ranks == 2))
+        if alike and window in (None, 1) and not name.endswith(("-half", "-twice")):
+            losses.setdefault(name, []).append(line["value"]["kl"])
+    scores = {name: sum(of_rows) for name, of_rows in losses.items()}
+    assert {len(of_rows) for of_rows in losses.values()} == {3} and len(scores) > 3
+    assert scores[report["table"]] == min(scores.values()), "the table that measured rows like best"
+
+
+def test_protected_prompts_are_in_the_memory_of_the_report(kvpop):
+    """A prompt of at most 83 tokens takes two blocks of 64 slots, and 28 slots after it a third."""
+    shutil.copytree("llama", "chat", dirs_exist_ok=True)
+    Path("chat/chat_template.jinja").write_text(CHAT)
+    documents = [{"prompt": "x" * (50 + i % 20), "response": f"{i:02} likes {i:02}. " * 12} for i in range(40)]
+    Path("prompts.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    words = "--data prompts.jsonl --length 200 --rows 8 --budget 32 --threads 1".split()
+    for protect, blocks in (([], 1), (["--protect-prompt"], 3)):
+        status, _, errors = kvpop("calibrate", "chat", "--out", f"prompts-{blocks}", *words, *protect)
+        assert status == 0, errors
+        lines = json.loads(Path(f"prompts-{blocks}", "report.json").read_text())["lines"]
+        equal = next(line for line in lines if line["shares"] == "equal")
+        assert equal["MiB"] * 2**20 == blocks * 2 * 4 * 64 * (2 * 32 * 4 + 8)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "attention-matching", "full"])

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from kvpop_vllm.cache.shares import Shard, layers_of_stages, shards_of
-from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_of
+from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
+from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_from_slots
 
 SIZES = [2, 4, 8, 16]
 
@@ -58,7 +58,7 @@ def test_curves_may_have_sizes_of_their_own():
 
 def test_shares_have_mean_1_and_are_of_the_slots_beyond_the_least():
     curves = [Curve(0, (0, 1), (), ()), Curve(1, (0,), (), ()), Curve(1, (1,), (), ())]
-    shares = shares_of(curves, [2.0, 6.0, 10.0], 2, 2, 2)
+    shares = shares_from_slots(curves, [2.0, 6.0, 10.0], 2, 2, 2)
     assert shares.tolist() == [[0.0, 0.0], [4 / 3, 8 / 3]]
     assert between(shares).tolist() == [[0.5, 0.5], [pytest.approx(7 / 6), pytest.approx(11 / 6)]]
 
@@ -72,7 +72,7 @@ def test_parts_of_a_model_divide_their_own_slots():
     for shards in (shards_of(layers_of_stages(4, 2), 2, 1), shards_of(layers_of_stages(4, 2), 2, 2)):
         by_rank = [curves_of(curves, shard) for shard in shards]
         slots = [size for group in by_rank for size in divide(group, 6)]
-        shares = shares_of([curve for group in by_rank for curve in group], slots, SIZES[0], 4, 2)
+        shares = shares_from_slots([curve for group in by_rank for curve in group], slots, SIZES[0], 4, 2)
         for shard in shards:
             assert shares[slice(*shard.layers), slice(*shard.heads)].mean().item() == pytest.approx(1)
         assert (shares[0] > shares[1]).all() and torch.equal(shares[:2], shares[2:])

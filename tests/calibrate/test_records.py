@@ -41,7 +41,8 @@ def test_a_first_line_that_was_cut_off_is_written_again(tmp_path):
     "content, message",
     [
         ('{"settings": {"length": 64, "data": [["text", 3]]}}\n', r"other settings \(length\): choose another --out"),
-        ("[]\n", r"other settings \(length, data\)"),
+        ("{}\n", r"other settings \(length, data\)"),
+        ("[]\n", "is damaged: remove it"),
         ("no\n", "is damaged: remove it"),
         ('{"settings": {"length": 128, "data": [["text", 3]]}}\n{"kee": 1}\n', "is damaged: remove it"),
     ],

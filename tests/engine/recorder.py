@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvpop_vllm.cache.shares import load_page_table
+from kvpop_vllm.cache.divided_heads import load_page_table
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens

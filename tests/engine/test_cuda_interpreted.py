@@ -16,7 +16,7 @@ from kernels.memory import peak_bytes
 
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.profile_run import worst_case_batches
-from kvpop_vllm.cache.shares import EqualHeads, fixed_shares
+from kvpop_vllm.cache.shares import EqualHeads, cached_region_shares
 from kvpop_vllm.cache.step import plan_batch
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels import ops
@@ -79,7 +79,7 @@ class Layers:
             layout, shares = impl.attention.layout, EqualHeads(HEADS)
             pages = blocks_of = layout.view(self.cpu[i].view(torch.uint8))
             if impl.shares is not None:
-                shares = fixed_shares(impl.shares, layout, BLOCKS)
+                shares = cached_region_shares(impl.shares, layout, BLOCKS)
                 pages = shares.view(self.cpu.view(torch.uint8).view(-1))
             table = torch.zeros(len(counts), 32, dtype=torch.int32)
             for row, blocks in zip(table, rows, strict=True):

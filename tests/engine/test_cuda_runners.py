@@ -12,7 +12,7 @@ from engine.cuda_runners import RUNNERS, without_a_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpop_vllm.attention.shifted_scores import shift
-from kvpop_vllm.cache.shares import EqualHeads, FixedShares
+from kvpop_vllm.cache.shares import EqualHeads, RegionShares
 from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.testing import write_random_scorer
 from kvpop_vllm.vllm_glue.install import install
@@ -204,7 +204,7 @@ def test_no_value_is_asked_for(model, name):
     builder, layout = group.get_metadata_builder(), group.get_metadata_builder().layout
     shares = EqualHeads(layout.num_kv_heads)
     if name == "unequal":
-        shares = FixedShares(builder.rows.shares, layout, 40, "meta")
+        shares = RegionShares(builder.rows.shares, layout, 40, "meta")
     pages = layout.view(torch.empty(40, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device="meta"))
     builder.take_requests([None] * 3, [50] * 3)
     for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvpop_vllm.cache.pages import PageLayout
-from kvpop_vllm.cache.shares import EqualHeads, FixedShares, Shares
+from kvpop_vllm.cache.ranks import Shares
+from kvpop_vllm.cache.shares import EqualHeads, RegionShares
 from kvpop_vllm.cache.step import StepPlan, plan_batch
 from kvpop_vllm.requests import RESOLVED, RequestSlots, of_request
 from kvpop_vllm.vllm_glue.run import backend
@@ -44,7 +45,7 @@ def test_layers_with_equal_heads_share_a_batch(monkeypatch):
 
 def test_layers_with_unequal_heads_share_the_plan():
     shares = Shares.of(torch.tensor([[24, 56], [40, 40], [56, 24]]), 40)
-    regions = FixedShares(shares, PageLayout(HEADS, SIZE, torch.float32, 16), 36)
+    regions = RegionShares(shares, PageLayout(HEADS, SIZE, torch.float32, 16), 36)
     metadata = FixedBudgetMetadata(plan(), 7)
     batches = [metadata.batch(layer, regions) for layer in range(LAYERS)]
     assert [batch.starts is not None for batch in batches] == [True, False, False]

@@ -11,7 +11,7 @@ from engine.test_inspector import core, recorded
 from engine.tiny_engine import answers, complete, running, scores
 from policies.matrix import MILD_SHARES, SHARES
 
-from kvpop_vllm.cache.shares import heads_of_rank
+from kvpop_vllm.cache.ranks import heads_of_rank
 from kvpop_vllm.testing import random_prompt
 
 

@@ -14,7 +14,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reasoner"))
 import compare
 import train
 
+from kvpop_vllm.calibrate.command import options_of
+from kvpop_vllm.calibrate.plan import Plan
+from kvpop_vllm.calibrate.records import Records
+from kvpop_vllm.cli import make_parser
 from kvpop_vllm.evaluation.output import read_records
+from kvpop_vllm.testing import write_random_scorer
 
 WORDS = ["--kinds", "programs", "--steps", "2", "--rows", "8", "--size", "4"]
 OPTIONS = {"kinds": ["programs"], "size": None, "share": [4, 8], "protect_prompt": None}
@@ -61,8 +66,8 @@ def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
     words = [str(tmp_path), "--model", str(reasoner), *WORDS]
     compare.main(words)
     better = [path.stem.removeprefix(compare.SHARES) for path in (tmp_path / "records").glob(f"{compare.SHARES}*")]
-    # problems twice, trainings, windows, training-free and trained policies, calibrations, policies with shares
-    assert len(ran) == 2 + 3 + 1 + 1 + 3 + 5 + len(better)
+    # trainings, windows, training-free and trained policies, calibrations, policies with shares
+    assert len(ran) == 3 + 1 + 1 + 3 + 5 + len(better)
     table = table_of(tmp_path)
     own = [f"{name}, nothing evicted" for name in ("kvpop", "streaming-plus")]
     shared = [f"{name}, shares" for name in better]
@@ -176,6 +181,62 @@ def test_a_failed_command_stops_the_comparison(tmp_path, capfd):
     assert "kvpop eval --task reasoning" in capfd.readouterr().out
 
 
+def settings_of(command: list) -> dict:
+    """Return the settings that `kvpop calibrate` writes for a command line."""
+    return Plan(options_of(make_parser().parse_args(list(map(str, command[1:]))))).settings
+
+
+def test_calibrations_of_something_else_are_refused(tmp_path, reasoner, monkeypatch):
+    """They were measured for another scorer, text, budget or unit, or nothing says what they were measured for."""
+    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1)
+    comparison.prepare_calibration()
+    scorer = write_random_scorer(tmp_path / "scorer", reasoner, "mlp", sinks=2, window=6, topk=24)
+    words, out = [reasoner, "--scorer", scorer], comparison.calibrations / "kvpop-mlp"
+    (command,) = comparison._calibration("kvpop-mlp", words)
+    Records(out, settings_of(command))
+    (out / "shares.json").write_text('{"unit": "head"}')
+    measured = (out / "measured.jsonl").read_text()
+
+    def refused(names: str) -> None:
+        with pytest.raises(
+            SystemExit, match=rf"kvpop-mlp was measured with other settings \({names}\): name another fol"
+        ):
+            list(comparison._calibration("kvpop-mlp", words))
+
+    assert list(comparison._calibration("kvpop-mlp", words)) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "CALIBRATED", (4, 8))
+        refused("budgets")
+    (out / "shares.json").write_text('{"unit": "layer"}')
+    refused("shares")
+    (out / "shares.json").write_text('{"unit": "uniform"}')
+    write_random_scorer(scorer, reasoner, "mlp", sinks=2, window=6, topk=24, seed=1)
+    refused("scorer")
+    comparison.validation.write_text(comparison.validation.read_text().replace("end", "end end", 1))
+    refused("data, scorer")
+    (out / "measured.jsonl").write_text("")
+    refused("version, model, .*, budgets")
+    (out / "measured.jsonl").write_text(measured.replace("{", "[", 1))
+    with pytest.raises(SystemExit, match="measured.jsonl is damaged: remove it"):
+        list(comparison._calibration("kvpop-mlp", words))
+
+
+@pytest.mark.parametrize("prepare", ["_prepare", "prepare_calibration"])
+def test_other_problems_are_refused(tmp_path, prepare):
+    """Problems of another size or kind, or a file that was cut off, are in the place of those that are wanted."""
+    for _ in range(2):
+        getattr(compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, 3), prepare)()
+    for kinds, size in ((["programs"], 4), (["ledgers"], 3), (["programs"], None)):
+        with pytest.raises(
+            SystemExit, match=f"has other problems than {kinds[0]} of .*: name another folder, or remove"
+        ):
+            getattr(compare.Comparison(tmp_path, tmp_path, True, kinds, 8, 1, size), prepare)()
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(SystemExit, match=f"{path.name} has other problems than programs of size 3"):
+        getattr(compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, 3), prepare)()
+
+
 def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, monkeypatch):
     """Shares are measured once, and one that has none is solved with equal shares alone."""
     ran = []
@@ -185,11 +246,10 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
         if "calibrate" in command:
             out = Path(command[command.index("--out") + 1])
             out.mkdir(parents=True)
+            if out.name != "kvpop-mlp":  # which has not been trained
+                Records(out, settings_of(command))
             unit = "uniform" if out.name == "h2o" else "head"
             (out / "shares.json").write_text(json.dumps({"unit": unit}))
-        elif command[0] == "python":
-            problem = {"prompt": "a b c", "response": "d e f g h i j k l"}
-            Path(command[2]).write_text(json.dumps(problem) + "\n")
 
     monkeypatch.setattr(compare, "_run", run)
     monkeypatch.setattr(compare, "FREE", ("h2o", "tova", "vase"))
@@ -202,11 +262,7 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
         command[command.index("--out") + 1].split("/")[-1]: command for command in ran if "calibrate" in command
     }
     assert set(calibrated) == {"kvpop-mlp", "h2o", "tova", "vase"}
-    assert [calibrated[n][calibrated[n].index("--shares") + 1] for n in ("kvpop-mlp", "tova", "vase")] == [
-        "head",
-        "head",
-        "layer",
-    ]
+    assert {command[command.index("--shares") + 1] for command in calibrated.values()} == {"head"}
     assert calibrated["kvpop-mlp"][2] == str(tmp_path / "kvpop-mlp/model") and "--scorer" in calibrated["kvpop-mlp"]
     assert all(
         "--protect-prompt" in command and str(comparison.validation) in command for command in calibrated.values()

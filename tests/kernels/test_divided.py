@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpop_vllm.cache.divided_heads import SharesByVotes, build_page_table, divided_blocks, store_budgets
 from kvpop_vllm.cache.pages import PageLayout, cdiv
-from kvpop_vllm.cache.shares import SharesByVotes, build_page_table, divided_blocks, store_budgets
 from kvpop_vllm.kernels.ops import PromptVotes
 from kvpop_vllm.rules.compress import divide
 

@@ -11,7 +11,8 @@ from kernels.served import INTERPRETED, Pool
 
 from kvpop_vllm.cache import shares as shares_module
 from kvpop_vllm.cache.pages import PageLayout, cdiv
-from kvpop_vllm.cache.shares import Division, FixedShares, Shard, Shares
+from kvpop_vllm.cache.ranks import Division, Shard, Shares
+from kvpop_vllm.cache.shares import RegionShares
 from kvpop_vllm.policies.allocators import Proportional
 
 N, SIZE = 16, 32
@@ -38,7 +39,7 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
     longest = shares.blocks(state, N, 10_000)
     num_blocks = 3 * longest + 1
     blocks = 1 + torch.randperm(3 * longest, generator=draw).view(3, longest)
-    regions = FixedShares(shares, layout, num_blocks)
+    regions = RegionShares(shares, layout, num_blocks)
     rows = [regions.place(layer, blocks.int(), (), NUMBERS, ())[1] for layer in range(layers)]
     for length in [*range(1, 140), 10_000]:
         held, seen = shares.blocks(state, N, length), set()
@@ -65,7 +66,7 @@ def test_requests_with_budgets_of_their_own_have_regions_of_their_own(layers, he
     layout, num_blocks = PageLayout(heads[1] - heads[0], SIZE, torch.float32, N), 80
     sizes = [(64, 9), (40, 5), (64, 9), (200, 30), (64, 5)]
     blocks = torch.randperm(num_blocks, generator=draw).view(5, 16).int()
-    regions = FixedShares(division.shares(64, 9)[1], layout, num_blocks, "cpu", division, 1)
+    regions = RegionShares(division.shares(64, 9)[1], layout, num_blocks, "cpu", division, 1)
     budgets, windows = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*sizes, strict=True))
     places, used = set(), 0
     for layer in range(*layers):
@@ -73,7 +74,7 @@ def test_requests_with_budgets_of_their_own_have_regions_of_their_own(layers, he
         assert placed.dtype == torch.int32
         for r, size in enumerate(sizes):
             shares = division.shares(*size)[1]
-            alone, pages = FixedShares(shares, layout, num_blocks).place(layer, blocks[r : r + 1], (), NUMBERS, ())
+            alone, pages = RegionShares(shares, layout, num_blocks).place(layer, blocks[r : r + 1], (), NUMBERS, ())
             assert placed[r].tolist() == alone[0].tolist() == list(shares.budgets[layer - layers[0]])
             assert shares.blocks(0, N, 10_000) <= blocks.shape[1]
             for h, budget in enumerate(shares.budgets[layer - layers[0]]):
@@ -89,8 +90,8 @@ def test_maps_of_many_budgets_are_made_once_in_a_step(monkeypatch):
     monkeypatch.setattr(shares_module, "MOST_MAPS", 1)
     maps, layout = [], PageLayout(2, SIZE, torch.float32, N)
     division = Division(Proportional(((1.5, 0.5),) * 4), 2, 4, 2, (Shard((0, 4), (0, 2)),))
-    regions = FixedShares(division.shares(64, 9)[0], layout, 80, "cpu", division)
-    monkeypatch.setattr(regions, "_map", lambda shares: maps.append(shares) or FixedShares._map(regions, shares))
+    regions = RegionShares(division.shares(64, 9)[0], layout, 80, "cpu", division)
+    monkeypatch.setattr(regions, "_map", lambda shares: maps.append(shares) or RegionShares._map(regions, shares))
     budgets, windows = torch.tensor([64, 40, 80, 64], dtype=torch.int32), [9, 9, 9, 9]
     blocks = torch.arange(40).view(4, 10).int()
     for layer in range(4):
@@ -116,7 +117,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
     shares, layout = Shares.of(budgets, 64), problems[0].layout
     count = shares.blocks(layout.state_blocks, N, length)
     blocks = torch.randperm(count + 5, generator=torch.Generator().manual_seed(3))[:count].int().view(1, -1)
-    regions = FixedShares(shares, layout, count + 5)
+    regions = RegionShares(shares, layout, count + 5)
     memory = torch.full((layers * (count + 5) * 2 * layout.region_bytes,), 255, dtype=torch.uint8)
     for layer, p in enumerate(problems):
         p.budgets = budgets[layer : layer + 1]
@@ -129,6 +130,6 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
 
 def test_too_small_a_pool_is_refused():
     shares = Shares.of(torch.tensor([[20, 40]], dtype=torch.int32), 30)
-    regions = FixedShares(shares, PageLayout(2, SIZE, torch.float32, N), 4)
+    regions = RegionShares(shares, PageLayout(2, SIZE, torch.float32, N), 4)
     with pytest.raises(ValueError, match="100 bytes do not hold 4 blocks of 1 layers"):
         regions.view(torch.zeros(100, dtype=torch.uint8))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from policies.matrix import ROPE, made, random_statistics_folder
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.model_shape import ModelShape
+from kvpop_vllm.policies.allocators import proportional
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules import rounds
-from kvpop_vllm.rules.rounds import Tokens, by_roles, cuts, interval, sampled_mass, without_redundancy
-from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
+from kvpop_vllm.rules.rounds import Tokens, cuts, interval, layer_rounds, sampled_mass, without_redundancy
+from kvpop_vllm.testing.oracle_rounds import distances, retained_by_rounds
 from kvpop_vllm.testing.oracle_statistics import read_query_statistics
 
 HEADS, GROUP, SIZE = 2, 2, 32
@@ -27,29 +30,67 @@ def rule_of(kind: str, sinks: int = 2, window: int = 6, **options) -> RetentionR
     return RetentionRule(sinks, window, torch.zeros(HEADS, dtype=torch.float64), rounds=found)
 
 
+MEASURED = Path(__file__).parents[2] / "examples/scorers/smollm2-135m-kvpop/kvpop_config.json"
+"""Config with measured shares of heads, one of which has no long-range slot."""
+METHODS = {"sampled mass": 64, "redundancy": 128}
+"""m of methods, by their names in the oracle."""
+
+
 @pytest.mark.parametrize("topk, every", [(0, 1), (1, 1), (2, 1), (36, 18), (127, 63), (128, 64), (4096, 64)])
 def test_interval(topk, every):
-    assert interval(SampledMass(GROUP, LANES), topk) == every
+    assert interval(64, topk) == every
 
 
 def test_a_chunk_is_cut_where_rounds_are_due():
     """Cuts begin at the last round before evictions; B = 48 and k = 40 give a round every 20 tokens."""
-    rule = rule_of("vase")
-    roles = by_roles((48, 48), rule.sinks, 6, 0)
-    assert roles == [(Retention(48, 2, 6), None)]
-    assert cuts(rule, roles, 0, 28) == [28] and cuts(rule, roles, 0, 40) == [40]
-    assert cuts(rule, roles, 0, 100) == [40, 60, 80, 100] and cuts(rule, roles, 45, 101) == [60, 80, 100, 101]
-    assert cuts(rule, roles, 60, 61) == [61]
-    protected = by_roles((48, 48), rule.sinks, 6, 1000)
-    assert cuts(rule, protected, 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
+    equal = layer_rounds(64, 48, (48, 48), 2, 6, 0)
+    assert equal == (20, [(Retention(48, 2, 6), None)])
+    assert cuts(equal, 0, 28) == [28] and cuts(equal, 0, 40) == [40]
+    assert cuts(equal, 0, 100) == [40, 60, 80, 100] and cuts(equal, 45, 101) == [60, 80, 100, 101]
+    assert cuts(equal, 60, 61) == [61]
+    protected = layer_rounds(64, 48, (48, 48), 2, 6, 1000)
+    assert cuts(protected, 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
 
 
-def test_heads_of_unequal_shares_cut_where_any_is_due():
-    """Heads of 40 and of 14 long-range slots have rounds every 20 and every 7 tokens; one of none has no rounds."""
-    rule = rule_of("vase")
-    roles = by_roles((48, 22, 48, 8), rule.sinks, 6, 0)
-    assert roles == [(Retention(48, 2, 6), [0, 2]), (Retention(22, 2, 6), [1]), (Retention(8, 2, 6), [3])]
-    assert cuts(rule, roles, 0, 60) == [21, 28, 35, 40, 42, 49, 56, 60]
+def test_unequal_heads_of_a_layer_have_rounds_together():
+    """With k = 40 in the mean, equal heads have a round every 20 tokens, and no layer has one more often than every 10."""
+    large, small = (Retention(48, 2, 6), [0, 2]), (Retention(34, 2, 6), [1])
+    assert layer_rounds(64, 48, (48, 34, 48, 8), 2, 6, 0) == (13, [large, small]), "half of 26 slots"
+    small = Retention(19, 2, 6), [1]
+    few = layer_rounds(64, 48, (48, 19, 48, 18), 2, 6, 0)
+    assert few == (10, [large, small]), "a head of 10 slots has no rounds"
+    assert cuts(few, 0, 60) == [10, 20, 30, 40, 50, 60], "the head of 19 slots evicts from position 19 on"
+    none = layer_rounds(64, 48, (18, 8), 2, 6, 0)
+    assert none.ranked == [] and cuts(none, 0, 60) == [60]
+    rich = layer_rounds(64, 48, (248, 248), 2, 6, 0)
+    assert rich == (64, [(Retention(248, 2, 6), None)]), "heads with more slots than the mean have longer rounds"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("budget", [300, 512, 1024])
+def test_measured_shares_cut_a_prompt_into_few_chunks(method, budget):
+    """A prompt of 7,500 tokens has at most twice the rounds of equal heads in any layer, also behind a prefix.
+
+    With a distance of half of each head's own slots there were 768 chunks at B = 300, where equal heads have 115.
+    """
+    shares, every = json.loads(MEASURED.read_text())["shares"], METHODS[method]
+    sinks, window = 4, 64
+    budgets = proportional(shares, Retention(budget, sinks, window), len(shares), len(shares[0])).tolist()
+    assert min(map(min, budgets)) == sinks + window, "a head without long-range slots"
+    for prefix in (0, 1000):
+        end = 7500 + prefix
+        equal = layer_rounds(every, budget, (budget,) * 3, sinks, window, prefix)
+        unequal = [layer_rounds(every, budget, tuple(heads), sinks, window, prefix) for heads in budgets]
+        largest = max(len(cuts(rounds, prefix, end)) for rounds in unequal)
+        assert len(cuts(equal, prefix, end)) <= 7500 // equal.every + 1
+        assert largest <= 2 * (7500 // equal.every + 2) < 320
+        for heads, (m, ranked) in zip(budgets, unequal, strict=True):
+            topk, ranks = [size - sinks - window for size in heads], [m] * 3
+            for group in ranked:
+                assert group.retention.topk > m, "some ranked tokens are kept until the next round"
+            expected = distances(method, topk, budget - sinks - window)
+            with_rounds = {head for roles in ranked for head in (range(3) if roles.heads is None else roles.heads)}
+            assert [ranks[h] if h in with_rounds else math.inf for h in range(3)] == expected
 
 
 def tokens_of(keys, values, queries, sinks=0, window=4) -> Tokens:
@@ -134,7 +175,7 @@ def test_at_sizes_of_serving(kind, budget, protected):
         topics[:, torch.randint(0, 9, (length,), generator=draw)] * torch.rand(length, 1, generator=draw) * 3
     )  # some are alike
     rule, topk = rule_of(kind, sinks, window), budget - sinks - window
-    assert interval(rule.rounds, topk) == rule.rounds.every
+    assert interval(rule.rounds.every, topk) == rule.rounds.every
     how, seeds = {"vase": "sampled mass", "rkv": "redundancy"}[kind], (0, 3)
     exact = (x.double() for x in (q, k, v))
     visible, margins, _, _ = retained_by_rounds(*exact, how, 0, seeds, protected, sinks, window, topk)
@@ -149,13 +190,13 @@ def test_at_sizes_of_serving(kind, budget, protected):
 
 @pytest.mark.parametrize("protected, seed", [(0, 28), (70, 30)])
 def test_heads_of_unequal_shares_at_sizes_of_serving(tmp_path, protected, seed):
-    """One head has rounds of 128 tokens and one of 99; with these seeds rounding decides nothing."""
+    """Both heads have a round every 99 tokens, half of the smaller one's slots; with these seeds rounding decides nothing."""
     shape = ModelShape("llama", 2, HEADS, SIZE, 4096, None, HEADS * GROUP, ROPE)
     folder = random_statistics_folder(tmp_path, shape)
     rule = made("triattention", 420, shape, calibration=str(folder)).layer_rule(0, slice(0, HEADS))
     budgets, length = torch.tensor([420, 330], dtype=torch.int32), 520 + protected
     topk = [budget - rule.sinks - rule.window for budget in budgets.tolist()]
-    assert [interval(rule.rounds, k) for k in topk] == [128, 99]
+    assert layer_rounds(128, 375, tuple(budgets.tolist()), rule.sinks, rule.window, protected).every == 99
     draw = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(heads, length, SIZE, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
     exact, statistics = (x.double() for x in (q, k, v)), read_query_statistics(folder)[0]

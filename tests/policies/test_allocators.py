@@ -12,7 +12,8 @@ import torch
 from policies import matrix
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.shares import layers_of_stages, shards_of
+from kvpop_vllm.cache.ranks import layers_of_stages, shards_of
+from kvpop_vllm.calibration.shares import SIZES, Calibration
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
@@ -38,8 +39,8 @@ def test_pyramid_is_an_arithmetic_sequence(name, budget):
 
 
 def test_the_allocator_is_the_policys_own_or_the_one_asked_for():
-    assert made("h2o").allocator == "uniform" and made("h2o").checked_shares(slice(0, 3)) is None
-    assert made("h2o", allocator="pyramid").checked_shares(slice(1, 3)).heads == 2
+    assert made("h2o").allocator == "uniform" and made("h2o").unequal_shares(slice(0, 3)) is None
+    assert made("h2o", allocator="pyramid").unequal_shares(slice(1, 3)).heads == 2
 
 
 def test_shares_of_a_file_are_parts_of_the_slots():
@@ -47,17 +48,39 @@ def test_shares_of_a_file_are_parts_of_the_slots():
     small = functools.partial(matrix.made, "l2norm", 64, ModelShape("llama", 2, 2, 32, 256), sinks=4, window=10)
     policy = small(calibration=str(matrix.SHARES))
     assert (policy.shares() - 14).tolist() == [[75, 3], [47, 75]]  # of 4 x 50, by 1.51, 0.06, 0.94 and 1.51
-    assert not policy.one_budget and policy.checked_shares(slice(0, 2)).layers == 2
-    assert (policy.shares_of(policy.retention_of(39)) - 14).tolist() == [[38, 1], [23, 38]]
-    assert policy.shares_of(policy.retention_of(39)).sum() == 39 * 4
+    assert not policy.one_budget and policy.unequal_shares(slice(0, 2)).layers == 2
+    assert (policy.budgets_of(policy.retention_of(39)) - 14).tolist() == [[38, 1], [23, 38]]
+    assert policy.budgets_of(policy.retention_of(39)).sum() == 39 * 4
     assert small(calibration=str(matrix.SHARES), max_budget=80).max_budget == 80
     alike = policies.get("l2norm")(
-        PolicySettings("l2norm", 64, calibration=str(matrix.SHARES)), policy.model, fixed_shares=True
+        PolicySettings("l2norm", 64, calibration=str(matrix.SHARES)), policy.model, server_budget_only=True
     )
     with pytest.raises(ConfigError, match="gives all requests one budget here: leave --kv-budget out"):
         alike.retention_of(39)
     with pytest.raises(ConfigError, match="shares.json: shares must be 30 lists of 3 numbers"):
         made("h2o", calibration=str(matrix.SHARES))
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "pyramid"])
+@pytest.mark.parametrize("name", ["h2o", "streaming-llm", "triattention"])
+def test_another_allocator_takes_no_window_of_a_calibration(tmp_path, name, allocator):
+    """The window was measured with the shares, so rows with equal shares have the policy's, as without a calibration."""
+    shape = ModelShape("llama", 2, 2, 32, 4096, num_heads=4, rope=matrix.ROPE)
+    folder = matrix.random_statistics_folder(tmp_path / "statistics", shape)
+    plain = {"calibration": str(folder)} if name == "triattention" else {}
+    expected = matrix.made(name, 516, shape, allocator=allocator, **plain).retention
+    sizes = {size: getattr(shape, size) for size in SIZES}
+    shares = ((1.5, 0.5), (1.0, 1.0))
+    windows = dict.fromkeys(("h2o", "streaming-llm", "triattention"), 1 / 16)
+    Calibration(**sizes, rope=shape.rope, unit="head", shares=shares, windows=windows, policy=name, budget=516).write(
+        folder
+    )
+    calibrated = matrix.made(name, 516, shape, calibration=str(folder))
+    assert calibrated.retention.window == (516 - calibrated.retention.sinks) // 16 and calibrated.unequal
+    other = matrix.made(name, 516, shape, calibration=str(folder), allocator=allocator)
+    assert other.retention == expected and other.retention.window != calibrated.retention.window
+    assert other.retention_of(300) == matrix.made(name, 300, shape, allocator=allocator, **plain).retention
+    assert other.allocator == allocator and other.unequal == (allocator == "pyramid")
 
 
 def test_a_scorers_shares_hold_in_every_rank(tmp_path):
@@ -116,7 +139,7 @@ def test_shares_of_a_class_of_its_own_hold_for_all_requests(monkeypatch):
     policy = made("streaming-llm")
     unlike = torch.tensor([1023, 1024, 1025], dtype=torch.int32).repeat(30, 1)
     monkeypatch.setattr(type(policy), "shares", lambda own: unlike)
-    assert policy.one_budget and policy.checked_shares(slice(0, 3)).heads == 3
+    assert policy.one_budget and policy.unequal_shares(slice(0, 3)).heads == 3
     division = policy.division(shards_of([(0, 30)], 3, 3))
     assert [shares.counts for shares in division.shares(1024, 5)] == [{1023: 30}, {1024: 30}, {1025: 30}]
 
@@ -143,4 +166,4 @@ def test_shares_of_other_packages_are_checked(monkeypatch, shares, message):
     policy = made("streaming-llm")
     monkeypatch.setattr(type(policy), "shares", shares)
     with pytest.raises(ConfigError, match=message):
-        policy.checked_shares(slice(0, 3))
+        policy.check_shares()

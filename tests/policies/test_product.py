@@ -235,7 +235,7 @@ def logged(monkeypatch):
 
 def empty_rows(own: policies.Policy, protect: int = 0) -> list[LayerRows]:
     """Return empty caches of all layers, in pages full of NaN."""
-    found, sizes = [], {"shifted": own.shifted, "protected": protect}
+    found, sizes = [], {"shifted": own.shifted, "protected": protect, "row_budget": own.retention.budget}
     for layer in range(LAYERS):
         rule, budgets = own.layer_rule(layer, slice(0, HEADS)), own.shares()[layer]
         found.append(LayerRows(rule, budgets, tokens(layer).k[None], SIZE**-0.5, **sizes))

@@ -89,7 +89,7 @@ def test_at_sizes_of_serving(tmp_path, protected):
     """Rounds of 128 tokens. Retained sets are the oracle's at each end of a chunk."""
     rule, budget = policy(random_statistics_folder(tmp_path, SHAPE)).layer_rule(1, slice(2)), 420
     topk, length = budget - rule.sinks - rule.window, budget + protected + 300
-    assert (rule.sinks, rule.window, interval(rule.rounds, topk)) == (4, 128, 128)
+    assert (rule.sinks, rule.window, interval(rule.rounds.every, topk)) == (4, 128, 128)
     draw = torch.Generator().manual_seed(12)
     q, k, v = (torch.randn(heads, length, 32, generator=draw) for heads in (4, 2, 2))
     shape = (0, (0, 0), protected, rule.sinks, rule.window, topk, read_query_statistics(tmp_path)[1])

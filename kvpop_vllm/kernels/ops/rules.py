@@ -258,7 +258,7 @@ class SampledMass:
     Attributes:
         group: largest number G of query heads per KV head.
         lanes: ``[H]`` int64, layer and KV head within the whole model.
-        every: largest number m of tokens between rounds.
+        every: the method's m, tokens between rounds (:func:`kvpop_vllm.rules.rounds.layer_rounds`).
         queries: largest number of queries used; the number used is at most the window size.
         neighbours: number of adjacent tokens over which weights are averaged; zeros beyond the ends are
             included.
@@ -318,7 +318,7 @@ class ExpectedLogits:
         excess: ``[H, G, F]`` float32, by how much the mean norm of the queries exceeds the norm of their mean, in each
             band.
         frequencies: ``[D - F]`` float64, angle per position (radians) of each pair of channels that rotates.
-        every: largest number m of tokens between rounds.
+        every: the method's m, as in :class:`SampledMass`.
     """
 
     draws: ClassVar[bool] = False

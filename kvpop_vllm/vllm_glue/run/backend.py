@@ -30,16 +30,10 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.cache.divided_heads import SharesByVotes
 from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout, Pages
-from kvpop_vllm.cache.shares import (
-    Division,
-    EqualHeads,
-    Shares,
-    SharesByVotes,
-    fixed_shares,
-    heads_of_rank,
-    shards_of,
-)
+from kvpop_vllm.cache.ranks import Division, Shares, heads_of_rank, shards_of
+from kvpop_vllm.cache.shares import EqualHeads, cached_region_shares
 from kvpop_vllm.cache.step import StepBatch, StepPlan, plan_batch
 from kvpop_vllm.compaction.cartridge import read_config
 from kvpop_vllm.config import ConfigError
@@ -439,7 +433,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             return divided.pages, divided, layer_pages
         if self.shares is None:
             return layer_pages, EqualHeads(layout.num_kv_heads), layer_pages
-        shares = fixed_shares(self.shares, layout, blocks, kv_cache.device, self.division, self.shard)
+        shares = cached_region_shares(self.shares, layout, blocks, kv_cache.device, self.division, self.shard)
         return shares.view(_all_layers(kv_cache, self.layer - self.shares.first)), shares, layer_pages
 
 

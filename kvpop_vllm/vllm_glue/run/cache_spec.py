@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpop_vllm.cache.accounting import dropped_columns, request_blocks, worst_prompts
-from kvpop_vllm.cache.shares import Division
+from kvpop_vllm.cache.ranks import Division
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
 
@@ -176,7 +176,7 @@ class FixedBudgetSpec(AttentionSpec):
     A request of n tokens, p of them protected, holds ``cdiv(min(n, p), N)`` prefix blocks and, once n exceeds
     p, ``state_blocks + cdiv(min(n - p, T), N)`` blocks of its own; T = B - s behind a prefix, B without.
     Where heads have unequal shares, tails are counted by those of the rank that needs most, rounded up
-    (:class:`kvpop_vllm.cache.shares.Division`).
+    (:class:`kvpop_vllm.cache.ranks.Division`).
 
     Where prompts are compressed at their end, a request with a prompt of p tokens holds its prefix and, from
     the first stored query on, its state. At the prompt's end it holds a tail of B slots as well. After that

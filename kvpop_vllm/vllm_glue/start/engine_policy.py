@@ -166,10 +166,10 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
         )
     shape, on_gpu = ModelShape.of_engine(model), vllm_config.device_config.device_type != "cpu"
     if cls.scorer_kind is None:
-        return cls(settings, shape, fixed_shares=on_gpu)
+        return cls(settings, shape, server_budget_only=on_gpu)
     if settings.scorer is None and published.serves_published(vllm_config):
         of_checkpoint = dataclasses.replace(settings, scorer=published.folder_of(vllm_config))
-        return cls(of_checkpoint, shape, fixed_shares=on_gpu)
+        return cls(of_checkpoint, shape, server_budget_only=on_gpu)
     section = None if published.serves_published(vllm_config) else checkpoint_section(vllm_config)
     checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
-    return cls(settings, shape, checkpoint=checkpoint, fixed_shares=on_gpu)
+    return cls(settings, shape, checkpoint=checkpoint, server_budget_only=on_gpu)
