@@ -53,10 +53,11 @@ def import_published(options: argparse.Namespace) -> None:
     from kvpop_vllm.compaction.published import import_cartridge, published_cartridge
     from kvpop_vllm.config import ConfigError
     from kvpop_vllm.hub import FILES, PICKLES, local_folder
-    from kvpop_vllm.scorers.published import import_gates
+    from kvpop_vllm.scorers.published import check_served, import_gates
 
     roles = {name: getattr(options, name) for name in ("sinks", "window", "topk")}
     options.source = str(local_folder(options.source, files=(*FILES, *PICKLES)))
+    check_served(options.source)
     if pickle := published_cartridge(options.source):
         if unused := [name for name, value in roles.items() if value is not None]:
             raise ConfigError(f"a cartridge has no use for --{unused[0]}: leave it out")
@@ -67,8 +68,8 @@ def import_published(options: argparse.Namespace) -> None:
         return
     if options.model is not None:
         raise ConfigError("gates name their model themselves: leave --model out")
-    config = import_gates(options.source, options.directory, **roles, map_file=options.map)
-    print(f"wrote a {config.scorer} scorer to {options.directory}")
+    imported = import_gates(options.source, options.directory, **roles, map_file=options.map)
+    print("\n".join([*imported.notes, f"wrote a {imported.config.scorer} scorer to {options.directory}"]))
 
 
 def inspect_checkpoint(options: argparse.Namespace) -> None:
@@ -184,7 +185,7 @@ def add_import(commands: Commands) -> None:
     command.add_argument("directory", metavar="DIR", help="folder to write")
     command.add_argument("--model", metavar="MODEL", help="folder of a cartridge's base model")
     command.add_argument("--map", metavar="FILE", help="how to read a KVpop checkpoint (kvpop inspect-checkpoint)")
-    add_setting(command, "sinks", "first tokens always kept (default: TRIM-KV 0, DMS 1)")
+    add_setting(command, "sinks", "first tokens always kept (default: TRIM-KV and FastDMS 0, DMS 1)")
     add_setting(command, "window", "latest tokens always kept (default: TRIM-KV 1, DMS its own)")
     help_of_topk = "long-range tokens per KV head (default: TRIM-KV its memory size)"
     command.add_argument("--topk", type=positive, help=help_of_topk)

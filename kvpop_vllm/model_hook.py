@@ -21,7 +21,7 @@ from kvpop_vllm.config import ConfigError, check_version
 from kvpop_vllm.model_shape import positions_of, read_model_config, rotations, text_config
 from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
-from kvpop_vllm.scorers.reader import is_published
+from kvpop_vllm.scorers.published_checkpoint import is_published
 from kvpop_vllm.supported import FULL, RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS, layer_kinds
 
 check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack

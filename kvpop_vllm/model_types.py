@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from transformers import AutoConfig, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, base_keys, published_base
 
@@ -19,13 +19,13 @@ class _Published:
     def from_dict(cls, config_dict, **kwargs):
         """Return the config of a ``config.json``; see transformers."""
         if published_base(config_dict) is not None:
-            config_dict = _without_scorer(config_dict, cls.base)
+            config_dict = base_keys(config_dict, cls.base) | adopted_keys(config_dict, cls.base)
         return super().from_dict(config_dict, **kwargs)
 
     def __setstate__(self, state):
         """Restore a config in another process, where its model type may have to be registered."""
         self.__dict__.update(state)
-        if self.kvpop_published is not None:
+        if is_adopted(self):
             register_published({"model_type": self.kvpop_published, "architectures": [ARCHITECTURES[self.base]]})
 
 
@@ -51,11 +51,14 @@ CONFIGS = {config.base: config for config in (Qwen3KVpopConfig, LlamaKVpopConfig
 """Class of the config of full checkpoints, by base model type."""
 
 
-def _without_scorer(config: Mapping, base: str) -> dict:
-    return base_keys(config, base) | {
-        "architectures": [ARCHITECTURES[base]],
-        "kvpop_published": str(config.get("model_type")),
-    }
+def adopted_keys(config: Mapping, base: str) -> dict:
+    """Return the keys that turn another author's ``config.json`` into one of our full checkpoints of ``base``."""
+    return {"architectures": [ARCHITECTURES[base]], "kvpop_published": str(config.get("model_type"))}
+
+
+def is_adopted(config: PretrainedConfig) -> bool:
+    """Return whether a config is of another author's full checkpoint, served as its base."""
+    return getattr(config, "kvpop_published", None) is not None
 
 
 def register() -> None:

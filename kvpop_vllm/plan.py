@@ -37,7 +37,7 @@ from kvpop_vllm.model_shape import (
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
-from kvpop_vllm.scorers.reader import is_published
+from kvpop_vllm.scorers.published_checkpoint import is_published
 from kvpop_vllm.supported import CHUNKED, DTYPES, FULL, HEAD_SIZES, SLIDING, sliding_window, unserved
 
 SHARES = (2, 4, 8)

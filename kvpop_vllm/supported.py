@@ -84,7 +84,13 @@ def base_keys(config: Mapping[str, Any], base: str) -> dict[str, Any]:
     """Return the keys of a published checkpoint's config that are its base model's, without any that name code."""
     from transformers import CONFIG_MAPPING
 
-    keys = {*CONFIG_MAPPING[base]().to_dict(), "rope_theta", "rope_scaling", "torch_dtype", "quantization_config"}
+    keys = {
+        *(CONFIG_MAPPING[base]().to_dict() if base in CONFIG_MAPPING else ()),
+        "rope_theta",
+        "rope_scaling",
+        "torch_dtype",
+        "quantization_config",
+    }
     keys -= {"architectures", "auto_map", "model_type", "transformers_version", "_name_or_path"}
     return {name: value for name, value in config.items() if name in keys}
 

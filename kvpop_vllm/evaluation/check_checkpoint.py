@@ -18,8 +18,10 @@ from kvpop_vllm.hf import KVpopCache, load_checkpoint
 from kvpop_vllm.hub import local_folder
 from kvpop_vllm.model_hook import CACHE_NAME
 from kvpop_vllm.model_shape import vocabulary_of
-from kvpop_vllm.scorers import reader
 from kvpop_vllm.scorers.checkpoint import write_scorer
+from kvpop_vllm.scorers.conversion import convert
+from kvpop_vllm.scorers.published_checkpoint import open_checkpoint
+from kvpop_vllm.scorers.reader import reading_of
 
 PIECE = 512
 """Tokens of a pass."""
@@ -51,10 +53,10 @@ def check_checkpoint(options: argparse.Namespace) -> None:
 
 def _scorers(folder: Path, options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Path], int, int]:
     """Write the scorer under each map, and a shuffled one; return their folders by name, the first one's B and its sinks."""
-    checkpoint, folders = reader.open_checkpoint(folder), {}
+    checkpoint, folders = open_checkpoint(folder), {}
     for number, map_file in enumerate(options.map or [None]):
         name = "reading" if map_file is None else f"map {map_file}"
-        config, layers = reader.load(checkpoint, reader.reading_of(checkpoint, map_file))
+        config, layers = convert(checkpoint, reading_of(checkpoint, map_file))
         write_scorer(scratch / f"{number}", config, layers)
         folders[name] = scratch / f"{number}"
         if not number:

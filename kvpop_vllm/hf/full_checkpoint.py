@@ -10,14 +10,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalL
 
 from kvpop_vllm import model_types
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import read_json
 from kvpop_vllm.hub import local_folder
 from kvpop_vllm.model_hook import check_loaded
-from kvpop_vllm.model_shape import check_base
 from kvpop_vllm.model_types import LlamaKVpopConfig, Qwen3KVpopConfig
 from kvpop_vllm.scorers import ScorerConfig, checkpoint
-from kvpop_vllm.scorers.reader import is_published, open_checkpoint
-from kvpop_vllm.supported import published_base
+from kvpop_vllm.scorers.published_checkpoint import is_published, open_checkpoint
 
 SCORERS = [r"\.self_attn\.(kvpop|retention_gate)\."]
 """Patterns of tensor names that are not parameters of the model."""
@@ -66,17 +63,16 @@ def load_checkpoint(folder: str | Path, **options) -> torch.nn.Module:
         model, loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
         check_loaded(loaded, folder)
         return model
-    config = read_json(folder / "config.json", "give the folder of a full checkpoint")
-    base = published_base(config)
-    check_base(base, folder / "config.json")
-    names = [f"^{re.escape(name)}$" for name in open_checkpoint(folder).shapes] + [r"rotary_emb\.inv_freq$"]
-    model_class = type(MODELS[base].__name__, (MODELS[base],), {"_keys_to_ignore_on_load_unexpected": names})
-    config = model_types.register_published(config).from_dict(config)
+    theirs = open_checkpoint(folder)
+    base = MODELS[theirs.base]
+    names = [f"^{re.escape(name)}$" for name in theirs.shapes] + [r"rotary_emb\.inv_freq$"]
+    model_class = type(base.__name__, (base,), {"_keys_to_ignore_on_load_unexpected": names})
+    config = model_types.register_published(theirs.config).from_dict(theirs.config)
     model, loaded = model_class.from_pretrained(folder, config=config, **options)
     check_loaded(loaded, folder)
     if unexpected := sorted(loaded["unexpected_keys"]):
         raise ConfigError(f"{folder}: tensor {unexpected[0]} is neither the base model's nor the scorer's")
-    model.__class__ = MODELS[base]  # which pickles
+    model.__class__ = base  # which pickles
     return model
 
 
@@ -85,7 +81,7 @@ def published_scorer(model: torch.nn.Module) -> str | None:
     name, config = model.name_or_path, model.config.get_text_config()
     if Path(name).is_dir():
         return str(name) if is_published(name) else None
-    if getattr(config, "kvpop_published", None) is None:
+    if not model_types.is_adopted(config):
         return None
     commit = getattr(model.config, "_commit_hash", None)
     return f"{name}@{commit}" if commit else str(name)

@@ -18,6 +18,9 @@ class TrimKV(Gated):
     tokens: the token evicted at q is removed before q attends. The paper has neither sinks nor a window,
     because the newest token's score is 1. Here the window is the newest token, unless the scorer's config
     sets a larger one. Decay affects evictions only: attention over the retained tokens is unchanged.
+
+    DBTrimKV (arXiv:2605.09649) ranks the tokens of all heads of all layers by this score, under one budget. Here each
+    head ranks its own.
     """
 
     name, scorer_kind = "trimkv", "trimkv"

@@ -23,7 +23,8 @@ from kvpop_vllm.files import read_json, write_whole
 from kvpop_vllm.hub import local_folder
 from kvpop_vllm.schemas import check_same_model
 from kvpop_vllm.scorers import ScorerConfig, parse_config
-from kvpop_vllm.scorers.reader import INDEX, MODEL_NAMES, is_published, read_published
+from kvpop_vllm.scorers.published_checkpoint import INDEX, MODEL_NAMES, is_published
+from kvpop_vllm.scorers.reader import read_published
 from kvpop_vllm.scorers.scorer_config import SCHEMA
 from kvpop_vllm.tensor_files import reading, write_files
 
@@ -215,7 +216,7 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     folder = Path(folder)
     check_tensors(config, layers, str(folder))
     flat = {
-        f"layers.{i}.{name}": t.detach().float().contiguous()
+        f"layers.{i}.{name}": t.detach().to(torch.float32, copy=True).contiguous()  # tied tensors share memory
         for i, layer in enumerate(layers)
         for name, t in layer.items()
     }

@@ -9,8 +9,10 @@ from kvpop_vllm.hub import local_folder
 from kvpop_vllm.scorers import reader
 from kvpop_vllm.scorers.checkpoint import check_tensors
 from kvpop_vllm.scorers.config_keys import DECAY_RANGE
-from kvpop_vllm.scorers.reader import Checkpoint, Reading
-from kvpop_vllm.scorers.readings import MOST, REQUIRED, stacks, uses_of
+from kvpop_vllm.scorers.conversion import convert
+from kvpop_vllm.scorers.published_checkpoint import Checkpoint, open_checkpoint
+from kvpop_vllm.scorers.tensor_map import Reading, differences, read_map, write_map
+from kvpop_vllm.scorers.tensor_matching import MOST, REQUIRED, stacks, uses_of
 
 _DEFAULTS = {
     "inputs": "key value", "feature_map": "hedgehog", "gate_softcap": None, "delayed": True, "norm": None,
@@ -32,7 +34,7 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
     out = Path(out)
     if map_file is None and out.exists():
         raise ConfigError(f"{out} exists: name another file with --out")
-    checkpoint = reader.open_checkpoint(local_folder(name))
+    checkpoint = open_checkpoint(local_folder(name))
     lines = [f"{name}: {checkpoint.sizes['model_type']} of {checkpoint.small.layers} layers, {checkpoint.small.heads} KV heads of size {checkpoint.small.dim}"]  # fmt: skip
     lines += _tensors(checkpoint)
     lines += [
@@ -42,8 +44,8 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
         lines.append(f"config.json, not read: {', '.join(sorted(checkpoint.facts.unread))}")
     lines += checkpoint.facts.findings
     if map_file is not None:
-        reading = reader.read_map(map_file)
-        check_tensors(*reader.load(checkpoint, reading), str(checkpoint.folder))
+        reading = read_map(map_file)
+        check_tensors(*convert(checkpoint, reading), str(checkpoint.folder))
         return [*lines, *reader.describe(checkpoint, reading), f"{map_file} fits"]
     try:
         fitting, why = reader.readings(checkpoint), ""
@@ -56,13 +58,13 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
     if len(fitting) > 1:
         lines += [
             f"{number} readings fit, of which this is one; they differ in",
-            *(f"  {text}" for text in reader.differences(fitting)),
+            *(f"  {text}" for text in differences(fitting)),
         ]
     elif not fitting:
         lines.append(f"no reading fits: {why or reader.why_none(checkpoint)}")
     if unknown := [key for key, number_of in reading.budget.items() if number_of is None]:
         lines.append(f"config.json does not say {', '.join(unknown)}: add them to the map")
-    reader.write_map(out, reading)
+    write_map(out, reading)
     use = (
         "serve it as it is, or change the map and give it with --kv-map"
         if len(fitting) == 1 and not unknown and not checkpoint.facts.findings

@@ -1,4 +1,4 @@
-"""Gate of TRIM-KV: the decay of each token, read at insertion (arXiv:2512.03324)."""
+"""Gate of TRIM-KV and DBTrimKV: the decay of each token, read at insertion (arXiv:2512.03324, arXiv:2605.09649)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GATE_WIDTH = 512
 
 @dataclass(frozen=True, kw_only=True)
 class TrimKVConfig(ScorerConfig):
-    """Config of TRIM-KV's gate.
+    """Config of TRIM-KV's gate. Tensors say whether it has a second hidden layer, as DBTrimKV's has.
 
     Attributes:
         hidden_size: E, width of the model.
@@ -53,6 +53,9 @@ class TrimKVConfig(ScorerConfig):
         else:
             first = {"linear1.weight": ("M", self.width), "linear1.bias": ("M",)}
             last = "linear2.weight"
+        if "linear3.weight" in names and not self.gated:
+            first |= {"linear2.weight": ("M", "M"), "linear2.bias": ("M",)}
+            last = "linear3.weight"
         return first | {last: (self.num_kv_heads, "M"), "bias": (self.num_kv_heads,)}
 
 
@@ -61,9 +64,10 @@ class TrimKVGate(Gate):
 
     x is the attention block's input, or the concatenation ``[k_1; v_1; k_2; v_2; ..]`` of all KV heads as
     cached. ``gated`` replaces the first layer by ``SiLU(W_g x) * W_u x``. The authors' code calls these three
-    variants rg, rg2 and rg3.
+    variants rg, rg2 and rg3. DBTrimKV's, rg10, has a second hidden layer: ``logsigmoid(W_3 SiLU(W_2 SiLU(W_1 x + b_1)
+    + b_2) + b)``.
 
-    ``W_2`` is initialised to 0, where the authors draw small values. Before training all tokens therefore
+    The last layer is initialised to 0, where the authors draw small values. Before training all tokens therefore
     have the same beta, and the policy is the sliding window.
 
     Source: arXiv:2512.03324, section 4.1.
@@ -71,18 +75,22 @@ class TrimKVGate(Gate):
     Args:
         width: M; default 512.
         bias: initial b.
+        hidden_layers: 1, or 2 for DBTrimKV's gate.
     """
 
     config_class = TrimKVConfig
-    size_arguments = ("width",)
+    size_arguments = ("width", "hidden_layers")
 
-    def __init__(self, config: TrimKVConfig, width: int | None = None, bias: float = GATE_BIAS):
+    def __init__(self, config: TrimKVConfig, width: int | None = None, bias: float = GATE_BIAS, hidden_layers: int = 1):
         super().__init__(config)
         heads, m = config.num_kv_heads, width or GATE_WIDTH
         first = ("gate_proj", "up_proj") if config.gated else ("linear1",)
         for name in first:
             setattr(self, name, nn.Linear(config.width, m, bias=not config.gated))
-        setattr(self, "down_proj" if config.gated else "linear2", nn.Linear(m, heads, bias=False))
+        if hidden_layers == 2:
+            self.linear2 = nn.Linear(m, m)
+        self._last_name = "down_proj" if config.gated else f"linear{hidden_layers + 1}"
+        setattr(self, self._last_name, nn.Linear(m, heads, bias=False))
         self.bias = nn.Parameter(torch.full((heads,), bias))
         nn.init.zeros_(self._last.weight)
 
@@ -90,11 +98,11 @@ class TrimKVGate(Gate):
     def sizes(cls, tensors):
         """Return the size arguments of a module with these tensors."""
         first = "gate_proj.weight" if "gate_proj.weight" in tensors else "linear1.weight"
-        return {"width": tensors[first].shape[0]}
+        return {"width": tensors[first].shape[0], "hidden_layers": 1 + ("linear3.weight" in tensors)}
 
     @property
     def _last(self) -> nn.Linear:
-        return self.down_proj if self.config.gated else self.linear2
+        return getattr(self, self._last_name)
 
     def forward(self, seen: Signals) -> torch.Tensor:
         """Return the scores ``[.., H]`` float32, at most 0. See :class:`Gate`."""
@@ -106,4 +114,6 @@ class TrimKVGate(Gate):
             inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
         else:
             inner = F.silu(self.linear1(x))
+        if hasattr(self, "linear3"):
+            inner = F.silu(self.linear2(inner))
         return F.logsigmoid(self._last(inner) + self.bias)

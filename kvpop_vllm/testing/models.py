@@ -156,6 +156,7 @@ def write_random_scorer(
     decay_max: float = 0.9999,
     reads: str = "hidden",
     gated: bool = False,
+    hidden_layers: int = 1,
     scale: float = 3.0,
     shifted: bool = False,
     evict: float = 0.0,
@@ -176,6 +177,7 @@ def write_random_scorer(
         features: F; default D / 2 for Hedgehog, D for softmax.
         value_width: Dv; default D; ignored without ``v_proj``.
         mlp_width: M of mlp and trimkv.
+        hidden_layers: hidden layers of trimkv's gate, 2 for that of DBTrimKV.
         decay_step: ``step`` of the decay.
         decay_min: ``min`` of the decay.
         decay_max: ``max`` of the decay.
@@ -204,7 +206,7 @@ def write_random_scorer(
     if scorer in ("trimkv", "dms"):
         config |= {"hidden_size": model["hidden_size"], "reads": reads}
         config |= {"gated": gated} if scorer == "trimkv" else {"scale": scale, "shifted": shifted}
-        sizes["evict"] = evict
+        sizes |= {"evict": evict, "hidden_layers": hidden_layers}
     else:
         config["decay"] = {"step": decay_step, "min": decay_min, "max": decay_max}
     if scorer == "mlstm":
@@ -280,6 +282,9 @@ def _gate_weights(config: dict, sizes: dict, normal: Callable[..., torch.Tensor]
         weights |= {f"{name}_proj.weight": normal(inner, width, std=unit) for name in ("gate", "up")}
         return weights | {"down_proj.weight": normal(heads, inner, std=out)}
     weights |= {"linear1.weight": normal(inner, width, std=unit), "linear1.bias": normal(inner, std=0.5)}
+    if sizes["hidden_layers"] == 2:
+        deep = {"linear2.weight": normal(inner, inner, std=out), "linear2.bias": normal(inner, std=0.5)}
+        return weights | deep | {"linear3.weight": normal(heads, inner, std=out)}
     return weights | {"linear2.weight": normal(heads, inner, std=out)}
 
 

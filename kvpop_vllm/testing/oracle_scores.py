@@ -108,7 +108,11 @@ def _log_beta(
         out = inner @ params["down_proj.weight"].T
     else:
         a = x @ params["linear1.weight"].T + params["linear1.bias"]
-        out = a / (1 + torch.exp(-a)) @ params["linear2.weight"].T
+        last = "linear2.weight"
+        if "linear3.weight" in params:
+            a = a / (1 + torch.exp(-a)) @ params["linear2.weight"].T + params["linear2.bias"]
+            last = "linear3.weight"
+        out = a / (1 + torch.exp(-a)) @ params[last].T
     return -torch.log1p(torch.exp(-(out + params["bias"]))).T
 
 

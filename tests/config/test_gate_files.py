@@ -18,6 +18,7 @@ KINDS = {
     "rg": ("trimkv", {}),
     "rg2": ("trimkv", {"reads": "kv"}),
     "rg3": ("trimkv", {"reads": "kv", "gated": True}),
+    "rg10": ("trimkv", {"hidden_layers": 2}),
     "gated-hidden": ("trimkv", {"gated": True}),
     "dms": ("dms", {}),
     "dms-query": ("dms", {"reads": "query", "shifted": True}),

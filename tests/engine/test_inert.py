@@ -32,7 +32,9 @@ LIGHT = {"kvpop_vllm", "kvpop_vllm.vllm_glue", "kvpop_vllm.vllm_glue.start"} | {
     *(f"kvpop_vllm.vllm_glue.{name}" for name in ("plugin", "ledger", "install")),
     *(
         f"kvpop_vllm.vllm_glue.start.{name}"
-        for name in ("fallback contract flags engine_config refusals backend_choice cuda engine_policy".split())
+        for name in (
+            "fallback contract flags engine_config refusals backend_choice cuda engine_policy published".split()
+        )
     ),
 }
 """Modules of this package that an engine without a policy may import."""

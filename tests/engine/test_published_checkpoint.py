@@ -13,11 +13,13 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from scorers.hub_server import lay_out
 from scorers.spellings import SPELLINGS, write_spelling
+from threads import core_for_each_of_two
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer
-from kvpop_vllm.vllm_glue.start.engine_policy import adopt_published, engine_policy
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 from kvpop_vllm.vllm_glue.start.front_ends import settings_of
+from kvpop_vllm.vllm_glue.start.published import adopt
 
 POLICY = {"policy": "kvpop"}
 
@@ -43,15 +45,30 @@ def logged(monkeypatch) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("name", ["xlstm", "heads"])
+def check_equal(theirs, ours, tolerance: float = 1e-5) -> None:
+    """Check that two engines gave the same tokens, and log-probabilities that differ by rounding."""
+    assert [[token for token, _ in row] for row in theirs] == [[token for token, _ in row] for row in ours]
+    pairs = [(a, b) for x, y in zip(theirs, ours, strict=True) for (_, a), (_, b) in zip(x, y, strict=True)]
+    assert max(abs(a - b) for a, b in pairs) < tolerance
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
 def test_tokens_and_log_probabilities_are_those_of_our_format(spelt, name):
     base, adapter, full = spelt(name)
     theirs = generate(full, POLICY, trust_remote_code=True)
     ours = generate(base, POLICY | {"scorer": str(adapter)})
-    assert [[token for token, _ in row] for row in theirs] == [[token for token, _ in row] for row in ours]
-    pairs = [(a, b) for x, y in zip(theirs, ours, strict=True) for (_, a), (_, b) in zip(x, y, strict=True)]
-    assert max(abs(a - b) for a, b in pairs) < 1e-5
+    check_equal(theirs, ours)
     assert not (full.parent / "trace").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_read_the_scorers_of_their_heads(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", core_for_each_of_two()["VLLM_CPU_OMP_THREADS_BIND"])
+    base, adapter, full = write_spelling(tmp_path, SPELLINGS["heads"], heads=4)
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    theirs = generate(full, POLICY, trust_remote_code=True, **ranks)
+    check_equal(theirs, generate(base, POLICY | {"scorer": str(adapter)}), 1e-3)
+    assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -124,7 +141,7 @@ def test_without_a_policy_another_base_is_left_alone(tmp_path, kind):
     from vllm import EngineArgs
 
     arguments = EngineArgs(model=str(full), trust_remote_code=True)
-    adopt_published(arguments)
+    adopt(arguments, None)
     served = kind == "qwen3_kvpop"
     assert arguments.trust_remote_code != served and bool(arguments.hf_overrides) == served
     assert arguments.load_format == "auto"

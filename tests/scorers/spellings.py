@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from distill.byte_tokenizer import byte_tokenizer
 from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
@@ -25,8 +26,18 @@ CODE = "import pathlib\npathlib.Path({trace!r}).write_text('ran')\n"
 """Body of every Python file in a checkpoint's folder."""
 CODE_FILES = (
     "modeling_qwen3kvpop.py", "configuration_qwen3kvpop.py", "cache_kvpop.py", "check_generation.py", "conftest.py",
-    "custom_generate/generate.py", "__init__.py", "setup.py", "sitecustomize.py",
+    "custom_generate/generate.py", "__init__.py", "setup.py", "sitecustomize.py", "tokenization_qwen3kvpop.py",
+    "processing_qwen3kvpop.py", "image_processing_qwen3kvpop.py", "generation_qwen3kvpop.py",
 )  # fmt: skip
+CODE_CONFIGS = {
+    "tokenizer_config.json": {"AutoTokenizer": ["tokenization_qwen3kvpop.Tokenizer", None]},
+    "processor_config.json": {"AutoProcessor": "processing_qwen3kvpop.Processor"},
+    "preprocessor_config.json": {"AutoImageProcessor": "image_processing_qwen3kvpop.ImageProcessor"},
+    "generation_config.json": {"GenerationConfig": "generation_qwen3kvpop.Config"},
+}
+"""``auto_map`` of each other file than ``config.json`` that may name code."""
+TEMPLATE = "{{% set run = cycler.__init__.__globals__.os.system('touch {trace}') %}}{{{{ messages }}}}"
+"""Chat template that runs a command where nothing forbids it."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -109,7 +120,7 @@ def _fla(i: int, t: Tensors) -> Tensors:
 
 
 def _shared_norm(t: Tensors) -> Tensors:
-    return t | {"norm.weight": t["norm.weight"][:1].expand(HEADS, -1).contiguous()}
+    return t | {"norm.weight": t["norm.weight"][:1].expand(len(t["norm.weight"]), -1).contiguous()}
 
 
 def _stacked_names(i: int, t: Tensors) -> Tensors:
@@ -126,7 +137,7 @@ def _over_layers(tensors: Tensors) -> Tensors:
 
 def _heads(i: int, t: Tensors) -> Tensors:
     names = {}
-    for h in range(HEADS):
+    for h in range(len(t["decay_logit"])):
         of_head = {"query.weight": t["q_proj"][h].T, "key.weight": t["k_proj"][h].T, "value.weight": t["v_proj"][h].T}
         of_head |= {"input_gate.weight": t["igate.weight"][h : h + 1], "input_gate.bias": t["igate.bias"][h : h + 1]}
         of_head |= {"forget_gate.weight": t["fgate.weight"][h : h + 1], "forget_gate.bias": t["fgate.bias"][h : h + 1]}
@@ -149,7 +160,7 @@ def _camel(i: int, t: Tensors) -> Tensors:
 
 
 def _no_score_bias(t: Tensors) -> Tensors:
-    return t | {"out.bias": torch.zeros(HEADS)}
+    return t | {"out.bias": torch.zeros_like(t["out.bias"])}
 
 
 def _fused(i: int, t: Tensors) -> Tensors:
@@ -204,12 +215,13 @@ SPELLINGS = {
 }  # fmt: skip
 
 
-def write_spelling(root: Path, spelling: Spelling) -> tuple[Path, Path, Path]:
+def write_spelling(root: Path, spelling: Spelling, *, heads: int = HEADS, vocab: int = 256) -> tuple[Path, Path, Path]:
     """Write a base model, the same scorer in our format, and a full checkpoint; return the three folders.
 
     The folder of the checkpoint has code, which leaves the file ``trace`` in ``root`` if it runs.
     """
-    base = write_tiny_model(root / "base", "qwen3", layers=LAYERS, q_heads=2 * HEADS, kv_heads=HEADS, head_dim=DIM)
+    sizes = {"layers": LAYERS, "q_heads": 2 * heads, "kv_heads": heads, "head_dim": DIM, "vocab": vocab}
+    base = write_tiny_model(root / "base", "qwen3", **sizes)
     adapter = write_random_scorer(root / "ours", base, "mlstm", **BUDGET, **spelling.values)
     file = adapter / "kvpop_scorer.safetensors"
     values = {name: tensor.to(spelling.dtype).float() for name, tensor in load_file(file).items()}
@@ -235,6 +247,15 @@ def write_code(folder: Path, trace: Path) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(CODE.format(trace=str(trace)))
+
+
+def write_tokenizer(folder: Path, trace: Path) -> None:
+    """Write a tokenizer into a folder, and configs and a chat template that name code or hold some; see `write_code`."""
+    byte_tokenizer(template=None).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.format(trace=trace))
+    for name, auto_map in CODE_CONFIGS.items():
+        content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(content | {"auto_map": auto_map}))
 
 
 def _write_shards(folder: Path, tensors: Tensors, shards: int) -> None:

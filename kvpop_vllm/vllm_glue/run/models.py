@@ -13,9 +13,11 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from kvpop_vllm.scorers import checkpoint, reader
+from kvpop_vllm.scorers import checkpoint
+from kvpop_vllm.scorers.published_checkpoint import MODEL_NAMES
 from kvpop_vllm.vllm_glue.run.gated_attention import prepare
-from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, is_published, policy_from_checkpoint, requested
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, policy_from_checkpoint, requested
+from kvpop_vllm.vllm_glue.start.published import serves_published
 
 _DMS_PROJECTION = ".self_attn.dms_proj_alpha"
 """Substring of the names of a DMS model's eviction projections and of their norms."""
@@ -48,7 +50,7 @@ class _CarriesScorers:
         Raises:
             ConfigError: a scorer tensor is missing or has a wrong name, shape or value.
         """
-        published = is_published(self._engine_config)
+        published = serves_published(self._engine_config)
         policy, source = policy_from_checkpoint(self._engine_config), self._engine_config.model_config.model
         scorers: dict[str, torch.Tensor | None] = {}
 
@@ -56,7 +58,7 @@ class _CarriesScorers:
             for name, tensor in weights:
                 if _DMS_PROJECTION in name and requested(self._engine_config):
                     continue  # imported into a scorer folder by kvpop import
-                if published and not reader.MODEL_NAMES.match(name):
+                if published and not MODEL_NAMES.match(name):
                     continue  # read from the folder by the policy
                 if checkpoint.looks_like_scorer(name):
                     scorers[name] = tensor.clone() if policy else None  # a loader may reuse its buffers

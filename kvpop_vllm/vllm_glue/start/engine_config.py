@@ -10,15 +10,13 @@ from vllm.logger import init_logger
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, check_spelling
 from kvpop_vllm.hub import local_folder
-from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, refusals
+from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, published, refusals
 from kvpop_vllm.vllm_glue.start.engine_policy import (
-    adopt_published,
     check_checkpoint,
     checkpoint_section,
     choose_model_class,
     describe,
     engine_policy,
-    is_published,
     requested,
 )
 
@@ -29,9 +27,10 @@ def create_engine_config(install, original, self, *args, **kwargs):
     """Wrap the making of a config from engine arguments."""
     with fallback.one_line_errors():
         check_spelling(self.additional_config)
-        adopt_published(self)
-        if requested(self):
-            vllm_config = _config_with_policy(original, self, *args, **kwargs)
+        settings, policy_class = _requested_policy(self)
+        published.adopt(self, policy_class)
+        if settings is not None:
+            vllm_config = _config_with_policy(original, settings, policy_class, self, *args, **kwargs)
             install(engine_policy(vllm_config))
         else:
             vllm_config = original(self, *args, **kwargs)
@@ -43,12 +42,18 @@ def create_engine_config(install, original, self, *args, **kwargs):
     return vllm_config
 
 
-def _config_with_policy(original, engine_args, *args, **kwargs):
+def _requested_policy(engine_args):
+    """Return the settings and the class of the policy that is asked for, a pair of None without one."""
+    if not requested(engine_args):
+        return None, None
     from kvpop_vllm import policies
 
     contract.check_imports(Path(vllm.__file__).parent)
     settings = policies.parse_settings(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
-    cls = policies.get(settings.policy)
+    return settings, policies.get(settings.policy)
+
+
+def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
     refusals.check_arguments(engine_args)
     if settings.scorer is not None and cls.scorer_kind is not None:  # all processes read the same snapshot
         additional, folder = engine_args.additional_config, str(local_folder(settings.scorer))
@@ -79,9 +84,7 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
     lines = describe(vllm_config)
-    if policy.scorer_kind is not None and settings.scorer is None and is_published(vllm_config):
-        from kvpop_vllm.vllm_glue.start import published
-
+    if policy.scorer_kind is not None and settings.scorer is None and published.serves_published(vllm_config):
         lines += published.describe(vllm_config, settings.map)
     for line in lines:
         logger.info("%s", line)
@@ -100,5 +103,5 @@ def _log_unused_scorers(vllm_config, why: str) -> None:
     """Log one line if the model is a full checkpoint."""
     if vllm_config.model_config is None:
         return
-    if is_published(vllm_config) or checkpoint_section(vllm_config) is not None:
+    if published.serves_published(vllm_config) or checkpoint_section(vllm_config) is not None:
         logger.info("the checkpoint carries KVpop scorers, which are not used %s", why)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import struct
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -12,7 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, AUTO, ConfigError
-from kvpop_vllm.supported import ARCHITECTURES, FULL, STOCK_ARCHITECTURES, published_base
+from kvpop_vllm.supported import ARCHITECTURES, FULL, STOCK_ARCHITECTURES
+from kvpop_vllm.vllm_glue.start import published
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,59 +78,6 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             " too small"
         )
     return lines
-
-
-def adopt_published(engine_args: EngineArgs) -> None:
-    """Have a full checkpoint of other authors served as its base model, without its code.
-
-    Any other model is left alone, and without a policy also a checkpoint whose base is not served.
-
-    Raises:
-        ConfigError: its base is not served, its tokenizer exists only as code, or its config cannot be read and its code
-            would run.
-    """
-    config = _config_json(engine_args)
-    if not isinstance(config, dict) or (base := published_base(config)) is None:
-        return
-    if base not in ARCHITECTURES and not requested(engine_args):
-        return
-    from kvpop_vllm import model_types
-    from kvpop_vllm.model_shape import check_base
-    from kvpop_vllm.vllm_glue.start import published
-
-    check_base(base, engine_args.model)
-    model_types.register_published(config)
-    published.adopt(engine_args, config, base)
-
-
-def _config_json(engine_args: EngineArgs) -> object:
-    """Return the contents of a model's config as transformers will read it, None where it cannot.
-
-    Raises:
-        ConfigError: it cannot be read, and a policy and ``--trust-remote-code`` are asked for.
-    """
-    from huggingface_hub import constants
-    from transformers import PretrainedConfig
-
-    name = os.fspath(engine_args.hf_config_path or engine_args.model)
-    if os.path.isfile(name) and not name.endswith(".json"):  # weights of a format without code, such as GGUF
-        return None
-    options = {"revision": engine_args.revision, "token": engine_args.hf_token}
-    try:
-        return PretrainedConfig.get_config_dict(name, local_files_only=constants.HF_HUB_OFFLINE, **options)[0]
-    except Exception as error:  # vLLM says what is wrong with the model
-        if not requested(engine_args) or not engine_args.trust_remote_code:
-            return None
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{name}: config.json cannot be read ({reason}), so that it may be a checkpoint whose code must not run: leave"
-            " --trust-remote-code out, or give a folder"
-        ) from None
-
-
-def is_published(vllm_config: VllmConfig) -> bool:
-    """Return whether an engine's model is a full checkpoint of other authors."""
-    return getattr(vllm_config.model_config.hf_config, "kvpop_published", None) is not None
 
 
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
@@ -232,11 +179,9 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
     shape, on_gpu = ModelShape.of_engine(model), vllm_config.device_config.device_type != "cpu"
     if cls.scorer_kind is None:
         return cls(settings, shape, server_budget_only=on_gpu)
-    if settings.scorer is None and is_published(vllm_config):
-        from kvpop_vllm.vllm_glue.start import published
-
+    if settings.scorer is None and published.serves_published(vllm_config):
         of_checkpoint = dataclasses.replace(settings, scorer=published.folder_of(vllm_config))
         return cls(of_checkpoint, shape, server_budget_only=on_gpu)
-    section = None if is_published(vllm_config) else checkpoint_section(vllm_config)
+    section = None if published.serves_published(vllm_config) else checkpoint_section(vllm_config)
     checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
     return cls(settings, shape, checkpoint=checkpoint, server_budget_only=on_gpu)

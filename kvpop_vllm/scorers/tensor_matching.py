@@ -1,4 +1,4 @@
-"""Readings of a published mLSTM scorer: the tensor, the order of its axes and the slice of every piece of the formula.
+"""Matching of a published scorer's tensors: the tensor, the order of its axes and the slice of every piece of the formula.
 
 Published checkpoints name, stack and transpose the pieces of one formula (KVpop, appendix E) in ways of their own. A
 piece is matched by its shape and by hints in its name. All readings that fit are listed, and callers serve a
