@@ -1,4 +1,4 @@
-"""``kvpop import``: convert gates published by the authors of TRIM-KV and DMS to a scorer folder.
+"""``kvpop import``: convert gates published by the authors of TRIM-KV, DMS and KVzap to a scorer folder.
 
 TRIM-KV: a folder with ``config.json`` (``retention_gate``: rg, rg2 or rg3; ``memory_size``: M) and the gates
 alone, in ``trimkv_weights.safetensors`` or ``trimkv_weights.pth``. It is served with the base model.
@@ -6,6 +6,8 @@ alone, in ``trimkv_weights.safetensors`` or ``trimkv_weights.pth``. It is served
 DMS: a whole model with ``dms_*`` keys in its ``config.json``. It is served itself, with the scorer folder.
 Its separate projections read the residual stream through a norm of their own, which is folded into them: both
 norms divide by the same root mean square.
+
+KVzap: a folder of its gates (:mod:`kvpop_vllm.scorers.kvzap_folder`), which policies also read as it is.
 
 KVpop: a full checkpoint (:mod:`kvpop_vllm.scorers.reader`). Only its scorer is taken over, for the same base weights.
 
@@ -26,15 +28,17 @@ from safetensors.torch import load_file
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.hub import FILES, PICKLES, local_folder
 from kvpop_vllm.model_shape import folder_sizes
-from kvpop_vllm.scorers import ScorerConfig, make_config
+from kvpop_vllm.scorers import ScorerConfig, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import (
     CONFIG_NAME,
     check_tensors,
     full_checkpoint_name,
+    read_scorer,
     read_tensors,
     split_layers,
     write_scorer,
 )
+from kvpop_vllm.scorers.kvzap_folder import is_kvzap
 from kvpop_vllm.scorers.reader import is_published, load, open_checkpoint, reading_of
 from kvpop_vllm.tensor_files import reading, unpickled
 
@@ -57,9 +61,9 @@ def import_gates(
         source: published folder, or its name on the hub.
         out: folder to write.
         map_file: how to read the scorer of a full checkpoint of KVpop (``kvpop inspect-checkpoint``).
-        sinks: s; default 0 for TRIM-KV, 1 for DMS.
-        window: w; default 1 for TRIM-KV, the published window for DMS.
-        topk: k; default ``M - 1`` for TRIM-KV, required for DMS.
+        sinks: s; default 0 for TRIM-KV, 1 for DMS, 4 for KVzap.
+        window: w; default 1 for TRIM-KV, the published window for DMS, 128 for KVzap.
+        topk: k; default ``M - 1`` for TRIM-KV, required for DMS, for KVzap that of B = 4,096.
 
     Raises:
         ConfigError: the format is unknown, something is missing or damaged, or k is missing for DMS.
@@ -71,6 +75,8 @@ def import_gates(
         return _full(source, out, map_file, sinks, window, topk)
     if map_file is not None:
         raise ConfigError(f"--map is for full checkpoints of KVpop, and {source} is none: leave it out")
+    if is_kvzap(source):
+        return _kvzap(source, out, sinks, window, topk)
     shape = folder_sizes(source)
     raw = json.loads((source / "config.json").read_text())
     if "retention_gate" in raw:
@@ -79,7 +85,7 @@ def import_gates(
         config, layers = _dms(source, raw, shape, sinks, window, topk)
     else:
         raise ConfigError(
-            f"{source}: config.json has neither retention_gate (TRIM-KV) nor dms_alpha_scale (DMS): give a folder of one of them"
+            f"{source}: config.json has neither retention_gate (TRIM-KV) nor dms_alpha_scale (DMS), nor is its model_type kvzap: give a folder of one of them"
         )
     check_tensors(config, layers, str(source))
     write_scorer(out, config, layers)
@@ -93,6 +99,16 @@ def _full(source: Path, out, map_file, sinks, window, topk) -> ScorerConfig:
     options = {"sinks": sinks, "window": window, "topk": topk}
     budget = theirs.budget | {name: number for name, number in options.items() if number is not None}
     config, layers = load(checkpoint, dataclasses.replace(theirs, budget=budget))
+    write_scorer(out, config, layers)
+    return config
+
+
+def _kvzap(source: Path, out, sinks, window, topk) -> ScorerConfig:
+    """Write gates of KVzap as a scorer folder, and return its config."""
+    config, layers = read_scorer(source)
+    options = {"sinks": sinks, "window": window, "topk": topk}
+    content = config.to_json() | {name: number for name, number in options.items() if number is not None}
+    config = parse_config(content, str(source))
     write_scorer(out, config, layers)
     return config
 
