@@ -158,9 +158,9 @@ def _checked(setting: Setting, value: object) -> object:
         raise ConfigError(f"{setting.flag} must be true or false, got {value!r}")
     if setting.kind is str and not isinstance(value, str):
         raise ConfigError(f"{setting.flag} must be a folder name, got {value!r}")
-    least = -math.inf if setting.least is None else setting.least
-    if setting.kind is float and not (number and least <= value < math.inf and value > -math.inf):
-        bound = "" if setting.least is None else f" of at least {setting.least}"
+    bounded = setting.least is not None
+    if setting.kind is float and not (number and math.isfinite(value) and (not bounded or value >= setting.least)):
+        bound = f" of at least {setting.least}" if bounded else ""
         raise ConfigError(f"{setting.flag} must be a number{bound}, got {value!r}")
     if setting.kind is int and not (number and isinstance(value, int) and value >= setting.least):
         raise ConfigError(f"{setting.flag} must be an integer of at least {setting.least}, got {value!r}")

@@ -719,12 +719,12 @@ def test_gates_of_engines(configure, folder, llama, tmp_path):
 
 @pytest.mark.parametrize("policy", ["streaming-llm", "h2o", "trimkv", "kvpop"])
 def test_a_threshold_of_a_policy_without(configure, llama, tmp_path, policy):
-    given = {"policy": policy, "threshold": 0.5}
+    settings = {"policy": policy, "threshold": 0.5}
     if policy in ("trimkv", "kvpop"):
-        given["scorer"] = str(write_random_scorer(tmp_path, llama, {"kvpop": "mlstm"}.get(policy, policy)))
+        settings["scorer"] = str(write_random_scorer(tmp_path, llama, {"kvpop": "mlstm"}.get(policy, policy)))
     else:
-        given["budget"] = 64
-    message = refusal(configure, llama, given)
+        settings["budget"] = 64
+    message = refusal(configure, llama, settings)
     assert message == f"--kv-policy {policy} has no threshold: leave --kv-threshold out"
 
 

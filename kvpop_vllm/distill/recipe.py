@@ -303,7 +303,7 @@ class Recipe:
         """Return the first of the fields ``given`` that has no effect in this recipe and why, or None."""
         base, scorers, phase = self.trains_base, self.phase == "sparsify", self.phase
         kl = self.distils and phase != "uptrain" and self.kl > 0
-        given = [name for name in given if not self.regresses or name not in _OF_REGRESSION.split()]
+        in_effect = _OF_REGRESSION.split() if self.regresses else ()
         reasons = (
             (
                 not self.trains_gates_alone,
@@ -341,7 +341,8 @@ class Recipe:
             (kl, "is about the KL to a teacher, and there is none", "kl_top"),
         )
         for applies, why, names in reasons:
-            if not applies and (found := next((name for name in given if name in names.split()), None)):
+            without = (name for name in given if name in names.split() and name not in in_effect)
+            if not applies and (found := next(without, None)):
                 return found, why
         return None
 

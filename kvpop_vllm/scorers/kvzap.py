@@ -82,7 +82,7 @@ class KVzapGate(Gate):
         """Return the size arguments of a module with these tensors."""
         return {"width": tensors["fc1.weight"].shape[0]} if "fc1.weight" in tensors else {}
 
-    def forward(self, seen: Signals) -> torch.Tensor:
+    def forward(self, signals: Signals) -> torch.Tensor:
         """Return the scores ``[.., H]`` float32. See :class:`Gate`."""
-        x = seen.hidden.float()
+        x = signals.hidden.float()
         return F.linear(x, self.weight, self.bias) if self.config.linear else self.fc2(F.gelu(self.fc1(x)))

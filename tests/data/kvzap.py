@@ -25,7 +25,7 @@ FOLDERS = {"mlp": (16, torch.float32), "linear": (None, torch.bfloat16)}
 def main():
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, TOKENS, WIDTH, generator=draw)
-    found = {"hidden": hidden}
+    content = {"hidden": hidden}
     for name, (inner, dtype) in FOLDERS.items():
         model = KVzapModel(KVzapConfig(input_dim=WIDTH, output_dim=HEADS, hidden_dim=inner, n_modules=LAYERS))
         for tensor in model.parameters():
@@ -36,8 +36,8 @@ def main():
         press.kvzap_model = KVzapModel.from_pretrained(OUT / name)
         layers = [SimpleNamespace(layer_idx=i) for i in range(LAYERS)]
         scores = [press.score(layer, hidden, None, None, None, {})[0] for layer in layers]
-        found[f"{name} scores"] = torch.stack(scores).contiguous()
-    save_file(found, OUT / "scores.safetensors", metadata={"kvpress": version("kvpress")})
+        content[f"{name} scores"] = torch.stack(scores).contiguous()
+    save_file(content, OUT / "scores.safetensors", metadata={"kvpress": version("kvpress")})
 
 
 if __name__ == "__main__":

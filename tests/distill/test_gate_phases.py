@@ -6,6 +6,7 @@ import pytest
 from distill.typed import distill
 from engine.driving import Job, one_thread, watched
 from engine.judge import Judge
+from hf.prompts import distinct
 
 from kvpop_vllm.model_shape import borrows_channel
 from kvpop_vllm.scorers.checkpoint import read_scorer
@@ -23,6 +24,8 @@ RECIPES = {
     "kvzap": KVZAP,
     "kvzap-linear": [*KVZAP[:-3], "--gate-linear", "--lr-new=2e-2", "--steps=25"],
 }
+JOBS = {"kvzap": [Job(prompt=distinct(length), new=8) for length in (1, 31, 90, 150)]}
+"""Equal tokens of a first layer have equal scores: prompts have none, and answers fit into the window."""
 
 
 def mean(steps, name):
@@ -55,13 +58,13 @@ def test_gates_are_trained_written_and_served(kvpop, folder, name):
     config, layers = read_scorer(folder / name)
     reads = {"trimkv-kv": "kv", "dms-query": "query"}.get(name, "hidden")
     assert (config.scorer, config.reads) == (name.partition("-")[0], reads)
-    kept = {"dms": (1, 8, 23), "kvzap": (4, 8, 23)}.get(config.scorer, (0, 1, 23))
-    assert (config.sinks, config.window, config.topk) == kept
+    roles = {"dms": (1, 8, 23), "kvzap": (4, 8, 23), "trimkv": (0, 1, 23)}[config.scorer]
+    assert (config.sinks, config.window, config.topk) == roles
     assert all(t.abs().max() > 0 for own in layers for t in own.values()), "a tensor was not trained"
 
     judge = Judge(str(model), OraclePolicy.from_scorer(folder / name))
     with watched(model, {"policy": config.scorer, "scorer": str(folder / name)}, judge) as engine:
         for chunk in (7, None):
             engine.chunk(chunk)
-            engine.check(engine.serve([Job(1, new=60), Job(31), Job(90), Job(150)]))
+            engine.check(engine.serve(JOBS.get(config.scorer, [Job(1, new=60), Job(31), Job(90), Job(150)])))
     assert judge.decisions > 200

@@ -151,7 +151,7 @@ def policy(name: str, folder: str | None, allocator: str, correction: str) -> po
     asked = {"sinks": row.sinks, "window": row.window} if row.asked else {}
     asked |= {"correction": correction} | shared_by(allocator, folder if row.calibrated else None)
     if row.learned:
-        asked |= {"scorer": folder} | row.early
+        asked.update(row.early, scorer=folder)
     if not row.keeps_all:
         asked["budget"] = BUDGET
     return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | asked), MODEL)

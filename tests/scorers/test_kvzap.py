@@ -48,23 +48,23 @@ def policy(scorer, **settings):
 
 
 def test_scores_are_those_of_kvpress(kind):
-    own, theirs, hidden = policy(DATA / kind), SCORES[f"{kind} scores"], SCORES["hidden"]
+    resolved, theirs, hidden = policy(DATA / kind), SCORES[f"{kind} scores"], SCORES["hidden"]
     with safe_open(DATA / "scores.safetensors", "pt") as file:
         assert file.metadata()["kvpress"] == "0.5.5"
     assert theirs.std() > 0.5
     for layer in range(2):
-        scores = own.gate(layer, slice(0, 2))(Signals(hidden))
+        scores = resolved.gate(layer, slice(0, 2))(Signals(hidden))
         torch.testing.assert_close(scores[0].T, theirs[layer], rtol=1e-5, atol=1e-5)
 
 
 def test_budget_and_window_are_defaults_or_flags(kind):
-    kept = policy(DATA / kind).retention
-    assert (kept.budget, kept.sinks, kept.window) == (4096, 4, 128)
-    kept = policy(DATA / kind, budget=1000, sinks=0, window=64).retention
-    assert (kept.budget, kept.sinks, kept.window) == (1000, 0, 64)
+    roles = policy(DATA / kind).retention
+    assert (roles.budget, roles.sinks, roles.window) == (4096, 4, 128)
+    roles = policy(DATA / kind, budget=1000, sinks=0, window=64).retention
+    assert (roles.budget, roles.sinks, roles.window) == (1000, 0, 64)
     assert policy(DATA / kind).layer_rule(0, slice(0, 2)).threshold is None
-    own = policy(DATA / kind, threshold=-4)
-    assert own.layer_rule(0, slice(0, 2)).threshold == -4 and own.drops_early
+    early = policy(DATA / kind, threshold=-4)
+    assert early.layer_rule(0, slice(0, 2)).threshold == -4 and early.drops_early
     with pytest.raises(ConfigError, match="a budget of 132 is too small for 4 sinks . window 128 . 1: raise"):
         policy(DATA / kind, budget=132)
 
@@ -87,10 +87,10 @@ def test_import_writes_what_the_oracle_reads(kind, tmp_path, capsys):
     hidden, theirs = SCORES["hidden"][0].double(), SCORES[f"{kind} scores"]
     keys = torch.zeros(2, len(hidden), 32, dtype=torch.float64)
     for layer in range(2):
-        found = raw_scores(read_by_the_oracle(out), layer, keys, keys, 32, hidden)
-        torch.testing.assert_close(found.float(), theirs[layer], rtol=1e-5, atol=1e-5)
-    kept = policy(out).retention
-    assert (kept.budget, kept.window) == (96, 32)
+        scores = raw_scores(read_by_the_oracle(out), layer, keys, keys, 32, hidden)
+        torch.testing.assert_close(scores.float(), theirs[layer], rtol=1e-5, atol=1e-5)
+    roles = policy(out).retention
+    assert (roles.budget, roles.window) == (96, 32)
 
 
 def test_shards(kind, published):
@@ -100,8 +100,8 @@ def test_shards(kind, published):
         mine = {name: tensor for name, tensor in tensors.items() if name.startswith(f"layers.{i}.")}
         save_file(mine, published / f"model-0000{i + 1}-of-00002.safetensors")
     file.unlink()
-    for own, expected in zip(read_scorer(published)[1], read_scorer(DATA / kind)[1], strict=True):
-        assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
+    for layer, expected in zip(read_scorer(published)[1], read_scorer(DATA / kind)[1], strict=True):
+        assert layer.keys() == expected.keys() and all(torch.equal(layer[name], expected[name]) for name in layer)
 
 
 @pytest.mark.parametrize(
