@@ -123,9 +123,9 @@ def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig
     if is_full_checkpoint(path):
         path = path / MODEL_CONFIG
         return parse_config(read_json(path, "write the model again")[SECTION], f"{path}, section {SECTION}")
-    if is_kvzap(path):
-        return read_kvzap_config(path)
     if not (path / CONFIG_NAME).is_file():
+        if is_kvzap(path):
+            return read_kvzap_config(path)
         raise ConfigError(
             f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop init-scorer'"
         )
@@ -167,7 +167,7 @@ def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[Scorer
     config = read_config(path, map_file)
     if is_full_checkpoint(path):
         return config, layers_of(config, read_tensors(path, looks_like_scorer), str(path))
-    if is_kvzap(path):
+    if not (path / CONFIG_NAME).is_file():  # published gates of KVzap
         tensors = read_kvzap_tensors(path)
     else:
         path = path / TENSORS_NAME
@@ -185,7 +185,7 @@ def files_of(folder: str | Path) -> tuple:
     path = local_folder(folder)
     if is_published_scorer(path):  # its weights are too many to be read for this
         return path, *(name for name in (MODEL_CONFIG, INDEX) if (path / name).is_file())
-    if is_full_checkpoint(path) or is_kvzap(path):
+    if not (path / CONFIG_NAME).is_file():  # a full checkpoint, or published gates of KVzap
         return path, MODEL_CONFIG, *sorted(file.name for file in path.glob("*.safetensors"))
     return path, CONFIG_NAME, TENSORS_NAME
 

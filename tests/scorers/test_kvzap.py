@@ -93,6 +93,11 @@ def test_import_writes_what_the_oracle_reads(kind, tmp_path, capsys):
     assert (roles.budget, roles.window) == (96, 32)
 
 
+def test_an_imported_scorer_goes_before_the_published_one(published):
+    assert main(["import", str(published), str(published), "--topk", "60"]) == 0
+    assert policy(published).retention.budget == 192
+
+
 def test_shards(kind, published):
     (file,) = published.glob("*.safetensors")
     tensors = load_file(file)
