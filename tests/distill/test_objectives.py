@@ -78,7 +78,7 @@ def test_regression_token_by_token(layer, groups):
         for t in range(2, S - WINDOW):
             masses = [float(weights[h, g, t + WINDOW :, t].sum()) / (S - WINDOW - t) for g in range(2)]
             targets[h, t] = math.log((max(masses) if groups == "max" else sum(masses) / 2) + 1e-8)
-            errors[h, t] = float(scores[0, t, h]) - targets[h, t]
+            errors[h, t] = float(scores.detach()[0, t, h]) - targets[h, t]
     loss, parts = attend.loss()
     mean = sum(error**2 for error in errors.values()) / len(errors)
     assert float(loss.detach()) == pytest.approx(mean, rel=1e-3)

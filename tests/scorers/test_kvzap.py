@@ -135,9 +135,7 @@ def test_wrong_configs(published, changes, message):
 
 def test_config_and_tensors_that_disagree(published, kind):
     edit(published, hidden_dim=17 if kind == "mlp" else 16)
-    wrong = (
-        "layers.0.fc1.weight has 16 rows and hidden_dim is 17" if kind == "mlp" else "layers.0.weight does not belong"
-    )
+    wrong = "layers.0.fc1.weight has 16 rows and hidden_dim is 17" if kind == "mlp" else "layers.0.bias does not belong"
     with pytest.raises(ConfigError, match=wrong):
         read_scorer(published)
 
