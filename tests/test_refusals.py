@@ -85,7 +85,7 @@ SETTINGS = [
     *(
         (
             {key: 1},
-            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, map, calibration, "
+            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, threshold, scorer, map, calibration, "
             "correction, allocator, protect_prompt, max_budget, max_protect, reserve, inspect, cartridge",
         )
         for key in ("bugdet", "decide_every")
