@@ -162,7 +162,7 @@ def add_init(commands: Commands) -> None:
     command = add_command(commands, "init-scorer", "write an untrained scorer for MODEL into DIR", init_scorer)
     command.add_argument("model", metavar="MODEL", help="folder of the base model")
     command.add_argument("directory", metavar="DIR", help="folder to write")
-    kinds = "mlstm (default), mlp, linear, trimkv or dms"
+    kinds = "mlstm (default), mlp, linear, trimkv, dms or kvzap"
     command.add_argument("--scorer", metavar="KIND", default="mlstm", help=kinds)
     add_setting(command, "sinks", "first tokens always kept (default 4)", default=4)
     add_setting(command, "window", "latest tokens always kept (default 256)", default=256)
@@ -173,7 +173,7 @@ def add_init(commands: Commands) -> None:
 def add_import(commands: Commands) -> None:
     """Add ``kvpop import``."""
     purpose = (
-        "write a published checkpoint into DIR: the gates of TRIM-KV or DMS, or KVpop's scorer, as a scorer folder, a cartridge as"
+        "write a published checkpoint into DIR: the gates of TRIM-KV, DMS or KVzap, or KVpop's scorer, as a scorer folder, a cartridge as"
         " one of ours"
     )
     command = add_command(commands, "import", purpose, import_published)
@@ -185,9 +185,9 @@ def add_import(commands: Commands) -> None:
     command.add_argument("directory", metavar="DIR", help="folder to write")
     command.add_argument("--model", metavar="MODEL", help="folder of a cartridge's base model")
     command.add_argument("--map", metavar="FILE", help="how to read a KVpop checkpoint (kvpop inspect-checkpoint)")
-    add_setting(command, "sinks", "first tokens always kept (default: TRIM-KV and FastDMS 0, DMS 1)")
-    add_setting(command, "window", "latest tokens always kept (default: TRIM-KV 1, DMS its own)")
-    help_of_topk = "long-range tokens per KV head (default: TRIM-KV its memory size)"
+    add_setting(command, "sinks", "first tokens always kept (default: TRIM-KV and FastDMS 0, DMS 1, KVzap 4)")
+    add_setting(command, "window", "latest tokens always kept (default: TRIM-KV 1, DMS its own, KVzap 128)")
+    help_of_topk = "long-range tokens per KV head (default: TRIM-KV its memory size, KVzap 3964)"
     command.add_argument("--topk", type=positive, help=help_of_topk)
 
 

@@ -83,6 +83,7 @@ class PolicySettings:
         compression: c with ``B = max-model-len / c``.
         sinks: s.
         window: w.
+        threshold: gate score below which a token is evicted when it leaves the window, even if slots are free.
         scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
         map: file of ``kvpop inspect-checkpoint`` that says how to read a full checkpoint of other authors.
         calibration: folder of ``kvpop calibrate``, or a JSON file with the shares of all heads.
@@ -102,6 +103,7 @@ class PolicySettings:
     compression: float | None = None
     sinks: int | None = None
     window: int | None = None
+    threshold: float | None = None
     scorer: str | None = None
     map: str | None = None
     calibration: str | None = None
@@ -156,8 +158,10 @@ def _checked(setting: Setting, value: object) -> object:
         raise ConfigError(f"{setting.flag} must be true or false, got {value!r}")
     if setting.kind is str and not isinstance(value, str):
         raise ConfigError(f"{setting.flag} must be a folder name, got {value!r}")
-    if setting.kind is float and not (number and 1 <= value < math.inf):
-        raise ConfigError(f"{setting.flag} must be a number of at least 1, got {value!r}")
+    bounded = setting.least is not None
+    if setting.kind is float and not (number and math.isfinite(value) and (not bounded or value >= setting.least)):
+        bound = f" of at least {setting.least}" if bounded else ""
+        raise ConfigError(f"{setting.flag} must be a number{bound}, got {value!r}")
     if setting.kind is int and not (number and isinstance(value, int) and value >= setting.least):
         raise ConfigError(f"{setting.flag} must be an integer of at least {setting.least}, got {value!r}")
     if setting.kind is int and value > MAX_BUDGET:

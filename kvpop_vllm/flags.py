@@ -24,7 +24,7 @@ class Setting:
         meaning: one line of help.
         default: what holds where it is not given, as the help says it.
         detail: what the help adds to the meaning, beginning with ": " or "; ".
-        least: smallest integer.
+        least: smallest number; None if any finite number will do.
         choices: allowed strings.
         files_go_to: flag that takes files of this kind, if a file was once allowed instead of a choice.
         protects: True for a number of protected prompt tokens, or ``all``.
@@ -37,7 +37,7 @@ class Setting:
     meaning: str
     default: str = ""
     detail: str = ""
-    least: int = 1
+    least: int | None = 1
     choices: tuple[str, ...] = ()
     files_go_to: str = ""
     protects: bool = False
@@ -73,6 +73,10 @@ SETTINGS = (
     Setting(
         "window", int, "W", "Most recent tokens that are always kept",
         "what the scorer was trained with at this budget, or the policy's own",
+    ),
+    Setting(
+        "threshold", float, "X", "Score of a gate below which a token is evicted when it leaves the window, even if slots are free",
+        "0 for dms, none for kvzap", "; other policies have none", least=None,
     ),
     Setting(
         "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors, or its name on the hub",

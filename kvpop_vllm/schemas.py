@@ -21,6 +21,12 @@ def integer(low: int, high: int = MAX_BUDGET) -> Rule:
     return lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}"
 
 
+def optional(rule: Rule) -> Rule:
+    """Return the rule of values that may also be null."""
+    fits, words = rule
+    return lambda value: value is None or fits(value), f"{words}, or null"
+
+
 def one_of(choices: Iterable[str]) -> Rule:
     """Return the rule of strings among ``choices``."""
     choices = tuple(choices)

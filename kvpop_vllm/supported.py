@@ -53,7 +53,7 @@ FULL_CHECKPOINT_SUFFIX = "_kvpop"
 ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
 """Architecture of the full checkpoint, by base model type; also the name of its class in the vLLM glue.
 
-Only these models hand over what the gates of ``trimkv`` and ``dms`` read.
+Only these models hand over what the gates of ``trimkv``, ``dms`` and ``kvzap`` read.
 """
 
 STOCK_ARCHITECTURES = {name.replace("KVpop", ""): name for name in ARCHITECTURES.values()}

@@ -63,6 +63,10 @@ SETTINGS = [
     ),
     ({"cartridge": ["a=b", "a=c"]}, "--kv-cartridge names 'a' twice: give each cartridge a name of its own"),
     *(({"window": x}, f"--kv-window must be an integer of at least 1, got {x!r}") for x in (0, False)),
+    *(
+        ({"threshold": x}, f"--kv-threshold must be a number, got {x!r}")
+        for x in (NAN, float("inf"), -float("inf"), "0", True)
+    ),
     *(({n: MANY}, f"--kv-{n} {MANY} is more than {2**24} tokens: lower it") for n in ("budget", "sinks", "window")),
     *(
         ({"compression": x}, f"--kv-compression must be a number of at least 1, got {x!r}")
@@ -81,7 +85,7 @@ SETTINGS = [
     *(
         (
             {key: 1},
-            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, map, calibration, "
+            f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, threshold, scorer, map, calibration, "
             "correction, allocator, protect_prompt, max_budget, max_protect, reserve, inspect, cartridge",
         )
         for key in ("bugdet", "decide_every")
@@ -320,6 +324,11 @@ GATES = [
     ("trimkv", {}, {"reads": "kv"}, "tensor layers.0.linear1.weight has shape (16, 64), expected (16, 128)"),
     ("trimkv", {}, {"gated": True}, "tensor layers.0.linear1.bias does not belong to this trimkv scorer"),
     ("dms", {"reads": "query", "shifted": True}, {"reads": "hidden"}, "tensor layers.0.weight is missing"),
+    ("kvzap", {}, {"reads": "kv"}, "reads must be one of hidden, got 'kv'"),
+    ("kvzap", {}, {"linear": 1}, "linear must be true or false, got 1"),
+    ("kvzap", {}, {"model_type": 3}, "model_type must be a string, or null, got 3"),
+    ("kvzap", {}, {"hidden_size": 65}, "tensor layers.0.fc1.weight has shape (16, 64), expected (16, 65)"),
+    ("kvzap", {}, {"linear": True}, "tensor layers.0.fc1.bias does not belong to this kvzap scorer"),
     ("mlstm", {"norm": True}, {"norm": False}, "layers.0.norm.weight does not belong"),
 ]
 
@@ -688,9 +697,9 @@ def test_scorers_of_engines(configure, folder, llama, tmp_path):
 
 
 def test_gates_of_engines(configure, folder, llama, tmp_path):
-    """Models that do not hand over what a gate reads are refused, and windows that are too narrow for DMS."""
+    """Models that do not hand over what a gate reads are refused, and windows that are too narrow for a threshold."""
     qwen2 = folder("qwen2", text("Qwen2ForCausalLM", "qwen2"))
-    for name in ("trimkv", "dms"):
+    for name in ("trimkv", "dms", "kvzap"):
         scorer = write_random_scorer(tmp_path / name, qwen2, name)
         message = refusal(configure, qwen2, {"policy": name, "scorer": str(scorer)})
         assert "hidden states" in message and "Qwen2ForCausalLM does not hand over" in message
@@ -701,6 +710,22 @@ def test_gates_of_engines(configure, folder, llama, tmp_path):
         scorer = write_random_scorer(tmp_path / f"own-{shifted}", llama, "dms", shifted=shifted)
         message = refusal(configure, llama, {"policy": "dms", "scorer": str(scorer), "window": 1})
         assert message == "--kv-policy dms needs a window of two tokens: set --kv-window to at least 2"
+    scorer = write_random_scorer(tmp_path / "early", llama, "kvzap")
+    early = {"policy": "kvzap", "scorer": str(scorer), "window": 1}
+    configure(llama, early)
+    message = refusal(configure, llama, early | {"threshold": -4})
+    assert message == "--kv-policy kvzap needs a window of two tokens: set --kv-window to at least 2"
+
+
+@pytest.mark.parametrize("policy", ["streaming-llm", "h2o", "trimkv", "kvpop"])
+def test_a_threshold_of_a_policy_without(configure, llama, tmp_path, policy):
+    settings = {"policy": policy, "threshold": 0.5}
+    if policy in ("trimkv", "kvpop"):
+        settings["scorer"] = str(write_random_scorer(tmp_path, llama, {"kvpop": "mlstm"}.get(policy, policy)))
+    else:
+        settings["budget"] = 64
+    message = refusal(configure, llama, settings)
+    assert message == f"--kv-policy {policy} has no threshold: leave --kv-threshold out"
 
 
 def test_streaming_input(configure, llama):

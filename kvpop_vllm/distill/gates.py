@@ -1,7 +1,8 @@
-"""Training of gates: attention under soft evictions, and the loss for a row's evictions (TRIM-KV, DMS).
+"""Training of gates: attention, and the loss of a row.
 
-Both methods give a gate what it reads in serving. They differentiate through the whole model behind the gate,
-which is frozen unless asked otherwise.
+All methods give a gate what it reads in serving. TRIM-KV and DMS attend under soft evictions and differentiate through
+the whole model after the gate, which is frozen unless asked otherwise. KVzap attends to all tokens and fits the gate to
+targets.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.soft_evictions import after, by_age, soft_attention, soft_sizes
+from kvpop_vllm.distill.sparse_attention import dense_attention
+from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.model_hook import GateInputs
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Signals
@@ -121,6 +125,44 @@ class DMSAttend(_Gated):
         generator = torch.Generator(device=like.device).manual_seed(self.seed * 1000 + layer)
         uniform = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
         return torch.special.logit(uniform, eps=1e-6)
+
+
+class KVzapAttend(_Gated):
+    """Dense attention, and the regression of gate scores on retention targets (KVzap section 3).
+
+    The target of a token is the logarithm of the attention that it gets after it has left the window
+    (:func:`kvpop_vllm.distill.targets.retention_target`). The loss is the mean squared error over the tokens that leave
+    the window within the row, sinks excepted.
+
+    Args:
+        gate_scores: returns scores.
+        roles: sinks and window.
+        recipe: options of the targets.
+    """
+
+    def __init__(self, gate_scores: Given, roles: Retention, recipe: Recipe):
+        super().__init__(gate_scores)
+        self.roles, self.recipe = roles, recipe
+        self.errors: dict[int, torch.Tensor] = {}
+        self.variances: dict[int, torch.Tensor] = {}
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        recipe, sinks, window = self.recipe, self.roles.sinks, self.roles.window
+        out, lse = dense_attention(q, k, v, scale)
+        options = {name: getattr(recipe, name) for name in ("lookahead", "normalise", "groups")}
+        leaving = slice(sinks, k.shape[2] - window)
+        target = retention_target(q, k, lse, window=window, scale=scale, **options)[..., leaving]
+        self.errors[layer] = (self.scores(layer, k, v)[..., leaving] - target).square().mean()
+        self.variances[layer] = target.var(-1, correction=0).mean()
+        return out
+
+    def loss(self) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the mean loss over layers, and the share of the targets' variance that scores explain."""
+        errors, variances = (
+            torch.stack([values[layer] for layer in sorted(values)]) for values in (self.errors, self.variances)
+        )
+        return errors.mean(), {"explained": 1 - (errors.sum() / variances.sum()).item()}
 
 
 def eviction_target(step: int, steps: int, compression: float) -> float:

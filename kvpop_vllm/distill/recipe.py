@@ -12,6 +12,7 @@ from kvpop_vllm.config import ConfigError, TrainedBudget
 _OF_MLSTM = "delayed feature_map gate_softcap norm skip features value_size project_values"
 _OF_BOUNDARY = "tau samples margin balance lookahead normalise"
 _OF_TARGET = "groups exact_targets"
+_OF_REGRESSION = "groups lookahead normalise"
 _OF_DECAYS = "fit_decay_min fit_decay_max fit_decay_rows"
 _OF_SCORERS = (
     "scorer hidden positions boundary listwise lists decay_step decay_min decay_max fit_decays"
@@ -20,9 +21,9 @@ _OF_SCORERS = (
 _OF_SPARSE = "sinks window topk protect_prompt"
 _OF_BASE = "lr_base lr_base_end"
 _OF_NEW = "lr_new lr_new_end"
-_OF_TRIMKV = "gate_gated gate_width gate_bias capacity"
+_OF_TRIMKV = "gate_gated gate_bias capacity"
 _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
-READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query")}
+READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query"), "kvzap": ("hidden",)}
 _AT_LEAST_1 = "length batch steps samples lists decay_step kl_top fit_decay_rows gate_width features value_size hidden compression"
 _AT_LEAST_0 = "kl ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead"
 _ABOVE_0 = "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau"
@@ -40,7 +41,7 @@ FORMER_NAMES = {
     "calibration_rows": "fit_decay_rows",
 }
 """Former names of fields, which old runs and command lines have, with the present ones."""
-PHASES = ("uptrain", "sparsify", "streaming-plus", "trimkv", "dms")
+PHASES = ("uptrain", "sparsify", "streaming-plus", "trimkv", "dms", "kvzap")
 
 
 class TrainingError(RuntimeError):
@@ -67,7 +68,8 @@ class Recipe:
     Phases: ``uptrain`` trains the base with dense attention and cross-entropy. ``sparsify`` trains scorers
     under the sparse mask, and the base with them if asked. ``streaming-plus`` trains the base under sinks and
     window alone. ``trimkv`` and ``dms`` train the gates of these papers by their loss at the output; the base
-    is frozen, or trained too (dms) if asked.
+    is frozen, or trained too (dms) if asked. ``kvzap`` fits gates to the targets of ``sparsify`` by regression, under
+    dense attention.
     """
 
     phase: str = told("sparsify", ", ".join(PHASES))
@@ -103,7 +105,8 @@ class Recipe:
         "hidden (what goes into attention); trimkv: or kv (keys and values of all heads); dms: or query (a channel of each KV head's first query, which the model gives up)",
     )
     gate_gated: bool = told(False, "trimkv: a gated first layer (SwiGLU)")
-    gate_width: int = told(512, "trimkv: hidden units of a layer's gate")
+    gate_linear: bool = told(False, "kvzap: a linear gate, not an MLP of two layers")
+    gate_width: int = told(512, "trimkv, kvzap: hidden units of a layer's gate")
     gate_bias: float = told(8.0, "trimkv: initial bias, beta = sigmoid of it")
     gate_scale: float = told(100.0, "dms: factor on what the gate reads")
     sinks: int = told(4, "s, tokens always kept at the start")
@@ -200,8 +203,8 @@ class Recipe:
             refuse(f"fit_decays needs 0 < min < max < 1, got {low} and {high}")
         if not math.isfinite(self.gate_bias):
             refuse(f"gate_bias must be a number, got {self.gate_bias}")
-        if self.phase == "trimkv" and self.train_base:
-            refuse("phase trimkv trains gates alone: give --no-train-base")
+        if self.trains_gates_alone and self.train_base:
+            refuse(f"phase {self.phase} trains gates alone: give --no-train-base")
         if self.phase != "uptrain" and self.distils and not (self.kl > 0 or self.ce > 0):
             trained = "the base model is" if self.trains_base else "gates are"
             refuse(f"{trained} trained but neither --kl nor --ce is above 0: give one")
@@ -217,8 +220,18 @@ class Recipe:
 
     @property
     def trains_gates(self) -> bool:
-        """True if gates are trained, by the loss that their evictions cause."""
+        """True if gates are trained."""
         return self.phase in READS
+
+    @property
+    def trains_gates_alone(self) -> bool:
+        """True if gates are trained, and the base model cannot be."""
+        return self.phase in ("trimkv", "kvzap")
+
+    @property
+    def regresses(self) -> bool:
+        """True if gates are fitted to targets; other gates are trained by the loss that their evictions cause."""
+        return self.phase == "kvzap"
 
     @property
     def has_scorers(self) -> bool:
@@ -228,7 +241,7 @@ class Recipe:
     @property
     def distils(self) -> bool:
         """True if the loss depends on the model's outputs, so that gradients pass through the model."""
-        return self.trains_base or self.trains_gates
+        return self.trains_base or (self.trains_gates and not self.regresses)
 
     @property
     def moves_rows(self) -> bool:
@@ -269,6 +282,8 @@ class Recipe:
             return options | {"reads": self.gate_reads, "gated": self.gate_gated}
         if self.phase == "dms":
             return options | {"reads": self.gate_reads, "scale": self.gate_scale}
+        if self.phase == "kvzap":
+            return options | {"reads": self.gate_reads, "linear": self.gate_linear}
         options["decay"] = {"step": self.decay_step, "min": self.decay_min, "max": self.decay_max}
         if self.scorer == "mlstm":
             names = ("delayed", "feature_map", "gate_softcap", "norm", "skip")
@@ -277,6 +292,8 @@ class Recipe:
 
     def scorer_sizes(self) -> dict:
         """Return the sizes of the scorer's tensors, as :func:`kvpop_vllm.scorers.build` takes them."""
+        if self.phase == "kvzap":  # the mean target of uniform attention
+            return {"bias": -math.log(self.length)} | ({} if self.gate_linear else {"width": self.gate_width})
         if self.trains_gates:
             return {"width": self.gate_width, "bias": self.gate_bias} if self.phase == "trimkv" else {}
         names = {"mlstm": ("features", "value_size", "project_values"), "mlp": ("hidden",)}.get(self.scorer, ())
@@ -286,13 +303,24 @@ class Recipe:
         """Return the first of the fields ``given`` that has no effect in this recipe and why, or None."""
         base, scorers, phase = self.trains_base, self.phase == "sparsify", self.phase
         kl = self.distils and phase != "uptrain" and self.kl > 0
+        in_effect = _OF_REGRESSION.split() if self.regresses else ()
         reasons = (
-            (phase != "trimkv", "is about training the base model, and phase trimkv trains gates alone", _OF_BASE),
+            (
+                not self.trains_gates_alone,
+                f"is about training the base model, and phase {phase} trains gates alone",
+                _OF_BASE,
+            ),
             (base, "is about training the base model, which is frozen", _OF_BASE),
             (self.distils, "is about training the base model, which is frozen", "kl ce"),
             (self.trains_gates, f"is about gates, and phase {phase} has none", "gate_reads"),
             (self.gate_reads == "query", "is about a borrowed channel: give --gate-reads query", "borrow_steps"),
             (phase == "trimkv", f"is about TRIM-KV's gates, and phase {phase} has none", _OF_TRIMKV),
+            (phase == "kvzap", f"is about KVzap's gates, and phase {phase} has none", "gate_linear"),
+            (
+                self.trains_gates_alone and not self.gate_linear,
+                "is about MLPs of TRIM-KV's and KVzap's gates, and there is none",
+                "gate_width",
+            ),
             (phase == "dms", f"is about DMS's gates, and phase {phase} has none", _OF_DMS),
             (self.has_scorers, f"is about scorers, and phase {phase} has none", _OF_NEW),
             (self.has_scorers or self.lr_base_end, "is about rates that fall: give --lr-base-end", "warmup"),
@@ -313,7 +341,8 @@ class Recipe:
             (kl, "is about the KL to a teacher, and there is none", "kl_top"),
         )
         for applies, why, names in reasons:
-            if not applies and (found := next((name for name in given if name in names.split()), None)):
+            without = (name for name in given if name in names.split() and name not in in_effect)
+            if not applies and (found := next(without, None)):
                 return found, why
         return None
 

@@ -91,4 +91,22 @@ The window is 256 and tau 0.1. The paper trains the whole model: `--train-base`.
 are ours.
 """
 
-RECIPES = {"paper": PAPER, "workshop": WORKSHOP, "demo": DEMO, "trimkv": TRIMKV, "dms": DMS}
+KVZAP = Recipe(
+    phase="kvzap",
+    length=8192,
+    batch=1,
+    sinks=4,
+    window=[128],
+    topk=[3964],
+    lr_new=5e-3,
+    lr_new_end=5e-5,
+    weight_decay=1e-2,
+)
+"""Recipe for KVzap's gates, an MLP of two layers with 512 hidden units, by regression under dense attention.
+
+Width, window, rate and weight decay are the paper's, and so is the mean squared error of a logarithm. The paper fits
+the scores of KVzip+, which has the model repeat its text; here the targets are those of our scorers, which need no
+repetition. Rows, steps, warm-up, sinks and budget are ours.
+"""
+
+RECIPES = {"paper": PAPER, "workshop": WORKSHOP, "demo": DEMO, "trimkv": TRIMKV, "dms": DMS, "kvzap": KVZAP}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kvpop_vllm.distill.gates import DMSAttend, TrimKVAttend, eviction_target
+from kvpop_vllm.distill.gates import DMSAttend, KVzapAttend, TrimKVAttend, eviction_target
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
 from kvpop_vllm.distill.sparse_attention import Sparse, recency
@@ -92,9 +92,11 @@ class Student(nn.Module):
         """Return gate scores of one layer; see :data:`kvpop_vllm.distill.gates.Given`."""
         return self.scorers[layer](seen)
 
-    def gated(self, row: int, prompt: int = 0) -> TrimKVAttend | DMSAttend:
+    def gated(self, row: int, prompt: int = 0) -> TrimKVAttend | DMSAttend | KVzapAttend:
         """Return the attention of one row in a phase that trains gates."""
         recipe, roles = self.recipe, self.roles(row, prompt)
+        if recipe.phase == "kvzap":
+            return KVzapAttend(self.given, roles, recipe)
         if recipe.phase == "trimkv":
             protected = roles.sinks if recipe.protect_prompt else 0
             return TrimKVAttend(self.given, roles.budget - protected, protected)

@@ -73,6 +73,7 @@ class KVpopCache(Cache, AttentionCache):
         compression: as in :class:`kvpop_vllm.config.PolicySettings`.
         sinks: as in :class:`kvpop_vllm.config.PolicySettings`.
         window: as in :class:`kvpop_vllm.config.PolicySettings`.
+        threshold: as in :class:`kvpop_vllm.config.PolicySettings`.
         scorer: scorer folder; by default the model's own scorer if it is a full checkpoint.
         map: as in :class:`kvpop_vllm.config.PolicySettings`.
         calibration: as in :class:`kvpop_vllm.config.PolicySettings`.
@@ -114,6 +115,7 @@ class KVpopCache(Cache, AttentionCache):
         compression: float | None = None,
         sinks: int | None = None,
         window: int | None = None,
+        threshold: float | None = None,
         scorer: str | PathLike | None = None,
         map: str | PathLike | None = None,
         calibration: str | PathLike | None = None,
@@ -131,7 +133,7 @@ class KVpopCache(Cache, AttentionCache):
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         arguments = dict(policy=policy, compression=compression, sinks=sinks, window=window)
-        arguments |= dict(correction=correction, allocator=allocator)
+        arguments |= dict(threshold=threshold, correction=correction, allocator=allocator)
         for name, value in (("scorer", scorer), ("map", map), ("calibration", calibration)):
             arguments[name] = str(value) if isinstance(value, PathLike) else value
         try:

@@ -16,7 +16,7 @@ from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.policies.base import Order, Policy
 
 NAMES = (
-    "kvpop trimkv dms streaming_llm l2norm h2o tova momentkv random_attention snapkv pyramidkv adakv attention_matching"
+    "kvpop trimkv dms kvzap streaming_llm l2norm h2o tova momentkv random_attention snapkv pyramidkv adakv attention_matching"
     " vase rkv triattention full"
 ).split()
 """Modules of built-in policies, in the order of `kvpop policies`."""

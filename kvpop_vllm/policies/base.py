@@ -51,6 +51,8 @@ class Policy(Declaration):
     def __post_init__(self):
         self.prepare()
         self.check_realised()
+        if self.settings.threshold is not None and self.default_threshold is None:
+            raise ConfigError(f"--kv-policy {self.name} has no threshold: leave --kv-threshold out")
         without_effect = {
             "correction": self.uses_moment_correction,
             "allocator": self.allocator != "uniform",

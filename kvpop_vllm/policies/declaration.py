@@ -5,6 +5,7 @@ How settings resolve into a budget, windows and shares is in :mod:`kvpop_vllm.po
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from enum import Enum
 from typing import ClassVar
@@ -72,7 +73,7 @@ class Declaration(ABC):
         default_allocator: allocator without ``--kv-allocator``.
         default_protect: protection without ``--kv-protect-prompt``.
         keeps_all: True if the policy never evicts.
-        drops_early: True if tokens may be evicted while slots are free, so that their number depends on the text.
+        default_threshold: threshold without ``--kv-threshold``, ``-inf`` for none; None if the policy takes no threshold.
         draws: True if the scores of its rule are drawn with the request's seed.
         default_window: without a scorer, the default w if it does not depend on the budget.
         compresses: True if the prompt is held in full until its end and compressed then.
@@ -92,7 +93,7 @@ class Declaration(ABC):
     default_allocator: ClassVar[str] = "uniform"
     default_protect: ClassVar[bool | int] = 0
     keeps_all: ClassVar[bool] = False
-    drops_early: ClassVar[bool] = False
+    default_threshold: ClassVar[float | None] = None
     draws: ClassVar[bool] = False
     default_window: ClassVar[int | None] = None
     compresses: ClassVar[bool] = False
@@ -123,6 +124,18 @@ class Declaration(ABC):
     def shifted(self) -> bool:
         """True if the gate's output for token t + 1 is the score of token t."""
         return False
+
+    @property
+    def threshold(self) -> float | None:
+        """Score below which a token is evicted when it leaves the window, even if slots are free, or None."""
+        threshold = self.settings.threshold
+        threshold = self.default_threshold if threshold is None else threshold
+        return None if threshold == -math.inf else threshold
+
+    @property
+    def drops_early(self) -> bool:
+        """True if tokens may be evicted while slots are free, so that their number depends on the text."""
+        return self.threshold is not None
 
     @property
     def graph(self) -> str:
@@ -197,8 +210,8 @@ class Declaration(ABC):
                 rule.compresses == self.compresses,
             ),
             (
-                f"declares drops_early = {self.drops_early}, but its rule does otherwise",
-                (rule.threshold is not None) == self.drops_early,
+                f"declares the threshold {self.threshold}, but its rule has {rule.threshold}",
+                rule.threshold == self.threshold,
             ),
             (f"declares draws = {self.draws}, but its rule does otherwise", rule.seeded == self.draws),
         ):

@@ -5,7 +5,6 @@ Source: Łańcucki et al., 2025, arXiv 2506.05345.
 
 from __future__ import annotations
 
-from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels.ops import GateScore
 from kvpop_vllm.policies.base import Signal
 from kvpop_vllm.policies.learned import Gated
@@ -27,16 +26,12 @@ class DMS(Gated):
     name, scorer_kind = "dms", "dms"
     paper = "Lancucki et al. 2025, arXiv:2506.05345"
     cost = "one [E, H] product per layer, or none"
-    drops_early = True
+    default_threshold = 0.0
     signals = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
-
-    def check_retention(self, kept):
-        if kept.window < 2:
-            raise ConfigError(f"--kv-policy {self.name} needs a window of two tokens: set --kv-window to at least 2")
 
     @property
     def shifted(self):
         return self.config.shifted
 
     def rule(self, layer, heads):
-        return self.training_free_rule(heads, GateScore(threshold=0.0))
+        return self.training_free_rule(heads, GateScore(threshold=self.threshold))

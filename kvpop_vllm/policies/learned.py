@@ -92,7 +92,15 @@ class Learned(Policy):
 
 
 class Gated(Learned):
-    """Learned policy whose scores come from a gate."""
+    """Learned policy whose scores come from a gate.
+
+    With a threshold the window must hold at least two tokens: the position word of slot 1 stores the number of filled
+    slots, so that it must not be long-range.
+    """
+
+    def check_retention(self, kept):
+        if self.drops_early and kept.window < 2:
+            raise ConfigError(f"--kv-policy {self.name} needs a window of two tokens: set --kv-window to at least 2")
 
     def check_ranks(self, ranks):
         super().check_ranks(ranks)

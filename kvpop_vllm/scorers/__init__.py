@@ -13,6 +13,7 @@ import torch
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers.base import Gate, LayerModule, Scorer, Signals, log_gamma
 from kvpop_vllm.scorers.dms import DMSGate
+from kvpop_vllm.scorers.kvzap import KVzapGate
 from kvpop_vllm.scorers.linear import LinearScorer
 from kvpop_vllm.scorers.mlp import MLPScorer
 from kvpop_vllm.scorers.mlstm import MLSTMScorer
@@ -21,7 +22,7 @@ from kvpop_vllm.scorers.trimkv import TrimKVGate
 
 SCORERS: dict[str, type[Scorer]] = {cls.config_class.scorer: cls for cls in (MLSTMScorer, MLPScorer, LinearScorer)}
 """Classes of scorers of keys and values by kind, the ``scorer`` key of their config."""
-GATES: dict[str, type[Gate]] = {cls.config_class.scorer: cls for cls in (TrimKVGate, DMSGate)}
+GATES: dict[str, type[Gate]] = {cls.config_class.scorer: cls for cls in (TrimKVGate, DMSGate, KVzapGate)}
 """Classes of gates by kind, the ``scorer`` key of their config."""
 KINDS: dict[str, type[LayerModule]] = SCORERS | GATES
 """Classes of all kinds."""

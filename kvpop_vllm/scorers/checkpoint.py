@@ -23,6 +23,7 @@ from kvpop_vllm.files import read_json, write_whole
 from kvpop_vllm.hub import local_folder
 from kvpop_vllm.schemas import check_same_model
 from kvpop_vllm.scorers import ScorerConfig, parse_config
+from kvpop_vllm.scorers.kvzap_folder import is_kvzap, read_kvzap_config, read_kvzap_tensors
 from kvpop_vllm.scorers.published_checkpoint import INDEX, MODEL_NAMES, is_published
 from kvpop_vllm.scorers.reader import read_published
 from kvpop_vllm.scorers.scorer_config import SCHEMA
@@ -124,6 +125,8 @@ def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig
         path = path / MODEL_CONFIG
         return parse_config(read_json(path, "write the model again")[SECTION], f"{path}, section {SECTION}")
     if not (path / CONFIG_NAME).is_file():
+        if is_kvzap(path):
+            return read_kvzap_config(path)
         raise ConfigError(
             f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop init-scorer'"
         )
@@ -150,7 +153,8 @@ def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[Scorer
     """Return the config of a scorer and, per layer, its tensors (float32).
 
     Args:
-        folder: scorer folder, folder of a full checkpoint, also of other authors, or a name of the hub.
+        folder: scorer folder, folder of a full checkpoint, also of other authors, of published gates of KVzap, or a name
+            of the hub.
         map_file: how to read one of other authors; by default the only reading that fits.
 
     Raises:
@@ -164,11 +168,14 @@ def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[Scorer
     config = read_config(path, map_file)
     if is_full_checkpoint(path):
         return config, layers_of(config, read_tensors(path, looks_like_scorer), str(path))
-    path = path / TENSORS_NAME
-    if not path.is_file():
-        raise ConfigError(f"no scorer at {str(folder)!r}: {TENSORS_NAME} is missing")
-    with reading(path):
-        tensors = load_file(path)
+    if not (path / CONFIG_NAME).is_file():  # published gates of KVzap
+        tensors = read_kvzap_tensors(path)
+    else:
+        path = path / TENSORS_NAME
+        if not path.is_file():
+            raise ConfigError(f"no scorer at {str(folder)!r}: {TENSORS_NAME} is missing")
+        with reading(path):
+            tensors = load_file(path)
     layers = split_layers(config, tensors.items(), str(path))
     check_tensors(config, layers, str(path))
     return config, layers
@@ -179,7 +186,7 @@ def files_of(folder: str | Path) -> tuple:
     path = local_folder(folder)
     if is_published_scorer(path):  # its weights are too many to be read for this
         return path, *(name for name in (MODEL_CONFIG, INDEX) if (path / name).is_file())
-    if is_full_checkpoint(path):
+    if not (path / CONFIG_NAME).is_file():  # a full checkpoint, or published gates of KVzap
         return path, MODEL_CONFIG, *sorted(file.name for file in path.glob("*.safetensors"))
     return path, CONFIG_NAME, TENSORS_NAME
 
@@ -297,9 +304,11 @@ def layers_of(
 def check_model(config: ScorerConfig, *, source: str, **model) -> None:
     """Check that a scorer was made for the model of the given sizes; ``source`` names the scorer in errors.
 
+    What the scorer's config does not say is not compared.
+
     Raises:
         ConfigError: names the first property that differs.
     """
     names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "layers")
-    made_for = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    made_for = {name: size for name in names if (size := getattr(config, name, None)) is not None}
     check_same_model(made_for, {"layers": ()} | model, source, "give a scorer for this model with --kv-scorer")

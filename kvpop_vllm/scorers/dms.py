@@ -11,38 +11,32 @@ from torch import nn
 
 from kvpop_vllm.schemas import FLAG, Rule, integer, one_of
 from kvpop_vllm.scorers.base import Gate, Signals
-from kvpop_vllm.scorers.scorer_config import POSITIVE, ScorerConfig
+from kvpop_vllm.scorers.scorer_config import POSITIVE, GateConfig
 
 EVICTION_OFFSET = -5.0
 """DMS's initial bias of the eviction logit: ``sigmoid(-5) = 0.0067``, so that almost nothing is evicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DMSConfig(ScorerConfig):
+class DMSConfig(GateConfig):
     """Config of DMS's gate.
 
     The window holds at least two tokens: slot 1 stores the number of filled slots, so it must not be
     long-range.
 
     Attributes:
-        hidden_size: E, width of the model.
-        reads: input of the gate: "hidden" (the attention block's input) or "query" (a channel of the queries
-            before RoPE).
         scale: factor on the input of the gate.
         shifted: True if the logit of token t + 1 decides about token t.
     """
 
     scorer: ClassVar[str] = "dms"
-    rules: ClassVar[dict[str, Rule]] = ScorerConfig.rules | {
-        "hidden_size": integer(1),
+    rules: ClassVar[dict[str, Rule]] = GateConfig.rules | {
         "window": integer(2),
         "reads": one_of(("hidden", "query")),
         "scale": POSITIVE,
         "shifted": FLAG,
     }
 
-    hidden_size: int
-    reads: str = "hidden"
     scale: float = 100.0
     shifted: bool = False
 

@@ -1,7 +1,8 @@
 """``kvpop import``: convert the gates and scorers of other authors' published checkpoints to a scorer folder.
 
 The gates of TRIM-KV (:mod:`kvpop_vllm.scorers.published_trimkv`) and of DMS (:mod:`kvpop_vllm.scorers.published_dms`), and
-the scorer of a full checkpoint of KVpop (:mod:`kvpop_vllm.scorers.reader`), for the same base weights.
+the scorer of a full checkpoint of KVpop (:mod:`kvpop_vllm.scorers.reader`), for the same base weights. Policies also read
+a folder of KVzap's gates as it is (:mod:`kvpop_vllm.scorers.kvzap_folder`).
 
 A ``.pth`` file is a pickle. It is read with ``weights_only=True``, so that it can hold only tensors and plain
 containers, and no code is executed.
@@ -17,9 +18,10 @@ from typing import NamedTuple
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hub import FILES, PICKLES, local_folder
 from kvpop_vllm.model_shape import folder_sizes
-from kvpop_vllm.scorers import ScorerConfig
-from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, check_tensors, write_scorer
+from kvpop_vllm.scorers import ScorerConfig, parse_config
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, check_tensors, read_scorer, write_scorer
 from kvpop_vllm.scorers.conversion import convert
+from kvpop_vllm.scorers.kvzap_folder import is_kvzap
 from kvpop_vllm.scorers.published_checkpoint import is_published, open_checkpoint, unread_lines
 from kvpop_vllm.scorers.published_dms import is_dms, read_dms
 from kvpop_vllm.scorers.published_trimkv import read_trimkv
@@ -58,9 +60,9 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
         source: published folder, or its name on the hub.
         out: folder to write.
         map_file: how to read the scorer of a full checkpoint of KVpop (``kvpop inspect-checkpoint``).
-        sinks: s; default 0 for TRIM-KV and FastDMS, 1 for DMS.
-        window: w; default 1 for TRIM-KV, the published window for DMS.
-        topk: k; default ``M - 1`` for TRIM-KV, required for DMS.
+        sinks: s; default 0 for TRIM-KV and FastDMS, 1 for DMS, 4 for KVzap.
+        window: w; default 1 for TRIM-KV, the published window for DMS, 128 for KVzap.
+        topk: k; default ``M - 1`` for TRIM-KV, required for DMS, for KVzap that of B = 4,096.
 
     Raises:
         ConfigError: the format is unknown, something is missing or damaged, or k is missing for DMS.
@@ -73,6 +75,8 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
         return _full(source, out, map_file, sinks, window, topk)
     if map_file is not None:
         raise ConfigError(f"--map is for full checkpoints of KVpop, and {source} is none: leave it out")
+    if is_kvzap(source):
+        return _kvzap(source, out, sinks, window, topk)
     shape = folder_sizes(source)
     raw = json.loads((source / "config.json").read_text())
     if "retention_gate" in raw:
@@ -81,7 +85,7 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
         config, layers, notes = read_dms(source, raw, shape, sinks, window, topk)
     else:
         raise ConfigError(
-            f"{source}: config.json has neither retention_gate (TRIM-KV) nor dms_alpha_scale (DMS): give a folder of one of them"
+            f"{source}: config.json has neither retention_gate (TRIM-KV) nor dms_alpha_scale (DMS), nor is its model_type kvzap: give a folder of one of them"
         )
     check_tensors(config, layers, str(source))
     write_scorer(out, config, layers)
@@ -98,3 +102,13 @@ def _full(source: Path, out, map_file, sinks, window, topk) -> Imported:
     write_scorer(out, config, layers)
     notes = [f"not taken over: the model's weights, so serve the scorer with those of {source}"]
     return Imported(config, notes + unread_lines("config.json", checkpoint.facts.unread))
+
+
+def _kvzap(source: Path, out, sinks, window, topk) -> Imported:
+    """Write gates of KVzap as a scorer folder."""
+    config, layers = read_scorer(source)
+    options = {"sinks": sinks, "window": window, "topk": topk}
+    content = config.to_json() | {name: number for name, number in options.items() if number is not None}
+    config = parse_config(content, str(source))
+    write_scorer(out, config, layers)
+    return Imported(config, [])

@@ -166,6 +166,22 @@ class DecayedConfig(ScorerConfig):
         return {"decay_logit": (self.num_kv_heads,)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class GateConfig(ScorerConfig):
+    """Config of a gate.
+
+    Attributes:
+        hidden_size: E, width of the model.
+        reads: input of the gate: "hidden" (the attention block's input), "kv" (keys and values of all heads as
+            cached) or "query" (a channel of the queries before RoPE). Each kind has some of them.
+    """
+
+    rules: ClassVar[dict[str, Rule]] = ScorerConfig.rules | {"hidden_size": integer(1)}
+
+    hidden_size: int
+    reads: str = "hidden"
+
+
 def _check_trained(given: Mapping, source: str) -> None:
     budgets = given.get("trained", [])
     if not isinstance(budgets, list) or not all(

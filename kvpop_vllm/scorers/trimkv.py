@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kvpop_vllm.schemas import FLAG, Rule, integer, one_of
+from kvpop_vllm.schemas import FLAG, Rule, one_of
 from kvpop_vllm.scorers.base import Gate, Signals
-from kvpop_vllm.scorers.scorer_config import ScorerConfig
+from kvpop_vllm.scorers.scorer_config import GateConfig
 
 GATE_BIAS = 8.0
 """TRIM-KV's initial bias: ``beta = sigmoid(8) = 0.99966``, so that almost nothing decays before training."""
@@ -20,25 +20,16 @@ GATE_WIDTH = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrimKVConfig(ScorerConfig):
+class TrimKVConfig(GateConfig):
     """Config of TRIM-KV's gate. Tensors say whether it has a second hidden layer, as DBTrimKV's has.
 
     Attributes:
-        hidden_size: E, width of the model.
-        reads: input of the gate: "hidden" (the attention block's input) or "kv" (keys and values of all heads
-            as cached).
         gated: True if the first layer is gated.
     """
 
     scorer: ClassVar[str] = "trimkv"
-    rules: ClassVar[dict[str, Rule]] = ScorerConfig.rules | {
-        "hidden_size": integer(1),
-        "reads": one_of(("hidden", "kv")),
-        "gated": FLAG,
-    }
+    rules: ClassVar[dict[str, Rule]] = GateConfig.rules | {"reads": one_of(("hidden", "kv")), "gated": FLAG}
 
-    hidden_size: int
-    reads: str = "hidden"
     gated: bool = False
 
     @property

@@ -161,6 +161,7 @@ def write_random_scorer(
     shifted: bool = False,
     evict: float = 0.0,
     layers: Sequence[int] = (),
+    linear: bool = False,
 ) -> Path:
     """Write a scorer folder whose scores vary strongly between tokens, and return its path.
 
@@ -170,13 +171,13 @@ def write_random_scorer(
     Args:
         folder: folder to write.
         model_dir: folder of the model.
-        scorer: mlstm, mlp, linear, trimkv or dms.
+        scorer: mlstm, mlp, linear, trimkv, dms or kvzap.
         trained: (window, topk) of all trained budgets.
         seed: seed of the random weights.
         v_proj: False leaves the value projection out.
         features: F; default D / 2 for Hedgehog, D for softmax.
         value_width: Dv; default D; ignored without ``v_proj``.
-        mlp_width: M of mlp and trimkv.
+        mlp_width: M of mlp, trimkv and kvzap.
         hidden_layers: hidden layers of trimkv's gate, 2 for that of DBTrimKV.
         decay_step: ``step`` of the decay.
         decay_min: ``min`` of the decay.
@@ -203,9 +204,13 @@ def write_random_scorer(
         **({"layers": list(layers)} if layers else {}),
     }
     sizes = {"M": mlp_width}
-    if scorer in ("trimkv", "dms"):
-        config |= {"hidden_size": model["hidden_size"], "reads": reads}
-        config |= {"gated": gated} if scorer == "trimkv" else {"scale": scale, "shifted": shifted}
+    gates = {
+        "trimkv": {"gated": gated},
+        "dms": {"scale": scale, "shifted": shifted},
+        "kvzap": {"linear": linear},
+    }
+    if scorer in gates:
+        config |= {"hidden_size": model["hidden_size"], "reads": reads} | gates[scorer]
         sizes |= {"evict": evict, "hidden_layers": hidden_layers}
     else:
         config["decay"] = {"step": decay_step, "min": decay_min, "max": decay_max}
@@ -229,7 +234,7 @@ def _scorer_weights(
 ) -> dict[str, torch.Tensor]:
     """Return one layer's tensors, float32, with the head axis first."""
     heads, pair = config["num_kv_heads"], 2 * config["head_dim"]
-    if config["scorer"] in ("trimkv", "dms"):
+    if config["scorer"] in ("trimkv", "dms", "kvzap"):
         return _gate_weights(config, sizes, lambda *shape, std: std * torch.randn(*shape, generator=generator))
 
     def normal(*shape: int, std: float) -> torch.Tensor:
@@ -267,7 +272,7 @@ def _scorer_weights(
 
 
 def _gate_weights(config: dict, sizes: dict, normal: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return one layer's gate: betas from far below 1 to almost 1, eviction logits around ``evict``."""
+    """Return one layer's gate: betas from far below 1 to almost 1, eviction logits around ``evict``, scores around 0."""
     heads, inner = config["num_kv_heads"], sizes["M"]
     if config["scorer"] == "dms":
         weights = {"bias": sizes["evict"] + normal(heads, std=0.3)}
@@ -277,6 +282,12 @@ def _gate_weights(config: dict, sizes: dict, normal: Callable[..., torch.Tensor]
         return weights
     width = config["hidden_size"] if config["reads"] == "hidden" else 2 * heads * config["head_dim"]
     unit, out = 1.5 / math.sqrt(width), 4.0 / math.sqrt(inner)
+    if config["scorer"] == "kvzap":
+        bias = normal(heads, std=0.3)
+        if config["linear"]:
+            return {"weight": normal(heads, width, std=unit), "bias": bias}
+        weights = {"fc1.weight": normal(inner, width, std=unit), "fc1.bias": normal(inner, std=0.5)}
+        return weights | {"fc2.weight": normal(heads, inner, std=out), "fc2.bias": bias}
     weights = {"bias": 3.0 + normal(heads, std=0.5)}
     if config["gated"]:
         weights |= {f"{name}_proj.weight": normal(inner, width, std=unit) for name in ("gate", "up")}

@@ -84,6 +84,8 @@ def raw_scores(
         return _log_beta(params, config, hidden, keys, values)
     if config["scorer"] == "dms":
         return _keep_logit(params, config, hidden, channel)
+    if config["scorer"] == "kvzap":
+        return _predicted_importance(params, config, hidden)
     x = torch.cat([keys, values], dim=-1)
     if config["scorer"] == "linear":
         return _headwise(x, params["weight"], params["bias"])
@@ -123,6 +125,15 @@ def _keep_logit(params: dict, config: dict, hidden: torch.Tensor, channel: torch
     if config["shifted"]:
         score = torch.cat([score[:, 1:], torch.full_like(score[:, :1], math.nan)], dim=1)
     return score
+
+
+def _predicted_importance(params: dict, config: dict, hidden: torch.Tensor) -> torch.Tensor:
+    """Return KVzap's score, ``[H, S]``, with ``GELU(a) = a / 2 (1 + erf(a / sqrt 2))``."""
+    if config["linear"]:
+        return (hidden @ params["weight"].T + params["bias"]).T
+    a = hidden @ params["fc1.weight"].T + params["fc1.bias"]
+    inner = a / 2 * (1 + torch.erf(a / math.sqrt(2)))
+    return (inner @ params["fc2.weight"].T + params["fc2.bias"]).T
 
 
 def _headwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

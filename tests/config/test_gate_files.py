@@ -1,7 +1,8 @@
-"""Scorer folders of gates (TRIM-KV, DMS): round trips, and the scores of a gate."""
+"""Scorer folders of gates (TRIM-KV, DMS, KVzap): round trips, and the scores of a gate."""
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -22,6 +23,8 @@ KINDS = {
     "gated-hidden": ("trimkv", {"gated": True}),
     "dms": ("dms", {}),
     "dms-query": ("dms", {"reads": "query", "shifted": True}),
+    "kvzap": ("kvzap", {}),
+    "kvzap-linear": ("kvzap", {"linear": True}),
 }
 SHAPE = ModelShape("qwen3", 2, 2, 32, 256, hidden_size=64)
 
@@ -100,15 +103,17 @@ def test_compiled_graphs_differ_by_what_they_compute(written, model, tmp_path):
     assert len(set(graphs.values())) == len(graphs)
 
 
-@pytest.mark.parametrize("kind", ["trimkv", "dms"])
+UNTRAINED = {"trimkv": -math.log1p(math.exp(-8.0)), "dms": 5.0, "kvzap": 0.0}
+
+
+@pytest.mark.parametrize("kind", UNTRAINED)
 def test_an_untrained_gate_says_the_same_of_every_token(model, tmp_path, kind):
     """An untrained gate gives every token the same score.
 
-    TRIM-KV is then a sliding window with beta close to 1. DMS evicts nothing while there is room.
+    TRIM-KV is then a sliding window with beta close to 1, and KVzap one too. DMS evicts nothing while there is room.
     """
     config = init_scorer(model, tmp_path / kind, scorer=kind)
     _, layers = checkpoint.read_scorer(tmp_path / kind)
     given = from_tensors(config, layers[0])(Signals(torch.randn(12, 64)))
     assert torch.equal(given, given[:1].expand(12, -1))
-    expected = -torch.log1p(torch.exp(torch.tensor(-8.0))) if kind == "trimkv" else torch.tensor(5.0)
-    torch.testing.assert_close(given[0], expected.expand(2))
+    torch.testing.assert_close(given[0], torch.full((2,), UNTRAINED[kind]))

@@ -9,7 +9,7 @@ from kvpop_vllm.scorers import checkpoint, from_tensors
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
-KINDS = ("mlstm", "mlp", "linear", "trimkv", "dms")
+KINDS = ("mlstm", "mlp", "linear", "trimkv", "dms", "kvzap")
 
 
 @pytest.fixture(scope="module")

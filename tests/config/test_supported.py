@@ -44,7 +44,7 @@ def test_the_documents_say_what_is_refused():
     table = text[text.index("## What is refused") : text.index("Errors of single requests")].lower()
     assert all(word in table for name in REFUSED for word in name.lower().split())
     assert f"| head sizes other than {listed(HEAD_SIZES)} |" in table
-    assert f"| `trimkv`, `dms` on other than {listed(ARCHITECTURES)} |" in table
+    assert f"| `trimkv`, `dms`, `kvzap` on other than {listed(ARCHITECTURES)} |" in table
     assert f"| float16 on a CPU | Use `--dtype {DTYPES['cpu'][0]}` or `{DTYPES['cpu'][1]}`. |".lower() in table
 
 

@@ -106,6 +106,7 @@ PHASES = {
     "streaming-plus": ["--phase=streaming-plus"],
     "trimkv": "--recipe=trimkv --gate-width=16 --gate-bias=5".split(),
     "dms": "--recipe=dms".split(),
+    "kvzap": "--recipe=kvzap --gate-width=16".split(),
 }
 
 
@@ -116,7 +117,7 @@ def test_every_phase_trains_on_documents(kvpop, folder, phase):
     write_byte_tokenizer(folder / "qwen3")
     (folder / "qwen3" / "tokenizer_config.json").write_text(json.dumps(template))
     write(folder, "text", "jsonl", TALKS)
-    still = [] if phase == "sparsify" else ["--kl-top=64"]
+    still = [] if phase in ("sparsify", "kvzap") else ["--kl-top=64"]
     online = distill(kvpop, f"{phase}-online", *still, recipe=[*START, *PHASES[phase]])
     assert len(online) == 2 and Path(f"{phase}-online/run/tokens.bin").exists()
     if still:

@@ -12,8 +12,9 @@ from distill.train_tiny import LENGTH, RECIPE, RECIPES
 from kernels.naive import masked_attention
 
 from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
+from kvpop_vllm.distill.gates import KVzapAttend
 from kvpop_vllm.distill.losses import RetentionLoss, listwise_loss, top_kl
-from kvpop_vllm.distill.recipes import PAPER
+from kvpop_vllm.distill.recipes import KVZAP, PAPER
 from kvpop_vllm.distill.sparse_attention import Sparse, dense_attention
 from kvpop_vllm.distill.targets import attention_from, retention_target
 from kvpop_vllm.distill.trainer import Trainer
@@ -54,6 +55,41 @@ def test_targets_token_by_token(layer, lookahead, normalise, groups):
                 count = max(1, S - WINDOW - t)
                 mass /= count if lookahead is None else min(count, lookahead + 1)
             assert float(found[0, h, t]) == pytest.approx(math.log(mass + 1e-8), abs=2e-4)
+
+
+@pytest.mark.parametrize("groups", ["max", "mean"])
+def test_regression_token_by_token(layer, groups):
+    """KVzap's loss: squared errors of tokens after the sinks that leave the window in the row, under dense attention.
+
+    Its gradient reaches the scores of these tokens alone.
+    """
+    q, k, _ = layer
+    scores = torch.randn(1, S, 2, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    recipe = dataclasses.replace(KVZAP, length=S, sinks=2, window=[WINDOW], topk=[6], groups=groups)
+    shown = []
+    attend = KVzapAttend(lambda _, read: shown.append(read) or scores, Retention(2 + WINDOW + 6, 2, WINDOW), recipe)
+    attend.see(4, torch.zeros(1, S, 3))
+    out = attend(4, q, k, k, SCALE)
+    torch.testing.assert_close(out, dense_attention(q, k, k, SCALE)[0])
+    assert shown[0].hidden.shape == (1, S, 3) and torch.equal(shown[0].k, k.transpose(1, 2))
+    logits = (q.view(2, 2, S, 8) @ k[0, :, None].mT * SCALE).masked_fill(~torch.ones(S, S).tril().bool(), -math.inf)
+    weights, errors, targets = logits.softmax(-1), {}, {}
+    for h in range(2):
+        for t in range(2, S - WINDOW):
+            masses = [float(weights[h, g, t + WINDOW :, t].sum()) / (S - WINDOW - t) for g in range(2)]
+            targets[h, t] = math.log((max(masses) if groups == "max" else sum(masses) / 2) + 1e-8)
+            errors[h, t] = float(scores.detach()[0, t, h]) - targets[h, t]
+    loss, parts = attend.loss()
+    mean = sum(error**2 for error in errors.values()) / len(errors)
+    assert float(loss.detach()) == pytest.approx(mean, rel=1e-3)
+    means = [sum(target for (h, _), target in targets.items() if h == head) / (S - WINDOW - 2) for head in range(2)]
+    variance = sum((target - means[h]) ** 2 for (h, _), target in targets.items()) / len(errors)
+    assert parts == {"explained": pytest.approx(1 - mean / variance, rel=1e-2)}
+    (gradient,) = torch.autograd.grad(loss, scores)
+    expected = torch.zeros(S, 2)
+    for (h, t), error in errors.items():
+        expected[t, h] = 2 * error / len(errors)
+    torch.testing.assert_close(gradient[0], expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -65,8 +65,8 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
     if row.learned:
         shape = {"sinks": SINKS, "window": window, "topk": budget - SINKS - window} | row.options | options
         random_scorer_folder(folder, model, row.scorer, **shape)
-        oracle = OraclePolicy.from_scorer(folder, topk=shape["topk"])
-        settings |= {"scorer": str(folder)}
+        oracle = OraclePolicy.from_scorer(folder, topk=shape["topk"], **row.early)
+        settings |= {"scorer": str(folder)} | row.early
     else:
         roles = {"sinks": row.sinks, "window": budget // 2 if row.window < 0 else row.window} | options
         settings |= {"budget": budget} | options

@@ -98,4 +98,5 @@ def test_gates_of_another_make_are_compiled_anew(folder, compiler_cache, monkeyp
         return str(caching.aot_compile_hash_factors(config))
 
     found = [factors("trimkv"), factors("trimkv", mlp_width=24), factors("trimkv-kv"), factors("dms")]
-    assert len(set(found)) == 4 and factors("trimkv", seed=3, topk=50, mlp_width=24) == found[1]
+    found.extend([factors("kvzap"), factors("kvzap", mlp_width=24), factors("kvzap-early")])
+    assert len(set(found)) == 7 and factors("trimkv", seed=3, topk=50, mlp_width=24) == found[1]

@@ -351,7 +351,7 @@ def test_weights_that_are_loaded_again_go_where_graphs_look_for_them(model, kind
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)) and any(x.any() for x in before)
 
 
-SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms"}
+SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms", "kvzap": "kvzap"}
 
 
 @pytest.mark.parametrize("policy", [*SCORERS, "h2o", "momentkv", "pyramid"])

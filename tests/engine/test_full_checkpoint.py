@@ -19,7 +19,14 @@ from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue.start import engine_policy
 
-POLICIES = {"mlstm": "kvpop", "mlp": "kvpop-mlp", "linear": "kvpop-linear", "trimkv": "trimkv", "dms": "dms"}
+POLICIES = {
+    "mlstm": "kvpop",
+    "mlp": "kvpop-mlp",
+    "linear": "kvpop-linear",
+    "trimkv": "trimkv",
+    "dms": "dms",
+    "kvzap": "kvzap",
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +86,7 @@ def test_without_a_policy_it_serves_densely_with_one_line(each, caplog):
     assert "--kv-policy" in line.getMessage() and "\n" not in line.getMessage()
 
 
-@pytest.mark.parametrize("scorer", ["mlp", "linear", "trimkv", "dms"])
+@pytest.mark.parametrize("scorer", ["mlp", "linear", "trimkv", "dms", "kvzap"])
 def test_other_scorers(qwen3, tmp_path, scorer):
     adapter = write_random_scorer(tmp_path / "adapter", qwen3.base, scorer)
     export_checkpoint(qwen3.base, adapter, tmp_path / "out")

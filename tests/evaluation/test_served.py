@@ -41,7 +41,14 @@ def row(seed=1):
     return torch.randint(0, 256, (S,), generator=torch.Generator().manual_seed(seed))
 
 
-CASES = [*ORACLES, *(f"{name}+moment" for name in ORACLES if name != "momentkv"), "trimkv", "dms", "h2o+pyramid"]
+CASES = [
+    *ORACLES,
+    *(f"{name}+moment" for name in ORACLES if name != "momentkv"),
+    "trimkv",
+    "dms",
+    "kvzap",
+    "h2o+pyramid",
+]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,7 +56,7 @@ def test_next_tokens_are_the_oracles(model, tmp_path, name):
     """Recall is omitted where heads hold different numbers of tokens."""
     plain, _, more = name.partition("+")
     setting = Setting(S, 30, None, None)
-    if name in ("trimkv", "dms"):
+    if name in ("trimkv", "dms", "kvzap"):
         folder = write_random_scorer(tmp_path / "gate", model, name, sinks=2, window=6, topk=22, evict=0.5)
         spec, policy = learned(str(folder), model)[0], OraclePolicy.from_scorer(folder)
     elif more == "pyramid":

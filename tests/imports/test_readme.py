@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import json
+import math
 import re
 import runpy
 import shutil
@@ -254,7 +255,10 @@ def test_policies_are_described_as_declared():
             assert all(f"arXiv:{paper}](https://arxiv.org/abs/{paper})" in row[1] for paper in papers)
             continue
         prefill, state, needs = row[1], row[3], row[4]
-        coupled = getattr(policy, "order", None) is policies.base.Order.COUPLED or policy.drops_early
+        coupled = getattr(policy, "order", None) is policies.base.Order.COUPLED or policy.default_threshold not in (
+            None,
+            -math.inf,
+        )
         rounds = getattr(policy, "order", None) is policies.base.Order.ROUNDS
         expected = "held whole" if policy.compresses else "token by token" if coupled else "in chunks"
         assert prefill.startswith(expected) and ("cut every" in prefill) == rounds

@@ -19,7 +19,7 @@ from kvpop_vllm.scorers.untrained import init_scorer
 from kvpop_vllm.testing import OraclePolicy, write_random_scorer
 from kvpop_vllm.testing.oracle_policy import shared_slots
 
-LEARNED = ("mlstm", "mlp", "linear", "trimkv", "dms")
+LEARNED = ("mlstm", "mlp", "linear", "trimkv", "dms", "kvzap")
 """Kinds of scorers that come in folders."""
 
 
@@ -43,6 +43,7 @@ class Row:
         engines: kinds of tiny models that a KVpopCache runs with it.
         state: float32 words of one head's state at D = 32.
         calibrated: True if the policy needs statistics of the model.
+        threshold: threshold to ask for, where the row is a variant.
     """
 
     scorer: str
@@ -60,10 +61,16 @@ class Row:
     engines: tuple[str, ...] = ()
     state: int = 0
     calibrated: bool = False
+    threshold: float | None = None
 
     @property
     def learned(self) -> bool:
         return self.scorer in LEARNED
+
+    @property
+    def early(self) -> dict:
+        """The threshold as a setting and as a field of the oracle's policy, if the row has one."""
+        return {} if self.threshold is None else {"threshold": self.threshold}
 
 
 DECAY = {"decay_min": 0.9, "decay_max": 0.99}
@@ -95,6 +102,9 @@ ROWS = {
     "dms": Row("dms", None, {"evict": 1.5}, {"evict": -0.5}),
     "dms-query": Row("dms", "dms", {"reads": "query", "evict": 0.5}, {"evict": -0.5}, engines=("llama",)),
     "dms-late": Row("dms", "dms", {"shifted": True}, {"evict": -0.5}),
+    "kvzap": Row("kvzap", spread={"seed": 1}, engines=("qwen3",)),
+    # half of the tokens are evicted by the threshold, others by the budget
+    "kvzap-early": Row("kvzap", "kvzap", {"linear": True}, {"seed": 1}, threshold=0.1, engines=("llama",)),
     # no engine: equal tokens of a first layer have keys of equal norm up to rounding; test_variants.py judges
     # it on an engine's own keys
     "l2norm": Row("key norm"),
@@ -109,7 +119,7 @@ def random_scorer_folder(folder: Path, model: Path, kind: str, **options) -> Pat
     Tests have writers of their own for the kinds that :mod:`kvpop_vllm.testing` knows. Another kind is an
     untrained scorer plus noise.
     """
-    if kind in ("mlstm", "mlp", "linear", "trimkv", "dms"):
+    if kind in LEARNED:
         return write_random_scorer(folder, model, kind, **options)
     decay = {name: options.pop(f"decay_{name}", value) for name, value in (("step", 1), ("min", 0.99), ("max", 0.9999))}
     config = init_scorer(model, folder, scorer=kind, decay=decay, **options)

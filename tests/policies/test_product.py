@@ -151,7 +151,7 @@ def policy(name: str, folder: str | None, allocator: str, correction: str) -> po
     asked = {"sinks": row.sinks, "window": row.window} if row.asked else {}
     asked |= {"correction": correction} | shared_by(allocator, folder if row.calibrated else None)
     if row.learned:
-        asked["scorer"] = folder
+        asked.update(row.early, scorer=folder)
     if not row.keeps_all:
         asked["budget"] = BUDGET
     return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | asked), MODEL)
@@ -173,7 +173,7 @@ def oracle(scorer):
         if row.keeps_all:
             own = OraclePolicy.full()
         elif row.learned:
-            own = OraclePolicy.from_scorer(folder)
+            own = OraclePolicy.from_scorer(folder, **row.early)
         else:
             own = OraclePolicy(row.scorer, row.sinks, window, BUDGET - row.sinks - window, statistics=folder)
         own, layers = replace(allocated(own, allocator), protect=protect), []

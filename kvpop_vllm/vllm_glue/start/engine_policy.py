@@ -53,9 +53,10 @@ def describe(vllm_config: VllmConfig) -> list[str]:
     kept, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
     corrected = ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else ""
+    early = "" if policy.threshold is None else f", scores below {policy.threshold:g} evicted with the window"
     lines = [
         f"--kv-policy {policy.name}: {kept.budget} tokens per KV head ({kept.sinks} sinks, window {kept.window},"
-        f" {kept.topk} long-range){shared}{corrected}"
+        f" {kept.topk} long-range){shared}{early}{corrected}"
     ]
     if vllm_config.additional_config[ADDITIONAL_CONFIG_KEY].get("policy") == AUTO:
         best = (
