@@ -36,7 +36,7 @@ COUNTS: dict[str, int] = {
     "name given": 54,
     "name held": 123,
     "name here": 12,
-    "name kept": 88,
+    "name kept": 87,
     "name known": 34,
     "name least": 23,
     "name made": 58,
