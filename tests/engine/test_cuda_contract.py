@@ -17,6 +17,7 @@ from policies.matrix import random_statistics_folder
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from kvpop_vllm.config import ConfigError
@@ -159,6 +160,7 @@ def test_registering_keeps_what_was_there(monkeypatch):
 
 
 def test_a_plugin_that_takes_custom_afterwards(model):
+    load_general_plugins()  # ours comes first, also where no test has run before
     try:
         register_backend(AttentionBackendEnum.CUSTOM, "other.Backend")
         assert "(other.Backend): set VLLM_PLUGINS=kvpop" in refusal(model, STREAMING)
