@@ -28,7 +28,7 @@ def test_the_command_serves_gates_of_the_hub(tmp_path):
     lay_out(tmp_path / "hub", "Qwen/Qwen3-8B", {"main": model})
     lay_out(tmp_path / "hub", "nvidia/KVzap-mlp-Qwen3-8B", {"main": DATA / "mlp"})
     settings = {"budget": 56, "window": 16, "threshold": -1.0}
-    flags = [word for name, value in settings.items() for word in (f"--kv-{name}", str(value))]
+    flags = [f"--kv-{name}={value}" for name, value in settings.items()]
     prompt, new = distinct(200), 16
     with Server(*COMMAND, *OPTIONS, *flags, env={"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}) as server:
         body = {"model": "Qwen/Qwen3-8B", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
