@@ -53,7 +53,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.inspector = None  # likewise, where what requests hold is recorded
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
-        alone = not self.records_new_block_ids  # no layers of other kinds take blocks
+        alone = not kwargs.get("needs_kv_cache_zeroing")  # no layers of other kinds take blocks
         if alone and kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
