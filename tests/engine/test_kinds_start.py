@@ -31,7 +31,8 @@ from kvpop_vllm.vllm_glue.start.refusals import check_layers
 def test_a_budget_of_the_whole_text_equals_stock(family, kind):
     """Tokens are the same, and log-probabilities differ by rounding."""
     folder, _ = family(kind)
-    stock, full = (generate(folder, policy) for policy in (None, {"policy": "streaming-llm", "budget": 1024}))
+    policies = None, {"policy": "streaming-llm", "budget": 1024}
+    stock, full = (generate(folder, policy, block_size=BLOCK) for policy in policies)
     for ours, theirs in zip(full, stock, strict=True):
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         assert max(abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)) <= TOLERANCE
