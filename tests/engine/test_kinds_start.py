@@ -189,11 +189,11 @@ def test_reports_and_the_inspect_page_of_several_groups(family, tmp_path):
         page = core.kvpop_inspect()
         assert (page["layers"], page["model_layers"], page["heads"]) == (3, 4, 2)
         for name, answer in answers.items():
-            report, seen = answer.kv_transfer_params["kv_report"], len(answer.prompt_token_ids) + 29
-            per_layer = -(-min(seen, BUDGET) // BLOCK)
-            assert (report["seen_tokens"], report["blocks"]) == (seen, 3 * per_layer)
+            report, length = answer.kv_transfer_params["kv_report"], len(answer.prompt_token_ids) + 29
+            per_layer = -(-min(length, BUDGET) // BLOCK)
+            assert (report["seen_tokens"], report["blocks"]) == (length, 3 * per_layer)
             assert report["bytes"] == 3 * per_layer * BLOCK * 2 * (2 * 32 * 4 + 8)
-            assert report["dense_bytes"] == seen * 3 * 2 * 2 * 32 * 4
-            left = np.frombuffer(core.kvpop_inspect_request(name)["left"], "<i4").reshape(3, 2, seen)
+            assert report["dense_bytes"] == length * 3 * 2 * 2 * 32 * 4
+            left = np.frombuffer(core.kvpop_inspect_request(name)["left"], "<i4").reshape(3, 2, length)
             for layer, steps in engine.recorder.held[name].items():
                 assert [head.nonzero()[0].tolist() for head in left[layer] == 0] == steps[-1].positions
