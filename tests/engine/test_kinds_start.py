@@ -39,7 +39,10 @@ def test_a_budget_of_the_whole_text_equals_stock(family, kind):
 
 
 def test_hits_in_all_groups(family, tmp_path):
-    """Protected tokens are shared if all groups have them; answers after a hit are the oracle's, with other tails too."""
+    """Protected tokens are shared if all groups have them; answers after a hit are the oracle's, with other tails too.
+
+    A request that protects all tokens takes no window from one that has evicted.
+    """
     folder, oracle = family("gemma3_text")
     settings, exact = roles("kvpop", folder, tmp_path, oracle)
     text = random_prompt(300, seed=7)

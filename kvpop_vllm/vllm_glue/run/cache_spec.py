@@ -144,12 +144,6 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         if num_external_computed_tokens > 0:
             raise RuntimeError("a fixed-budget cache cannot take in KV blocks from outside: remove the KV connector")
 
-    def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries=()):
-        """Hash the full blocks of the protected prefix, as far as it has been scheduled."""
-        slots = self.requests.get(request.request_id)
-        prefix = 0 if slots is None else min(num_tokens, slots.prefix)
-        super().cache_blocks(request, prefix, retention_interval, replay_boundaries=replay_boundaries)
-
     def pop_blocks_for_free(self, request_id):
         """Forget a request and return its blocks."""
         for numbers in (self.requests, self.final, self.bounds):
