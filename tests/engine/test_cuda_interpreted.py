@@ -43,7 +43,7 @@ class Layers:
     """One layer of an engine, or two with unequal budgets, served by both paths from the same bytes.
 
     Attributes:
-        gpu: ``[layers, blocks, H, N, C / 4]`` float32 pool of the GPU's path; all bytes are 255 at first.
+        gpu: ``[layers, blocks, H, N, C]`` uint8 pool of the GPU's path; all bytes are 255 at first.
         cpu: the same for the CPU's path.
     """
 
@@ -52,10 +52,8 @@ class Layers:
         spec = self.group.kv_cache_spec
         layers = 1 if spec.shares is None else 2
         config.device_config.device_type = "cpu"  # the device of the rules' tensors
-        shape = (layers, BLOCKS, HEADS, SLOTS, spec.state_content_bytes // 4)
-        self.gpu, self.cpu = (
-            torch.full((*shape[:-1], 4 * shape[-1]), 255, dtype=torch.uint8).view(torch.float32) for _ in "12"
-        )
+        shape = layers, BLOCKS, HEADS, SLOTS, spec.state_content_bytes
+        self.gpu, self.cpu = (torch.full(shape, 255, dtype=torch.uint8) for _ in "12")
         self.impls = [attention_of(config, layer, HEADS, self.gpu[layer]) for layer in range(layers)]
         for impl in self.impls:
             impl.attention.impl = "triton"
@@ -77,10 +75,10 @@ class Layers:
         out = torch.empty_like(q)
         for i, impl in enumerate(self.impls):
             layout, shares = impl.attention.layout, EqualHeads(HEADS)
-            pages = blocks_of = layout.view(self.cpu[i].view(torch.uint8))
+            pages = blocks_of = layout.view(self.cpu[i])
             if impl.shares is not None:
                 shares = fixed_shares(impl.shares, layout, BLOCKS)
-                pages = shares.view(self.cpu.view(torch.uint8).view(-1))
+                pages = shares.view(self.cpu.view(-1))
             table = torch.zeros(len(counts), 32, dtype=torch.int32)
             for row, blocks in zip(table, rows, strict=True):
                 row[: len(blocks)] = torch.tensor(blocks)
@@ -97,7 +95,7 @@ class Layers:
         pools = [pool[:, 1:] for pool in (self.gpu, self.cpu)]  # without the null block
         bits = [pool.view(torch.int32) for pool in pools]
         other = bits[0] != bits[1]
-        floats = [pool[other] for pool in pools]
+        floats = [pool.view(torch.float32)[other] for pool in pools]
         return torch.allclose(*floats, rtol=1e-3, atol=1e-4)
 
 
@@ -214,7 +212,7 @@ def test_equal_to_the_cpus_path(serve, name, version):
     One row of the replayed batches is padding.
     """
     served = serve(name, version=version)
-    assert (served.layers.gpu.view(torch.uint8) == 255).all(), "recording has written"
+    assert (served.layers.gpu == 255).all(), "recording has written"
     served.check(a=9, b=30)
     served.check(a=1, b=1, c=20)
     served.check(graph=True, a=1, b=1, c=1)
@@ -222,7 +220,7 @@ def test_equal_to_the_cpus_path(serve, name, version):
     served.check(a=1, d=18)
     served.check(graph=True, a=1, d=1)
     assert served.layers.same_pages()
-    assert (served.layers.gpu[:, 0].view(torch.uint8) == 255).all(), "the null block has been written"
+    assert (served.layers.gpu[:, 0] == 255).all(), "the null block has been written"
 
 
 @pytest.mark.parametrize("version", RUNNERS)
@@ -234,7 +232,7 @@ def test_protected_prompts(serve, name, version):
     Tails begin in decode rows, in a graph and beside chunks.
     """
     served = serve(name, {"a": 9, "b": 30, "c": 21, "d": 10}, version)
-    assert (served.layers.gpu[:, 1:].view(torch.uint8) == 255).all(), "recording has written"
+    assert (served.layers.gpu[:, 1:] == 255).all(), "recording has written"
     served.check(a=9, b=30)
     served.check(a=1, b=1, c=20)
     served.check(graph=True, a=1, b=1, c=1)
@@ -303,13 +301,13 @@ def test_a_step_out_of_order_is_no_number(serve):
     """
     served = serve("streaming-llm")
     served.check(a=9, b=30)
-    before = served.layers.gpu.view(torch.uint8).clone()
+    before = served.layers.gpu.clone()
     served.requests.lengths["a"] += 1
     pages = served.layers.cpu.clone()
     served.layers.expected = lambda q, *rest: q
     found, _ = served.step(graph=True, a=1, b=1)
     assert found[:, 0].isnan().all() and found[:, 1].isfinite().all()
-    changed = (served.layers.gpu.view(torch.uint8) != before).any(-1).any(-1).any(-1)[0]
+    changed = (served.layers.gpu != before).any(-1).any(-1).any(-1)[0]
     assert not changed[served.requests.rows["a"]].any() and changed[served.requests.rows["b"]].any()
     assert torch.equal(pages.view(torch.int32), served.layers.cpu.view(torch.int32))
 
