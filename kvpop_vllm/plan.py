@@ -114,6 +114,8 @@ def plan(options) -> None:
             try:
                 policy = _policy(cls, budget, shape, options, given, own)
                 policy.check_ranks(options.tensor_parallel_size)
+                if shape.kinds and policy.gated:
+                    raise ConfigError("its gate reads every layer")
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue

@@ -60,6 +60,29 @@ def test_a_window_that_no_request_exceeds(planned):
     assert planned(DEMO | {"sliding_window": 4096}, *options) == planned(DEMO, *options)
 
 
+def test_layers_that_a_policy_does_not_act_on(planned):
+    """Windows of 1,024 tokens in 27 of 36 layers: 9 blocks of 128 each, in pages of 128 of a policy's slots."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    windows = {"layer_types": kinds * 9, "use_sliding_window": True, "sliding_window": 1024}
+    options = "--max-model-len", "32768", "--kv-memory", "8GiB", "--budget", "2048"
+    lines, rows = planned(QWEN3_8B | windows, *options)
+    assert lines[0].startswith("9 layers with full attention of 36, 8 KV heads of 128, bfloat16; requests of 32768")
+    assert lines[0].endswith("128 slots a block")
+    page, token, mib = 8 * 128 * 520, 2 * 8 * 128 * 2, 2**20
+    assert "in every row are the 27 layers of sliding_attention, in which a request holds 121.5 MiB at its end" in lines
+    canonical, pages = (9 * 2048 + 27 * 1024) * token, 9 * 16 + 27 * 9
+    fit = 2**33 // page / pages
+    stock = 9 * 256 + 27 * 9
+    assert rows["dense, stock vLLM", 32768][2] == f"{2**33 // (128 * token) / stock:.1f}"
+    assert rows["streaming-llm", 2048][:3] == [
+        f"{canonical / mib:.1f} MiB",
+        f"{pages * page / mib:.1f} MiB",
+        f"{fit:.1f}",
+    ]
+    assert "trimkv" not in {name for name, _ in rows}
+    assert any("trimkv, 2048 tokens: its gate reads every layer" in line for line in lines)
+
+
 def test_positions_of_a_stretched_rotation(planned):
     """Without --max-model-len requests have all positions of the model, as an engine would give them."""
     stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 1e4}

@@ -70,8 +70,8 @@ def check_kinds(model: torch.nn.Module, policy: Policy, cartridges: bool) -> Non
     if policy.scorer_kind is not None and policy.settings.scorer is None:
         refuse_model(model, ["layers without full attention, which cannot carry scorers"])
     if policy.gated or cartridges:
-        reason = "a cartridge holds a text" if cartridges else f"the gate of {policy.name} reads"
-        refuse_model(model, [f"layers without full attention, and {reason} in every layer"])
+        reader = "a cartridge holds a text" if cartridges else f"the gate of {policy.name} reads"
+        refuse_model(model, [f"layers without full attention, and {reader} in every layer"])
 
 
 def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:

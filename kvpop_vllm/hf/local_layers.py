@@ -50,11 +50,11 @@ class LocalLayer:
         if self.k is not None:
             k, v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
             keys = torch.cat([self.positions, keys], 1)
-        visible = self._sees(queries.unsqueeze(2), keys.unsqueeze(1))
-        visible[..., -q.shape[2] :] |= torch.eye(q.shape[2], dtype=torch.bool, device=q.device)  # a pad sees itself
+        mask = self._sees(queries.unsqueeze(2), keys.unsqueeze(1))
+        mask[..., -q.shape[2] :] |= torch.eye(q.shape[2], dtype=torch.bool, device=q.device)  # a pad sees itself
         first = max(0, keys.shape[1] - self.size + 1)
         self.k, self.v, self.positions = k[:, :, first:], v[:, :, first:], keys[:, first:]
-        return scaled_dot_product_attention(q, k, v, visible.unsqueeze(1), scale=scale, enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, mask.unsqueeze(1), scale=scale, enable_gqa=True)
 
     def _sees(self, q: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Return whether queries at positions q see tokens at positions t; pads are at -1."""

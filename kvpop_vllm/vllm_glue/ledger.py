@@ -116,6 +116,10 @@ LEDGER = (
           "A cache manager is told of a request's name only: ours learns what each asked for and how long its prompt is, and a hit that "
           "reaches beyond what it protects is cut.",
           "when cache managers are handed the request", "self, request"),
+    Patch("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks", "run.manager_requests:cache_blocks", SCHEDULER, "policy",
+          "Blocks are shared by the hash of their tokens, and keys of unprotected tokens depend on what was evicted, in windows too: only "
+          "blocks of protected tokens are hashed.",
+          "when cache managers can bound what is hashed in all groups", "self, request, num_computed_tokens"),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._free_request", "extras.reports:free_request", SCHEDULER, "policy",
           "Only here is a request's cache known at its end: its numbers are kept for the metrics, and returned with the response to "
           "requests that ask for a report.",

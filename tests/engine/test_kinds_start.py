@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from engine.driving import Job
-from engine.kinds import BUDGET, TOLERANCE, Served, roles, serving
+from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, roles, serving
 from engine.own_backend import OwnBackendForCausalLM
 from engine.tiny_engine import configure, generate
 from vllm import ModelRegistry
@@ -30,14 +31,18 @@ from kvpop_vllm.vllm_glue.start.refusals import check_layers
 def test_a_budget_of_the_whole_text_equals_stock(family, kind):
     """Tokens are the same, and log-probabilities differ by rounding."""
     folder, _ = family(kind)
-    stock, full = (generate(folder, policy) for policy in (None, {"policy": "streaming-llm", "budget": 1024}))
+    policies = None, {"policy": "streaming-llm", "budget": 1024}
+    stock, full = (generate(folder, policy, block_size=BLOCK) for policy in policies)
     for ours, theirs in zip(full, stock, strict=True):
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         assert max(abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)) <= TOLERANCE
 
 
 def test_hits_in_all_groups(family, tmp_path):
-    """Protected tokens are shared if all groups have them; answers after a hit are the oracle's, with other tails too."""
+    """Protected tokens are shared if all groups have them; answers after a hit are the oracle's, with other tails too.
+
+    A request that protects all tokens takes no window from one that has evicted.
+    """
     folder, oracle = family("gemma3_text")
     settings, exact = roles("kvpop", folder, tmp_path, oracle)
     text = random_prompt(300, seed=7)
@@ -175,3 +180,23 @@ def test_slots_of_a_block(page, head_bytes, multiple):
         ours = -(-larger * page // unit) * unit
         assert (ours - larger * page < MOST_PADDING * ours) == (larger == factor)
     assert ours == count * unit
+
+
+def test_reports_and_the_inspect_page_of_several_groups(family, tmp_path):
+    """OLMo 3 has three groups of one policy layer each: numbers are summed, and each layer is read in its own blocks."""
+    folder, oracle = family("olmo3")
+    settings, _ = roles("h2o", folder, tmp_path, oracle)
+    with serving(folder, settings | {"inspect": True}) as engine:
+        jobs = [Job(n, new=30, scored=False, asks={"kv_report": 1}) for n in (130, 40)]
+        answers, core = engine.serve(jobs), engine.engine.engine_core.engine_core
+        page = core.kvpop_inspect()
+        assert (page["layers"], page["model_layers"], page["heads"]) == (3, 4, 2)
+        for name, answer in answers.items():
+            report, length = answer.kv_transfer_params["kv_report"], len(answer.prompt_token_ids) + 29
+            per_layer = -(-min(length, BUDGET) // BLOCK)
+            assert (report["seen_tokens"], report["blocks"]) == (length, 3 * per_layer)
+            assert report["bytes"] == 3 * per_layer * BLOCK * 2 * (2 * 32 * 4 + 8)
+            assert report["dense_bytes"] == length * 3 * 2 * 2 * 32 * 4
+            left = np.frombuffer(core.kvpop_inspect_request(name)["left"], "<i4").reshape(3, 2, length)
+            for layer, steps in engine.recorder.held[name].items():
+                assert [head.nonzero()[0].tolist() for head in left[layer] == 0] == steps[-1].positions

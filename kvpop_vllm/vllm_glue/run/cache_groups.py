@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
 from kvpop_vllm.cache.accounting import common_pages
@@ -54,10 +55,9 @@ def _check_one_group(vllm_config, specs: dict[str, KVCacheSpec]) -> None:
     """
     config = copy.copy(vllm_config)
     config.cache_config = copy.copy(config.cache_config)
-    config.cache_config.kv_cache_layout = (
-        KVCacheLayout.LBHNC.name
-    )  # the only one that our backends take; vLLM sets it later
-    groups = (group.kv_cache_spec for group in get_kv_cache_groups(config, specs))
+    config.cache_config.kv_cache_layout = KVCacheLayout.LBHNC.name  # which vLLM sets later; our backends take no other
+    planning = sys.modules[core.get_kv_cache_configs.__module__]  # its place differs between versions
+    groups = (group.kv_cache_spec for group in planning.get_kv_cache_groups(config, specs))
     count = sum(isinstance(spec, FixedBudgetSpec) for spec in groups)
     if count > 1:
         raise ConfigError(

@@ -53,7 +53,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.inspector = None  # likewise, where what requests hold is recorded
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
-        alone = not self.records_new_block_ids  # no layers of other kinds take blocks
+        alone = not kwargs.get("needs_kv_cache_zeroing")  # no layers of other kinds take blocks
         if alone and kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
@@ -143,12 +143,6 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         """
         if num_external_computed_tokens > 0:
             raise RuntimeError("a fixed-budget cache cannot take in KV blocks from outside: remove the KV connector")
-
-    def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries=()):
-        """Hash the full blocks of the protected prefix, as far as it has been scheduled."""
-        slots = self.requests.get(request.request_id)
-        prefix = 0 if slots is None else min(num_tokens, slots.prefix)
-        super().cache_blocks(request, prefix, retention_interval, replay_boundaries=replay_boundaries)
 
     def pop_blocks_for_free(self, request_id):
         """Forget a request and return its blocks."""

@@ -1,4 +1,4 @@
-"""Wrapper that passes each request to our block manager; vLLM itself passes only the request's name."""
+"""Wrappers of what block managers do with requests: ours are passed each request; vLLM itself passes only its name."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def get_computed_blocks(original, self, request, *args, **kwargs):
     if ours and len(self.coordinator.single_type_managers) > len(ours):
         boundary = reusable // size * size  # windows keep what a hit of this length needs
     return blocks, hit, boundary
+
+
+def cache_blocks(original, self, request, num_computed_tokens, *args, **kwargs):
+    """Wrap the hashing of a request's full blocks, of all cache groups: it ends with the protected prefix.
+
+    Later tokens have seen what evictions left, so keys and values of the same tokens differ between requests, also in
+    layers that the policy does not act on.
+    """
+    for manager in self.single_type_managers:
+        if isinstance(manager, FixedBudgetManager):
+            slots = manager.requests.get(request.request_id)
+            num_computed_tokens = min(num_computed_tokens, 0 if slots is None else slots.prefix)
+    return original(self, request, num_computed_tokens, *args, **kwargs)
 
 
 def _behind_cartridges(self, request, placed: list):
