@@ -36,7 +36,7 @@ def test_the_readme_says_what_is_served():
     dtypes = " or ".join(DTYPES["cpu"])
     assert f"- Head sizes are {listed(HEAD_SIZES)}. On a CPU the dtype is {dtypes}.\n" in document("README.md")
     models = listed(kind.capitalize() for kind in ARCHITECTURES)
-    assert f"- `trimkv` and `dms` serve {models} models only.\n" in document("README.md")
+    assert f"- `trimkv`, `dms` and `kvzap` serve {models} models only. " in document("README.md")
 
 
 def test_the_documents_say_what_is_refused():
