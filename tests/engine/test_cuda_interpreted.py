@@ -373,8 +373,8 @@ def test_a_layer_lies_on_its_device(model, policy, tmp_path):
         hidden = tokens.new_empty(3, impl.policy.model.hidden_size)
         found = gate(Signals(hidden, tokens, tokens, tokens[..., 0] if gate.borrows else None))
         assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (3, HEADS))
-    width = impl.attention.layout.slot_bytes // 2
-    cache = torch.empty(2, BLOCKS, HEADS, SLOTS, width, dtype=torch.bfloat16, device="meta")
+    width = impl.attention.layout.slot_bytes
+    cache = torch.empty(2, BLOCKS, HEADS, SLOTS, width, dtype=torch.uint8, device="meta")
     pages, shares, _ = impl._bind(cache[1])
     assert pages.k.device.type == "meta" and shares.by_layer == (policy == "pyramid")
     table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
