@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllm.v1.engine import core
+from vllm.v1.engine.core import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
 from kvpop_vllm.cache.accounting import common_pages
@@ -56,7 +56,7 @@ def _check_one_group(vllm_config, specs: dict[str, KVCacheSpec]) -> None:
     config = copy.copy(vllm_config)
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.kv_cache_layout = KVCacheLayout.LBHNC.name  # which vLLM sets later; our backends take no other
-    planning = sys.modules[core.get_kv_cache_configs.__module__]  # its place differs between versions
+    planning = sys.modules[get_kv_cache_configs.__module__]  # its place differs between versions
     groups = (group.kv_cache_spec for group in planning.get_kv_cache_groups(config, specs))
     count = sum(isinstance(spec, FixedBudgetSpec) for spec in groups)
     if count > 1:
