@@ -9,7 +9,6 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, check_spelling
-from kvpop_vllm.hub import local_folder
 from kvpop_vllm.vllm_glue.start import contract, cuda, fallback, published, refusals
 from kvpop_vllm.vllm_glue.start.engine_policy import (
     check_checkpoint,
@@ -18,6 +17,7 @@ from kvpop_vllm.vllm_glue.start.engine_policy import (
     describe,
     engine_policy,
     requested,
+    with_local_scorer,
 )
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -55,10 +55,7 @@ def _requested_policy(engine_args):
 
 def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
     refusals.check_arguments(engine_args)
-    if settings.scorer is not None and cls.scorer_kind is not None:  # all processes read the same snapshot
-        additional, folder = engine_args.additional_config, str(local_folder(settings.scorer))
-        named = additional[ADDITIONAL_CONFIG_KEY] | {"scorer": folder}
-        engine_args.additional_config = additional | {ADDITIONAL_CONFIG_KEY: named}
+    engine_args.additional_config = with_local_scorer(engine_args.additional_config)
     protects = refusals.check_prefix_caching(engine_args, cls, settings)
     if engine_args.enable_prefix_caching is None:
         engine_args.enable_prefix_caching = bool(protects)

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, AUTO, ConfigError
+from kvpop_vllm.hub import local_folder
 from kvpop_vllm.supported import ARCHITECTURES, FULL, STOCK_ARCHITECTURES
 from kvpop_vllm.vllm_glue.start import published
 
@@ -28,6 +29,20 @@ def requested(config: VllmConfig | EngineArgs) -> bool:
     """Return whether a policy was asked for; imports nothing of this package but the settings."""
     additional = config.additional_config
     return isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None
+
+
+def with_local_scorer(additional_config: dict) -> dict:
+    """Return an ``additional_config`` with a policy, in which a scorer that is named as on the hub is its local folder.
+
+    All processes then read the same snapshot.
+    """
+    from kvpop_vllm import policies
+
+    section = additional_config[ADDITIONAL_CONFIG_KEY]
+    settings = policies.parse_settings(section)
+    if settings.scorer is None or policies.get(settings.policy).scorer_kind is None:
+        return additional_config
+    return additional_config | {ADDITIONAL_CONFIG_KEY: section | {"scorer": str(local_folder(settings.scorer))}}
 
 
 def current_config() -> VllmConfig | None:

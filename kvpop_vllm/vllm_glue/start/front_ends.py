@@ -19,7 +19,7 @@ from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.flags import FLAGS
 from kvpop_vllm.requests import of_params
 from kvpop_vllm.vllm_glue.start import fallback, flags
-from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested, with_local_scorer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,6 +57,8 @@ def check_flags(args: argparse.Namespace, vllm_config: VllmConfig) -> None:
         ConfigError: they are not.
     """
     merged = flags.merge(args, vllm_config.additional_config)
+    if requested(vllm_config):
+        merged = with_local_scorer(merged)
     if merged != vllm_config.additional_config:
         names = " and ".join(FLAGS[name] for name in flags.flags_in(args))
         settings = json.dumps({ADDITIONAL_CONFIG_KEY: merged[ADDITIONAL_CONFIG_KEY]})
