@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -159,7 +160,9 @@ def _checked(setting: Setting, value: object) -> object:
     if setting.kind is str and not isinstance(value, str):
         raise ConfigError(f"{setting.flag} must be a folder name, got {value!r}")
     bounded = setting.least is not None
-    if setting.kind is float and not (number and math.isfinite(value) and (not bounded or value >= setting.least)):
+    if setting.kind is float and not (
+        number and abs(value) <= sys.float_info.max and (not bounded or value >= setting.least)
+    ):
         bound = f" of at least {setting.least}" if bounded else ""
         raise ConfigError(f"{setting.flag} must be a number{bound}, got {value!r}")
     if setting.kind is int and not (number and isinstance(value, int) and value >= setting.least):

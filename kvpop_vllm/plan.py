@@ -104,7 +104,8 @@ def plan(options) -> None:
     stock = dense_request_bytes(layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size)
     if shape.kinds:
         stock_layers = StockLayers.of(text, shape, options, heads, dtype)
-        stock, per_block = stock_layers.added_to(stock, layers, 0), stock_layers.slots
+        per_block, dense_layers = stock_layers.slots, StockLayers.of(text, shape, options, heads, dtype, policy=False)
+        stock = dense_layers.added_to(stock, layers, 0)
         notes.insert(0, stock_layers.note(shape))
     rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
     for budget in budgets:
@@ -166,11 +167,16 @@ class StockLayers:
     slots: int
 
     @classmethod
-    def of(cls, text: Any, shape: ModelShape, options, heads: int, dtype: torch.dtype) -> StockLayers:
-        """Return the other layers of the pipeline stage with the most of them."""
+    def of(
+        cls, text: Any, shape: ModelShape, options, heads: int, dtype: torch.dtype, policy: bool = True
+    ) -> StockLayers:
+        """Return the other layers of the pipeline stage with the most of them, next to a policy or in stock vLLM."""
         block, multiple = options.dense_block_size, options.block_size or 16
-        page = 2 * heads * shape.head_dim * dtype.itemsize * block
-        factor, count = common_pages(page, PageLayout(heads, shape.head_dim, dtype, multiple).region_bytes * heads)
+        if policy and options.block_size:
+            block = options.block_size
+        page, factor, count = 2 * heads * shape.head_dim * dtype.itemsize * block, 1, 1
+        if policy:
+            factor, count = common_pages(page, PageLayout(heads, shape.head_dim, dtype, multiple).region_bytes * heads)
         tokens = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
         bounds = layers_of_stages(shape.model_layers, options.pipeline_parallel_size)
         kinds = max(([kind for kind in shape.kinds[slice(*stage)] if kind != FULL] for stage in bounds), key=len)

@@ -143,7 +143,10 @@ def layer_kinds(text: Any, layers: int | None = None, tokens: int | None = None)
 
 
 def _has_no_full_layer(text: Any, tokens: int | None) -> bool:
-    return STOCK_LAYERS.keys() >= set(layer_kinds(text, tokens=tokens))
+    """Return whether no layer has full attention, or the size of a window or chunk is missing."""
+    kinds = set(layer_kinds(text, tokens=tokens))
+    sizes = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
+    return STOCK_LAYERS.keys() >= kinds or any(type(sizes[kind]) is not int for kind in kinds & sizes.keys())
 
 
 def _has_alibi(text: Any, tokens: int | None) -> bool:

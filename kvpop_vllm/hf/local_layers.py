@@ -7,6 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvpop_vllm.supported import SLIDING
 
+QUERIES = 512
+"""Queries that attend together, which bounds the memory of masks."""
+
 
 class LocalLayer:
     """Latest tokens of R rows in one layer whose queries see a sliding window, or their chunk.
@@ -50,11 +53,17 @@ class LocalLayer:
         if self.k is not None:
             k, v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
             keys = torch.cat([self.positions, keys], 1)
-        mask = self._sees(queries.unsqueeze(2), keys.unsqueeze(1))
-        mask[..., -q.shape[2] :] |= torch.eye(q.shape[2], dtype=torch.bool, device=q.device)  # a pad sees itself
-        first = max(0, keys.shape[1] - self.size + 1)
-        self.k, self.v, self.positions = k[:, :, first:], v[:, :, first:], keys[:, first:]
-        return scaled_dot_product_attention(q, k, v, mask.unsqueeze(1), scale=scale, enable_gqa=True)
+        before, columns, outputs = keys.shape[1] - q.shape[2], torch.arange(keys.shape[1], device=q.device), []
+        for begin in range(0, q.shape[2], QUERIES):
+            chunk = slice(begin, begin + QUERIES)
+            near = slice(max(0, before + begin - self.size + 1), before + begin + QUERIES)
+            mask = self._sees(queries[:, chunk].unsqueeze(2), keys[:, near].unsqueeze(1))
+            mask |= columns[near] == columns[before:][chunk].unsqueeze(1)  # a pad sees itself
+            parts = q[:, :, chunk], k[:, :, near], v[:, :, near]
+            outputs.append(scaled_dot_product_attention(*parts, mask.unsqueeze(1), scale=scale, enable_gqa=True))
+        first = max(0, keys.shape[1] - self.size + 1)  # copies, since views would hold the whole pass
+        self.k, self.v, self.positions = k[:, :, first:].clone(), v[:, :, first:].clone(), keys[:, first:].clone()
+        return torch.cat(outputs, 2)
 
     def _sees(self, q: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Return whether queries at positions q see tokens at positions t; pads are at -1."""

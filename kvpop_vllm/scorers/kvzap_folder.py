@@ -69,7 +69,10 @@ def read_kvzap_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with reading(path), safe_open(path, "pt") as file:
-            tensors |= {_name(name): file.get_tensor(name) for name in file.keys()}
+            for name in file.keys():
+                if _name(name) in tensors:
+                    raise ConfigError(f"{folder}: {path.name} holds {_name(name)} a second time: {_ADVICE}")
+                tensors[_name(name)] = file.get_tensor(name)
     if not tensors:
         raise ConfigError(f"{folder} holds no tensors in safetensors files: {_ADVICE}")
     for name, tensor in tensors.items():

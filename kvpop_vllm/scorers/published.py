@@ -11,11 +11,11 @@ containers, and no code is executed.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.files import read_json
 from kvpop_vllm.hub import FILES, PICKLES, local_folder
 from kvpop_vllm.model_shape import folder_sizes
 from kvpop_vllm.scorers import ScorerConfig, parse_config
@@ -78,7 +78,7 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
     if is_kvzap(source):
         return _kvzap(source, out, sinks, window, topk)
     shape = folder_sizes(source)
-    raw = json.loads((source / "config.json").read_text())
+    raw = read_json(source / "config.json", "give a published folder")
     if "retention_gate" in raw:
         config, layers, notes = read_trimkv(source, raw, shape, sinks, window, topk)
     elif is_dms(source, raw):

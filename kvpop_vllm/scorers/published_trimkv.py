@@ -73,7 +73,8 @@ def read_trimkv(
         raise ConfigError(
             f"{source}: retention_gate is {kind!r}, and layer {odd[0]} {verb} linear3: one of the two is wrong"
         )
-    notes = [f"the folder has gates alone: serve them with the weights of {raw.get('base_model', 'their base model')}"]
+    base = str(raw.get("base_model", "their base model"))
+    notes = [f"the folder has gates alone: serve them with the weights of {base if base.isprintable() else repr(base)}"]
     if raw.get("global_capacity", kind == "rg10"):
         notes.append(
             f"not taken over: one budget for all heads of all layers, memory_size {size} in the mean; here each KV head has"

@@ -8,7 +8,7 @@ from hf.prompts import distinct, generate, padded
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.hf import KVpopCache, local_layers
 from kvpop_vllm.model_hook import CACHE_NAME
 from kvpop_vllm.supported import FULL
 from kvpop_vllm.testing import FAMILIES, KindsOracle, OraclePolicy, write_mixed_model, write_random_scorer
@@ -85,3 +85,20 @@ def test_a_gate_that_reads_every_layer_is_refused(tmp_path):
     message = "cannot serve gemma3_text, a model with layers without full attention, and the gate of trimkv reads"
     with pytest.raises(ConfigError, match=message):
         KVpopCache(AutoModelForCausalLM.from_pretrained(folder), "trimkv", scorer=gate)
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "chunked_attention"])
+def test_long_passes_are_read_in_parts_and_not_held(kind, monkeypatch):
+    q, k, v = (torch.randn(2, heads, 300, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    positions = torch.stack([torch.arange(300), torch.arange(300) - 40])
+    results = []
+    for queries in (1000, 64):
+        monkeypatch.setattr(local_layers, "QUERIES", queries)
+        layer = local_layers.LocalLayer(kind, 50)
+        parts = [layer.attend(q[:, :, :260], k[:, :, :260], v[:, :, :260], 0.3, positions[:, :260], [260, 220])]
+        parts.append(layer.attend(q[:, :, 260:], k[:, :, 260:], v[:, :, 260:], 0.3, positions[:, 260:], [40, 40]))
+        results.append(torch.cat(parts, 2))
+        stored = sum(tensor.untyped_storage().nbytes() for tensor in (layer.k, layer.v))
+        assert stored == layer.allocated_bytes() == 2 * 2 * 2 * 49 * 8 * 4
+    real = torch.arange(300) >= torch.tensor([[0], [40]])
+    assert torch.allclose(*(result.transpose(1, 2)[real] for result in results), atol=1e-6)

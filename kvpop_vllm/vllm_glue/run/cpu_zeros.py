@@ -13,7 +13,9 @@ def zero_block_ids(original, self, block_ids: list[int]) -> None:
     """
     original(self, block_ids)
     layers = self.compilation_config.static_forward_context
-    for group in self.kv_cache_config.kv_cache_groups:
-        if not isinstance(group.kv_cache_spec, FixedBudgetSpec):
-            for name in group.layer_names:
-                layers[name].kv_cache[block_ids] = 0
+    groups = (
+        group for group in self.kv_cache_config.kv_cache_groups if not isinstance(group.kv_cache_spec, FixedBudgetSpec)
+    )
+    caches = (layers[name].kv_cache for group in groups for name in group.layer_names)
+    for cache in {cache.data_ptr(): cache for cache in caches}.values():  # layers of several groups share bytes
+        cache[block_ids] = 0
