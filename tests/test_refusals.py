@@ -65,12 +65,12 @@ SETTINGS = [
     *(({"window": x}, f"--kv-window must be an integer of at least 1, got {x!r}") for x in (0, False)),
     *(
         ({"threshold": x}, f"--kv-threshold must be a number, got {x!r}")
-        for x in (NAN, float("inf"), -float("inf"), "0", True)
+        for x in (NAN, float("inf"), -float("inf"), 10**400, "0", True)
     ),
     *(({n: MANY}, f"--kv-{n} {MANY} is more than {2**24} tokens: lower it") for n in ("budget", "sinks", "window")),
     *(
         ({"compression": x}, f"--kv-compression must be a number of at least 1, got {x!r}")
-        for x in (0.99, -2, NAN, float("inf"), "4", True)
+        for x in (0.99, -2, NAN, float("inf"), 10**400, "4", True)
     ),
     *(({n: x}, f"--kv-{n} must be true or false, got {x!r}") for n in ("reserve", "inspect") for x in (1, "yes")),
     *(({"scorer": x}, f"--kv-scorer must be a folder name, got {x!r}") for x in (1, ["a"])),

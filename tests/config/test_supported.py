@@ -98,3 +98,14 @@ def test_layers_of_kinds_that_are_not_served(name):
     assert unserved(SimpleNamespace(**full, sliding_window=64), {}, 64) == []
     assert unserved(SimpleNamespace(**{name: ["full_attention", "mamba"]}, sliding_window=64), {}, 100) == [other]
     assert unserved(SimpleNamespace(**{name: ["attention"]}), {"MLA": True}, 64) == [REFUSED["MLA"].feature]
+
+
+@pytest.mark.parametrize(
+    "kind, key", [("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")]
+)
+def test_a_kind_without_its_size(kind, key):
+    layers = {"layer_types": ["full_attention", kind]}
+    assert unserved(SimpleNamespace(**layers, **{key: 64}), {}, 100, mixed=True) == []
+    assert unserved(SimpleNamespace(**layers, **{key: None}), {}, 100, mixed=True) == [
+        REFUSED["sliding-window"].feature
+    ]

@@ -140,6 +140,13 @@ def test_config_and_tensors_that_disagree(published, kind):
         read_scorer(published)
 
 
+def test_tensors_of_two_files(published):
+    (file,) = published.glob("*.safetensors")
+    shutil.copy(file, published / "old.safetensors")
+    with pytest.raises(ConfigError, match="old.safetensors holds .* a second time: give a folder"):
+        read_scorer(published)
+
+
 def test_folders_without_tensors_and_pickles(published):
     (file,) = published.glob("*.safetensors")
     torch.save(load_file(file), published / "pytorch_model.bin")
