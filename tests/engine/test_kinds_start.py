@@ -100,6 +100,7 @@ def test_a_window_that_no_request_exceeds_is_full_attention(mixed):
     [
         ({"disable_hybrid_kv_cache_manager": True}, {}, {}, "leave --disable-hybrid-kv-cache-manager out"),
         ({}, {}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "unset VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ({"block_size": 48}, {}, {}, "--block-size 48 on a CPU: use a multiple of 32"),
     ],
 )
 def test_what_does_not_work_with_other_layers(mixed, monkeypatch, options, settings, variables, message):
