@@ -130,12 +130,12 @@ class FixedBudgetAttention:
             due = rounds.due(self.rule.rounds.queries, chunks.ends, [self._rounds_of_chunk(chunks, 0)])
             rounds.run_due_rounds(q[at], pages, chunks.table, due, chunks.seeds, self.rule, self.scale)
 
-    def _rounds_of_chunk(self, chunks: Chunks, r: int) -> rounds.LayerRounds:
+    def _rounds_of_chunk(self, chunks: Chunks, r: int) -> list[rounds.EqualRoles]:
         """Return the rounds of the request of chunk r."""
         slots = chunks.slots[r]
         return self._rounds_of(slots.budget, chunks.budgets[r].tolist(), slots.window, slots.prefix)
 
-    def _rounds_of(self, budget: int, budgets: list[int], window: int, prefix: int) -> rounds.LayerRounds:
+    def _rounds_of(self, budget: int, budgets: list[int], window: int, prefix: int) -> list[rounds.EqualRoles]:
         """Return the rounds of a request whose heads have ``budgets`` in this layer."""
         return rounds.layer_rounds(self.rule.rounds.every, budget, tuple(budgets), self.rule.sinks, window, prefix)
 

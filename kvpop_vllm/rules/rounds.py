@@ -44,38 +44,28 @@ def interval(every: int, topk: int) -> int:
 
 
 class EqualRoles(NamedTuple):
-    """Heads of one request whose tails have the same slot roles.
+    """Heads of one request and layer whose tails have the same slot roles, and the rounds that they have.
 
     Attributes:
         retention: slot roles of the tail.
+        every: m, the number of tokens between rounds.
         heads: KV heads of the layer, None for all of them.
     """
 
     retention: Retention
-    heads: list[int] | None = None
-
-
-class LayerRounds(NamedTuple):
-    """Rounds of one request in one layer.
-
-    Attributes:
-        every: m, the number of tokens between rounds.
-        ranked: heads whose tokens are ranked, grouped by slot roles.
-    """
-
     every: int
-    ranked: list[EqualRoles]
+    heads: list[int] | None = None
 
 
 @functools.lru_cache(maxsize=4096)
 def layer_rounds(
     every: int, budget: int, budgets: tuple[int, ...], sinks: int, window: int, prefix: int
-) -> LayerRounds:
-    """Return the rounds of a request in a layer.
+) -> list[EqualRoles]:
+    """Return the heads of a layer whose tokens are ranked in rounds, grouped by their slot roles.
 
-    All heads of the layer have rounds after the same tokens. With unequal heads m follows from the smallest one, but is at
-    least half of equal heads' m, so that rounds cut a prompt into at most twice as many chunks. A head that has no more
-    long-range slots would lose every ranked token before the next round. It has no rounds, and its slots extend its window.
+    A head's m is that of equal heads where its slots allow it, else half of that, so that rounds cut a prompt into few chunks,
+    and ranks need not know each other's heads. A head that has no more long-range slots than half of m would lose every
+    ranked token before the next round. It has no rounds, and its slots extend its window.
 
     Args:
         every: the method's m.
@@ -85,31 +75,36 @@ def layer_rounds(
         window: w of the request.
         prefix: p, tokens of its protected prefix.
     """
-    shortest, groups = cdiv(interval(every, budget - sinks - window), 2), {}
+    longest, groups = interval(every, budget - sinks - window), {}
+    shortest = cdiv(longest, 2)
     for head, size in enumerate(budgets):
         if size - sinks - window > shortest:
             groups.setdefault(size, []).append(head)
-    ranked = [
-        EqualRoles(Retention(size, sinks, window).behind(prefix), heads if len(heads) < len(budgets) else None)
+    return [
+        EqualRoles(
+            Retention(size, sinks, window).behind(prefix),
+            longest if interval(every, size - sinks - window) >= longest else shortest,
+            heads if len(heads) < len(budgets) else None,
+        )
         for size, heads in groups.items()
     ]
-    smallest = min((roles.retention.topk for roles in ranked), default=0)
-    return LayerRounds(max(shortest, interval(every, smallest)), ranked)
 
 
-def cuts(rounds: LayerRounds, start: int, end: int) -> list[int]:
+def cuts(groups: Sequence[EqualRoles], start: int, end: int) -> list[int]:
     """Return the positions at which rounds split the tokens ``[start, end)``, ascending, ``end`` last.
 
     Rounds after which no ranked token can be evicted before the next round are left out.
 
     Args:
-        rounds: rounds of the request in the layer.
+        groups: heads of the request in the layer, and their rounds.
         start: position of the first token.
         end: position after the last token.
     """
-    every, ranked = rounds
-    first = min((retention.first + retention.budget - every for retention, _ in ranked), default=end)
-    return [*range((max(start, first) // every + 1) * every, end, every), end]
+    places = {end}
+    for retention, every, _ in groups:
+        first = max(start, retention.first + retention.budget - every)
+        places.update(range((first // every + 1) * every, end, every))
+    return sorted(places)
 
 
 class Due(NamedTuple):
@@ -126,18 +121,18 @@ class Due(NamedTuple):
     rounds: list[tuple[int, EqualRoles]]
 
 
-def due(queries: int, ends: list[int], rounds: Sequence[LayerRounds]) -> Due:
+def due(queries: int, ends: list[int], rounds: Sequence[Sequence[EqualRoles]]) -> Due:
     """Return the work of rounds after a step.
 
     Args:
         queries: largest number of newest queries that a round needs.
         ends: position after the last token of each request.
-        rounds: rounds of each request in the layer.
+        rounds: heads of each request in the layer, and their rounds.
     """
     stored, ranked = {}, []
-    for r, (end, (m, groups)) in enumerate(zip(ends, rounds, strict=True)):
+    for r, (end, groups) in enumerate(zip(ends, rounds, strict=True)):
         for group in groups:
-            retention = group.retention
+            retention, m, _ = group
             full = retention.first + retention.budget
             if end > max(retention.first, full - m - queries) and (-end) % m < queries:
                 stored[r] = True

@@ -139,9 +139,8 @@ class Rounds(Ranking):
 def distances(how: str, topk: Sequence[int], mean_topk: int) -> list[float]:
     """Return the distance of rounds in tokens for each head of a layer, infinite if it has none.
 
-    With k slots in every head it is the paper's, but at most k / 2. Unequal heads of a layer that have rounds have them
-    together, at half the k of the smallest. Half the distance of equal heads is the least, and heads of no more slots have
-    no rounds.
+    With k slots in every head it is the paper's, but at most k / 2. An unequal head has the distance of equal heads if its own
+    k allows it, else half of that, rounded up, and none if it has no more slots than that.
 
     Args:
         how: SAMPLED_MASS, REDUNDANCY or EXPECTED_LOGITS.
@@ -152,9 +151,9 @@ def distances(how: str, topk: Sequence[int], mean_topk: int) -> list[float]:
     def of_equal_heads(k: int) -> int:
         return min(_EVERY[how], max(1, k // 2))
 
-    shortest = math.ceil(of_equal_heads(mean_topk) / 2)
-    ranking = [k for k in topk if k > shortest]
-    return [max(shortest, of_equal_heads(min(ranking))) if k in ranking else math.inf for k in topk]
+    longest = of_equal_heads(mean_topk)
+    half = math.ceil(longest / 2)
+    return [longest if of_equal_heads(k) >= longest else half if k > half else math.inf for k in topk]
 
 
 def retained_by_rounds(

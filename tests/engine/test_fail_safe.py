@@ -24,8 +24,8 @@ PREPROCESS = "def preprocess_add_request(self, request: EngineCoreRequest) -> tu
 BROKEN = {
     "a missing function": (
         {SELECTOR: ("_cached_get_attn_backend", "_chosen_attn_backend")},
-        "this vLLM lacks vllm.v1.attention.selector:_cached_get_attn_backend(), which kvpop_vllm relies on: "
-        "install a stock vllm>=0.32,<0.34",
+        "this vLLM lacks vllm.v1.attention.selector:_cached_get_attn_backend(*, backend, attn_selector_config), which "
+        "kvpop_vllm relies on: install a stock vllm>=0.32,<0.34",
     ),
     "a renamed parameter": (
         {CORE: (PREPROCESS, PREPROCESS.replace("self, request:", "self, new:") + "\n        request = new")},

@@ -44,7 +44,7 @@ def test_interval(topk, every):
 def test_a_chunk_is_cut_where_rounds_are_due():
     """Cuts begin at the last round before evictions; B = 48 and k = 40 give a round every 20 tokens."""
     equal = layer_rounds(64, 48, (48, 48), 2, 6, 0)
-    assert equal == (20, [(Retention(48, 2, 6), None)])
+    assert equal == [(Retention(48, 2, 6), 20, None)]
     assert cuts(equal, 0, 28) == [28] and cuts(equal, 0, 40) == [40]
     assert cuts(equal, 0, 100) == [40, 60, 80, 100] and cuts(equal, 45, 101) == [60, 80, 100, 101]
     assert cuts(equal, 60, 61) == [61]
@@ -52,18 +52,17 @@ def test_a_chunk_is_cut_where_rounds_are_due():
     assert cuts(protected, 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
 
 
-def test_unequal_heads_of_a_layer_have_rounds_together():
-    """With k = 40 in the mean, equal heads have a round every 20 tokens, and no layer has one more often than every 10."""
-    large, small = (Retention(48, 2, 6), [0, 2]), (Retention(34, 2, 6), [1])
-    assert layer_rounds(64, 48, (48, 34, 48, 8), 2, 6, 0) == (13, [large, small]), "half of 26 slots"
-    small = Retention(19, 2, 6), [1]
+def test_unequal_heads_have_rounds_by_their_own_slots():
+    """With k = 40 in the mean, equal heads have a round every 20 tokens, and no head has one more often than every 10."""
+    large = Retention(48, 2, 6), 20, [0, 2]
+    few = layer_rounds(64, 48, (48, 34, 48, 8), 2, 6, 0)
+    assert few == [large, (Retention(34, 2, 6), 10, [1])], "a head of 26 slots cannot have 20 tokens between rounds"
     few = layer_rounds(64, 48, (48, 19, 48, 18), 2, 6, 0)
-    assert few == (10, [large, small]), "a head of 10 slots has no rounds"
+    assert few == [large, (Retention(19, 2, 6), 10, [1])], "a head of 10 slots has no rounds"
     assert cuts(few, 0, 60) == [10, 20, 30, 40, 50, 60], "the head of 19 slots evicts from position 19 on"
     none = layer_rounds(64, 48, (18, 8), 2, 6, 0)
-    assert none.ranked == [] and cuts(none, 0, 60) == [60]
-    rich = layer_rounds(64, 48, (248, 248), 2, 6, 0)
-    assert rich == (64, [(Retention(248, 2, 6), None)]), "heads with more slots than the mean have longer rounds"
+    assert none == [] and cuts(none, 0, 60) == [60]
+    assert layer_rounds(64, 48, (248, 248), 2, 6, 0) == [(Retention(248, 2, 6), 20, None)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -82,15 +81,16 @@ def test_measured_shares_cut_a_prompt_into_few_chunks(method, budget):
         equal = layer_rounds(every, budget, (budget,) * 3, sinks, window, prefix)
         unequal = [layer_rounds(every, budget, tuple(heads), sinks, window, prefix) for heads in budgets]
         largest = max(len(cuts(rounds, prefix, end)) for rounds in unequal)
-        assert len(cuts(equal, prefix, end)) <= 7500 // equal.every + 1
-        assert largest <= 2 * (7500 // equal.every + 2) < 320
-        for heads, (m, ranked) in zip(budgets, unequal, strict=True):
-            topk, ranks = [size - sinks - window for size in heads], [m] * 3
-            for group in ranked:
-                assert group.retention.topk > m, "some ranked tokens are kept until the next round"
-            expected = distances(method, topk, budget - sinks - window)
-            with_rounds = {head for roles in ranked for head in (range(3) if roles.heads is None else roles.heads)}
-            assert [ranks[h] if h in with_rounds else math.inf for h in range(3)] == expected
+        (distance,) = (roles.every for roles in equal)
+        assert len(cuts(equal, prefix, end)) <= 7500 // distance + 1
+        assert largest <= 2 * (7500 // distance + 2) < 320
+        for heads, ranked in zip(budgets, unequal, strict=True):
+            found = [math.inf] * 3
+            for roles in ranked:
+                assert roles.retention.topk > roles.every, "some ranked tokens are kept until the next round"
+                for head in range(3) if roles.heads is None else roles.heads:
+                    found[head] = roles.every
+            assert found == distances(method, [size - sinks - window for size in heads], budget - sinks - window)
 
 
 def tokens_of(keys, values, queries, sinks=0, window=4) -> Tokens:
@@ -190,13 +190,14 @@ def test_at_sizes_of_serving(kind, budget, protected):
 
 @pytest.mark.parametrize("protected, seed", [(0, 28), (70, 30)])
 def test_heads_of_unequal_shares_at_sizes_of_serving(tmp_path, protected, seed):
-    """Both heads have a round every 99 tokens, half of the smaller one's slots; with these seeds rounding decides nothing."""
+    """One head has a round every 121 tokens, the other every 61; with these seeds rounding decides nothing."""
     shape = ModelShape("llama", 2, HEADS, SIZE, 4096, None, HEADS * GROUP, ROPE)
     folder = random_statistics_folder(tmp_path, shape)
     rule = made("triattention", 420, shape, calibration=str(folder)).layer_rule(0, slice(0, HEADS))
     budgets, length = torch.tensor([420, 330], dtype=torch.int32), 520 + protected
     topk = [budget - rule.sinks - rule.window for budget in budgets.tolist()]
-    assert layer_rounds(128, 375, tuple(budgets.tolist()), rule.sinks, rule.window, protected).every == 99
+    groups = layer_rounds(128, 375, tuple(budgets.tolist()), rule.sinks, rule.window, protected)
+    assert [roles.every for roles in groups] == [121, 61]
     draw = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(heads, length, SIZE, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
     exact, statistics = (x.double() for x in (q, k, v)), read_query_statistics(folder)[0]
