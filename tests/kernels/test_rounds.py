@@ -85,12 +85,12 @@ def test_measured_shares_cut_a_prompt_into_few_chunks(method, budget):
         assert len(cuts(equal, prefix, end)) <= 7500 // distance + 1
         assert largest <= 2 * (7500 // distance + 2) < 320
         for heads, ranked in zip(budgets, unequal, strict=True):
-            found = [math.inf] * 3
+            intervals = [math.inf] * 3
             for roles in ranked:
                 assert roles.retention.topk > roles.every, "some ranked tokens are kept until the next round"
                 for head in range(3) if roles.heads is None else roles.heads:
-                    found[head] = roles.every
-            assert found == distances(method, [size - sinks - window for size in heads], budget - sinks - window)
+                    intervals[head] = roles.every
+            assert intervals == distances(method, [size - sinks - window for size in heads], budget - sinks - window)
 
 
 def tokens_of(keys, values, queries, sinks=0, window=4) -> Tokens:
