@@ -81,18 +81,18 @@ def cell(engines: dict, context: int, requests: int, options) -> list[dict]:
 
     A row has the mean time of a step in one round, which includes work done every few steps.
     """
-    held = {name: reply["held_bytes"] for name, reply in ask_all(engines, "keep", requests=requests)}
-    beside = sorted(engines, key=lambda name: list(engines).index(policy_of(name)))
+    held_bytes = {name: reply["held_bytes"] for name, reply in ask_all(engines, "keep", requests=requests)}
+    ordered = sorted(engines, key=lambda name: list(engines).index(policy_of(name)))
     rows = []
     for turn in range(1, options.rounds + 1):
-        order = beside[:: 1 if turn % 2 else -1]  # twins follow each other, and neither is always first
+        order = ordered[:: 1 if turn % 2 else -1]  # twins follow each other, and neither is always first
         steps = {"requests": requests, "steps": options.steps}
         means = {name: statistics.mean(engines[name].ask("steps", **steps)["ms"]) for name in order}
         shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in means.items())
         say(f"{requests} at {context}, round {turn}: {shown}")
         for name, ms in means.items():
             row = {"requests": requests, "context": context, "round": turn, "step_ms": f"{ms:.2f}"}
-            row |= {"dense_over_it": f"{means['dense'] / ms:.3f}", "kv_bytes": held[name]}
+            row |= {"dense_over_it": f"{means['dense'] / ms:.3f}", "kv_bytes": held_bytes[name]}
             rows.append(setting(options, name) | row)
     return rows
 
