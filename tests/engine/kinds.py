@@ -18,16 +18,11 @@ BUDGET, BLOCK, TOLERANCE = 56, 32, 1e-5
 @contextmanager
 def serving(folder: str, settings: dict, **options) -> Iterator[Watched]:
     """Yield an engine whose freed blocks are overwritten, and check that it leaks nothing."""
-    from vllm.model_executor.models.transformers import base
-
-    with pytest.MonkeyPatch.context() as patch:
-        # vLLM compiles classes of transformers themselves, which would not work outside engines any more
-        patch.setattr(base, "support_torch_compile", lambda *args, **kwargs: lambda cls: cls)
-        with watched(folder, settings, block_size=BLOCK, **options) as engine:
-            engine.poison(patch)
-            yield engine
-            engine.engine.reset_prefix_cache()
-            assert not engine.leaks()
+    with pytest.MonkeyPatch.context() as patch, watched(folder, settings, block_size=BLOCK, **options) as engine:
+        engine.poison(patch)
+        yield engine
+        engine.engine.reset_prefix_cache()
+        assert not engine.leaks()
 
 
 @dataclass

@@ -48,9 +48,16 @@ def quick() -> Iterator[None]:
     """Start engines faster: compile no helpers of the sampler, and collect no garbage.
 
     Tiny models gain nothing from compiled helpers. The collections that vLLM asks for would take longer than
-    the rest of a start in a process with many objects.
+    the rest of a start in a process with many objects. Classes of transformers that vLLM serves are left as they
+    are: vLLM would mark them for compilation, and tests could not build models of them any more.
     """
-    with torch._dynamo.config.patch(disable=True), mock.patch.object(gc, "collect", lambda *generation: 0):
+    from vllm.model_executor.models.transformers import base
+
+    with (
+        torch._dynamo.config.patch(disable=True),
+        mock.patch.object(gc, "collect", lambda *generation: 0),
+        mock.patch.object(base, "support_torch_compile", lambda *args, **kwargs: lambda cls: cls),
+    ):
         yield
 
 
