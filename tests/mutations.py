@@ -280,15 +280,22 @@ FAULTS = {
     ],
     "kvpop_vllm/calibrate/stages.py": [
         # a worse table takes the place of the best one
-        ("            if scores[name] >= score:\n                «break→pass»", "tests/calibrate/test_improve.py"),
-        ("best, score = «name→best», scores[name]\n        return best", "tests/calibrate/test_improve.py"),
-        ("scores[name]\n        return «best→next(iter(tables))»", "tests/calibrate/test_improve.py"),
+        ("                if lower >= score:\n                    «break→pass»", "tests/calibrate/test_improve.py"),
+        ("best, score = «name→best», lower\n        return best", "tests/calibrate/test_improve.py"),
+        (
+            "best, score = name, lower\n        return «best→next(iter(self.passes.tables))»",
+            "tests/calibrate/test_improve.py",
+        ),
         # the first round is the last
-        ("            best, score = name, scores[name]«→\n            break»\n", "tests/calibrate/test_improve.py"),
+        ("                best, score = name, lower«→\n                break»\n", "tests/calibrate/test_improve.py"),
+        # steps stay large
+        ("for factor in «FACTORS→FACTORS[:1] * 3»:", "tests/calibrate/test_improve.py -k small_steps"),
+        # rounds have no bound
+        ("rounds = iter(range(«ROUNDS→10**3»))", "tests/calibrate/test_improve.py -k bounded"),
         # nothing between the old table and the new one is tried
         ("scores = self._measured(«list(new)→[name]»)", "tests/calibrate/test_improve.py -k half_way"),
         # all slots stay where they are
-        ("sizes = {size «/ 2→»: f", "tests/calibrate/test_improve.py"),
+        ("sizes = {size «/ factor→»: f", "tests/calibrate/test_improve.py"),
     ],
     "kvpop_vllm/calibrate/layers.py": [
         ("self.policy.roles.first_long + «size→0»", "tests/calibrate/test_layers.py -k evicts"),

@@ -30,7 +30,9 @@ QUERIES, EVICTING_QUERIES = 32, 4
 """The length over these is the number of queries that run again: with a window, and under a policy without prompts."""
 BUDGETS = 2, 4, 8
 """Default budgets of the report: the tokens after a prompt over these."""
-ROUNDS = 3
+FACTORS = 2.0, 2.0**0.5, 2.0**0.25
+"""By how much slots change in a round of improvement, one after the other."""
+ROUNDS = 12
 """Most rounds in which a table of shares is improved, under a policy other than :data:`PROBE`."""
 WINDOWS = 1 / 16, 1 / 4, 1 / 2
 """Windows that are tried for a policy, as fractions of ``B - s``."""

@@ -12,7 +12,7 @@ from kvpop_vllm import policies
 from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_from_slots
 from kvpop_vllm.calibrate.layers import Evicting, Kept, RowReplay, Windowed, head_losses, layer_losses, shared_losses
 from kvpop_vllm.calibrate.passes import EQUAL, Choice, Passes
-from kvpop_vllm.calibrate.plan import PROBE, ROUNDS, SERVED, SHORTLIST, WINDOWS, Plan
+from kvpop_vllm.calibrate.plan import FACTORS, PROBE, ROUNDS, SERVED, SHORTLIST, WINDOWS, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
@@ -168,39 +168,55 @@ class Stages:
     def improve(self, best: str, score: float, curves: list[Curve]) -> str:
         """Return the name of the best table found from a table on, in which losses do not add up as alone.
 
-        In each round every layer (or its heads in a rank, or head) gets half and twice its slots while the others keep theirs.
-        The slots are then divided by these losses. The new table, or one half way to it, replaces the old one if it is better.
+        Rounds go on while tables get better, first with large steps, then with smaller ones.
 
         Args:
             best: name of a table.
             score: its score.
             curves: layers and heads that differ.
         """
-        tables, topk = self.passes.tables, self._roles(self.plan.budget).topk
         curves = [curve for shard in self.plan.shards for curve in curves_of(curves, shard)]
-        for number in range(ROUNDS):
-            shares, around, names = tables[best], [], []
-            for layer, heads, *_ in curves:
-                size = float(shares[layer, heads[0]]) * topk
-                start = f"{self.plan.unit}-round-{number}-{layer}-{heads[0]}"
-                sizes = {size / 2: f"{start}-half", 2 * size + topk / 8: f"{start}-twice"} | {size: best}
-                for other in {*sizes} - {size}:
-                    tables[sizes[other]] = shares.clone()
-                    tables[sizes[other]][layer, list(heads)] = other / topk
-                around.append(Curve(layer, heads, tuple(sorted(sizes)), ()))
-                names += [sizes[other] for other in sorted(sizes)]
-            losses = iter(self._at_budget(names))
-            around = [curve._replace(losses=tuple(next(losses) for _ in curve.sizes)) for curve in around]
-            divided = self._divided(around, topk, 0)
-            name = f"{self.plan.unit}-round-{number}"
-            new = {name: divided, f"{name}-damped": between(divided, shares)}
-            tables |= new
-            scores = self._measured(list(new))
-            name = min(scores, key=scores.get)
-            if scores[name] >= score:
-                break
-            best, score = name, scores[name]
+        rounds = iter(range(ROUNDS))
+        for factor in FACTORS:
+            for number in rounds:
+                name, lower = self._round(f"{self.plan.unit}-round-{number}", factor, best, curves)
+                if lower >= score:
+                    break
+                best, score = name, lower
         return best
+
+    def _round(self, name: str, factor: float, best: str, curves: list[Curve]) -> tuple[str, float]:
+        """Return the name and the score of a table that is divided by losses around another one.
+
+        Every layer (or its heads in a rank, or head) gets ``factor`` times fewer and more slots while the others keep theirs.
+        The slots are then divided by these losses. The better one of this table and of one half way to it is returned.
+
+        Args:
+            name: name of the new table.
+            factor: size of the steps, above 1.
+            best: name of the table that steps are made from.
+            curves: layers and heads that differ.
+        """
+        tables, topk = self.passes.tables, self._roles(self.plan.budget).topk
+        shares, around, names = tables[best], [], []
+        for layer, heads, *_ in curves:
+            size = float(shares[layer, heads[0]]) * topk
+            start = f"{name}-{layer}-{heads[0]}"
+            sizes = {size / factor: f"{start}-fewer", factor * size + (factor - 1) * topk / 8: f"{start}-more"}
+            for other, changed in sizes.items():
+                tables[changed] = shares.clone()
+                tables[changed][layer, list(heads)] = other / topk
+            sizes |= {size: best}
+            around.append(Curve(layer, heads, tuple(sorted(sizes)), ()))
+            names += [sizes[other] for other in sorted(sizes)]
+        losses = iter(self._at_budget(names))
+        around = [curve._replace(losses=tuple(next(losses) for _ in curve.sizes)) for curve in around]
+        divided = self._divided(around, topk, 0)
+        new = {name: divided, f"{name}-damped": between(divided, shares)}
+        tables |= new
+        scores = self._measured(list(new))
+        name = min(scores, key=scores.get)
+        return name, scores[name]
 
     def _measured(self, names: list[str]) -> dict[str, float]:
         """Return the scores of tables by measured rows under the policy that decides."""

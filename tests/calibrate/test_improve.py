@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from kvpop_vllm.cache.ranks import Shard
 from kvpop_vllm.calibrate.division import Curve
 from kvpop_vllm.calibrate.passes import Choice
+from kvpop_vllm.calibrate.plan import ROUNDS
 from kvpop_vllm.calibrate.stages import Stages
 from kvpop_vllm.roles import Retention
 
@@ -72,7 +74,7 @@ def test_the_best_table_of_all_rounds_is_taken(start):
     """Rounds go on while tables get better, and a worse one of the last round is not taken."""
     stages = KnownLosses(unlike, start)
     best = stages.improved()
-    tables = {name: loss for name, loss in stages.measured.items() if not name.endswith(("-half", "-twice"))}
+    tables = {name: loss for name, loss in stages.measured.items() if not name.endswith(("-fewer", "-more"))}
     assert best != "start" and tables[best] == min(tables.values()) < tables["start"]
     assert torch.isclose(stages.passes.tables[best].mean(), torch.tensor(1.0, dtype=torch.float64))
 
@@ -82,7 +84,8 @@ def test_a_table_that_nothing_is_better_than_stays():
     stages = KnownLosses(lambda slots: 0.01 + (slots - 100).abs().sum(), [1.0, 1.0, 1.0])
     assert stages.improved() == "start"
     assert {"layer-round-0", "layer-round-0-damped"} <= set(stages.measured)
-    assert not any(name.startswith("layer-round-1") for name in stages.measured), "the first round found nothing"
+    rounds = {name.split("-")[2] for name in stages.measured if name.startswith("layer-round")}
+    assert rounds == {"0", "1", "2"}, "each size of steps is tried once"
 
 
 def test_the_half_way_table_is_taken_where_it_is_better():
@@ -90,3 +93,18 @@ def test_the_half_way_table_is_taken_where_it_is_better():
     stages = KnownLosses(lambda slots: 0.01 + ((slots[0] - 160) / 100).pow(2), [1.0, 1.0, 1.0])
     assert stages.improved() == "layer-round-1-damped"
     assert stages.measured["layer-round-1-damped"] == min(stages.measured.values())
+
+
+def test_small_steps_find_what_large_ones_do_not():
+    """The first layer needs 115 slots of 300: it loses more with 50 and 212, and with 71 and 147, but less with 121."""
+    stages = KnownLosses(lambda slots: 0.01 + ((slots[0] - 115) / 100).pow(2), [1.0, 1.0, 1.0])
+    best = stages.improved()
+    assert best.startswith("layer-round-2") and stages.measured[best] < 0.02
+
+
+def test_rounds_are_bounded(monkeypatch):
+    """A divergence that falls for ever ends after the last round."""
+    stages, losses = KnownLosses(unlike, [1.0, 1.0, 1.0]), itertools.count(1e9, -1)
+    monkeypatch.setattr(stages, "_kl", lambda choices: [next(losses) for _ in choices])
+    assert stages.improved().startswith(f"layer-round-{ROUNDS - 1}")
+    assert f"layer-round-{ROUNDS}" not in stages.passes.tables
