@@ -15,6 +15,7 @@ import argparse
 import csv
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -48,12 +49,12 @@ COMPRESSING = ("snapkv",)
 WINDOWS = 16, 32, 64
 COMPRESSIONS = {4: (2, 4), 8: (6, 8, 12)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
-CALIBRATED = 4, 8, 12
-"""Compressions at which shares are measured. The one in the middle counts most."""
+CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12,)}
+"""Compressions: those at which shares are measured, each with those at which they are used."""
 CALIBRATION_ROWS = 16
 """Validation problems that shares are measured on; as many others judge them."""
-SHARES = "shares-"
-"""Beginning of the names of records of policies with shares."""
+SHARES = re.compile(r"shares-\d+-(.*)")
+"""Names of records of policies with shares, with the compression at which they were measured and the policy."""
 STATISTICS = "triattention"
 """Policy that cannot do without a calibration."""
 GATES_ONLY = "trimkv", "dms"
@@ -94,6 +95,7 @@ class Comparison:
         jobs: processes at once, one thread each.
         size: steps of a problem; None for the kinds' own.
         seed: other seeds have other test problems.
+        untrained: names of training-free policies, of :data:`FREE`.
     """
 
     def __init__(
@@ -106,9 +108,11 @@ class Comparison:
         jobs: int,
         size: int | None = None,
         seed: int = 0,
+        untrained: Iterable[str] = FREE,
     ):
         self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
-        self.seed, self.kinds, self.size, self.sized = seed, kinds, size, ["--size", size] if size else []
+        self.seed, self.untrained = seed, tuple(untrained)
+        self.kinds, self.size, self.sized = kinds, size, ["--size", size] if size else []
         self.problems, self.records = folder / "problems.jsonl", folder / "records"
         self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
         self.records.mkdir(parents=True, exist_ok=True)
@@ -136,17 +140,18 @@ class Comparison:
                 f"{path} has other problems than {' and '.join(self.kinds)} of {size}: name another folder, or remove it"
             )
 
-    def _calibration(self, name: str, words: list) -> Iterator[list]:
+    def _calibration(self, name: str, compression: int, words: list) -> Iterator[list]:
         """Yield the command that measures a policy's shares of heads, unless they are there.
 
         Args:
             name: name of the policy here.
+            compression: how many times less it keeps.
             words: model and policy.
 
         Raises:
             SystemExit: shares that were measured with something else are there.
         """
-        out = self.calibrations / name
+        out = self.calibrations / f"{name}-{compression}"
         if not self.protect or name in GATES_ONLY:
             return
         tokenizer = load_tokenizer(self.model)
@@ -155,9 +160,9 @@ class Comparison:
             [len(tokenizer(text)["input_ids"]) for text in texts]
             for texts in zip(*((one["prompt"], one["prompt"] + one["response"]) for one in problems), strict=True)
         )
-        budgets = [(min(lengths) - max(prompts)) // c for c in CALIBRATED]
+        budget = (min(lengths) - max(prompts)) // compression
         fixed = ["--data", self.validation, "--rows", CALIBRATION_ROWS, "--length", min(lengths), "--threads", 1]
-        fixed += ["--budget", *budgets, "--protect-prompt", "--shares", "head"]
+        fixed += ["--budget", budget, "--protect-prompt", "--shares", "head"]
         command = ["kvpop", "calibrate", *words, "--out", out, *fixed]
         if not (out / NAME).exists():
             yield command
@@ -174,19 +179,21 @@ class Comparison:
 
     def calibrate_untrained(self) -> None:
         """Find the shares of the training-free policies."""
-        self._all(self._calibration(name, [self.model, "--policy", name]) for name in FREE)
+        calibrations = product(self.untrained, CALIBRATED)
+        self._all(self._calibration(name, c, [self.model, "--policy", name]) for name, c in calibrations)
 
     def _with_shares(self, name: str, words: list) -> Iterator[list]:
-        """Yield the command that solves the test problems with a policy's shares, if some are better than equal ones.
+        """Yield the commands that solve the test problems with a policy's shares, where some are better than equal ones.
 
         Args:
             name: name of the policy here.
             words: model and policy.
         """
-        path, out = self.calibrations / name / NAME, self.records / f"{SHARES}{name}.jsonl"
-        if path.exists() and json.loads(path.read_text())["unit"] != UNITS[0] and not self._has(out, self.rows):
-            more = ["--calibration", path.parent, "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
-            yield self._evaluation(out, [*words, *more])
+        for measured, used in CALIBRATED.items():
+            folder, out = self.calibrations / f"{name}-{measured}", self.records / f"shares-{measured}-{name}.jsonl"
+            path = folder / NAME
+            if path.exists() and json.loads(path.read_text())["unit"] != UNITS[0] and not self._has(out, self.rows):
+                yield self._evaluation(out, [*words, "--calibration", folder, "--share", *used, "--rows", self.rows])
 
     def run_trained(self, names: Iterable[str], steps: int) -> None:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
@@ -203,7 +210,8 @@ class Comparison:
         if steps:
             yield ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
-        yield from self._calibration(name, [words[1], *decides])
+        for compression in CALIBRATED:
+            yield from self._calibration(name, compression, [words[1], *decides])
         if steps:
             equal = ["--allocator", "uniform", "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
             yield self._evaluation(self.records / f"{name}.jsonl", [*words, *equal])
@@ -236,7 +244,7 @@ class Comparison:
                 out = self.records / f"at-{c}-window-{w}-{'-'.join(names)}.jsonl"
                 calls[out] = [*self._untrained(names, w), "--share", *COMPRESSIONS[c]]
         self._solve(calls, self.rows)
-        self._all(self._with_shares(name, ["--model", self.model, "--policies", name]) for name in FREE)
+        self._all(self._with_shares(name, ["--model", self.model, "--policies", name]) for name in self.untrained)
 
     def report(self, against: str) -> None:
         """Write the tables of all records; differences are from the policy ``against``."""
@@ -257,9 +265,10 @@ class Comparison:
             if path.name.startswith("windows-"):
                 continue
             for record in read_records(path)[1]:
-                policy, stem = record["policy"], path.stem.removeprefix(SHARES)
-                name = stem if stem in TRAINED or stem != path.stem else policy
-                name += ", shares" if stem != path.stem else ""
+                policy, shares = record["policy"], SHARES.fullmatch(path.stem)
+                stem = shares[1] if shares else path.stem
+                name = stem if stem in TRAINED or shares else policy
+                name += ", shares" if shares else ""
                 name = {DENSE: DENSE, OWN: f"{stem}, nothing evicted"}.get(policy, name)
                 if "budget" not in record:  # every command solves the problems with the dense model too
                     unit = name, record["kind"], record["unit"]
@@ -271,15 +280,22 @@ class Comparison:
 
     def _free(self) -> list[tuple[str, ...]]:
         """Return the training-free policies in groups that share a command."""
-        groups = [tuple(name for name in FREE if name != STATISTICS)]
-        groups += [(STATISTICS,)] if STATISTICS in FREE and self.protect else []
-        return groups if self.protect else [*groups, COMPRESSING]
+        groups = [tuple(name for name in self.untrained if name != STATISTICS)]
+        groups += [(STATISTICS,)] if STATISTICS in self.untrained and self.protect else []
+        groups += [] if self.protect else [COMPRESSING]
+        return [group for group in groups if group]
 
     def _untrained(self, names: Iterable[str], window: int) -> list:
         words = ["--model", self.model, "--policies", *names, "--window", window]
         if STATISTICS not in names:
             return words
-        return [*words, "--calibration", self.calibrations / STATISTICS, "--allocator", "uniform"]
+        return [
+            *words,
+            "--calibration",
+            self.calibrations / f"{STATISTICS}-{min(CALIBRATED)}",
+            "--allocator",
+            "uniform",
+        ]
 
     def _has(self, out: Path, rows: int) -> bool:
         """Return whether an evaluation's records are there.
@@ -395,9 +411,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the test problems (default: 0)")
     parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
     parser.add_argument("--only", nargs="*", choices=TRAINED, default=TRAINED, help="trained policies")
+    parser.add_argument("--untrained", nargs="*", choices=FREE, default=FREE, help="training-free policies")
     parser.add_argument("--against", default="kvpop", help="policy that differences are from (default: kvpop)")
     options = parser.parse_args(words)
-    problems = options.kinds, options.rows, options.jobs, options.size, options.seed
+    problems = options.kinds, options.rows, options.jobs, options.size, options.seed, options.untrained
     comparison = Comparison(options.folder, options.model, options.protect_prompt, *problems)
     comparison.prepare_calibration()
     comparison.run_trained(options.only, options.steps)

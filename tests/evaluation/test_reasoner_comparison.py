@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from itertools import product
 from pathlib import Path
@@ -54,7 +55,7 @@ def small(monkeypatch):
     monkeypatch.setattr(compare, "FREE", ("h2o", "random"))
     monkeypatch.setattr(compare, "WINDOWS", (8,))
     monkeypatch.setattr(compare, "COMPRESSIONS", {2: (2,)})
-    monkeypatch.setattr(compare, "CALIBRATED", (2,))
+    monkeypatch.setattr(compare, "CALIBRATED", {2: (2,)})
     monkeypatch.setattr(compare, "CALIBRATION_ROWS", 8)
     monkeypatch.setattr(compare, "_run", run_here)
     monkeypatch.setattr(compare, "COMMON", compare.COMMON.replace("1600", "300"))
@@ -73,14 +74,15 @@ def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
     monkeypatch.setattr(compare, "_run", lambda command: ran.append(command) or run(command))
     words = [str(tmp_path), "--model", str(reasoner), *WORDS]
     compare.main(words)
-    better = [path.stem.removeprefix(compare.SHARES) for path in (tmp_path / "records").glob(f"{compare.SHARES}*")]
+    better = [path.stem.removeprefix("shares-2-") for path in (tmp_path / "records").glob("shares-2-*")]
     # trainings, windows, training-free and trained policies, calibrations, policies with shares
     assert len(ran) == 3 + 1 + 1 + 3 + 5 + len(better)
     table = table_of(tmp_path)
     own = [f"{name}, nothing evicted" for name in ("kvpop", "streaming-plus")]
     shared = [f"{name}, shares" for name in better]
     assert {line["policy"] for line in table} == {"dense", "h2o", "random", *small, *own, *shared}
-    assert {path.name for path in (tmp_path / "calibrations").iterdir()} == {"h2o", "random", *small} >= {*better}
+    assert {*better} <= (calibrated := {"h2o", "random", *small})
+    assert {path.name for path in (tmp_path / "calibrations").iterdir()} == {f"{name}-2" for name in calibrated}
     assert {line["problems"] for line in table} == {"8"}
     assert {line["samples"] for line in table if line["policy"].startswith("random")} == {"5"}
     summary = (tmp_path / "summary.md").read_text()
@@ -107,9 +109,8 @@ def test_prompts_that_are_not_protected(tmp_path, reasoner, small):
 
 def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
-    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
+    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, untrained=("h2o", "tova"))
     best = {("h2o", 4): 64, ("h2o", 8): 32, ("tova", 4): 32, ("tova", 8): 16}
-    monkeypatch.setattr(compare, "FREE", ("h2o", "tova"))
     for window in compare.WINDOWS:
         lines = [{"run": {"options": OPTIONS | {"rows": 16}}}, {"policy": "dense", "before_error": 1.0}]
         for (name, c), equal, x in product(best, ("k", "bytes"), (0.1, 0.3)):
@@ -195,27 +196,28 @@ def settings_of(command: list) -> dict:
     return Plan(options_of(make_parser().parse_args(list(map(str, command[1:]))))).settings
 
 
-def test_calibrations_of_something_else_are_refused(tmp_path, reasoner, monkeypatch):
+def test_calibrations_of_something_else_are_refused(tmp_path, reasoner):
     """They were measured for another scorer, text, budget or unit, or nothing says what they were measured for."""
     comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1)
     comparison.prepare_calibration()
     scorer = write_random_scorer(tmp_path / "scorer", reasoner, "mlp", sinks=2, window=6, topk=24)
-    words, out = [reasoner, "--scorer", scorer], comparison.calibrations / "kvpop-mlp"
-    (command,) = comparison._calibration("kvpop-mlp", words)
+    words, out = [reasoner, "--scorer", scorer], comparison.calibrations / "kvpop-mlp-8"
+    (command,) = comparison._calibration("kvpop-mlp", 8, words)
     Records(out, settings_of(command))
     (out / "shares.json").write_text('{"unit": "head"}')
     measured = (out / "measured.jsonl").read_text()
 
     def refused(names: str) -> None:
         with pytest.raises(
-            SystemExit, match=rf"kvpop-mlp was measured with other settings \({names}\): name another fol"
+            SystemExit, match=rf"kvpop-mlp-8 was measured with other settings \({names}\): name another fol"
         ):
-            list(comparison._calibration("kvpop-mlp", words))
+            list(comparison._calibration("kvpop-mlp", 8, words))
 
-    assert list(comparison._calibration("kvpop-mlp", words)) == []
-    with monkeypatch.context() as patch:
-        patch.setattr(compare, "CALIBRATED", (4, 8))
-        refused("budgets")
+    assert list(comparison._calibration("kvpop-mlp", 8, words)) == []
+    other = comparison.calibrations / "kvpop-mlp-12"
+    shutil.copytree(out, other)
+    with pytest.raises(SystemExit, match=r"kvpop-mlp-12 was measured with other settings \(budgets\)"):
+        list(comparison._calibration("kvpop-mlp", 12, words))
     (out / "shares.json").write_text('{"unit": "layer"}')
     refused("shares")
     (out / "shares.json").write_text('{"unit": "uniform"}')
@@ -227,7 +229,7 @@ def test_calibrations_of_something_else_are_refused(tmp_path, reasoner, monkeypa
     refused("version, model, .*, budgets")
     (out / "measured.jsonl").write_text(measured.replace("{", "[", 1))
     with pytest.raises(SystemExit, match="measured.jsonl is damaged: remove it"):
-        list(comparison._calibration("kvpop-mlp", words))
+        list(comparison._calibration("kvpop-mlp", 8, words))
 
 
 @pytest.mark.parametrize("prepare", ["_prepare", "prepare_calibration"])
@@ -255,30 +257,39 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
         if "calibrate" in command:
             out = Path(command[command.index("--out") + 1])
             out.mkdir(parents=True)
-            if out.name != "kvpop-mlp":  # which has not been trained
+            if not out.name.startswith("kvpop-mlp"):  # which has not been trained
                 Records(out, settings_of(command))
-            unit = "uniform" if out.name == "h2o" else "head"
+            unit = "uniform" if out.name.startswith("h2o") or out.name == "vase-4" else "head"
             (out / "shares.json").write_text(json.dumps({"unit": unit}))
 
     monkeypatch.setattr(compare, "_run", run)
-    monkeypatch.setattr(compare, "FREE", ("h2o", "tova", "vase"))
-    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1)
+    untrained = "h2o", "tova", "vase"
+    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, untrained=untrained)
     comparison.prepare_calibration()
     comparison.run_trained(["kvpop-mlp", "trimkv"], 9)
     comparison.calibrate_untrained()
-    comparison.run_untrained({(name, c): 16 for name in compare.FREE for c in compare.COMPRESSIONS})
+    comparison.run_untrained({(name, c): 16 for name in untrained for c in compare.COMPRESSIONS})
     calibrated = {
         command[command.index("--out") + 1].split("/")[-1]: command for command in ran if "calibrate" in command
     }
-    assert set(calibrated) == {"kvpop-mlp", "h2o", "tova", "vase"}
+    assert set(calibrated) == {f"{name}-{c}" for name in ("kvpop-mlp", *untrained) for c in (4, 8, 12)}
+    assert all(command[command.index("--budget") + 2].startswith("--") for command in calibrated.values())
+    budgets = [int(calibrated[f"tova-{c}"][calibrated[f"tova-{c}"].index("--budget") + 1]) for c in (4, 8, 12)]
+    assert budgets == [budgets[0], budgets[0] // 2, budgets[0] // 3]
     assert {command[command.index("--shares") + 1] for command in calibrated.values()} == {"head"}
-    assert calibrated["kvpop-mlp"][2] == str(tmp_path / "kvpop-mlp/model") and "--scorer" in calibrated["kvpop-mlp"]
+    assert calibrated["kvpop-mlp-8"][2] == str(tmp_path / "kvpop-mlp/model") and "--scorer" in calibrated["kvpop-mlp-8"]
     assert all(
         "--protect-prompt" in command and str(comparison.validation) in command for command in calibrated.values()
     )
     solved = [command for command in ran if "eval" in command]
-    shared = {Path(c[c.index("--out") + 1]).stem for c in solved if "--calibration" in c}
-    assert shared == {"shares-kvpop-mlp", "shares-tova", "shares-vase"}
+    shared = {Path(c[c.index("--out") + 1]).stem: c for c in solved if "--calibration" in c}
+    assert set(shared) == {f"shares-{c}-{name}" for name in ("kvpop-mlp", "tova", "vase") for c in (4, 8, 12)} - {
+        "shares-4-vase"
+    }
+    for c, used in {4: ["2", "4"], 8: ["6", "8"], 12: ["12"]}.items():
+        command = shared[f"shares-{c}-tova"]
+        assert command[command.index("--calibration") + 1].endswith(f"tova-{c}")
+        assert command[command.index("--share") + 1 : command.index("--rows")] == used
     equal = next(c for c in solved if c[-1].endswith("records/kvpop-mlp.jsonl"))
     assert equal[equal.index("--allocator") + 1] == "uniform"
     before = len([command for command in ran if "calibrate" in command])
