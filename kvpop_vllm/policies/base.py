@@ -25,7 +25,7 @@ from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.policies.allocators import ALLOCATORS, CALIBRATED, Allocator, Proportional
 from kvpop_vllm.policies.declaration import GATED, Declaration, Order, Signal
 
-__all__ = ["GATED", "MOST_RETENTIONS", "ModelShape", "Order", "Policy", "Signal"]
+__all__ = ["GATED", "ModelShape", "Order", "Policy", "Signal"]
 
 MOST_RETENTIONS = 1024
 """Largest number of request budgets whose resolved :class:`Retention` is cached."""

@@ -71,12 +71,14 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
     check_served(source)
     if (Path(out) / CONFIG_NAME).exists():
         raise ConfigError(f"{out} holds a scorer already: choose another folder")
+    options = {"sinks": sinks, "window": window, "topk": topk}
+    sizes = {name: number for name, number in options.items() if number is not None}
     if is_published(source):
-        return _full(source, out, map_file, sinks, window, topk)
+        return _full(source, out, map_file, sizes)
     if map_file is not None:
         raise ConfigError(f"--map is for full checkpoints of KVpop, and {source} is none: leave it out")
     if is_kvzap(source):
-        return _kvzap(source, out, sinks, window, topk)
+        return _kvzap(source, out, sizes)
     shape = folder_sizes(source)
     raw = read_json(source / "config.json", "give a published folder")
     if "retention_gate" in raw:
@@ -92,23 +94,19 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
     return Imported(config, notes)
 
 
-def _full(source: Path, out, map_file, sinks, window, topk) -> Imported:
-    """Write the scorer of a full checkpoint of KVpop, whose weights may be pickles."""
+def _full(source: Path, out: str | Path, map_file: str | Path | None, sizes: dict[str, int]) -> Imported:
+    """Write the scorer of a full checkpoint of KVpop, whose weights may be pickles; ``sizes`` come before its own."""
     checkpoint = open_checkpoint(source, pickles=True)
     theirs = reading_of(checkpoint, map_file)
-    options = {"sinks": sinks, "window": window, "topk": topk}
-    budget = theirs.budget | {name: number for name, number in options.items() if number is not None}
-    config, layers = convert(checkpoint, dataclasses.replace(theirs, budget=budget))
+    config, layers = convert(checkpoint, dataclasses.replace(theirs, budget=theirs.budget | sizes))
     write_scorer(out, config, layers)
     notes = [f"not taken over: the model's weights, so serve the scorer with those of {source}"]
     return Imported(config, notes + unread_lines("config.json", checkpoint.facts.unread))
 
 
-def _kvzap(source: Path, out, sinks, window, topk) -> Imported:
-    """Write gates of KVzap as a scorer folder."""
+def _kvzap(source: Path, out: str | Path, sizes: dict[str, int]) -> Imported:
+    """Write gates of KVzap as a scorer folder; ``sizes`` come before the defaults."""
     config, layers = read_scorer(source)
-    options = {"sinks": sinks, "window": window, "topk": topk}
-    content = config.to_json() | {name: number for name, number in options.items() if number is not None}
-    config = parse_config(content, str(source))
+    config = parse_config(config.to_json() | sizes, str(source))
     write_scorer(out, config, layers)
     return Imported(config, [])

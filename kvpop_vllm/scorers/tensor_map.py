@@ -86,9 +86,13 @@ def _check_place(piece: str, place: object, source: str) -> None:
         )
     if not isinstance(place["tensor"], str) or not isinstance(place["axes"], str):
         raise ConfigError(f"{source}: tensor and axes of {piece} must be texts")
-    words = re.findall(r"[a-z]+", place["axes"])
-    bare = re.sub(r"[a-z1() ]", "", place["axes"])
-    if bare or len(set(words)) < len(words) or set(words) - {"layer", "head", "part", "in", "out"}:
+    words = [word for word in re.findall(r"\w+", place["axes"]) if word != "1"]
+    groups = re.findall(r"\((?:\w+ )*\w+\)|\w+", place["axes"])
+    if (
+        " ".join(groups) != place["axes"]
+        or len(set(words)) < len(words)
+        or set(words) - {"layer", "head", "part", "in", "out"}
+    ):
         raise ConfigError(
             f"{source}: axes of {piece} must be of layer, head, part, in, out and 1, got {place['axes']!r}"
         )

@@ -232,6 +232,7 @@ MAPS = {
     "a piece that there is none of": (lambda m: m["pieces"].update(ogate={"tensor": "x", "axes": "head"}), "'ogate' is no piece of a scorer"),
     "a tensor that is not there": (lambda m: m["pieces"]["key"].update(tensor="model.key"), "has no tensor model.key, which kvpop_map.json names"),
     "axes that do not describe it": (lambda m: m["pieces"]["key"].update(axes="head out"), "which axes 'head out' do not describe: mend the map"),
+    "axes in half a group": (lambda m: m["pieces"]["key"].update(axes="(head out in"), "axes of key must be of layer, head, part, in, out and 1"),
     "axes of other names": (lambda m: m["pieces"]["key"].update(axes="head rows in"), "axes of key must be of layer, head, part, in, out and 1"),
     "a missing piece": (lambda m: m["pieces"].pop("key"), "pieces has no 'key': name its tensor"),
     "a feature map": (lambda m: m["formula"].update(feature_map="relu"), 'formula.feature_map must be one of "hedgehog", "softmax", got'),
