@@ -126,6 +126,14 @@ class Declaration(ABC):
         return False
 
     @property
+    def takes_snapshots(self) -> bool:
+        """True if what a request holds follows from its tokens and numbers alone, so that others can go on from it.
+
+        A prompt that was compressed depends on where it ended. Under a shifted gate equal tokens tie, and rounding decides.
+        """
+        return not self.compresses and not self.shifted
+
+    @property
     def threshold(self) -> float | None:
         """Score below which a token is evicted when it leaves the window, even if slots are free, or None."""
         threshold = self.settings.threshold

@@ -127,6 +127,8 @@ class FixedBudgetBackend(AttentionBackend):
             max_protect=cls.policy.max_protect,
             reserve=bool(cls.policy.settings.reserve),
             inspect=bool(cls.policy.settings.inspect),
+            snapshots=cls.policy.takes_snapshots,
+            draws=cls.policy.draws,
             compression=cls.policy.compression,
             window=cls.policy.retention.window,
             max_window=cls.policy.max_window,

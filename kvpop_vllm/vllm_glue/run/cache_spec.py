@@ -17,6 +17,7 @@ from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.ranks import Division
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
+from kvpop_vllm.vllm_glue.run.snapshots import Snapshots
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -54,6 +55,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
         alone = not kwargs.get("needs_kv_cache_zeroing")  # no layers of other kinds take blocks
+        takes_snapshots = alone and self.enable_caching and kv_cache_spec.snapshots
+        self.snapshots = Snapshots(self, kv_cache_spec.draws) if takes_snapshots else None
         if alone and kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
@@ -102,7 +105,13 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             return self.block_pool.num_gpu_blocks
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         evictable = self._get_num_evictable_blocks(new_computed_blocks)
-        return max(0, self._blocks(request_id, num_tokens) - held) + evictable
+        copies = 0 if self.snapshots is None else self.snapshots.copies(request_id, new_computed_blocks)
+        return max(0, self._blocks(request_id, num_tokens) - held) + evictable + copies
+
+    def add_local_computed_blocks(self, request_id, new_computed_blocks, *args, **kwargs) -> None:
+        """Give a request the blocks of a prefix hit, or copies of a snapshot's."""
+        if self.snapshots is None or not self.snapshots.adopt(request_id, new_computed_blocks):
+            super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
 
     def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
         """Allocate and return the blocks that a request needs in addition to those that it holds."""
@@ -149,6 +158,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         for numbers in (self.requests, self.final, self.bounds):
             numbers.pop(request_id, None)
         self._forget_cartridges(request_id)
+        if self.snapshots is not None:
+            self.snapshots.forget(request_id)
         return super().pop_blocks_for_free(request_id)
 
     @classmethod
@@ -200,6 +211,8 @@ class FixedBudgetSpec(AttentionSpec):
         largest: B and w of requests, one of which may have the most slots under ``shares``; empty for the largest budget.
         reserve: True if a request claims all blocks that it will ever hold at once.
         inspect: True if what requests hold is recorded for the inspect page.
+        snapshots: True if requests can go on from what others held when they ended.
+        draws: True if scores are drawn with a request's seed.
         cartridges: slots of each cartridge with which the engine starts.
         loads: True if others may be loaded later.
     """
@@ -219,6 +232,8 @@ class FixedBudgetSpec(AttentionSpec):
     largest: tuple[tuple[int, int], ...] = ()
     reserve: bool = False
     inspect: bool = False
+    snapshots: bool = False
+    draws: bool = False
     cartridges: tuple[int, ...] = ()
     loads: bool = False
 
@@ -294,8 +309,8 @@ class FixedBudgetSpec(AttentionSpec):
 
     @property
     def prefix_cacheable(self) -> bool:
-        """Return whether any request may have prefix blocks that can be shared."""
-        return self.longest_prefix(1) > 0
+        """Return whether any request may have blocks that can be shared."""
+        return self.snapshots or self.longest_prefix(1) > 0
 
 
 def register() -> None:

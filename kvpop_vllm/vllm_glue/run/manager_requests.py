@@ -9,8 +9,11 @@ def get_computed_blocks(original, self, request, *args, **kwargs):
     """Wrap the look-up of prefix hits, which precedes the allocation of a request's first blocks."""
     ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
     placed = [block for manager in ours for block in manager.admit(request)]
+    snapshot = _snapshot_hit(self, request, placed)
+    if snapshot is not None:
+        return snapshot
     if placed:
-        return _behind_cartridges(self, request, placed)
+        return _after_cartridges(self, request, placed)
     blocks, hit, boundary = original(self, request, *args, **kwargs)
     reusable = min((manager.reusable(request.request_id) for manager in ours), default=hit)
     if hit > reusable:  # blocks beyond its own prefix belong to another request's prompt
@@ -35,12 +38,37 @@ def cache_blocks(original, self, request, num_computed_tokens, *args, **kwargs):
     return original(self, request, num_computed_tokens, *args, **kwargs)
 
 
-def _behind_cartridges(self, request, placed: list):
-    """Return the blocks of a request's cartridges, and those behind them that the prefix cache has."""
+def _after_cartridges(self, request, placed: list):
+    """Return the blocks of a request's cartridges, and those after them that the prefix cache has."""
     (manager,) = self.coordinator.single_type_managers
-    found, first = [], len(placed)
+    blocks = [*placed]
     if self.prefix_cache_lookup_enabled(request):
-        length = request.num_tokens - 1 - first * manager.block_size
-        (found,), _, _ = self.coordinator.find_longest_cache_hit(request.block_hashes[first:], length)
-    blocks = [*placed, *found][: manager.reusable(request.request_id) // manager.block_size]
+        blocks = _prefix_blocks(self, request, placed, request.num_tokens - 1)
+    blocks = blocks[: manager.reusable(request.request_id) // manager.block_size]
     return self.create_kv_cache_blocks((blocks,)), len(blocks) * manager.block_size, 0
+
+
+def _prefix_blocks(self, request, placed: list, length: int) -> list:
+    """Return the blocks of a request's cartridges and those after them that the prefix cache has, of ``length`` tokens at most."""
+    (manager,) = self.coordinator.single_type_managers
+    first = len(placed)
+    rest = length - first * manager.block_size
+    (found,), _, _ = self.coordinator.find_longest_cache_hit(request.block_hashes[first:], rest)
+    return [*placed, *found]
+
+
+def _snapshot_hit(self, request, placed: list):
+    """Return the blocks of the longest snapshot that a request can go on from, its length, and no boundary; None without one."""
+    manager = self.coordinator.single_type_managers[0]
+    snapshots = getattr(manager, "snapshots", None)
+    if snapshots is None or not self.prefix_cache_lookup_enabled(request):
+        return None
+    snapshot = snapshots.choose(request)
+    if snapshot is None:
+        return None
+    full = snapshot.key.slots.prefix // manager.block_size
+    prefix = _prefix_blocks(self, request, placed, full * manager.block_size)[:full] if full else []
+    if len(prefix) < full:
+        snapshots.forget(request.request_id)
+        return None
+    return self.create_kv_cache_blocks(([*prefix, *snapshot.blocks],)), snapshot.length, 0

@@ -236,17 +236,11 @@ def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
     Returns:
         A number of tokens, or True for the whole prompt.
 
-    Raises:
-        ConfigError: prefix caching is asked for and nothing is protected.
     """
     protects = policy.default_protect if settings.protect_prompt is None else settings.protect_prompt
     protects = protects if settings.max_protect is None else settings.max_protect
     if policy.compresses or settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
         protects = True  # a prompt until its end, or the slots of cartridges
-    if args.enable_prefix_caching and not protects:
-        raise ConfigError(
-            "--enable-prefix-caching has nothing to share while prompts are evicted from: add --kv-protect-prompt all, or leave it out"
-        )
     return protects
 
 
