@@ -6,10 +6,12 @@ Freed blocks are overwritten unless a snapshot or the prefix cache keeps them.
 from __future__ import annotations
 
 import pytest
-from engine.driving import Job, preempt_all, serving
+import torch
+from engine.driving import BLOCK, Job, preempt_all, serving
 from policies.matrix import ROWS
 
 from kvpop_vllm.testing import random_prompt
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 QUICK = [("kvpop", 0), ("h2o", 0), ("streaming-llm", 40)]
 """Policies, each with the number of its protected tokens."""
@@ -41,12 +43,32 @@ def nothing_is_left(engine):
     assert not engine.leaks()
 
 
-def turn(engine, history: list[int], seed: int, tokens: int = 45, new: int = 20, each_step=None, **options):
-    """Serve a turn of a chat and return its answer, whose prompt is the history and new tokens."""
-    prompt = [*history, *random_prompt(tokens, seed=seed)]
-    answers = engine.serve([Job(prompt=prompt, new=new, scored=False, **options)], each_step)
+def ties(engine) -> bool:
+    """Return whether equal tokens tie in the first layer, where rounding would decide which one is evicted."""
+    return engine_policy(engine.recorder.scheduler.vllm_config).name == "kvzap"
+
+
+def turn(engine, history: list[int], seed: int, each_step=None, **options):
+    """Serve a turn of a chat and return its answer, whose prompt is the history and new tokens.
+
+    Judged is what was held from the chat's first token on: an eviction that rounding decided changes all later tokens.
+    Where equal tokens tie, texts are short and without them: other tokens are tried until the answer repeats none.
+    """
+    before = dict(engine.recorder.held)
+    first, later, new = (70, 25, 2) if ties(engine) else (95, 45, 20)
+    while True:
+        order = torch.randperm(256, generator=torch.Generator().manual_seed(seed)).tolist()
+        prompt = [*history, *sorted(order, key=set(history).__contains__)[: later if history else first]]
+        answers = engine.serve([Job(prompt=prompt, new=new, scored=False, **options)], each_step)
+        ((name, answer),) = answers.items()
+        if not ties(engine) or len(set(whole(answer))) == len(whole(answer)):
+            break
+        seed += 1000
+    if history:
+        ((_, earlier),) = before.items()
+        for layer, steps in engine.recorder.held[name].items():
+            steps[:0] = [step for step in earlier[layer] if step.seen <= answer.num_cached_tokens]
     engine.check(answers)
-    (answer,) = answers.values()
     return answer
 
 
@@ -58,14 +80,124 @@ def whole(answer) -> list[int]:
 @pytest.mark.parametrize("chunk", [None, 16, 40])
 def test_each_turn_goes_on_from_the_one_before(engine, chunk):
     """All but the last token of an answer have been read when it ends. They are cached, and so are they after a preemption."""
+
+    def preempt(step):
+        if step == 8:
+            preempt_all(engine.recorder.scheduler)
+
     engine.chunk(chunk)
     history: list[int] = []
     for number in range(3):
-
-        def preempt(step):
-            if number == 1 and step == 8:
-                preempt_all(engine.recorder.scheduler)
-
-        answer = turn(engine, history, seed=number, tokens=95 if number == 0 else 45, each_step=preempt)
+        answer = turn(engine, history, number, preempt if number == 1 else None)
         assert answer.num_cached_tokens == max(0, len(history) - 1)
         history = whole(answer)
+
+
+def test_an_answer_in_other_tokens_costs_itself_alone(engine):
+    """What was held at the prompt's end is found where the answer comes back changed."""
+    first = turn(engine, [], seed=10)
+    prompt, answer = first.prompt_token_ids, first.outputs[0].token_ids
+    second = turn(engine, [*prompt, *answer[1:]], seed=11)
+    assert second.num_cached_tokens == len(prompt)
+    third = turn(engine, whole(first), seed=12)
+    assert third.num_cached_tokens == len(prompt) + len(answer) - 1
+
+
+def test_two_turns_from_one_snapshot(engine):
+    """Two requests of one step go on from the same blocks, each in copies of its own."""
+    history = whole(turn(engine, [], seed=20))
+    prompts = [[*history, *random_prompt(30, seed=seed)] for seed in (21, 22, 21)]
+    answers = engine.serve([Job(prompt=prompt, new=20, scored=False) for prompt in prompts])
+    if not ties(engine):
+        engine.check(answers)
+    assert [answer.num_cached_tokens for answer in answers.values()] == [len(history) - 1] * 3
+
+
+def snapshots_of(engine):
+    return engine.recorder.manager.snapshots
+
+
+def test_other_requests_do_not_hit(engine):
+    """Another salt, budget, number of protected tokens or last token."""
+    first = turn(engine, [], seed=30, salt="a")
+    history = whole(first)
+    taken = len(snapshots_of(engine))
+    protected = engine.judge.protect // BLOCK * BLOCK
+    for asked in ({"salt": "b"}, {}, {"salt": "a", "asks": {"kv_budget": 40}}):
+        answers = engine.serve([Job(prompt=[*history, 5], new=2, scored=False, **asked)])
+        assert [answer.num_cached_tokens for answer in answers.values()] == [protected if "asks" in asked else 0]
+    other = [*history[:-2], (history[-2] + 1) % 256, 5, 6]
+    (answer,) = engine.serve([Job(prompt=other, new=2, scored=False, salt="a")]).values()
+    assert answer.num_cached_tokens == len(first.prompt_token_ids), "the prompt's end"
+    assert len(snapshots_of(engine)) > taken
+
+
+def test_the_pool_takes_blocks_back(engine):
+    """Snapshots are forgotten as their blocks are used again, those that were used longest ago first."""
+    snapshots, lengths = snapshots_of(engine), range(80, 200, 5)
+    with engine.small_pool(80):
+        for number, length in enumerate(lengths):
+            engine.check(engine.serve([Job(prompt=random_prompt(length, seed=100 + number), new=3, scored=False)]))
+            live = {snapshot for like in snapshots._by_key.values() for snapshot in like}
+            blocks = [block for snapshot in live for block in snapshot.blocks]
+            assert len(blocks) == len({block.block_id for block in blocks}) == len(snapshots._by_block)
+            assert len(snapshots) == len(live) and all(block.block_hash is not None for block in blocks)
+        assert snapshots.lost and snapshots.taken == snapshots.lost + len(snapshots)
+        for number, hit in ((len(lengths) - 1, True), (0, False)):
+            prompt = [*random_prompt(lengths[number], seed=100 + number), 9]
+            (answer,) = engine.serve([Job(prompt=prompt, new=2, scored=False)]).values()
+            assert (answer.num_cached_tokens >= lengths[number]) == hit
+    engine.engine.reset_prefix_cache()
+    assert len(snapshots) == 0 and not snapshots._by_key
+
+
+def test_a_source_that_is_lost_while_a_request_waits(engine):
+    """A request that found a snapshot and has no room is read from scratch once the blocks are gone."""
+    history = whole(turn(engine, [], seed=40))
+    pool, manager = engine.recorder.pool, engine.recorder.manager
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    engine.withheld = len(taken)
+    gone = False
+
+    def give_back(step):
+        nonlocal gone
+        if step == 3 and not gone:
+            gone = True
+            taken.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
+            engine.withheld = 0
+            pool.free_blocks(taken)
+
+    answers = engine.serve([Job(prompt=[*history, 4, 5], new=8, scored=False)], give_back)
+    engine.judge.check(answers, engine.recorder.held)
+    assert gone and all(answer.num_cached_tokens == 0 for answer in answers.values())
+    assert manager.snapshots.lost
+
+
+def test_aborted_requests_and_several_samples(engine):
+    """An aborted request leaves a snapshot of what it had read; each of several samples leaves its own."""
+    prompt = random_prompt(110, seed=50)
+    name = None
+
+    def abort(step):
+        nonlocal name
+        if step == 6:
+            name = engine.names["0"]
+            engine.engine.abort_request([name], internal=True)
+
+    engine.serve([Job(prompt=prompt, new=60, scored=False)], abort)
+    (answer,) = engine.serve([Job(prompt=prompt, new=12, scored=False)]).values()
+    held = whole(answer)
+    engine.engine.reset_prefix_cache()
+    engine.serve([Job(prompt=prompt, new=60, scored=False)], abort)
+    later = engine.serve([Job(prompt=[*held, 3], new=6, scored=False)])
+    engine.check(later)
+    (cached,) = (answer.num_cached_tokens for answer in later.values())
+    assert len(prompt) < cached < len(held)
+    if snapshots_of(engine).draws:  # samples have seeds of their own
+        return
+    samples = engine.serve([Job(prompt=[*held, 7], new=15, samples=3)])
+    engine.check(samples)
+    for sample in samples.values():
+        answers = engine.serve([Job(prompt=[*held, 7, *sample.outputs[0].token_ids, 8], new=4, scored=False)])
+        engine.check(answers)
+        assert [answer.num_cached_tokens for answer in answers.values()] == [len(held) + 15]

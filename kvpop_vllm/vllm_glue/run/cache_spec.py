@@ -117,6 +117,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         """Allocate and return the blocks that a request needs in addition to those that it holds."""
         held = self.req_to_blocks[request_id]
         missing = self._blocks(request_id, num_tokens) - len(held)
+        if self.snapshots is not None:
+            self.snapshots.take_prompt(request_id, num_tokens_main_model, max(0, missing))
         if missing <= 0:
             return []
         blocks = self.block_pool.get_new_blocks(missing)

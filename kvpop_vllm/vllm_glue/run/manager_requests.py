@@ -63,12 +63,13 @@ def _snapshot_hit(self, request, placed: list):
     snapshots = getattr(manager, "snapshots", None)
     if snapshots is None or not self.prefix_cache_lookup_enabled(request):
         return None
+    snapshots.begin(request)
     snapshot = snapshots.choose(request)
     if snapshot is None:
         return None
     full = snapshot.key.slots.prefix // manager.block_size
     prefix = _prefix_blocks(self, request, placed, full * manager.block_size)[:full] if full else []
     if len(prefix) < full:
-        snapshots.forget(request.request_id)
+        snapshots.refuse(request.request_id)
         return None
     return self.create_kv_cache_blocks(([*prefix, *snapshot.blocks],)), snapshot.length, 0

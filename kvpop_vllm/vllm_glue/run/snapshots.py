@@ -1,8 +1,11 @@
-"""Snapshots: blocks that requests held when they ended, which later requests with the same beginning go on from.
+"""Snapshots: blocks that requests held at their end, and copies of those at their prompt's end, from which others go on.
 
 What a request holds after n tokens follows from these tokens and from its numbers alone. So its blocks of state and tail
 are an exact hit for every prompt that begins with the same tokens, as prefix blocks are. They stay in the pool as blocks
 of vLLM's prefix cache do, until the pool needs them. A request that goes on from a snapshot writes to copies of them.
+
+An answer that comes back in other tokens, without its thinking for example, does not match what was held at its end.
+What was held at its prompt's end does.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Blocks of an ended request.
+    """Blocks of a request at its end or at its prompt's end.
 
     Attributes:
         key: see :class:`Key`.
@@ -79,6 +82,7 @@ class Snapshots:
         self._by_key: dict[Key, list[Snapshot]] = {}
         self._by_block: dict[int, Snapshot] = {}
         self._chosen: dict[str, Snapshot] = {}
+        self._prompts: dict[str, Request] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -90,26 +94,65 @@ class Snapshots:
 
         A token that a step in flight computes counts, since the step runs before any that could read it.
         """
+        if request.num_computed_tokens <= request.num_tokens:
+            self._take(request, request.num_computed_tokens, self._tail(request))
+
+    def begin(self, request: Request) -> None:
+        """Remember a request that is about to begin, of which a snapshot is taken at its prompt's end."""
+        self._prompts[request.request_id] = request
+
+    def take_prompt(self, request_id: str, length: int, missing: int) -> None:
+        """Copy what a request holds at its prompt's end, if the next step begins there and the pool has room.
+
+        Args:
+            request_id: name of the request.
+            length: tokens that it has after the next step.
+            missing: blocks that it still needs for that step.
+        """
+        request = self._prompts.get(request_id)
+        if request is None or length <= request.num_prompt_tokens:
+            return
+        del self._prompts[request_id]
+        sources, pool = self._tail(request), self.manager.block_pool
+        others = len(self.manager.req_to_blocks)  # each of which may need a block in this step
+        if length > request.num_prompt_tokens + 1 or pool.get_num_free_blocks() < missing + 2 * len(sources) + others:
+            return
+        if self._fits(request, request.num_prompt_tokens):
+            copies = tuple(pool.get_new_blocks(len(sources)))
+            pool.touch(sources)  # vLLM gives both back after the step that copies them
+            self.manager._pending_cow_copies.extend(zip(sources, copies, strict=True))
+            self._take(request, request.num_prompt_tokens, copies)
+
+    def _tail(self, request: Request) -> tuple[KVCacheBlock, ...]:
+        """Return a request's blocks of state and tail, after the full blocks of its prefix."""
         slots = self.manager.requests.get(request.request_id)
-        length = request.num_computed_tokens
-        if (
-            slots is None
-            or not slots.prefix < length <= request.num_tokens
-            or slots.prefix >= request.num_prompt_tokens > 0
-        ):
-            return  # the tail has not begun, or a longer prompt would be protected further
-        if request.mm_features or request.prompt_embeds is not None:
-            return
         row = self.manager.req_to_blocks.get(request.request_id, ())
-        blocks = tuple(row[slots.prefix // self.manager.block_size :])
+        return () if slots is None else tuple(row[slots.prefix // self.manager.block_size :])
+
+    def _place(self, request: Request, length: int) -> tuple[Key, tuple[int, ...]]:
+        """Return the key of a request of ``length`` tokens, and the tokens after the hashed ones."""
+        slots = self.manager.requests[request.request_id]
         key = self._key(request, slots, min(length // self._unit, len(request.block_hashes)))
-        tokens = tuple(request.all_token_ids[key.hashed : length])
-        same = self._matching(key, tokens, length)
-        if not blocks or (same is not None and same.length == length):
+        return key, tuple(request.all_token_ids[key.hashed : length])
+
+    def _fits(self, request: Request, length: int) -> bool:
+        """Return whether a snapshot of a request with ``length`` tokens can be of use, and there is none like it."""
+        slots = self.manager.requests.get(request.request_id)
+        if slots is None or not slots.prefix < length or slots.prefix >= request.num_prompt_tokens:
+            return False  # the tail has not begun, or a longer prompt would be protected further
+        if request.mm_features or request.prompt_embeds is not None:
+            return False
+        same = self._matching(*self._place(request, length), length)
+        return same is None or same.length < length
+
+    def _take(self, request: Request, length: int, blocks: tuple[KVCacheBlock, ...]) -> None:
+        if not blocks or not self._fits(request, length):
             return
+        key, tokens = self._place(request, length)
         snapshot, pool = Snapshot(key, length, tokens, blocks), self.manager.block_pool
+        number = next(self._numbers)
         for i, block in enumerate(blocks):  # freed blocks that have a hash are the last to be used again
-            name = BlockHash(f"kvpop snapshot {next(self._numbers)} block {i}".encode())
+            name = BlockHash(f"kvpop snapshot {number} block {i}".encode())
             pool._insert_block_hash(make_block_hash_with_group_id(name, self.manager.kv_cache_group_id), block, length)
             self._by_block[block.block_id] = snapshot
         pool.touch(blocks)
@@ -145,9 +188,14 @@ class Snapshots:
                 return snapshot
         return None
 
-    def forget(self, request_id: str) -> None:
-        """Forget which snapshot a request would go on from."""
+    def refuse(self, request_id: str) -> None:
+        """Leave the snapshot that was chosen for a request alone, since its prefix is not cached any more."""
         self._chosen.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that ends or is preempted."""
+        self._chosen.pop(request_id, None)
+        self._prompts.pop(request_id, None)
 
     def copies(self, request_id: str, computed: Sequence[KVCacheBlock]) -> int:
         """Return the number of blocks that a request needs for copies, if its computed blocks are those of a snapshot."""
