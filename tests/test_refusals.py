@@ -565,7 +565,6 @@ ARGUMENTS = [
     ("--dtype bfloat16 or float32", {"dtype": "float16"}),
     ("--block-size 8", {"block_size": 8}),
     ("(fp8", {"kv_cache_dtype": "fp8"}),
-    ("--enable-prefix-caching has nothing to share while prompts are evicted from", {"enable_prefix_caching": True}),
 ]
 POLICIES = [
     ("--kv-policy takes", {"policy": "h3o"}),
@@ -637,12 +636,6 @@ def test_a_cache_dtype_of_the_checkpoint(configure, folder):
     chosen = folder("fp8-cache", LLAMA | {"quantization_config": FP8_CACHE})
     assert "chosen by the checkpoint" in refusal(configure, chosen)
     configure(chosen, dtype="bfloat16", kv_cache_dtype="bfloat16")
-
-
-@pytest.mark.parametrize("protect", [{}, {"protect_prompt": 0}, {"protect_prompt": False}])
-def test_a_prefix_cache_without_protected_prompts(configure, llama, protect):
-    message = refusal(configure, llama, STREAMING | protect, enable_prefix_caching=True)
-    assert "--kv-protect-prompt all" in message and "leave it out" in message
 
 
 def test_other_platforms(configure, llama):

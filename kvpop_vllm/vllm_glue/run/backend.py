@@ -43,7 +43,7 @@ from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.requests import RequestSlots, of_request
 from kvpop_vllm.supported import DTYPES
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
-from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, takes_snapshots
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -127,7 +127,7 @@ class FixedBudgetBackend(AttentionBackend):
             max_protect=cls.policy.max_protect,
             reserve=bool(cls.policy.settings.reserve),
             inspect=bool(cls.policy.settings.inspect),
-            snapshots=cls.policy.takes_snapshots,
+            snapshots=takes_snapshots(cls.policy),
             draws=cls.policy.draws,
             compression=cls.policy.compression,
             window=cls.policy.retention.window,

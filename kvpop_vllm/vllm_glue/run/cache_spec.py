@@ -55,8 +55,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
         alone = not kwargs.get("needs_kv_cache_zeroing")  # no layers of other kinds take blocks
-        takes_snapshots = alone and self.enable_caching and kv_cache_spec.snapshots
-        self.snapshots = Snapshots(self, kv_cache_spec.draws) if takes_snapshots else None
+        snapshots = self.enable_caching and kv_cache_spec.snapshots
+        self.snapshots = Snapshots(self, kv_cache_spec.draws) if snapshots else None
         if alone and kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget

@@ -17,6 +17,7 @@ from kvpop_vllm.vllm_glue.start.engine_policy import (
     describe,
     engine_policy,
     requested,
+    takes_snapshots,
     with_local_scorer,
 )
 
@@ -56,18 +57,19 @@ def _requested_policy(engine_args):
 def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
     refusals.check_arguments(engine_args)
     engine_args.additional_config = with_local_scorer(engine_args.additional_config)
-    protects = refusals.check_prefix_caching(engine_args, cls, settings)
-    if engine_args.enable_prefix_caching is None:
+    protects = refusals.most_protected(cls, settings)
+    caches_by_default = engine_args.enable_prefix_caching is None
+    if caches_by_default:
         engine_args.enable_prefix_caching = bool(protects)
-        if not protects:
-            logger.info(
-                "--kv-policy %s: prefix caching is off, prompts are not protected (--kv-protect-prompt)", cls.name
-            )
     graphs_chosen = cuda.chooses_graphs(engine_args)
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
     policy = engine_policy(vllm_config)
     refusals.check_kinds(vllm_config, policy)
+    if caches_by_default and takes_snapshots(policy):
+        vllm_config.cache_config.enable_prefix_caching = True
+    elif not vllm_config.cache_config.enable_prefix_caching and caches_by_default:
+        logger.info("--kv-policy %s: prefix caching is off, nothing can be shared", policy.name)
     if settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
         _check_cartridges(vllm_config)
     if vllm_config.device_config.device_type == "cuda":

@@ -62,8 +62,13 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
     return _policies[vllm_config]
 
 
+def takes_snapshots(policy: Policy) -> bool:
+    """Return whether requests can go on from what others held: layers of several kinds would have to be held too."""
+    return policy.takes_snapshots and not policy.model.kinds
+
+
 def describe(vllm_config: VllmConfig) -> list[str]:
-    """Return what an engine's policy keeps of each request, in one to four lines; ``auto`` is named first."""
+    """Return what an engine's policy keeps of each request, in one to five lines; ``auto`` is named first."""
     policy = engine_policy(vllm_config)
     kept, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
@@ -85,6 +90,12 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             f"it acts on {kinds[FULL]} of {policy.model.model_layers} layers, those with full attention ({layers}); {stock} are"
             " as without a policy"
         )
+    if vllm_config.cache_config.enable_prefix_caching and not policy.compresses:
+        lines.append(
+            "a prompt that goes on from an earlier request costs its new tokens (--no-enable-prefix-caching turns it off)"
+            if takes_snapshots(policy)
+            else f"prefix caching shares protected tokens alone, since {_no_snapshots(policy)}"
+        )
     if policy.compresses:
         lines.append("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
     elif policy.protect:
@@ -94,6 +105,13 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             " too small"
         )
     return lines
+
+
+def _no_snapshots(policy: Policy) -> str:
+    """Return why requests cannot go on from what others held."""
+    if policy.model.kinds:
+        return "layers of several kinds would have to be held too"
+    return "rounding decides between equal tokens"
 
 
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:

@@ -225,11 +225,10 @@ def check_pipeline(vllm_config: Any, policy: Any) -> None:
         raise ConfigError(f"--kv-policy {policy.name} draws by seeds of requests: set --pipeline-parallel-size 1")
 
 
-def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
-    """Return how much of a prompt may be protected, which is all that a prefix cache can share.
+def most_protected(policy: Any, settings: Any) -> bool | int:
+    """Return how much of a prompt may be protected, which vLLM's prefix cache shares block by block.
 
     Args:
-        args: a ``vllm.engine.arg_utils.EngineArgs``.
         policy: the policy class.
         settings: a ``PolicySettings``.
 
