@@ -124,7 +124,7 @@ LEDGER = (
           "Only here is a request's cache known at its end: its numbers are kept for the metrics, and returned with the response to "
           "requests that ask for a report.",
           "when cache managers can add to a response and to the scheduler's statistics", "self, request"),
-    Patch("vllm.v1.core.sched.scheduler:Scheduler._free_request", "run.snapshots:free_request", SCHEDULER, "policy",
+    Patch("vllm.v1.core.sched.scheduler:Scheduler._free_request", "run.manager_requests:free_request", SCHEDULER, "policy",
           "Cache managers are told of a request's name only when it ends: a snapshot of its blocks needs its tokens too.",
           "when cache managers are handed the request", "self, request"),
     Patch("vllm.v1.core.sched.scheduler:Scheduler.make_stats", "extras.reports:make_stats", SCHEDULER, "policy",

@@ -106,9 +106,12 @@ def test_options_and_signals_reach_vllm(tmp_path):
 
 
 def lines(capsys) -> dict[str, str]:
-    """Return the printed lines by their topics, a text each, with the mark of what is wrong."""
-    printed = capsys.readouterr().out.splitlines()
-    return {line[2:14].strip(): line[:2].strip() + line[15:] for line in printed[:-1]} | {"end": printed[-1]}
+    """Return the printed lines by their topics, the lines of a topic as one text, with the mark of what is wrong."""
+    printed, texts = capsys.readouterr().out.splitlines(), {}
+    for line in printed[:-1]:
+        topic, text = line[2:14].strip(), line[:2].strip() + line[15:]
+        texts[topic] = f"{texts[topic]}\n{text}" if topic in texts else text
+    return texts | {"end": printed[-1]}
 
 
 def test_doctor(capsys):
@@ -177,7 +180,8 @@ ASKED = [
     (
         ["--kv-policy", "streaming-llm", "--kv-budget", "64"],
         0,
-        "--kv-policy streaming-llm: 64 tokens per KV head (4 sinks, window 59, 1 long-range)",
+        "--kv-policy streaming-llm: 64 tokens per KV head (4 sinks, window 59, 1 long-range)\n"
+        "a prompt that goes on from an earlier request costs its new tokens (--no-enable-prefix-caching turns it off)",
     ),
     (["--kv-policy", "streaming-llm"], 1, "!refused: --kv-policy streaming-llm needs a budget: give --kv-budget or --kv-compression"),
     (["--kv-policy", "h2o", "--kv-budget", "64", "--block-size", "24"], 1, "!refused: --kv-policy cannot be combined with --block-size 24: use a multiple of 16"),

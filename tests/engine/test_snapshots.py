@@ -31,8 +31,8 @@ def engine(request, case):
     policy, protect = request.param
     found = case("qwen3", policy, protect_prompt=protect)
     options = {"max_model_len": 1024, "num_gpu_blocks_override": 301, "enable_prefix_caching": True}
-    with serving(found._replace(settings=found.settings | {"protect_prompt": protect}), **options) as made:
-        yield made
+    with serving(found._replace(settings=found.settings | {"protect_prompt": protect}), **options) as chats:
+        yield chats
 
 
 @pytest.fixture(autouse=True)
@@ -94,13 +94,14 @@ def test_each_turn_goes_on_from_the_one_before(engine, chunk):
 
 
 def test_an_answer_in_other_tokens_costs_itself_alone(engine):
-    """What was held at the prompt's end is found where the answer comes back changed."""
+    """A snapshot of the prompt's end is found where the answer comes back changed."""
     first = turn(engine, [], seed=10)
     prompt, answer = first.prompt_token_ids, first.outputs[0].token_ids
     second = turn(engine, [*prompt, *answer[1:]], seed=11)
     assert second.num_cached_tokens == len(prompt)
-    third = turn(engine, whole(first), seed=12)
+    third = turn(engine, whole(first), seed=12, asks={"kv_report": 1})
     assert third.num_cached_tokens == len(prompt) + len(answer) - 1
+    assert third.kv_transfer_params["kv_report"]["snapshot_tokens"] == third.num_cached_tokens
 
 
 def test_two_turns_from_one_snapshot(engine):
@@ -121,7 +122,7 @@ def test_other_requests_do_not_hit(engine):
     """Another salt, budget, number of protected tokens or last token."""
     first = turn(engine, [], seed=30, salt="a")
     history = whole(first)
-    taken = len(snapshots_of(engine))
+    before = len(snapshots_of(engine))
     protected = engine.judge.protect // BLOCK * BLOCK
     for asked in ({"salt": "b"}, {}, {"salt": "a", "asks": {"kv_budget": 40}}):
         answers = engine.serve([Job(prompt=[*history, 5], new=2, scored=False, **asked)])
@@ -129,12 +130,13 @@ def test_other_requests_do_not_hit(engine):
     other = [*history[:-2], (history[-2] + 1) % 256, 5, 6]
     (answer,) = engine.serve([Job(prompt=other, new=2, scored=False, salt="a")]).values()
     assert answer.num_cached_tokens == len(first.prompt_token_ids), "the prompt's end"
-    assert len(snapshots_of(engine)) > taken
+    assert len(snapshots_of(engine)) > before
 
 
 def test_the_pool_takes_blocks_back(engine):
     """Snapshots are forgotten as their blocks are used again, those that were used longest ago first."""
     snapshots, lengths = snapshots_of(engine), range(80, 200, 5)
+    snapshots.take_counts()
     with engine.small_pool(80):
         for number, length in enumerate(lengths):
             engine.check(engine.serve([Job(prompt=random_prompt(length, seed=100 + number), new=3, scored=False)]))
@@ -142,7 +144,7 @@ def test_the_pool_takes_blocks_back(engine):
             blocks = [block for snapshot in live for block in snapshot.blocks]
             assert len(blocks) == len({block.block_id for block in blocks}) == len(snapshots._by_block)
             assert len(snapshots) == len(live) and all(block.block_hash is not None for block in blocks)
-        assert snapshots.lost and snapshots.taken == snapshots.lost + len(snapshots)
+        assert snapshots.counts["lost"] and snapshots.counts["taken"] == snapshots.counts["lost"] + len(snapshots)
         for number, hit in ((len(lengths) - 1, True), (0, False)):
             prompt = [*random_prompt(lengths[number], seed=100 + number), 9]
             (answer,) = engine.serve([Job(prompt=prompt, new=2, scored=False)]).values()
@@ -155,22 +157,22 @@ def test_a_source_that_is_lost_while_a_request_waits(engine):
     """A request that found a snapshot and has no room is read from scratch once the blocks are gone."""
     history = whole(turn(engine, [], seed=40))
     pool, manager = engine.recorder.pool, engine.recorder.manager
-    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
-    engine.withheld = len(taken)
+    withheld = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    engine.withheld = len(withheld)
     gone = False
 
     def give_back(step):
         nonlocal gone
         if step == 3 and not gone:
             gone = True
-            taken.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
+            withheld.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
             engine.withheld = 0
-            pool.free_blocks(taken)
+            pool.free_blocks(withheld)
 
     answers = engine.serve([Job(prompt=[*history, 4, 5], new=8, scored=False)], give_back)
     engine.judge.check(answers, engine.recorder.held)
     assert gone and all(answer.num_cached_tokens == 0 for answer in answers.values())
-    assert manager.snapshots.lost
+    assert manager.snapshots.counts["lost"]
 
 
 def test_aborted_requests_and_several_samples(engine):
@@ -186,18 +188,18 @@ def test_aborted_requests_and_several_samples(engine):
 
     engine.serve([Job(prompt=prompt, new=60, scored=False)], abort)
     (answer,) = engine.serve([Job(prompt=prompt, new=12, scored=False)]).values()
-    held = whole(answer)
+    text = whole(answer)
     engine.engine.reset_prefix_cache()
     engine.serve([Job(prompt=prompt, new=60, scored=False)], abort)
-    later = engine.serve([Job(prompt=[*held, 3], new=6, scored=False)])
+    later = engine.serve([Job(prompt=[*text, 3], new=6, scored=False)])
     engine.check(later)
     (cached,) = (answer.num_cached_tokens for answer in later.values())
-    assert len(prompt) < cached < len(held)
+    assert len(prompt) < cached < len(text)
     if snapshots_of(engine).draws:  # samples have seeds of their own
         return
-    samples = engine.serve([Job(prompt=[*held, 7], new=15, samples=3)])
+    samples = engine.serve([Job(prompt=[*text, 7], new=15, samples=3)])
     engine.check(samples)
     for sample in samples.values():
-        answers = engine.serve([Job(prompt=[*held, 7, *sample.outputs[0].token_ids, 8], new=4, scored=False)])
+        answers = engine.serve([Job(prompt=[*text, 7, *sample.outputs[0].token_ids, 8], new=4, scored=False)])
         engine.check(answers)
-        assert [answer.num_cached_tokens for answer in answers.values()] == [len(held) + 15]
+        assert [answer.num_cached_tokens for answer in answers.values()] == [len(text) + 15]

@@ -22,6 +22,11 @@ COUNTERS = {
     "tokens_evicted": "Tokens evicted from the caches of requests that have ended, mean of all KV heads: seen - kept.",
     "protected_tokens": "Tokens of protected prefixes, cartridges included, of requests that have ended.",
 }
+SNAPSHOTS = {
+    "taken": "Snapshots of what requests held at their end or at their prompt's end.",
+    "hits": "Requests that went on from a snapshot.",
+    "lost": "Snapshots of which the pool took blocks back.",
+}
 
 
 KEPT = "tokens_kept", "tokens_evicted"
@@ -49,6 +54,8 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         for name, text in COUNTERS.items():
             if name not in KEPT or not policy.drops_early:
                 add(name, Counter(f"vllm:kv_policy_{name}", text, labels))
+        for name, text in SNAPSHOTS.items():
+            add(f"snapshots_{name}", Counter(f"vllm:kv_policy_snapshots_{name}", text, labels))
         share = "Share of its tokens that a request's cache held at its end, mean of all KV heads."
         if not policy.drops_early:
             add("retained_share", Histogram("vllm:kv_policy_retained_share", share, labels, buckets=SHARES))
@@ -77,6 +84,8 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         own = {name: by_engine[engine_idx] for name, by_engine in self.metrics.items()}
         for name in GAUGES:
             own[name].set(numbers[name])
+        for name, count in numbers["snapshots"].items():
+            own[f"snapshots_{name}"].inc(count)
         for seen, kept, protected in numbers["ended"]:
             own["tokens_seen"].inc(seen)
             own["protected_tokens"].inc(protected)

@@ -29,6 +29,7 @@ class CacheUse:
         kept: numbers of held tokens, each with the number of KV heads that hold as many; None if they are not known.
         blocks: blocks that the request holds, shared ones included, in all cache groups of the policy's layers.
         bound: most blocks that it can come to hold.
+        from_snapshot: tokens that it did not process because it went on from a snapshot.
     """
 
     seen: int
@@ -36,6 +37,7 @@ class CacheUse:
     kept: dict[int, int] | None
     blocks: int
     bound: int
+    from_snapshot: int
 
     @property
     def mean_kept(self) -> float | None:
@@ -91,9 +93,9 @@ def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
         shares = None if spec.shares is None else spec.shares.all_heads(slots.budget, slots.window)
         kept = kept_tokens(heads, seen, replace(policy.retention, budget=slots.budget), shares, prefix)
     blocks = len(managers_of(scheduler)) * blocks_held(manager, request.request_id)
-    return CacheUse(
-        seen, prefix if spec.compression is None else 0, kept, blocks, most_blocks(scheduler, manager, request)
-    )
+    from_snapshot = 0 if manager.snapshots is None else manager.snapshots.lengths.get(request.request_id, 0)
+    protected = prefix if spec.compression is None else 0
+    return CacheUse(seen, protected, kept, blocks, most_blocks(scheduler, manager, request), from_snapshot)
 
 
 def kept_by_head(tokens: int, least: int, mean: float, most: int) -> dict:
@@ -122,6 +124,7 @@ def report(scheduler, manager: FixedBudgetManager, request, use: CacheUse) -> di
         "protected_tokens": use.protected,
         "generated_tokens": request.num_output_tokens,
         "seen_tokens": use.seen,
+        "snapshot_tokens": use.from_snapshot,
         "blocks": use.blocks,
         "blocks_bound": use.bound,
         "bytes": bytes_of(use.blocks, scheduler),
@@ -171,6 +174,7 @@ def make_stats(original, self, *args, **kwargs):
         "bytes_held": bytes_of(blocks, self),
         "dense_bytes": sum(map(tokens_seen, self.running)) * dense_bytes_per_token(policy, spec),
         "ended": manager.ended,
+        "snapshots": {} if manager.snapshots is None else manager.snapshots.take_counts(),
     }
     manager.ended = []
     stats.kv_connector_stats = {STATS: numbers}  # connectors are refused, so nobody else uses this field

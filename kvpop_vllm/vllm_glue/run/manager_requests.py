@@ -38,6 +38,14 @@ def cache_blocks(original, self, request, num_computed_tokens, *args, **kwargs):
     return original(self, request, num_computed_tokens, *args, **kwargs)
 
 
+def free_request(original, self, request, *args, **kwargs):
+    """Wrap the end of a request: take a snapshot of it."""
+    for manager in self.kv_cache_manager.coordinator.single_type_managers:
+        if isinstance(manager, FixedBudgetManager) and manager.snapshots is not None:
+            manager.snapshots.take(request)
+    return original(self, request, *args, **kwargs)
+
+
 def _after_cartridges(self, request, placed: list):
     """Return the blocks of a request's cartridges, and those after them that the prefix cache has."""
     (manager,) = self.coordinator.single_type_managers

@@ -11,9 +11,10 @@ What was held at its prompt's end does.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """What a request must have in common with a snapshot, besides the tokens after the last hashed ones.
+    """Condition of a hit: what a request and a snapshot have in common, besides the tokens after the last hashed ones.
 
     Attributes:
         digest: vLLM's hash of the first tokens, which covers their salt and adapter; empty for none.
@@ -71,14 +72,15 @@ class Snapshots:
         draws: True if scores are drawn with a request's seed.
 
     Attributes:
-        taken: number of snapshots that were taken.
-        hits: number of requests that went on from one.
-        lost: number of snapshots of which the pool took blocks back.
+        lengths: tokens of the snapshot of each running request that went on from one, by the request's name.
+        counts: numbers of snapshots that were taken, of requests that went on from one, and of snapshots of which the pool
+            took blocks back, since :meth:`take_counts`.
     """
 
     def __init__(self, manager: FixedBudgetManager, draws: bool):
         self.manager, self.draws = manager, draws
-        self.taken = self.hits = self.lost = 0
+        self.lengths: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self._by_key: dict[Key, list[Snapshot]] = {}
         self._by_block: dict[int, Snapshot] = {}
         self._chosen: dict[str, Snapshot] = {}
@@ -88,6 +90,11 @@ class Snapshots:
     def __len__(self) -> int:
         """Return the number of snapshots."""
         return len(set(self._by_block.values()))
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts ``taken``, ``hits`` and ``lost``, which begin at zero again."""
+        counts, self.counts = self.counts, Counter()
+        return dict(counts)
 
     def take(self, request: Request) -> None:
         """Take a snapshot of a request that ends now and still has its blocks, unless one like it is there.
@@ -114,8 +121,10 @@ class Snapshots:
             return
         del self._prompts[request_id]
         sources, pool = self._tail(request), self.manager.block_pool
-        others = len(self.manager.req_to_blocks)  # each of which may need a block in this step
-        if length > request.num_prompt_tokens + 1 or pool.get_num_free_blocks() < missing + 2 * len(sources) + others:
+        needed = (
+            missing + 2 * len(sources) + len(self.manager.req_to_blocks)
+        )  # each request may need a block in this step
+        if length > request.num_prompt_tokens + 1 or pool.get_num_free_blocks() < needed:
             return
         if self._fits(request, request.num_prompt_tokens):
             copies = tuple(pool.get_new_blocks(len(sources)))
@@ -158,7 +167,7 @@ class Snapshots:
         pool.touch(blocks)
         pool.unpin_blocks(blocks, self._lose)
         self._by_key.setdefault(key, []).append(snapshot)
-        self.taken += 1
+        self.counts["taken"] += 1
 
     def _lose(self, block: KVCacheBlock) -> None:
         """Forget the snapshot of a block that the pool uses again."""
@@ -171,7 +180,7 @@ class Snapshots:
         like.remove(snapshot)
         if not like:
             del self._by_key[snapshot.key]
-        self.lost += 1
+        self.counts["lost"] += 1
 
     def choose(self, request: Request) -> Snapshot | None:
         """Return the longest snapshot that a waiting request can go on from, and remember it; None if there is none."""
@@ -196,6 +205,7 @@ class Snapshots:
         """Forget a request that ends or is preempted."""
         self._chosen.pop(request_id, None)
         self._prompts.pop(request_id, None)
+        self.lengths.pop(request_id, None)
 
     def copies(self, request_id: str, computed: Sequence[KVCacheBlock]) -> int:
         """Return the number of blocks that a request needs for copies, if its computed blocks are those of a snapshot."""
@@ -221,7 +231,8 @@ class Snapshots:
             copy.ref_cnt += 1
         manager.req_to_blocks[request_id].extend([*prefix, *copies])
         manager.num_cached_block[request_id] = len(prefix)
-        self.hits += 1
+        self.lengths[request_id] = snapshot.length
+        self.counts["hits"] += 1
         return True
 
     @property
@@ -240,21 +251,11 @@ class Snapshots:
         """Return the most tokens that snapshots of a key have after the hashed ones."""
         return max((len(snapshot.tokens) for snapshot in self._by_key.get(key, ())), default=0)
 
-    def _matching(self, key: Key, tokens: Sequence[int], most: int) -> Snapshot | None:
-        """Return the longest snapshot of a key that begins as ``tokens`` do, of at most ``most`` tokens."""
+    def _matching(self, key: Key, tokens: Sequence[int], limit: int) -> Snapshot | None:
+        """Return the longest snapshot of a key that begins as ``tokens`` do, of at most ``limit`` tokens."""
         fitting = (
             snapshot
             for snapshot in self._by_key.get(key, ())
-            if snapshot.length <= most and tuple(tokens[: len(snapshot.tokens)]) == snapshot.tokens
+            if snapshot.length <= limit and tuple(tokens[: len(snapshot.tokens)]) == snapshot.tokens
         )
         return max(fitting, key=lambda snapshot: snapshot.length, default=None)
-
-
-def free_request(original: Any, self: Any, request: Request, *args, **kwargs):
-    """Wrap the end of a request: take a snapshot of it."""
-    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
-
-    for manager in self.kv_cache_manager.coordinator.single_type_managers:
-        if isinstance(manager, FixedBudgetManager) and manager.snapshots is not None:
-            manager.snapshots.take(request)
-    return original(self, request, *args, **kwargs)
