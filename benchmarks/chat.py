@@ -1,4 +1,4 @@
-"""Chat turns and a shared system prompt with vLLM's prefix cache: stock, and policies that protect prompts.
+"""Chat turns and a shared system prompt with vLLM's prefix cache: stock and policies, prompts protected or not.
 
 It uses the same children as decode.py. A conversation of some turns grows by a fixed number of tokens each.
 The time from the last turn's request to its second token is measured with prefix caching on and, for the
@@ -14,7 +14,7 @@ import sys
 
 import record
 from child import WARM_UP
-from engines import NO_HITS, ask_all, compare, parser_of, say, setting
+from engines import NO_HITS, ask_all, check_budget, compare, parser_of, say, setting
 
 RESULTS = record.RESULTS / "chat.csv"
 
@@ -39,10 +39,13 @@ def parse_arguments():
     parser.add_argument("--requests", type=int, default=32, help="that read one system prompt; 0: none")
     parser.add_argument("--system", type=int, default=2000, help="tokens of the system prompt")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a round of these")
+    parser.add_argument("--unprotected", action="store_true", help="evict from prompts; turns go on from snapshots")
     options = parser.parse_args()
     if not 2 <= options.answer < options.turn:
         parser.error("a turn has a question and an answer of at least 2 tokens: lower --answer or raise --turn")
-    options.protect_prompt = options.prefix_caching = True  # so no budget is too small to compare outputs
+    options.prefix_caching, options.protect_prompt = True, not options.unprotected
+    if options.unprotected:
+        check_budget(parser, options)
     options.most_requests = max(1, options.requests)
     own = 64 + options.rounds * (options.steps + WARM_UP)
     options.pool_tokens = 1.3 * (
