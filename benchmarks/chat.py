@@ -61,8 +61,8 @@ def chats(started: dict, options) -> list[dict]:
         replies = {name: engine.ask("chat", **talk, seed=turn + 1) for name, engine in started.items()}
         if turn:  # the first round is not counted
             say(f"round {turn}: " + ", ".join(f"{n} {r['second']:.3f} s ({r['hit']} hit)" for n, r in replies.items()))
-            what = "second token, unprotected" if options.unprotected else "second token"
-            rows += [row(what, name, turn, r["second"], r["hit"], options) for name, r in replies.items()]
+            measured = "second token" + ", unprotected" * options.unprotected
+            rows += [row(measured, name, turn, r["second"], r["hit"], options) for name, r in replies.items()]
     return rows
 
 
