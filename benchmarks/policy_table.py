@@ -267,8 +267,8 @@ def cell(options, cells, part: str, done: dict[tuple, dict], spec, setting) -> d
 
 
 def key_of(row: dict) -> tuple[str, ...]:
-    """Return the values that identify a row."""
-    return tuple(row[column] for column in CELL)
+    """Return the values that identify a row; older rows lack a column."""
+    return tuple(row.get(column) or "" for column in CELL)
 
 
 def asked_of(options, part: str) -> dict[str, str]:

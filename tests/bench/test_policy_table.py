@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import sys
 
+import engines
 import kernel_steps
 import policy_cells
 import policy_table
@@ -52,6 +54,29 @@ def bench(folder, tmp_path, monkeypatch, capsys):
         return status, rows, times, capsys.readouterr()
 
     return run
+
+
+def test_the_table_of_the_document_is_that_of_the_records(monkeypatch, capsys):
+    """Its command prints each of its rows of quality: KL, perplexity, error, and needles of twenty."""
+    document = (record.ROOT / "docs" / "benchmarks.md").read_text()
+    words = re.search(r"policy_table.py (--table .* [0-9a-f]{7})`", document)[1].split()
+    monkeypatch.setattr(sys, "argv", ["policy_table.py", *words, "--model", str(engines.DEMO_MODEL)])
+    assert policy_table.main() == 0
+    printed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    records = {}
+    for b, policy, _, _, _, error, perplexity, kl, _, needles, *_ in (row for row in printed if len(row) > 9):
+        if b == "512":  # one policy may have rows of several commits
+            exact = round(20 * float(needles.split()[0]))
+            records.setdefault(policy, []).append([float(kl), float(perplexity), float(error), exact])
+    rows = document.split("| policy | KL, nats per token |")[1].split("\n\n")[0].splitlines()[2:]
+    for row in rows:
+        policy, *numbers = (cell.strip().strip("`") for cell in row.split("|")[1:6])
+        if policy != "dense":
+            rounding = (0.0006, 0.06, 0.0006, 0)  # the script prints a digit or two more
+            assert any(
+                all(abs(float(a) - b) <= unit for a, b, unit in zip(numbers, measured, rounding, strict=True))
+                for measured in records[policy]
+            ), (policy, numbers, records[policy])
 
 
 def test_prompts_are_protected_or_compressed(bench):
