@@ -149,12 +149,13 @@ class KindsOracle:
         if self.config["model_type"] == "llama4_text":  # scorers see the even channels before the odd ones, as in vLLM
             q, k = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (q, k))
         q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
+        sinks = options.get("s_aux")
         if self.kinds[layer] == FULL:
             ordinal = self.kinds[:layer].count(FULL)
-            sets = self.policy.decide(ordinal, q, k, v).visible
-            mixed = self.policy.attend(q, k, v, sets)
+            sets = self.policy.decide(ordinal, q, k, v, sink_logits=sinks).visible
+            mixed = self.policy.attend(q, k, v, sets, sink_logits=sinks)
         else:
-            mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]))
+            mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]), sink_logits=sinks)
         return mixed.unflatten(-1, (len(q), -1)).unsqueeze(0), None
 
 
