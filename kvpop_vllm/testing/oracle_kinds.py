@@ -22,6 +22,8 @@ _NAME = "oracle_of_kinds"
 _QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.0, 0.7, 0.3
 # Weights of norms of queries and keys, more than their identity. Larger spreads enlarge rounding more than influence.
 _SELECTIVE = 0.4
+_SINK = 2.0
+# Mean logit of attention sinks.
 
 S, F, C = SLIDING, FULL, CHUNKED
 FAMILIES = {
@@ -37,6 +39,8 @@ FAMILIES = {
         "moe_layers": [],
         "attn_temperature_tuning": False,  # as vLLM sets it for texts of up to 32,768 tokens
     },
+    "gpt_oss": {"layer_types": [S, F, S, F], "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {"layer_types": [F, S, S, F], "sliding_window": 48, "attention_multiplier": 32**-0.5},
 }
 """Model types, each with what distinguishes its tiny model: where layers of full attention lie."""
 
@@ -84,6 +88,8 @@ def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes
 def _drawn(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return random values of a weight: projections for inputs with unit mean square, norms near their identity."""
     noise = torch.randn(weight.shape, generator=generator)
+    if name.endswith("sinks"):
+        return _SINK + noise
     if weight.dim() == 1:
         selective = _SELECTIVE if "q_norm" in name or "k_norm" in name else 0.0
         return weight + selective + 0.1 * noise
@@ -108,7 +114,8 @@ class KindsOracle:
         self.config = json.loads((Path(folder) / "config.json").read_text())
         self.kinds: list[str] = self.config["layer_types"]
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=_NAME).eval()
+        ways = {"attn_implementation": _NAME, "experts_implementation": "eager"}  # grouped products are not in float64
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **ways).eval()
         self.policy = OraclePolicy.full()
 
     @torch.no_grad()

@@ -15,7 +15,14 @@ from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
 from kvpop_vllm.testing import FAMILIES, require_distant_kinds
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
-QUICK = {"gemma3_text": "kvpop", "olmo3": "h2o", "exaone4": "streaming-llm", "llama4_text": "kvpop"}
+QUICK = {
+    "gemma3_text": "kvpop",
+    "olmo3": "h2o",
+    "exaone4": "streaming-llm",
+    "llama4_text": "kvpop",
+    "gpt_oss": "h2o",
+    "granite_swa": None,
+}
 """Policy of each family's engine in the quick tests."""
 POLICIES = ("streaming-llm", "kvpop", "h2o")
 CASES = [
