@@ -312,7 +312,12 @@ class LayerRows(LayerPages):
         self.seen, self.protected = 0, [protected] * rows
 
     def append(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate_scores: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gate_scores: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of the next tokens of each row; a single token is a decode step.
 
@@ -323,7 +328,7 @@ class LayerRows(LayerPages):
         decodes = length == 1 and self.seen >= self.protected[0]
         step = starts, counts, length, self.protected
         plan = self.plan_decode(self.protected) if decodes else self.plan_prefill(*step)
-        out = self.attend(q, k, v, plan.batch(self.shares), gate_scores)
+        out = self.attend(q, k, v, plan.batch(self.shares), gate_scores, sink_logits)
         self.sequence_lengths.advance(counts)
         self.seen += length
         return out
