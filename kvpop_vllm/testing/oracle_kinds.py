@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from .models import random_prompt
+from .oracle import OracleRun
 from .oracle_coupled import masked_attention
 from .oracle_policy import OraclePolicy
 
@@ -105,20 +107,23 @@ class KindsOracle:
     Attributes:
         config: contents of its ``config.json``.
         kinds: kind of each layer.
+        layers: number of layers with full attention.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float64):
+        """Load the model of ``folder`` in ``dtype``."""
         from transformers import AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.config = json.loads((Path(folder) / "config.json").read_text())
         self.kinds: list[str] = self.config["layer_types"]
+        self.layers = self.kinds.count(FULL)
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
         ways = {"attn_implementation": _NAME, "experts_implementation": "eager"}  # grouped products are not in float64
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **ways).eval()
-        self.policy = OraclePolicy.full()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **ways).eval()
+        self.asked = OraclePolicy.full(), None, ()
+        self.found = OracleRun(torch.empty(0), [], [], [], [])
 
-    @torch.no_grad()
     def logprobs(self, tokens: Sequence[int], policy: OraclePolicy | None = None) -> torch.Tensor:
         """Return log-probabilities ``[S, V]`` float64 of a whole sequence; row t predicts token t + 1.
 
@@ -126,12 +131,27 @@ class KindsOracle:
             tokens: S token ids.
             policy: policy of the layers with full attention; everything is kept if omitted.
         """
+        return self.run(tokens, policy).logprobs
+
+    @torch.no_grad()
+    def run(
+        self,
+        tokens: Sequence[int],
+        policy: OraclePolicy | None = None,
+        visible: Sequence[torch.Tensor] | None = None,
+        bias: Sequence[tuple[int, int, int, float]] = (),
+    ) -> OracleRun:
+        """Process a whole sequence. Layers are counted among those with full attention.
+
+        Arguments are those of :meth:`kvpop_vllm.testing.oracle.OracleModel.run`.
+        """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        self.policy = policy or OraclePolicy.full()
+        self.asked = policy or OraclePolicy.full(), visible, bias
+        self.found = OracleRun(torch.empty(0), [], [], [], [])
         logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-        return logits.log_softmax(-1)
+        return replace(self.found, logprobs=logits.log_softmax(-1))
 
     def greedy(self, tokens: Sequence[int], count: int, policy: OraclePolicy | None = None) -> list[int]:
         """Return ``count`` greedy tokens after a sequence, each computed from the whole sequence."""
@@ -158,9 +178,13 @@ class KindsOracle:
         q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
         sinks = options.get("s_aux")
         if self.kinds[layer] == FULL:
-            ordinal = self.kinds[:layer].count(FULL)
-            sets = self.policy.decide(ordinal, q, k, v, sink_logits=sinks).visible
-            mixed = self.policy.attend(q, k, v, sets, sink_logits=sinks)
+            ordinal, (policy, visible, bias) = self.kinds[:layer].count(FULL), self.asked
+            forced = None if visible is None else visible[ordinal]
+            nudged = [(head, token, by) for where, head, token, by in bias if where == ordinal]
+            decided = policy.decide(ordinal, q, k, v, forced, nudged, sink_logits=sinks)
+            for name in ("visible", "margins", "scores", "lost"):
+                getattr(self.found, name).append(getattr(decided, name))
+            mixed = policy.attend(q, k, v, decided.visible, sink_logits=sinks)
         else:
             mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]), sink_logits=sinks)
         return mixed.unflatten(-1, (len(q), -1)).unsqueeze(0), None
