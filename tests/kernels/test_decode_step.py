@@ -115,7 +115,7 @@ def test_sinks_of_any_size(impl, sink):
     if sink < 0:
         torch.testing.assert_close((with_sinks.out, with_sinks.lse), (without.out, without.lse), rtol=0, atol=1e-6)
     else:
-        assert (with_sinks.out.abs() < 1e-30).all() and (with_sinks.lse == sink).all()
+        assert (with_sinks.out.abs() < 1e-30).all() and (with_sinks.lse - sink).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("impl", IMPLS)
