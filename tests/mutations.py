@@ -173,8 +173,8 @@ FAULTS = {
         ("count, keep, gain * key[f], value« + c→», query[f], numerator + c);", f"{DECODE} -k 'several_tiles and 16'"),
     ],
     f"{CPP}/include/kvpop/attend.h": [
-        # a head that threads share has no attention sink
-        ("    if («a.sink_logits→false») add_sinks(a, h, whole);", f"{DECODE} -k shared_among_threads"),
+        # decode steps without attention sinks
+        ("if («a.sink_logits→false») add_sinks(a, h, sums);", f"{PREFILL} -k 'sinks_count and baseline and none'"),
         # a bias of a token that has none
         (
             "const int64_t biased = biases - slot < n ? biases - slot«→ + 1» : n;",
