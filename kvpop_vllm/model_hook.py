@@ -70,8 +70,13 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     window = options.get("sliding_window")
     if window is not None and window < query.shape[2] and not getattr(attend, "windows", False):
         raise ConfigError(f"the model has {NO_WINDOWS}")
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
+    sinks, more = options.get("s_aux"), {}
+    if sinks is None and getattr(module, "sinks", None) is not None:
+        raise ConfigError("the model's layers keep attention sinks from their attention: choose another model")
+    if sinks is not None and getattr(attend, "takes_sinks", False):
+        sinks, more = None, {"sink_logits": sinks}
+    for name, option in (("softcap", options.get("softcap")), ("s_aux", sinks)):
+        if option is not None:
             raise ConfigError(f"the model's attention has a {name} of its own: kvpop cannot train scorers for it")
     if dropout:
         raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
@@ -83,7 +88,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         if hasattr(attend, "see_channel"):
             attend.see_channel(module.layer_idx, module.channel)
         del module.channel
-    return attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
+    return attend(module.layer_idx, query, key, value, scale, **more).transpose(1, 2), None
 
 
 def _no_mask(*args, attention_mask=None, **options):

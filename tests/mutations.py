@@ -135,6 +135,11 @@ FAULTS = {
     "kvpop_vllm/rules/compress.py": [
         # of equal votes the older wins
         ("newest_first = votes«.flip(1)→»\n", "tests/kernels/test_divided.py -k division"),
+        # votes without attention sinks
+        (
+            "        if «sink_logits is not None→False»:\n            logits",
+            "tests/engine/test_sinks.py -m slow -k snapkv",
+        ),
     ],
     "kvpop_vllm/cache/ranks.py": [
         # a page too few
@@ -168,6 +173,8 @@ FAULTS = {
         ("count, keep, gain * key[f], value« + c→», query[f], numerator + c);", f"{DECODE} -k 'several_tiles and 16'"),
     ],
     f"{CPP}/include/kvpop/attend.h": [
+        # decode steps without attention sinks
+        ("if («a.sink_logits→false») add_sinks(a, h, sums);", f"{PREFILL} -k 'sinks_count and baseline and none'"),
         # a bias of a token that has none
         (
             "const int64_t biased = biases - slot < n ? biases - slot«→ + 1» : n;",
@@ -206,6 +213,8 @@ FAULTS = {
     f"{TRITON}/_serving_attend.py": [
         # every head gets the bias of the first
         ("words = cache.score + h«→ * 0» * cache.words_head", f"{SERVING} -k 'holds and biases and two'"),
+        # every KV head gets the sinks of the first
+        ("add_sinks(step.sink_logits + h«→ * 0» * P.group + g", f"{SERVING} -k 'holds and sinks and 80'"),
     ],
     f"{TRITON}/_prefill_attend.py": [
         # protected tokens get no bias

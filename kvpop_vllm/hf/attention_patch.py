@@ -88,9 +88,10 @@ class Step(GateInputs):
         length: L.
         plans: plan of the pass; several if layers differ in their devices or numbers of blocks.
         windows: True: layers with sliding windows are left to the cache.
+        takes_sinks: True: it is called with the logits of a layer's attention sinks.
     """
 
-    windows = True
+    windows = takes_sinks = True
 
     def __init__(
         self,
@@ -106,8 +107,12 @@ class Step(GateInputs):
         self.plans: dict[Hashable, StepPlan] = {}
 
     @torch.compiler.disable  # the kernels cannot be compiled
-    def __call__(self, layer, q, k, v, scale):
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the layer's attention output; see :class:`kvpop_vllm.model_hook.Attend`.
+
+        Args:
+            layer, q, k, v, scale: as there.
+            sink_logits: ``[Hq]`` logits of the layer's attention sinks, or None.
 
         Raises:
             RuntimeError: gradients are required.
@@ -124,7 +129,7 @@ class Step(GateInputs):
             if self.recorded:
                 raise RuntimeError("a CUDA graph holds no layers with windows or chunks: leave graphs out")
             cache.attended.add(layer)
-            return local.attend(q, k, v, scale, self.positions, self.counts)
+            return local.attend(q, k, v, scale, self.positions, self.counts, sink_logits)
         ordinal = cache.policy.model.ordinal(layer)
         gate = cache.gates[ordinal]
         device = cache.device or q.device
@@ -132,7 +137,8 @@ class Step(GateInputs):
         model_device, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
         pages = cache.layer(ordinal, q, k, v, scale)
         cache.attended.add(layer)
-        return pages.attend(q, k, v, self._plan(pages).batch(pages.shares), gate_scores).to(model_device)
+        batch = self._plan(pages).batch(pages.shares)
+        return pages.attend(q, k, v, batch, gate_scores, sink_logits).to(model_device)
 
     def _plan(self, pages) -> StepPlan:
         """Return the plan of the pass for the pages of a layer, made once for all layers with the same block numbers."""
@@ -234,9 +240,10 @@ class _Reached(Exception):
 def _hands_on(decoder: torch.nn.Module) -> bool:
     """Return whether the first layer's attention receives a keyword argument, by a pass of one token up to it."""
 
-    def attend(*_):
+    def attend(*_, **options):
         raise _Reached
 
+    attend.takes_sinks = True
     device = decoder.get_input_embeddings().weight.device
     token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)  # offloaded
     own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME

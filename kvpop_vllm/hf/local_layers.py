@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvpop_vllm.kernels.reference.masked_attention import masked_attention
 from kvpop_vllm.supported import SLIDING
 
 QUERIES = 512
@@ -33,6 +34,7 @@ class LocalLayer:
         scale: float,
         positions: torch.Tensor,
         counts: list[int],
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of the next columns, and keep those that later queries may see.
 
@@ -43,6 +45,7 @@ class LocalLayer:
             scale: factor on q . k.
             positions: ``[R, L]`` int64, positions of the tokens.
             counts: number of tokens of each row; they are its last columns, the others are pads.
+            sink_logits: ``[Hq]`` logits of attention sinks, or None.
 
         Returns:
             ``[R, Hq, L, D]``, any value for pads.
@@ -60,7 +63,10 @@ class LocalLayer:
             mask = self._sees(queries[:, chunk].unsqueeze(2), keys[:, near].unsqueeze(1))
             mask |= columns[near] == columns[before:][chunk].unsqueeze(1)  # a pad sees itself
             parts = q[:, :, chunk], k[:, :, near], v[:, :, near]
-            outputs.append(scaled_dot_product_attention(*parts, mask.unsqueeze(1), scale=scale, enable_gqa=True))
+            if sink_logits is None:
+                outputs.append(scaled_dot_product_attention(*parts, mask.unsqueeze(1), scale=scale, enable_gqa=True))
+            else:
+                outputs.append(_attend_with_sinks(*parts, mask, scale, sink_logits))
         first = max(0, keys.shape[1] - self.size + 1)  # copies, since views would hold the whole pass
         self.k, self.v, self.positions = k[:, :, first:].clone(), v[:, :, first:].clone(), keys[:, first:].clone()
         return torch.cat(outputs, 2)
@@ -73,3 +79,18 @@ class LocalLayer:
     def allocated_bytes(self) -> int:
         """Return the bytes of the keys and values."""
         return 0 if self.k is None else self.k.nbytes + self.v.nbytes
+
+
+def _attend_with_sinks(q, k, v, mask: torch.Tensor, scale: float, sink_logits: torch.Tensor) -> torch.Tensor:
+    """Return attention ``[R, Hq, l, D]`` of ``q [R, Hq, l, D]`` over ``k, v [R, H, T, D]`` and the attention sinks.
+
+    Args:
+        mask: ``[R, l, T]``, True for tokens that a query sees.
+        scale: factor on q . k.
+        sink_logits: ``[Hq]``.
+    """
+    rows, heads = k.shape[:2]
+    by_head = q.unflatten(1, (heads, -1)).flatten(0, 1)
+    visible, sinks = mask.repeat_interleave(heads, 0), sink_logits.detach().view(heads, -1).repeat(rows, 1)
+    out, _ = masked_attention(by_head, k.flatten(0, 1), v.flatten(0, 1), visible, scale, sink_logits=sinks)
+    return out.to(q.dtype).view_as(q)
