@@ -18,11 +18,20 @@ from packaging.version import Version
 from safetensors import SafetensorError
 
 from kvpop_vllm.config import ConfigError, check_version
-from kvpop_vllm.model_shape import positions_of, read_model_config, rotations, text_config
+from kvpop_vllm.local_attention import local_attention
+from kvpop_vllm.model_shape import kinds_of, positions_of, read_model_config, rotations, text_config
 from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.scorers.published_checkpoint import is_published
-from kvpop_vllm.supported import FULL, RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS, layer_kinds
+from kvpop_vllm.supported import (
+    FULL,
+    RESCALED_LOGITS,
+    SCALED_BY_POSITION,
+    SLIDING,
+    STOCK_LAYERS,
+    TRANSFORMERS,
+    local_size,
+)
 
 check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
 
@@ -30,7 +39,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 NAME = "kvpop"
-NO_WINDOWS = "sliding-window layers of its own: kvpop cannot train scorers for it"
 CACHE_NAME = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 """Argument under which this version of transformers passes a cache to a model."""
 POSITIONS = 512
@@ -40,7 +48,13 @@ SHIFT = 100
 
 
 class Attend(Protocol):
-    """Function that a model's layers call in place of attention."""
+    """Function that a model's layers with full attention call in place of attention.
+
+    Layers with windows or chunks attend as :func:`kvpop_vllm.local_attention.local_attention` does, or call a method
+    ``local(layer, q, k, v, scale, kind, size)`` of the function, with their index in the model. An attribute ``kinds``
+    says the kinds of the model's layers if they are not those of its config, and ``longest`` the tokens of the longest
+    text if it is not the row.
+    """
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -48,7 +62,7 @@ class Attend(Protocol):
         """Return the attention of one layer.
 
         Args:
-            layer: index of the layer.
+            layer: index of the layer among those with full attention.
             q: ``[B, Hq, S, D]``, after QK-norm and RoPE.
             k: ``[B, H, S, D]``, likewise.
             v: ``[B, H, S, D]``.
@@ -67,9 +81,9 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         )
     if attention_mask is not None:
         raise ConfigError("the model's attention has a mask of its own, which would be ignored: choose another model")
-    window = options.get("sliding_window")
-    if window is not None and window < query.shape[2] and not getattr(attend, "windows", False):
-        raise ConfigError(f"the model has {NO_WINDOWS}")
+    kind, index = _place(module, attend)
+    size = local_size(module.config, kind) if kind in STOCK_LAYERS else None
+    _check_window(module, kind, size, options.get("sliding_window"), getattr(attend, "longest", key.shape[2]))
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
             raise ConfigError(f"the model's attention has a {name} of its own: kvpop cannot train scorers for it")
@@ -81,9 +95,55 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         by_group = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))
         query = _without_channel(by_group, share).flatten(2, 3).transpose(1, 2)
         if hasattr(attend, "see_channel"):
-            attend.see_channel(module.layer_idx, module.channel)
+            attend.see_channel(index, module.channel)
         del module.channel
-    return attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
+    if size is None:
+        out = attend(index, query, key, value, scale)
+    elif hasattr(attend, "local"):
+        out = attend.local(index, query, key, value, scale, kind, size)
+    else:
+        out = local_attention(query, key, value, scale, kind, size)
+    return out.transpose(1, 2), None
+
+
+def _place(module: torch.nn.Module, attend: Attend) -> tuple[str, int]:
+    """Return the kind of a layer, and its index among the layers with full attention, or in the model if it is another.
+
+    An ``attend`` with an attribute ``kinds`` says the kinds of the model's layers; it is empty if all have full attention.
+
+    Raises:
+        ConfigError: the layer attends, and no layer of its kind does in models that are served.
+    """
+    layer, kinds = module.layer_idx, getattr(attend, "kinds", None)
+    kinds = kinds_of(module.config) if kinds is None else kinds
+    if not kinds:
+        return FULL, layer
+    if kinds[layer] == FULL:
+        return FULL, kinds[:layer].count(FULL)
+    if kinds[layer] not in STOCK_LAYERS:
+        raise ConfigError(f"layer {layer} of the model is of kind {kinds[layer]}, and attends: choose another model")
+    return kinds[layer], layer
+
+
+def _check_window(module: torch.nn.Module, kind: str, size: int | None, window: int | None, tokens: int) -> None:
+    """Check that the window that a layer hands to its attention is the one of its kind.
+
+    Args:
+        module: attention block of the layer.
+        kind: kind of the layer.
+        size: tokens of a window or chunk of this kind, None for full attention.
+        window: tokens of the window that the layer gives, or None.
+        tokens: tokens of the longest text.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    full = kind == FULL and window is not None and window >= tokens
+    if window is not None and not full and (kind != SLIDING or window != size):
+        raise ConfigError(
+            f"layer {module.layer_idx} of the model has a sliding window of {window} tokens, and would be treated as {kind}:"
+            " choose another model"
+        )
 
 
 def _no_mask(*args, attention_mask=None, **options):
@@ -98,25 +158,28 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def show_hidden_states(model: torch.nn.Module) -> None:
-    """Pass the input of every attention block to an ``attend`` with a method ``see``, just before it attends.
+    """Pass the input of every attention block with full attention to an ``attend`` with a method ``see``, just before it attends.
 
     May be called more than once.
 
     Raises:
         ConfigError: the model's layers have no attention block of the usual name.
     """
-    for layer in model.get_decoder().layers:
-        if not hasattr(layer, "self_attn"):
-            raise ConfigError(
-                "the model's layers have no self_attn, so that gates cannot be trained for it: choose another model"
-            )
-        if _show not in layer.self_attn._forward_pre_hooks.values():
-            layer.self_attn.register_forward_pre_hook(_show, with_kwargs=True)
+    blocks = [layer.self_attn for layer in model.get_decoder().layers if hasattr(layer, "self_attn")]
+    if not blocks:
+        raise ConfigError(
+            "the model's layers have no self_attn, so that gates cannot be trained for it: choose another model"
+        )
+    for block in blocks:
+        if _show not in block._forward_pre_hooks.values():
+            block.register_forward_pre_hook(_show, with_kwargs=True)
 
 
 def _show(module, positional, named):
     if hasattr(attend := named.get("attend"), "see"):
-        attend.see(module.layer_idx, named["hidden_states"] if "hidden_states" in named else positional[0])
+        kind, index = _place(module, attend)
+        if kind == FULL:
+            attend.see(index, named["hidden_states"] if "hidden_states" in named else positional[0])
 
 
 def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
@@ -242,18 +305,21 @@ def check_rotation(model: torch.nn.Module, rope: Mapping) -> None:
             )
 
 
-def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16, logits: bool = True) -> torch.nn.Module:
     """Return a causal language model from a local folder, whose forward takes ``attend``.
+
+    Args:
+        folder: folder of the model.
+        dtype: dtype of its weights.
+        logits: True if its logits are read, which some models rescale after their output layer.
 
     Raises:
         ConfigError: it is no model folder, weights are damaged, missing or of other shapes than its config
-            says, the model's attention cannot be replaced, or the model rescales its logits.
+            says, the model's attention cannot be replaced, or the model rescales logits that are read.
     """
     config = read_model_config(folder)
-    if {FULL} < {*layer_kinds(text_config(config), tokens=positions_of(config))}:
-        raise ConfigError(f"{folder} has {NO_WINDOWS}")
     published = {"config": config} if is_published(folder) else {}
-    for name in RESCALED_LOGITS:
+    for name in RESCALED_LOGITS if logits else ():
         if getattr(text_config(config), name, None) not in (None, 1.0):
             raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")
     try:

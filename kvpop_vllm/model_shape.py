@@ -25,6 +25,7 @@ from kvpop_vllm.supported import (
     base_keys,
     layer_kinds,
     published_base,
+    sliding_window,
 )
 
 ADVICE = "give the folder of a decoder-only language model"
@@ -275,6 +276,23 @@ def _layers(text: Any, count: int, tokens: int | None) -> dict[str, tuple]:
     kinds = layer_kinds(text, count, tokens)
     layers = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     return {"kinds": kinds, "layers": layers} if 0 < len(layers) < len(kinds) else {}
+
+
+def kinds_of(config: Any) -> tuple[str, ...]:
+    """Return the kind of each layer of a resolved config, for texts as long as the model has positions.
+
+    It is empty if a policy acts on all layers, or on none.
+    """
+    text = text_config(config)
+    return _layers(text, size(text, "num_layers"), positions_of(text)).get("kinds", ())
+
+
+def context_length(config: Any, tokens: int) -> int:
+    """Return the length of a context for texts of ``tokens`` in which layers are of the kinds of :func:`kinds_of`.
+
+    In a context of at most a window's tokens layers with windows would count as those of full attention.
+    """
+    return max(tokens, (sliding_window(text_config(config)) or 0) + 1) if kinds_of(config) else tokens
 
 
 def rope_of(config: Any) -> dict | None:

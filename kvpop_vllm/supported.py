@@ -124,6 +124,11 @@ def sliding_window(text: Any) -> int | None:
     return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
 
 
+def local_size(text: Any, kind: str) -> int:
+    """Return the tokens of a window or chunk of a model's layers of a kind."""
+    return sliding_window(text) if kind == SLIDING else text.attention_chunk_size
+
+
 def layer_kinds(text: Any, layers: int | None = None, tokens: int | None = None) -> tuple[str, ...]:
     """Return the kind of each layer of a model, as in transformers' configs; FULL for those that a policy acts on.
 

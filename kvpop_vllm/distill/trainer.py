@@ -167,7 +167,7 @@ class Trainer(Loop):
             raise ConfigError(
                 f"{model} gives up a query channel (DMS), which training does not do: give --model the one that it was made of"
             )
-        base = load_model(model, torch.float32 if recipe.trains_base else low)
+        base = load_model(model, torch.float32 if recipe.trains_base else low, logits=recipe.distils)
         if recipe.moves_rows:
             check_positions(base, recipe.positions)
         if recipe.trains_gates:

@@ -7,8 +7,10 @@ import torch
 from hf.prompts import distinct, generate, padded
 from transformers import AutoModelForCausalLM
 
+from kvpop_vllm import local_attention
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.hf import KVpopCache, local_layers
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.hf.local_layers import LocalLayer, LocalPositions
 from kvpop_vllm.model_hook import CACHE_NAME
 from kvpop_vllm.supported import FULL
 from kvpop_vllm.testing import FAMILIES, KindsOracle, OraclePolicy, write_mixed_model, write_random_scorer
@@ -93,11 +95,12 @@ def test_long_passes_are_read_in_parts_and_not_held(kind, monkeypatch):
     positions = torch.stack([torch.arange(300), torch.arange(300) - 40])
     results = []
     for queries in (1000, 64):
-        monkeypatch.setattr(local_layers, "QUERIES", queries)
-        layer = local_layers.LocalLayer(kind, 50)
-        parts = [layer.attend(q[:, :, :260], k[:, :, :260], v[:, :, :260], 0.3, positions[:, :260], [260, 220])]
-        parts.append(layer.attend(q[:, :, 260:], k[:, :, 260:], v[:, :, 260:], 0.3, positions[:, 260:], [40, 40]))
-        results.append(torch.cat(parts, 2))
+        monkeypatch.setattr(local_attention, "QUERIES", queries)
+        layer, latest, outputs = LocalLayer(50), LocalPositions(kind, 50), []
+        for columns, counts in ((slice(260), [260, 220]), (slice(260, 300), [40, 40])):
+            parts = latest.parts(positions[:, columns], counts, q.device)
+            outputs.append(layer.attend(*(x[:, :, columns] for x in (q, k, v)), 0.3, parts))
+        results.append(torch.cat(outputs, 2))
         stored = sum(tensor.untyped_storage().nbytes() for tensor in (layer.k, layer.v))
         assert stored == layer.allocated_bytes() == 2 * 2 * 2 * 49 * 8 * 4
     real = torch.arange(300) >= torch.tensor([[0], [40]])
