@@ -143,7 +143,7 @@ class Plan:
         self.length = length = min(options.length, positions or options.length)
         if length < SHORTEST:
             raise ConfigError(f"--length {length} is too short to shrink: give at least {SHORTEST}")
-        self.shape, self.dtype = ModelShape.of(options.model, length), getattr(torch, options.dtype)
+        self.shape, self.dtype = ModelShape.in_context(options.model, length), getattr(torch, options.dtype)
         if options.unit == "head" and self.shape.num_kv_heads == 1:
             raise ConfigError("the model has one KV head per layer: give --shares layer")
         self.vocabulary, tokenizer = vocabulary_of(options.model), load_tokenizer(options.model)

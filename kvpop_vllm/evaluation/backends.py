@@ -85,7 +85,8 @@ class Backend(ABC):
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int, requests: int = 1):
-        self.shape, self.dtype, self.longest = ModelShape.of(model, longest), dtype, longest
+        self.shape, self.dtype = ModelShape.in_context(model, longest), dtype
+        self.longest = self.shape.max_model_len
         self.requests = requests
 
     @abstractmethod

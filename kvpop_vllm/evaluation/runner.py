@@ -178,7 +178,7 @@ def dense_bytes(shape: ModelShape, dtype: torch.dtype, length: int) -> int:
 
 
 def _dense_size(model: nn.Module, length: int) -> dict:
-    shape = ModelShape.of(model.config, length)
+    shape = ModelShape.in_context(model.config, length)
     return {"allocated": dense_bytes(shape, next(model.parameters()).dtype, length)}
 
 

@@ -1,0 +1,147 @@
+"""Scorers of models with layers of several kinds are trained for those with full attention, and evaluated there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from hf.prompts import distinct
+from threads import one_thread
+from transformers import AutoModelForCausalLM, GraniteConfig, Starcoder2Config
+
+from kvpop_vllm.cli import main
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.sparse_attention import Sparse
+from kvpop_vllm.evaluation.output import read_records
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.model_hook import CACHE_NAME, Dense, load_model
+from kvpop_vllm.roles import Retention
+from kvpop_vllm.scorers import build
+from kvpop_vllm.scorers.checkpoint import read_scorer
+from kvpop_vllm.supported import FULL
+from kvpop_vllm.testing import FAMILIES, KindsOracle, OraclePolicy, write_mixed_model
+
+TOLERANCE = 1e-5
+TRAINED = ["gemma3_text"]
+TRAIN = (
+    "distill --recipe=demo --data text.jsonl --length=160 --positions=160 --window=8 --topk=20 --lists=16 --warmup=2 --batch=2"
+    " --dtype=float32 --lr-new=1e-2 --fit-decays --fit-decay-rows=2 --threads=1"
+).split()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Return a folder with text, and a model with a tokenizer for each family."""
+    folder = tmp_path_factory.mktemp("kinds")
+    write_text(folder / "text.jsonl", documents=200)
+    for kind in FAMILIES:
+        write_byte_tokenizer(write_mixed_model(folder / kind, kind, vocab_size=VOCABULARY))
+    return folder
+
+
+@pytest.fixture(scope="module", params=TRAINED)
+def trained(request, root):
+    """Return the folders of a model and of a scorer that was trained for it, and the model's oracle."""
+    kind = request.param
+    with pytest.MonkeyPatch.context() as patch, one_thread():
+        patch.chdir(root)
+        assert not main([*TRAIN, "--model", kind, "--out", f"{kind}-scorer", "--steps=30"])
+    return root / kind, root / f"{kind}-scorer", KindsOracle(root / kind)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_layers_that_a_policy_does_not_act_on_attend_as_in_transformers(root, kind):
+    """Logits of rows, also in two passes, are those of transformers; only layers with full attention are handed over."""
+    tokens = torch.tensor([distinct(200)])
+    expected = AutoModelForCausalLM.from_pretrained(root / kind, dtype=torch.float32, attn_implementation="eager")(
+        tokens
+    )
+    model, layers = load_model(root / kind, torch.float32), []
+
+    def attend(layer, *inputs):
+        layers.append(layer)
+        return Dense()(layer, *inputs)
+
+    torch.testing.assert_close(model(tokens, attend=attend).logits, expected.logits, rtol=1e-4, atol=1e-5)
+    assert layers == list(range(FAMILIES[kind]["layer_types"].count(FULL)))
+
+
+def test_a_scorer_has_tensors_for_layers_with_full_attention_and_says_which(trained):
+    folder, scorer, oracle = trained
+    layers = [i for i, kind in enumerate(oracle.kinds) if kind == FULL]
+    config, tensors = read_scorer(scorer)
+    assert config.layers == tuple(layers) and config.num_layers == len(tensors) == len(layers)
+    lost = json.loads((scorer / "run/decays.json").read_text())
+    assert lost["lost_mass"] < 1 and len(lost["decays"]) == len(layers)
+
+
+def test_recall_of_held_out_text_is_above_the_windows(trained, root, run_kvpop, monkeypatch):
+    """`kvpop eval` judges the layers that the scorer is for, whether its rows fit into a window or not."""
+    folder, scorer, oracle = trained
+    monkeypatch.chdir(root)
+    words = f"eval --model {folder.name} --data text.jsonl --split test --equal k --scorer {scorer.name} --policies streaming-llm"
+    words += (
+        " --budget 32 --sinks 4 --window 8 --length 48 160 --rows 4 --dtype float32 --threads 1 --out records.jsonl"
+    )
+    status, _, errors = run_kvpop(*words.split())
+    assert status in (0, None), errors
+    recalls: dict[str, list[float]] = {}
+    for record in read_records("records.jsonl")[1]:
+        if "teacher" in record:
+            assert len(record["teacher_by_layer"]) == oracle.kinds.count(FULL)
+            if record["length"] == 160:
+                recalls.setdefault(record["policy"], []).append(record["teacher"])
+    means = {name: sum(values) / len(values) for name, values in recalls.items()}
+    assert means[scorer.name] > 1.3 * means["streaming-llm"], means
+
+
+def test_training_and_serving_are_one_rule(trained):
+    """Log-probabilities of the pass of training, and of a KVpopCache, are the oracle's."""
+    folder, scorer, oracle = trained
+    prompt, policy = distinct(180), OraclePolicy.from_scorer(scorer)
+    exact = oracle.logprobs(prompt, policy)
+    model = load_model(folder, torch.float32)
+    config, tensors = read_scorer(scorer)
+    scorers = [build(config) for _ in tensors]
+    for module, state in zip(scorers, tensors, strict=True):
+        module.load_state_dict(state)
+
+    def score(layer, k, v, roles):
+        return scorers[layer](k, v, window=roles.window), scorers[layer].log_gamma()
+
+    sizes = config.sinks + config.window + config.topk, config.sinks, config.window
+    cache = KVpopCache(model, "kvpop", scorer=scorer)
+    for attention in ({"attend": Sparse(score, Retention(*sizes, step=config.decay.step))}, {CACHE_NAME: cache}):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt]), **attention).logits[0]
+        assert float((logits.double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE
+
+
+def test_a_layer_that_has_a_window_where_its_config_says_none_is_refused(tmp_path):
+    """Layers of Starcoder 2 have the config's window all, whatever kinds the config lists."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = Starcoder2Config(**sizes, num_hidden_layers=2, num_key_value_heads=1, head_dim=32, sliding_window=24)
+    config.layer_types = ["full_attention", "sliding_attention"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokens, message = torch.zeros(1, 40, dtype=torch.long), "layer 0 of the model has a sliding window of 24 tokens"
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path, torch.float32)(tokens, attend=Dense())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    cache = KVpopCache(model, "streaming-llm", budget=32)
+    with torch.no_grad(), pytest.raises(ConfigError, match=message):
+        model(tokens, **{CACHE_NAME: cache})
+
+
+def test_models_that_rescale_logits_are_trained_where_none_are_read(tmp_path, run_kvpop, monkeypatch):
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = GraniteConfig(**sizes, num_hidden_layers=1, num_key_value_heads=1, head_dim=32, logits_scaling=8.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    write_byte_tokenizer(tmp_path / "model")
+    write_text(tmp_path / "text.jsonl")
+    monkeypatch.chdir(tmp_path)
+    status, _, errors = run_kvpop(*TRAIN, "--model=model", "--out=scorer", "--steps=1")
+    assert status in (0, None) and read_scorer("scorer")[0].num_layers == 1, errors
+    status, _, errors = run_kvpop(*TRAIN, "--model=model", "--out=other", "--steps=1", "--train-base")
+    assert status == 2 and "rescales its logits (logits_scaling)" in errors
