@@ -25,6 +25,7 @@ from kvpop_vllm.scorers import Signals
 from kvpop_vllm.scorers.published_checkpoint import is_published
 from kvpop_vllm.supported import (
     FULL,
+    PAIRED,
     RESCALED_LOGITS,
     SCALED_BY_POSITION,
     SLIDING,
@@ -91,6 +92,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves them in float32 after RoPE
+    if module.config.model_type in PAIRED:
+        query, key = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (query, key))
     if share := getattr(module, "borrowed", 0.0):
         by_group = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))
         query = _without_channel(by_group, share).flatten(2, 3).transpose(1, 2)
@@ -157,6 +160,12 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _no_mask)
 
 
+def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the decoder of a causal language model; some of transformers' models do not find their own."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model and hasattr(model, "model") else decoder
+
+
 def show_hidden_states(model: torch.nn.Module) -> None:
     """Pass the input of every attention block with full attention to an ``attend`` with a method ``see``, just before it attends.
 
@@ -165,7 +174,7 @@ def show_hidden_states(model: torch.nn.Module) -> None:
     Raises:
         ConfigError: the model's layers have no attention block of the usual name.
     """
-    blocks = [layer.self_attn for layer in model.get_decoder().layers if hasattr(layer, "self_attn")]
+    blocks = [layer.self_attn for layer in decoder_of(model).layers if hasattr(layer, "self_attn")]
     if not blocks:
         raise ConfigError(
             "the model's layers have no self_attn, so that gates cannot be trained for it: choose another model"
@@ -196,7 +205,7 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
     Raises:
         ConfigError: the model's attention blocks have no queries of the usual name and shape.
     """
-    for layer in model.get_decoder().layers:
+    for layer in decoder_of(model).layers:
         block = getattr(layer, "self_attn", None)
         queries = getattr(block, "q_norm", None) or getattr(block, "q_proj", None)
         if queries is None or not (hasattr(block, "head_dim") and hasattr(block, "num_key_value_groups")):
@@ -208,7 +217,7 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
 
 def borrowed_share(model: torch.nn.Module) -> float:
     """Return the share of the last :func:`borrow_channel` on a model, or 0."""
-    return max((getattr(layer.self_attn, "borrowed", 0.0) for layer in model.get_decoder().layers), default=0.0)
+    return max((getattr(layer.self_attn, "borrowed", 0.0) for layer in decoder_of(model).layers), default=0.0)
 
 
 def _take_channel(block, module, inputs, queries):
@@ -272,7 +281,7 @@ def hidden_states(model: torch.nn.Module, ids: Sequence[int], positions: Sequenc
     device = next(model.parameters()).device
     row = {"input_ids": ids, "position_ids": positions}
     row = {name: torch.as_tensor(values, device=device).unsqueeze(0) for name, values in row.items()}
-    return model.get_decoder()(**row, use_cache=False, attend=attend).last_hidden_state[0]
+    return decoder_of(model)(**row, use_cache=False, attend=attend).last_hidden_state[0]
 
 
 @torch.no_grad()

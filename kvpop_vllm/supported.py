@@ -105,6 +105,13 @@ SCALED_BY_POSITION = "llama_4_scaling_beta", "attn_temperature_tuning"
 """Model settings that scale queries by their position, which training at drawn positions does not support."""
 
 
+PAIRED = frozenset({"llama4_text"})
+"""Model types whose rotation pairs neighbouring channels in transformers, and the halves of a head in vLLM.
+
+Scorers read keys as vLLM has them, even channels before odd ones.
+"""
+
+
 def _has_sinks(text: Any, tokens: int | None) -> bool:
     kind = getattr(text, "model_type", None)
     if kind in ("granite", "granite_swa", "granitemoe", "granitemoe_swa"):  # as in vLLM

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.evaluation.serving_kernels import attend_and_keep
-from kvpop_vllm.model_hook import Dense
+from kvpop_vllm.model_hook import Dense, decoder_of
 
 BATCH = 16
 """Variants that run at once."""
@@ -34,7 +34,7 @@ class RowReplay:
 
     def __init__(self, model: torch.nn.Module, tokens: torch.Tensor, queries: int):
         self.model, self.queries, self.length = model, queries, len(tokens)
-        decoder = model.get_decoder()
+        decoder = decoder_of(model)
         if not hasattr(decoder, "norm"):
             raise ConfigError("the model's decoder has no final norm of the usual name: choose another model")
         self.layers, self.norm = decoder.layers, decoder.norm

@@ -21,7 +21,7 @@ from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, read_settings
 from kvpop_vllm.files import replacing, write_whole
-from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
+from kvpop_vllm.model_hook import borrow_channel, check_positions, decoder_of, load_model, show_hidden_states
 from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
@@ -182,7 +182,7 @@ class Trainer(Loop):
         student = Student(base, scorers, recipe).to(self.process.device)
         if self.process.world > 1:
             mesh = init_device_mesh(self.process.device.type, (self.process.world,))
-            for layer in student.base.get_decoder().layers:
+            for layer in decoder_of(student.base).layers:
                 fully_shard(layer, mesh=mesh)
             for scorer in student.scorers:
                 fully_shard(scorer, mesh=mesh)

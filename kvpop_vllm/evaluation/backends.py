@@ -14,7 +14,7 @@ from transformers.generation import TopPLogitsWarper
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.model_hook import CACHE_NAME, Dense, borrow_channel, load_model, show_hidden_states
+from kvpop_vllm.model_hook import CACHE_NAME, Dense, borrow_channel, decoder_of, load_model, show_hidden_states
 from kvpop_vllm.model_shape import ModelShape, borrows_channel
 
 
@@ -190,7 +190,7 @@ class TransformersRun(Run):
         """Return hidden states ``[R, L, E]`` of the next tokens ``[R, L]``, the first at position ``start``."""
         positions = torch.arange(start, start + tokens.shape[1], device=self.device).expand(tokens.shape)
         inputs = {"input_ids": tokens.to(self.device), "position_ids": positions}
-        return self.model.get_decoder()(**inputs, **request).last_hidden_state
+        return decoder_of(self.model)(**inputs, **request).last_hidden_state
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, draws: list[torch.Generator]) -> torch.Tensor:

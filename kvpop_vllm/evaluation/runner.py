@@ -16,7 +16,7 @@ from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.replay import Predictions, token_measures
 from kvpop_vllm.evaluation.serving_kernels import Served
-from kvpop_vllm.model_hook import Dense, GateInputs
+from kvpop_vllm.model_hook import Dense, GateInputs, decoder_of
 from kvpop_vllm.model_shape import ModelShape
 
 DENSE, OWN = "dense", "dense (own)"
@@ -245,7 +245,7 @@ def _next_token(model, tokens, attend, dense: Predictions | None = None) -> tupl
 
     With predictions of the ``dense`` model, the quality includes the divergence from them.
     """
-    hidden = model.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
+    hidden = decoder_of(model)(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
     head = model.get_output_embeddings()
     own = Predictions(hidden, lambda states: head(states).float())
     found = token_measures(own, tokens[0], dense)

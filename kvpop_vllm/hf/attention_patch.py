@@ -29,7 +29,15 @@ from kvpop_vllm.cache.step import StepPlan
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf.checks import refuse_model
 from kvpop_vllm.local_attention import Part
-from kvpop_vllm.model_hook import CACHE_NAME, NAME, GateInputs, borrow_channel, borrowed_share, show_hidden_states
+from kvpop_vllm.model_hook import (
+    CACHE_NAME,
+    NAME,
+    GateInputs,
+    borrow_channel,
+    borrowed_share,
+    decoder_of,
+    show_hidden_states,
+)
 from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX
 
 CACHE_NAMES = "cache", "past_key_values"
@@ -184,7 +192,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     """
     show_hidden_states(model)
     _watch_generate()
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     if borrows and decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX) not in ARCHITECTURES:
         raise ConfigError(
             f"the gate borrows a channel of the queries, which is known where it is in {' and '.join(ARCHITECTURES)} models only: choose another scorer"

@@ -157,6 +157,8 @@ class KVpopCache(Cache, AttentionCache):
         gated = any(gate is not None and gate.borrows for gate in self.gates)
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(register_hooks(model, self.borrows))
+        text = model.config.get_text_config()
+        self._scaled_from = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
         self._layers: dict[int, LayerPages] = {}
         self._lengths_by_device: dict[torch.device, SequenceLengths] = {}
         self._recorded = False
@@ -279,6 +281,7 @@ class KVpopCache(Cache, AttentionCache):
         counts = columns_of_tokens(mask, [seen - made for seen in lengths], columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
+        self._check_scale(after, columns + length)
         warn_of_positions(lengths, after, self._positions)
         if not self._columns:
             self._made.check_inputs(inputs, counts)
@@ -387,6 +390,18 @@ class KVpopCache(Cache, AttentionCache):
             why = f"which {self.policy.name} keeps" if self.policy.keeps_all else "up to which the model attends alike"
             raise ValueError(
                 f"{max(lengths)} tokens are more than max_length {longest}, {why}: raise max_length, or shorten the text"
+            )
+
+    def _check_scale(self, lengths: list[int], columns: int) -> None:
+        """Check that rows of the given lengths have no pads, if the model scales queries by their column.
+
+        Raises:
+            ValueError: a row has some, and is so long that its queries are scaled.
+        """
+        if self._scaled_from is not None and columns >= self._scaled_from and min(lengths) < columns:
+            raise ValueError(
+                f"this model scales queries by their column from {self._scaled_from} columns on (attn_temperature_tuning), pads included:"
+                " give rows of equal length"
             )
 
     def _sequence_lengths(self, device: torch.device, rows: int) -> SequenceLengths:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.model_hook import decoder_of
 from kvpop_vllm.model_shape import positions_of, rotations
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.supported import sliding_window, unserved
@@ -36,7 +37,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
         remedy = next(iter(inner), "one of those")
         raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give {remedy}")
     text = model.config.get_text_config()
-    decoder = getattr(model, "get_decoder", lambda: None)()
+    decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     features = {
         "encoder-decoder": model.config.is_encoder_decoder,

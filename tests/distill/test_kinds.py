@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from engine.driving import Job
+from engine.kinds import Served, serving
 from hf.prompts import distinct
 from threads import one_thread
 from transformers import AutoModelForCausalLM, GraniteConfig, Starcoder2Config
@@ -24,7 +26,7 @@ from kvpop_vllm.supported import FULL
 from kvpop_vllm.testing import FAMILIES, KindsOracle, OraclePolicy, write_mixed_model
 
 TOLERANCE = 1e-5
-TRAINED = ["gemma3_text"]
+TRAINED = [pytest.param(kind, marks=() if kind == "gemma3_text" else pytest.mark.slow) for kind in FAMILIES]
 TRAIN = (
     "distill --recipe=demo --data text.jsonl --length=160 --positions=160 --window=8 --topk=20 --lists=16 --warmup=2 --batch=2"
     " --dtype=float32 --lr-new=1e-2 --fit-decays --fit-decay-rows=2 --threads=1"
@@ -117,6 +119,17 @@ def test_training_and_serving_are_one_rule(trained):
         with torch.no_grad():
             logits = model(torch.tensor([prompt]), **attention).logits[0]
         assert float((logits.double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_the_folder_serves(trained):
+    """Retained sets of an engine follow the oracle: log-probabilities of prompts in chunks, and of answers, are its."""
+    folder, scorer, oracle = trained
+    settings = {"policy": "kvpop", "scorer": str(scorer)}
+    with serving(str(folder), settings) as engine:
+        served = Served(engine, oracle, OraclePolicy.from_scorer(scorer))
+        for chunk in (16, 128):
+            served.serve([Job(1, new=60), Job(31), Job(150)], chunk)
 
 
 def test_a_layer_that_has_a_window_where_its_config_says_none_is_refused(tmp_path):

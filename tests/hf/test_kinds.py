@@ -19,7 +19,7 @@ BUDGET, TOLERANCE = 56, 1e-5
 PROMPTS = [distinct(n) for n in (5, 64, 130, 200)]
 
 
-@pytest.fixture(scope="module", params=[kind for kind in FAMILIES if kind != "llama4_text"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     """Return a model of a family and its oracle."""
     folder = write_mixed_model(tmp_path_factory.mktemp(request.param), request.param)
@@ -74,11 +74,19 @@ def test_a_protected_prompt_cannot_be_gone_back_to(family, tmp_path):
         generate(model, cache, [[*tokens, 7]], new=2)
 
 
-def test_llama_4_is_refused(tmp_path):
-    """Its decoder is not found as that of other models is."""
-    model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, "llama4_text"))
-    with pytest.raises(ConfigError, match="cannot serve llama4_text, a model with no layers that have a self_attn"):
-        KVpopCache(model, "streaming-llm", budget=BUDGET)
+def test_rows_with_pads_are_refused_where_queries_are_scaled_by_their_column(tmp_path):
+    """Llama 4 counts pads as positions there; rows of equal length, and shorter ones, go through."""
+    tuning = {"attn_temperature_tuning": True, "floor_scale": 64, "attn_scale": 0.1}
+    model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, "llama4_text", **tuning))
+    cache = KVpopCache(model, "streaming-llm", budget=BUDGET)
+    generate(model, cache, [distinct(40), distinct(50)], new=2)
+    cache.reset()
+    generate(model, cache, [distinct(80), distinct(80)], new=2)
+    cache.reset()
+    with pytest.raises(
+        ValueError, match="scales queries by their column from 64 columns on .* give rows of equal length"
+    ):
+        generate(model, cache, [distinct(40), distinct(62)], new=3)
 
 
 def test_a_gate_that_reads_every_layer_is_refused(tmp_path):
