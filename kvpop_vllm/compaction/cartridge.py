@@ -386,7 +386,12 @@ def base_of(folder: str | Path) -> dict:
         ConfigError: as :func:`base_digests`, or keys of the model cannot be turned (:func:`check_rope`).
     """
     config = _resolved(folder)
-    shape, rope = shape_of(config, folder), rope_of(config)
+    shape = shape_of(config, folder)
+    if shape.get("layers"):
+        raise ConfigError(
+            f"{folder}: a cartridge cannot serve a model with layers other than full attention: choose another model"
+        )
+    rope = rope_of(config)
     check_rope(rope, str(folder))
     sizes = {name: shape[name] for name in ("model_type", "num_layers", "num_kv_heads", "head_dim")}
     return sizes | {"rope": rope, "base": base_digests(folder)}
