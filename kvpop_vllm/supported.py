@@ -8,7 +8,7 @@ imports neither vLLM nor torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,25 @@ POLICY_LAYERS = frozenset({FULL, "attention"})
 """Kinds of layers in transformers' configs that a policy acts on."""
 STOCK_LAYERS = {SLIDING: "SlidingWindowSpec", CHUNKED: "ChunkedLocalAttentionSpec"}
 """Kinds of layers that an engine with a policy leaves to vLLM, with the name of vLLM's cache spec of each."""
+
+
+NEEDS_FULL = {
+    "cartridge": "a cartridge, which holds a text in every layer",
+    "gate": "a gate, which vLLM's models have in every layer",
+    "carried": "a checkpoint that carries scorers, which has them in every layer",
+}
+"""What needs full attention in every layer, by name, as errors call it."""
+
+
+def refused_beside(kinds: Sequence[str], **wanted: object) -> str | None:
+    """Return why a model with layers of several kinds is refused, as errors say it, or None.
+
+    Args:
+        kinds: kinds of the model's layers, empty if a policy acts on all.
+        wanted: whether each of NEEDS_FULL is wanted; those left out are not.
+    """
+    found = [NEEDS_FULL[name] for name, present in wanted.items() if present]
+    return f"layers without full attention cannot have {'; nor '.join(found)}" if kinds and found else None
 
 
 def sliding_window(text: Any) -> int | None:

@@ -17,7 +17,6 @@ from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
     changes_attention_at,
     check_inputs,
-    check_kinds,
     check_model,
     check_positions,
     check_text,
@@ -143,7 +142,6 @@ class KVpopCache(Cache, AttentionCache):
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
             self._budgets = self._rows.head_budgets(self.policy)
             self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
-            check_kinds(model, self.policy, bool(cartridge))
             self._made = slots_of(cartridge, model, self.policy)
             self.head = self._made.head
         except ConfigError as error:

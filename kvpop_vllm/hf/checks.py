@@ -60,21 +60,6 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
         )
 
 
-def check_kinds(model: torch.nn.Module, policy: Policy, cartridges: bool) -> None:
-    """Check that a policy works next to layers that it does not act on.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if not policy.model.kinds:
-        return
-    if policy.scorer_kind is not None and policy.settings.scorer is None:
-        refuse_model(model, ["layers without full attention, which cannot carry scorers"])
-    if policy.gated or cartridges:
-        reader = "a cartridge holds a text" if cartridges else f"the gate of {policy.name} reads"
-        refuse_model(model, [f"layers without full attention, and {reader} in every layer"])
-
-
 def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:
     """Raise the error for a model that a fixed-size cache cannot serve.
 

@@ -110,6 +110,10 @@ class KindsOracle:
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=_NAME).eval()
         self.policy = OraclePolicy.full()
+        self.hidden: dict[int, torch.Tensor] = {}
+        for module in self.model.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
+                module.register_forward_pre_hook(self._see, with_kwargs=True)
 
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int], policy: OraclePolicy | None = None) -> torch.Tensor:
@@ -143,6 +147,9 @@ class KindsOracle:
             near = q // size == t // size
         return (near & (t <= q)).expand(heads, -1, -1)
 
+    def _see(self, module, positional, named):
+        self.hidden[module.layer_idx] = (named["hidden_states"] if "hidden_states" in named else positional[0])[0]
+
     def _attend(self, module, query, key, value, attention_mask, scaling=None, **options):
         """Attend as a function of transformers does; the mask of the caller is not used."""
         layer, (q, k, v) = module.layer_idx, (x[0] for x in (query, key, value))
@@ -151,7 +158,7 @@ class KindsOracle:
         q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
         if self.kinds[layer] == FULL:
             ordinal = self.kinds[:layer].count(FULL)
-            sets = self.policy.decide(ordinal, q, k, v).visible
+            sets = self.policy.decide(ordinal, q, k, v, hidden=self.hidden[layer]).visible
             mixed = self.policy.attend(q, k, v, sets)
         else:
             mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hf.prompts import distinct, generate, padded
@@ -89,12 +91,31 @@ def test_rows_with_pads_are_refused_where_queries_are_scaled_by_their_column(tmp
         generate(model, cache, [distinct(40), distinct(62)], new=3)
 
 
-def test_a_gate_that_reads_every_layer_is_refused(tmp_path):
+@pytest.mark.parametrize("kind", ["trimkv", "dms", "kvzap"])
+def test_gates_read_the_input_of_layers_with_full_attention(family, tmp_path, kind):
+    """Log-probabilities of a prompt in two passes are the oracle's."""
+    model, oracle = family
+    layers, tokens = [i for i, kind in enumerate(oracle.kinds) if kind == FULL], torch.tensor([distinct(200)])
+    sizes = {"sinks": 0, "window": 1, "topk": BUDGET - 1} if kind == "trimkv" else {"window": 16, "topk": BUDGET - 20}
+    gate = write_random_scorer(tmp_path / "gate", model.name_or_path, kind, layers=layers, **sizes)
+    cache = KVpopCache(model, kind, scorer=gate)
+    with torch.no_grad():
+        parts = [model(part, **{CACHE_NAME: cache}).logits[0] for part in (tokens[:, :120], tokens[:, 120:])]
+    exact = oracle.logprobs(tokens[0].tolist(), OraclePolicy.from_scorer(gate))
+    assert float((torch.cat(parts).double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE
+
+
+def test_what_every_layer_has_is_refused(tmp_path):
     folder = write_mixed_model(tmp_path / "model", "gemma3_text")
-    gate = write_random_scorer(tmp_path / "gate", folder, "trimkv", layers=[2, 5])
-    message = "cannot serve gemma3_text, a model with layers without full attention, and the gate of trimkv reads"
-    with pytest.raises(ConfigError, match=message):
-        KVpopCache(AutoModelForCausalLM.from_pretrained(folder), "trimkv", scorer=gate)
+    scorer = write_random_scorer(tmp_path / "scorer", folder, layers=[2, 5])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(
+        ConfigError, match="gemma3_text: layers without full attention cannot have a cartridge, .*: leave it out"
+    ):
+        KVpopCache(model, "kvpop", scorer=scorer, cartridge=tmp_path)
+    model.config.kvpop = json.loads((scorer / "kvpop_config.json").read_text())
+    with pytest.raises(ConfigError, match="cannot have a checkpoint that carries scorers, .*: give a scorer"):
+        KVpopCache(model, "kvpop")
 
 
 @pytest.mark.parametrize("kind", ["sliding_attention", "chunked_attention"])
