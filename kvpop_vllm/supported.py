@@ -131,18 +131,18 @@ NEEDS_FULL = {
     "gate": "a gate, which vLLM's models have in every layer",
     "carried": "a checkpoint that carries scorers, which has them in every layer",
 }
-"""What needs full attention in every layer, by name, as errors call it."""
+"""Features that need full attention in every layer, by name, as errors call them."""
 
 
-def refused_beside(kinds: Sequence[str], **wanted: object) -> str | None:
+def refused_beside(kinds: Sequence[str], **features: object) -> str | None:
     """Return why a model with layers of several kinds is refused, as errors say it, or None.
 
     Args:
         kinds: kinds of the model's layers, empty if a policy acts on all.
-        wanted: whether each of NEEDS_FULL is wanted; those left out are not.
+        features: whether each of NEEDS_FULL is asked for; those left out are not.
     """
-    found = [NEEDS_FULL[name] for name, present in wanted.items() if present]
-    return f"layers without full attention cannot have {'; nor '.join(found)}" if kinds and found else None
+    reasons = [NEEDS_FULL[name] for name, present in features.items() if present]
+    return f"layers without full attention cannot have {'; nor '.join(reasons)}" if kinds and reasons else None
 
 
 def sliding_window(text: Any) -> int | None:

@@ -91,9 +91,9 @@ def test_a_calibration_of_other_layers_is_refused(calibrated, tmp_path):
     calibration, _ = calibrated("head")
     network = AutoModelForCausalLM.from_pretrained("gemma3")
     shutil.copytree("head", tmp_path / "other")
-    for layers, said in (((1, 5), r"\(1, 5\)"), ((), r"\(\)")):
+    for layers, shown in (((1, 5), r"\(1, 5\)"), ((), r"\(\)")):
         dataclasses.replace(calibration, layers=layers).write(tmp_path / "other")
-        message = rf"other was made for a model with layers = {said}, this one has \(2, 5\): run 'kvpop calibrate'"
+        message = rf"other was made for a model with layers = {shown}, this one has \(2, 5\): run 'kvpop calibrate'"
         for serve in (lambda one: configure("gemma3", one), lambda one: KVpopCache(network, **one)):
             with pytest.raises(ConfigError, match=message):
                 serve({"policy": "streaming-llm", "budget": 56, "calibration": str(tmp_path / "other")})
