@@ -313,6 +313,13 @@ void fill_rule(DecodeStep& step, const Rule& rule, double scale) {
     step.corrects = rule.corrects;
 }
 
+void fill_sinks(DecodeStep& step, const std::optional<Tensor>& sink_logits) {
+    if (!sink_logits) return;
+    check(*sink_logits, "sink_logits", at::kFloat, {step.heads * step.group});
+    TORCH_CHECK_VALUE(sink_logits->is_contiguous(), "sink_logits must be contiguous");
+    step.sink_logits = sink_logits->data_ptr<float>();
+}
+
 // Allocates the output, shaped like q, and its log-sum-exps, and sets the step's pointers to them.
 std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
     Tensor out = at::empty(q.sizes(), q.options().requires_grad(false).memory_format(at::MemoryFormat::Contiguous));
@@ -326,7 +333,8 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
                                        int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
                                        const Tensor& positions, const Tensor& budgets, const Tensor& windows,
                                        const Rule& rule, double scale, const std::optional<Tensor>& given,
-                                       const PrefixTensors& prefix, const std::optional<Tensor>& keys) {
+                                       const PrefixTensors& prefix, const std::optional<Tensor>& keys,
+                                       const std::optional<Tensor>& sink_logits) {
     DecodeStep step{};
     fill_tokens(step, q, k, v);
     fill_rule(step, rule, scale);
@@ -334,6 +342,7 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
     fill_requests(step, page_table, positions, budgets);
     fill_windows(step, windows);
     fill_inputs(step, given, {step.requests, step.heads}, keys);
+    fill_sinks(step, sink_logits);
     fill_prefix(step, prefix);
     check_requests(step, 1, page_table.size(2), raw.size(0));
     check_order(step);
@@ -346,7 +355,8 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
                                          int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
                                          int64_t start, const Tensor& budgets, const Rule& rule, double scale,
                                          const std::optional<Tensor>& given, const PrefixTensors& prefix,
-                                         const std::optional<Tensor>& keys) {
+                                         const std::optional<Tensor>& keys,
+                                         const std::optional<Tensor>& sink_logits) {
     kvpop::PrefillChunk chunk;
     DecodeStep& step = chunk.step = {};
     fill_tokens(step, q, k, v);
@@ -356,6 +366,7 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
     fill_pages(step, raw, block_slots, state_blocks, rule);
     check(budgets, "budgets", at::kInt, {step.heads});
     fill_inputs(step, given, {chunk.length, step.heads}, keys);
+    fill_sinks(step, sink_logits);
     const Tensor position = at::full({1}, start, at::kLong);
     TORCH_CHECK_VALUE(page_table.dim() == 2, "page_table must be [H, P]");
     fill_requests(step, page_table.unsqueeze(0), position, budgets.unsqueeze(0));
@@ -369,7 +380,8 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
 }
 
 std::tuple<Tensor, Tensor> prefix_attention(const Tensor& q, const Tensor& raw, int64_t block_slots, const Tensor& table,
-                                            int64_t first, int64_t last, int64_t biased, bool causal, bool cache_is_bf16, double scale) {
+                                            int64_t first, int64_t last, int64_t biased, bool causal, bool cache_is_bf16, double scale,
+                                            const std::optional<Tensor>& sink_logits) {
     kvpop::PrefillChunk chunk{};
     DecodeStep& step = chunk.step;
     TORCH_CHECK_VALUE(q.dim() == 3 && raw.dim() == 3 && table.dim() == 1 && q.stride(2) == 1, "q must be [L, Hq, D], the last axis contiguous, and the table [F]");
@@ -377,6 +389,7 @@ std::tuple<Tensor, Tensor> prefix_attention(const Tensor& q, const Tensor& raw, 
     TORCH_CHECK_VALUE(step.size > 0 && step.size % 16 == 0 && step.heads > 0 && q.size(1) % step.heads == 0 && block_slots > 0,
                       "head size must be a multiple of 16, and query heads one of KV heads");
     step.group = q.size(1) / step.heads, chunk.length = q.size(0);
+    fill_sinks(step, sink_logits);
     step.q = q.data_ptr(), step.scale = float(scale), step.block_slots = block_slots;
     for (int i = 0; i < 2; i++) step.q_stride[i] = q.stride(i);
     step.region_bytes = block_slots * (2 * step.size * step.item_bytes() + 8);

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvpop_vllm.kernels.reference.masked_attention import masked_attention
 from kvpop_vllm.supported import SLIDING
 
 QUERIES = 512
@@ -49,20 +50,53 @@ def parts_of(kind: str, size: int, queries: torch.Tensor, keys: torch.Tensor) ->
         yield Part(now, near, mask.unsqueeze(1))
 
 
-def attend_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, parts) -> torch.Tensor:
-    """Return the attention ``[R, Hq, L, D]`` of q ``[R, Hq, L, D]`` to k, v ``[R, H, T, D]``, part by part."""
-    grouped = q.shape[1] != k.shape[1]
-    outputs = [
-        scaled_dot_product_attention(
-            q[:, :, part.queries], k[:, :, part.keys], v[:, :, part.keys], part.mask, scale=scale, enable_gqa=grouped
-        )
-        for part in parts
-    ]
+def attend_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    parts: Iterable[Part],
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the attention ``[R, Hq, L, D]`` of q ``[R, Hq, L, D]`` to k, v ``[R, H, T, D]``, part by part.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        scale: factor on q . k.
+        parts: from :func:`parts_of`.
+        sink_logits: ``[Hq]``, logits of the model's attention sinks, which have no gradient, or None.
+    """
+    outputs = []
+    for part in parts:
+        inputs = q[:, :, part.queries], k[:, :, part.keys], v[:, :, part.keys]
+        if sink_logits is None:
+            grouped = q.shape[1] != k.shape[1]
+            outputs.append(scaled_dot_product_attention(*inputs, part.mask, scale=scale, enable_gqa=grouped))
+        else:
+            outputs.append(_attend_with_sinks(*inputs, part.mask, scale, sink_logits))
     return torch.cat(outputs, 2)
 
 
+def _attend_with_sinks(q, k, v, mask: torch.Tensor, scale: float, sink_logits: torch.Tensor) -> torch.Tensor:
+    """Return the attention of a part, with the sinks in the softmax; arguments as of :class:`Part`."""
+    rows, heads = k.shape[:2]
+    by_head = q.unflatten(1, (heads, -1)).flatten(0, 1)
+    visible = mask.expand(rows, heads, -1, -1).flatten(0, 1)
+    sinks = sink_logits.detach().view(heads, -1).repeat(rows, 1)
+    out, _ = masked_attention(by_head, k.flatten(0, 1), v.flatten(0, 1), visible, scale, sink_logits=sinks)
+    return out.to(q.dtype).view_as(q)
+
+
 def local_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kind: str, size: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    kind: str,
+    size: int,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention ``[R, Hq, L, D]`` of rows without pads that begin at position 0.
 
@@ -73,6 +107,8 @@ def local_attention(
         scale: factor on q . k.
         kind: as in :func:`parts_of`.
         size: as in :func:`parts_of`.
+        sink_logits: as in :func:`attend_parts`.
     """
     keys = torch.arange(k.shape[2], device=q.device).unsqueeze(0)
-    return attend_parts(q, k, v, scale, parts_of(kind, size, keys[:, k.shape[2] - q.shape[2] :], keys))
+    parts = parts_of(kind, size, keys[:, k.shape[2] - q.shape[2] :], keys)
+    return attend_parts(q, k, v, scale, parts, sink_logits)

@@ -62,6 +62,8 @@ class Attend(Protocol):
     ) -> torch.Tensor:  # fmt: skip
         """Return the attention of one layer.
 
+        With an attribute ``takes_sinks`` it also takes ``sink_logits``, ``[Hq]`` logits of the model's attention sinks.
+
         Args:
             layer: index of the layer among those with full attention.
             q: ``[B, Hq, S, D]``, after QK-norm and RoPE.
@@ -85,9 +87,14 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     kind, index = _place(module, attend)
     size = local_size(module.config, kind) if kind in STOCK_LAYERS else None
     _check_window(module, kind, size, options.get("sliding_window"), getattr(attend, "longest", key.shape[2]))
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise ConfigError(f"the model's attention has a {name} of its own: kvpop cannot train scorers for it")
+    sinks, more = options.get("s_aux"), {}
+    if sinks is None and getattr(module, "sinks", None) is not None:
+        raise ConfigError("the model's layers keep attention sinks from their attention: choose another model")
+    if sinks is not None and getattr(attend, "takes_sinks", False):
+        sinks, more = None, {"sink_logits": sinks}
+    for name, option in (("logit soft-capping", options.get("softcap")), ("attention sinks", sinks)):
+        if option is not None:
+            raise ConfigError(f"the model has {name}, which this does not take: choose another model")
     if dropout:
         raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -101,11 +108,11 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
             attend.see_channel(index, module.channel)
         del module.channel
     if size is None:
-        out = attend(index, query, key, value, scale)
+        out = attend(index, query, key, value, scale, **more)
     elif hasattr(attend, "local"):
-        out = attend.local(index, query, key, value, scale, kind, size)
+        out = attend.local(index, query, key, value, scale, kind, size, **more)
     else:
-        out = local_attention(query, key, value, scale, kind, size)
+        out = local_attention(query, key, value, scale, kind, size, **more)
     return out.transpose(1, 2), None
 
 
@@ -259,8 +266,12 @@ class GateInputs:
 class Dense:
     """Causal attention over all tokens by torch. Queries may be fewer than keys; they are the last ones."""
 
-    def __call__(self, layer, q, k, v, scale):
+    takes_sinks = True
+
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the attention of one layer; see :class:`Attend`."""
+        if sink_logits is not None:  # a window of all tokens
+            return local_attention(q, k, v, scale, SLIDING, k.shape[2], sink_logits)
         new, past = q.shape[2], k.shape[2] - q.shape[2]
         mask = {"is_causal": True}
         if past:

@@ -112,7 +112,7 @@ Scorers read keys as vLLM has them, even channels before odd ones.
 """
 
 
-def _has_sinks(text: Any, tokens: int | None) -> bool:
+def _has_sinks(text: Any) -> bool:
     kind = getattr(text, "model_type", None)
     if kind in ("granite", "granite_swa", "granitemoe", "granitemoe_swa"):  # as in vLLM
         return bool(getattr(text, "attention_sinks", getattr(text, "layer_types", None) is not None))
@@ -219,7 +219,7 @@ REFUSED = {
         "logit soft-capping in attention",
         lambda text, tokens: bool(getattr(text, "attn_logit_softcapping", None)),
     ),
-    "attention sinks": Refused("models with attention sinks of their own", "attention sinks of its own", _has_sinks),
+    "attention sinks": Refused("models with attention sinks of their own", "attention sinks of its own"),
     "shared KV layers": Refused(
         "models with cross-layer KV sharing",
         "cross-layer KV sharing",
@@ -264,8 +264,13 @@ def unserved(text: Any, features: Mapping[str, Any], tokens: int | None, mixed: 
         text: as in :func:`refused`.
         features: the features that the caller sees, see :func:`refused`.
         tokens: as in :func:`refused`.
-        mixed: True if layers in STOCK_LAYERS are served next to those of full attention.
+        mixed: True if layers in STOCK_LAYERS are served next to those of full attention, and attention sinks are.
     """
     served = {FULL, *(STOCK_LAYERS if mixed else ())}
-    features = {"recurrent": not served.issuperset(layer_kinds(text, tokens=tokens)), **features}
+    sinks = not mixed and _has_sinks(text)
+    features = {
+        "recurrent": not served.issuperset(layer_kinds(text, tokens=tokens)),
+        "attention sinks": sinks,
+        **features,
+    }
     return list(dict.fromkeys(feature.feature for feature in refused(text, features, tokens)))

@@ -14,7 +14,7 @@ from kvpop_vllm.kernels.triton._constants import LN2
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
 from kvpop_vllm.kernels.triton._prefill_plan import Piece, block_of
 from kvpop_vllm.kernels.triton._serving_pages import element_at, page_of, view
-from kvpop_vllm.kernels.triton._softmax import add_keys, nothing_yet
+from kvpop_vllm.kernels.triton._softmax import add_keys, add_sinks, nothing_yet
 from kvpop_vllm.kernels.triton._tiles import PREFILL, tile_of
 
 LISTED = 1024  # keys that are examined together when lists are built
@@ -85,6 +85,7 @@ def _attend_keys(
     cache, prefix, segments, blocks, lists, counts, skipped, room,
     right,  # [R, H] int32, 0 if the step does not start where the cache ends
     out, lse, scale,  # [T, Hq, D] and [T, Hq]
+    sink_logits,  # [Hq] float32, of attention sinks, or None
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of queries, for all query heads of a KV head, in ROWS rows.
@@ -134,6 +135,8 @@ def _attend_keys(
         visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
         keys, values = element_at(k, key, h), element_at(v, key, h)
         _, sums = add_keys(keys, values, there, None, visible, rows, scale, sums, P)
+    if sink_logits is not None:
+        sums = add_sinks(sink_logits + head, present, sums)
     top, total, acc = sums
     total = tl.where(present, total, 1.0)  # every query sees itself
     good = tl.load(right + r * heads + h) != 0
@@ -167,7 +170,7 @@ def key_lists(piece: Piece, config, cache, gone, block_q: int) -> Iterator[tuple
         yield grid, (blocks, lists, counts, skipped, room)
 
 
-def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, out, lse) -> None:
+def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, out, lse, sink_logits=None) -> None:
     """Compute softmax attention of a piece's queries ``q [T, Hq, D]`` to what each of them sees, by ``gone``.
 
     The other arguments are those of the kernels; ``out`` and ``lse`` are written.
@@ -176,6 +179,6 @@ def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, o
     rows, block_q = block_rows(config, tile)
     for grid, listed in key_lists(piece, config, cache, gone, block_q):
         _attend_keys[grid](
-            view(q), tokens, cache, prefix, piece.segments, *listed, right, out, lse, scale,
+            view(q), tokens, cache, prefix, piece.segments, *listed, right, out, lse, scale, sink_logits,
             P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

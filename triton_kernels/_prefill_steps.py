@@ -66,7 +66,8 @@ def _steps(
                 for channel in range(0, P.size, scores.DEPTH):
                     add_products(step, work, r, h, evicted, channel, P)
         head = (row * heads + h) * P.group
-        finish(step, work, head, attend(step, work, row, r, h, used, protected, 0, 1, P), used, protected, P)
+        sums = attend(step, work, row, r, h, used, protected, 0, 1, P)
+        finish(step, work, head, h, sums, used, protected, P)
         tl.debug_barrier()
         if P.uses_moment_correction:
             for column in range(0, P.size, scores.COLUMNS):

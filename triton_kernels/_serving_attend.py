@@ -11,7 +11,7 @@ from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, row_mask, store_rows
 from kvpop_vllm.kernels.triton._serving_pages import REFUSED, element_at, moments_at, page_of, place_of, word_at
 from kvpop_vllm.kernels.triton._serving_scores import COLUMNS, DEPTH
-from kvpop_vllm.kernels.triton._softmax import add_keys, faded, nothing_yet
+from kvpop_vllm.kernels.triton._softmax import add_keys, add_sinks, faded, nothing_yet
 
 MASSES = tl.constexpr(128)  # slots of a program of masses
 
@@ -94,17 +94,20 @@ def attend(
 
 
 @triton.jit
-def finish(step, work, head, sums, used, protected, P: tl.constexpr):
+def finish(step, work, head, h, sums, used, protected, P: tl.constexpr):
     """Write the outputs ``[G, D]`` and log-sum-exps ``[G]`` of a head; NaN if the step was refused, 0 for padding.
 
-    Outputs that are to be corrected go to the workspace. ``head`` is the first query head's index in ``[T, Hq]``.
+    Attention sinks are added first. Outputs that are to be corrected go to the workspace. ``head`` is the first query head's
+    index in ``[T, Hq]``, h that of its KV head.
     """
-    top, total, acc = sums
     out = step.out + head * P.size
     if P.uses_moment_correction:
         out = work + P.merged
     g, found = tl.arange(0, P.rows), used + protected
     present = g < P.group
+    if step.sink_logits is not None:
+        sums = add_sinks(step.sink_logits + h * P.group + g, present, sums)
+    top, total, acc = sums
     nothing = tl.where(found == REFUSED, float("nan"), 0.0)
     acc = tl.where(found > 0, acc / total[:, None], nothing)
     store_rows(out + g * P.size, acc, present, P)
@@ -139,7 +142,7 @@ def _attend(
         if tl.atomic_add(flags + 4, 1) != splits - 1:
             return
         sums = _merged(values, tops, row - part, splits, present, P)
-    finish(step, work, head, sums, used, protected, P)
+    finish(step, work, head, h, sums, used, protected, P)
 
 
 @triton.jit

@@ -94,6 +94,7 @@ class Step(NamedTuple):
     lse: Any  # [T, Hq] float32, contiguous
     work: Any  # [R, H, P.work] float32
     flags: Any = None  # [R, H, MARKS] int32
+    sink_logits: Any = None  # [Hq] float32, of attention sinks
     last: Any = None  # without a constant at its end, Triton 3.6 forgets the constants in the tuples of a tuple
 
 

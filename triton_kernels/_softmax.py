@@ -25,6 +25,22 @@ def nothing_yet(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def add_sinks(sinks, present, sums):
+    """Add attention sinks to the softmax of rows of queries: keys whose value is 0, seen by every row.
+
+    Args:
+        sinks: ``[rows]``, addresses of the rows' natural logarithms.
+        present: ``[rows]``, mask of the rows that have one.
+        sums: as in :func:`add_keys`.
+    """
+    top, total, acc = sums
+    logits = tl.load(sinks, mask=present, other=float("-inf")) * LOG2E
+    new_top = tl.maximum(top, logits)
+    pivot, fade = faded(top, new_top)
+    return new_top, total * fade + tl.exp2(logits - pivot), acc * fade[:, None]
+
+
+@triton.jit
 def add_keys(k, v, there, bias, visible, rows, scale, sums, P: tl.constexpr):
     """Add a block of keys and values to the softmax of rows of queries.
 

@@ -118,8 +118,9 @@ def _splits(config: KernelConfig, protected: int, programs: int, device: torch.d
 
 
 def decode_step(
-    q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows
-):
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows,
+    sink_logits=None,
+):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`.
 
     The function never waits for the device, so a CUDA graph can capture it. Launches and allocations (by
@@ -144,7 +145,7 @@ def decode_step(
     work = _floats(q.device, requests, heads, config.work)
     flags = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=q.device)
     cache, before = cache_of(pages, page_table), prefix_of(prefix)
-    step = Step(*views, cache, before, weights, rule.log_gamma, scale, out, lse, work, flags)
+    step = Step(*views, cache, before, weights, rule.log_gamma, scale, out, lse, work, flags, sink_logits)
     of_all = {"P": config, "launch_pdl": config.dependent}
     own = of_all | {"num_warps": 4}
     if config.parts:

@@ -26,7 +26,9 @@ WIDTH = 1024
 
 
 @torch.no_grad()
-def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None):
+def prefill_chunk(
+    q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None, sink_logits=None
+):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
     All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and the ``tokens``
@@ -40,7 +42,7 @@ def prefill_chunk(q, k, v, pages, page_table, chunks, *, rule, scale, gate_score
         raise ValueError(f"prefill_chunk takes budgets on the CPU, got {chunks.budgets.device}")
     weights, options = weights_of(rule.scorer, "prefill_chunk")
     check_step(q, k, v, pages, rule, weights, prefix, len(chunks), min(chunks.windows), "prefill_chunk")
-    run = _Prefill(q, k, v, pages, page_table, chunks, rule, scale, gate_scores, prefix, keys)
+    run = _Prefill(q, k, v, pages, page_table, chunks, rule, scale, gate_scores, prefix, keys, sink_logits)
     for piece in run.pieces():
         run.process(piece)
     if rule.sequential:
@@ -57,7 +59,10 @@ def _where(mask: torch.Tensor, state: tuple, other: tuple) -> tuple:
 class _Prefill:
     """Arguments and outputs of one call."""
 
-    def __init__(self, q, k, v, pages, table, chunks: Chunks, rule, scale, gate_scores, prefix: Prefix | None, keys):
+    def __init__(
+        self, q, k, v, pages, table, chunks: Chunks, rule, scale, gate_scores, prefix: Prefix | None, keys, sink_logits
+    ):
+        self.sink_logits = sink_logits
         self.q, self.tokens, self.gate_scores, self.keys = q, (view(k), view(v)), gate_scores, keys
         self.pages, self.table, self.chunks = pages, table, chunks
         self.protected = self.biased = [0] * len(chunks)
@@ -90,7 +95,8 @@ class _Prefill:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
         gone = torch.full((len(self.heads), piece.keys), LAST.value, dtype=torch.int32, device=self.device)
         pages = self.tokens, self.cache, self.before
-        of_attention = piece, self.config, self.q, *pages, gone, self.right, self.scale, self.out, self.lse
+        results = self.scale, self.out, self.lse, self.sink_logits
+        of_attention = piece, self.config, self.q, *pages, gone, self.right, *results
         if not piece.rows:  # all tokens are protected
             return attend(*of_attention)
         weights, (k, v), (index, none), made = self.rule.scorer, self.tokens, piece.tail_rows, None
@@ -151,7 +157,7 @@ class _Prefill:
         of_requests = positions, view(self.numbers[:, 7:]), windows, view(self.keys), protected, biased
         work = torch.empty(*self.right.shape, config.work, dtype=torch.float32, device=self.device)
         of_layer = self.cache, self.before, weights, self.rule.log_gamma, self.scale
-        step = Step(*of_tokens, *of_requests, *of_layer, self.out, self.lse, work)
+        step = Step(*of_tokens, *of_requests, *of_layer, self.out, self.lse, work, sink_logits=self.sink_logits)
         options = {"P": config, "num_warps": 8, "num_stages": tile_of(DECODE, config.wide, config.size).stages}
         _steps[(1, *self.right.T.shape)](step, tokens, counts, self.right, **options, enable_fp_fusion=False)
 

@@ -24,10 +24,19 @@ class FixedBudgetAttention:
         rule: retention rule of the layer.
         scale: factor on q . k.
         impl: implementation of the kernels, see :mod:`kvpop_vllm.kernels.dispatch`.
+        sink_logits: ``[Hq]`` float32, logits of the model's attention sinks, or None if it has none.
     """
 
-    def __init__(self, layout: PageLayout, rule: RetentionRule, scale: float, impl: str = "auto"):
+    def __init__(
+        self,
+        layout: PageLayout,
+        rule: RetentionRule,
+        scale: float,
+        impl: str = "auto",
+        sink_logits: torch.Tensor | None = None,
+    ):
         self.layout, self.rule, self.scale, self.impl = layout, rule, scale, impl
+        self.sink_logits = sink_logits
 
     def forward(
         self,
@@ -90,12 +99,13 @@ class FixedBudgetAttention:
             scale=self.scale,
             gate_scores=None if gate_scores is None else gate_scores[at],
             prefix=batch.prefix and batch.prefix.on(blocks),
+            sink_logits=self.sink_logits,
             impl=self.impl,
             **batch.options,
         )
         if self.rule.rounds is not None:
             due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
-            rounds.run_due_rounds(q[at], pages, batch.table, due, batch.seeds, self.rule, self.scale)
+            rounds.run_due_rounds(q[at], pages, batch.table, due, batch.seeds, self.rule, self.scale, self.sink_logits)
 
     def _rounds_of_rows(self, batch: StepBatch) -> rounds.Due:
         """Return the work of rounds after the decode rows of a step."""
@@ -122,13 +132,15 @@ class FixedBudgetAttention:
             gate_scores=None if gate_scores is None else gate_scores[at],
             prefix=prefix,
             seeds=chunks.seeds,
+            sink_logits=self.sink_logits,
             impl=self.impl,
         )
         if chunks.compresses:
             self._compress(q[at], pages, chunks, prefix)
         if self.rule.rounds is not None:
             due = rounds.due(self.rule.rounds.queries, chunks.ends, [self._rounds_of_chunk(chunks, 0)])
-            rounds.run_due_rounds(q[at], pages, chunks.table, due, chunks.seeds, self.rule, self.scale)
+            options = self.rule, self.scale, self.sink_logits
+            rounds.run_due_rounds(q[at], pages, chunks.table, due, chunks.seeds, *options)
 
     def _rounds_of_chunk(self, chunks: Chunks, r: int) -> list[rounds.EqualRoles]:
         """Return the rounds of the request of chunk r."""
@@ -159,7 +171,8 @@ class FixedBudgetAttention:
             compress.store_queries(q[first - start :], pages, states, voters % queries)
         if end == prompt:
             sizes = {"group": q.shape[1] // pages.layout.num_kv_heads, "rule": self.rule, "scale": self.scale}
-            compress.compress(pages, row, prefix, chunk.budgets[0], after, chunk.made_table[0], **sizes)
+            options = sizes | {"sink_logits": self.sink_logits}
+            compress.compress(pages, row, prefix, chunk.budgets[0], after, chunk.made_table[0], **options)
 
 
 def _check_starts(pages: Pages, batch: StepBatch) -> None:

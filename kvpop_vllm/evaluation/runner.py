@@ -202,17 +202,19 @@ def described(setting: Setting, resolved: ResolvedPolicy, dtype: torch.dtype) ->
 class _Observer(GateInputs):
     """Dense attention that records recall and output error of every setting and policy, layer by layer."""
 
+    takes_sinks = True
+
     def __init__(self, pairs: list[tuple[Setting, ResolvedPolicy]], recall: bool, tick: Callable[[float], object]):
         super().__init__()
         self.pairs, self.recall, self.tick = pairs, recall, tick
         self.layers: list[list] = [[] for _ in pairs]
 
-    def __call__(self, layer, q, k, v, scale):
-        out, lse = dense_attention(q, k, v, scale)
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
+        out, lse = dense_attention(q, k, v, scale, sink_logits)
         judge, signals = Judge(q, k, lse, scale), self.signals(layer, k, v)
         for found, (setting, resolved) in zip(self.layers, self.pairs, strict=True):
             positions = setting.positions if self.recall else []
-            recall, own = resolved.on_dense(judge, layer, v, positions, signals)
+            recall, own = resolved.on_dense(judge, layer, v, positions, signals, sink_logits)
             found.append((recall, _output_error(own, out, resolved.roles.budget)))
             self.tick(1 / resolved.model.num_layers)
         return out

@@ -99,7 +99,10 @@ class Step(GateInputs):
         parts: parts of the pass in layers with windows or chunks, made once for all layers of a kind on a device.
         kinds: kinds of the model's layers, empty if a policy acts on all.
         longest: tokens of the longest text.
+        takes_sinks: True: it is called with the logits of a layer's attention sinks.
     """
+
+    takes_sinks = True
 
     def __init__(
         self,
@@ -117,8 +120,12 @@ class Step(GateInputs):
         self.kinds, self.longest = cache.policy.model.kinds, cache.policy.model.max_model_len
 
     @torch.compiler.disable  # the kernels cannot be compiled
-    def __call__(self, layer, q, k, v, scale):
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the layer's attention output; see :class:`kvpop_vllm.model_hook.Attend`.
+
+        Args:
+            layer, q, k, v, scale: as there.
+            sink_logits: ``[Hq]`` logits of the layer's attention sinks, or None.
 
         Raises:
             RuntimeError: gradients are required.
@@ -134,10 +141,11 @@ class Step(GateInputs):
         model_device, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
         pages = cache.layer(layer, q, k, v, scale)
         cache.attended.add(layer)
-        return pages.attend(q, k, v, self._plan(pages).batch(pages.shares), gate_scores).to(model_device)
+        batch = self._plan(pages).batch(pages.shares)
+        return pages.attend(q, k, v, batch, gate_scores, sink_logits).to(model_device)
 
     @torch.compiler.disable
-    def local(self, layer, q, k, v, scale, kind, size):
+    def local(self, layer, q, k, v, scale, kind, size, sink_logits=None):
         """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`.
 
         Raises:
@@ -152,7 +160,7 @@ class Step(GateInputs):
             self.parts[key] = self.cache.local_positions(kind, size, q.device).parts(
                 self.positions, self.counts, q.device
             )
-        return self.cache.local_layer(layer, size).attend(q, k, v, scale, self.parts[key])
+        return self.cache.local_layer(layer, size).attend(q, k, v, scale, self.parts[key], sink_logits)
 
     def _check_turn(self, layer: Hashable) -> None:
         """Check that a layer has not attended in this pass.
@@ -265,10 +273,10 @@ class _Reached(Exception):
 def _hands_on(decoder: torch.nn.Module) -> bool:
     """Return whether the first layer's attention receives a keyword argument, by a pass of one token up to it."""
 
-    def attend(*_):
+    def attend(*_, **options):
         raise _Reached
 
-    attend.local = attend
+    attend.local, attend.takes_sinks = attend, True
     device = decoder.get_input_embeddings().weight.device
     token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)  # offloaded
     own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME

@@ -41,7 +41,6 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     features = {
         "encoder-decoder": model.config.is_encoder_decoder,
-        "attention sinks": any(hasattr(block, "sinks") for block in blocks),
         "MLA": any(hasattr(block, "kv_lora_rank") for block in blocks),
     }
     length, limit = positions_of(model.config) if max_length is None else max_length, long_rotation(model)

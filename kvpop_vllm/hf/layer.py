@@ -208,7 +208,7 @@ class LayerPages:
         return SharesByVotes(self.pages, self.rule.compression, self._budget) if self.divided else self._equal
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, gate_scores=None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, gate_scores=None, sink_logits=None
     ) -> torch.Tensor:
         """Run a step and return the attention output.
 
@@ -218,6 +218,7 @@ class LayerPages:
             v: ``[R, H, L, D]``.
             batch: the step.
             gate_scores: ``[R, L, H]``, scores of the tokens, or None.
+            sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
 
         Returns:
             ``[R, Hq, L, D]``, 0 for pads.
@@ -229,6 +230,9 @@ class LayerPages:
         if self.shifted:
             gate_scores = shift(gate_scores, pages, batch, self.rule.sinks)
         out = torch.empty_like(q) if batch.decodes else torch.zeros_like(q)
+        if sink_logits is not None:  # of this pass, since weights may change
+            sink_logits = sink_logits.detach().to(q.device, torch.float32).contiguous()
+        self.attention.sink_logits = sink_logits
         with torch.cuda.device_of(q):  # Triton launches on the current GPU
             self.attention.forward(q, k, v, pages, batch, out, gate_scores, self.pages)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
@@ -308,7 +312,12 @@ class LayerRows(LayerPages):
         self.seen, self.protected = 0, [protected] * rows
 
     def append(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate_scores: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gate_scores: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of the next tokens of each row; a single token is a decode step.
 
@@ -319,7 +328,7 @@ class LayerRows(LayerPages):
         decodes = length == 1 and self.seen >= self.protected[0]
         step = starts, counts, length, self.protected
         plan = self.plan_decode(self.protected) if decodes else self.plan_prefill(*step)
-        out = self.attend(q, k, v, plan.batch(self.shares), gate_scores)
+        out = self.attend(q, k, v, plan.batch(self.shares), gate_scores, sink_logits)
         self.sequence_lengths.advance(counts)
         self.seen += length
         return out

@@ -51,7 +51,13 @@ class LocalLayer:
         self.v: torch.Tensor | None = None
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, parts: Sequence[Part]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        parts: Sequence[Part],
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of the next columns, and keep those that later queries may see.
 
@@ -61,6 +67,7 @@ class LocalLayer:
             v: ``[R, H, L, D]``.
             scale: factor on q . k.
             parts: parts of the pass, see :meth:`LocalPositions.parts`.
+            sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
 
         Returns:
             ``[R, Hq, L, D]``, any value for pads.
@@ -68,7 +75,7 @@ class LocalLayer:
         if self.k is not None:
             k, v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
         self.k, self.v = latest(k, 2, self.size), latest(v, 2, self.size)
-        return attend_parts(q, k, v, scale, parts)
+        return attend_parts(q, k, v, scale, parts, sink_logits)
 
     def allocated_bytes(self) -> int:
         """Return the bytes of the keys and values."""

@@ -12,11 +12,11 @@ def one_by_one(run: Callable) -> Callable:
     """Return an implementation of ``prefill_chunk`` that runs the chunks one after another.
 
     Args:
-        run: function ``(q, k, v, pages, row, start, budgets, *, rule, scale, gate_scores, prefix, keys)`` that runs the
-            chunk of one request, whose pages are ``row [H, P]`` and budgets ``[H]``.
+        run: function ``(q, k, v, pages, row, start, budgets, *, rule, scale, gate_scores, prefix, keys, sink_logits)`` that
+            runs the chunk of one request, whose pages are ``row [H, P]`` and budgets ``[H]``.
     """
 
-    def run_all(q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None):
+    def run_all(q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None, **more):
         parts, first = [], 0
         for r, (start, count, window) in enumerate(zip(chunks.starts, chunks.lengths, chunks.windows, strict=True)):
             cut, own = slice(first, first + count), slice(r, r + 1)
@@ -36,6 +36,7 @@ def one_by_one(run: Callable) -> Callable:
                 gate_scores=None if gate_scores is None else gate_scores[cut],
                 prefix=ahead,
                 keys=None if keys is None else keys[own],
+                **more,
             )
             parts.append(part)
             first += count

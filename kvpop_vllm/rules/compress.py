@@ -59,6 +59,7 @@ def compress(
     group: int,
     rule: RetentionRule,
     scale: float,
+    sink_logits: torch.Tensor | None,
 ) -> None:
     """Replace the prompt in the prefix by what its rule retains or makes of it.
 
@@ -73,14 +74,16 @@ def compress(
         group: query heads per KV head of this layer.
         rule: rule that compresses prompts.
         scale: factor on q . k.
+        sink_logits: ``[Hq]`` logits of attention sinks, or None.
     """
     p, compression = int(prefix.tokens[0]), rule.compression
     count = min(compression.queries, after.window, p - after.shift - after.made)
     queries = load_queries(pages, row, torch.arange(p - count, p) % compression.queries, group)
+    sinks = None if sink_logits is None else sink_logits.view(-1, group)
     if compression.makes_slots:
-        make_slots(pages, row, prefix, after, made_row, queries, scale)
+        make_slots(pages, row, prefix, after, made_row, queries, scale, sinks)
     else:
-        retain_by_votes(pages, row, prefix, budgets, after.window, queries, rule, scale)
+        retain_by_votes(pages, row, prefix, budgets, after.window, queries, rule, scale, sinks)
 
 
 def retain_by_votes(
@@ -92,6 +95,7 @@ def retain_by_votes(
     voters: torch.Tensor,
     rule: RetentionRule,
     scale: float,
+    sink_logits: torch.Tensor | None,
 ) -> None:
     """Fill a tail with the retained tokens of the prompt in the prefix.
 
@@ -105,10 +109,11 @@ def retain_by_votes(
         pages, row, prefix, budgets, rule, scale: as in :func:`compress`.
         window: w.
         voters: ``[H, c, G, D]``, the last queries.
+        sink_logits: ``[H, G]`` logits of attention sinks, or None.
     """
     p, heads = int(prefix.tokens[0]), pages.layout.num_kv_heads
     keys, values = prefix.gather(0, 0, p)
-    votes = prompt_votes(voters, keys, scale, rule.compression)
+    votes = prompt_votes(voters, keys, scale, rule.compression, sink_logits)
     sinks = rule.sinks
     oldest = max(sinks, p - window)
     if rule.compression.adaptive_head_budgets:
@@ -146,6 +151,7 @@ def make_slots(
     made_row: torch.Tensor,
     queries: torch.Tensor,
     scale: float,
+    sink_logits: torch.Tensor | None,
 ) -> None:
     """Make slots of the prompt in the prefix, and put its last tokens into the ring of the tail.
 
@@ -155,6 +161,7 @@ def make_slots(
     Args:
         pages, row, prefix, after, made_row, scale: as in :func:`compress`.
         queries: ``[H, c, G, D]``, the last queries, all of which see the tokens that slots are made of.
+        sink_logits: ``[H, G]`` logits of attention sinks, or None.
     """
     p, n, blocks = int(prefix.tokens[0]), pages.layout.block_slots, prefix.pages
     keys, values = prefix.gather(0, 0, p)
@@ -163,7 +170,8 @@ def make_slots(
     own = made_row.long()[slots // n], slots % n
     for h in range(len(keys)):  # one by one: a fit must not depend on the heads beside it
         q, k, v = (x[h].flatten(0, -2).unsqueeze(0) for x in (queries, keys[:, : p - near], values[:, : p - near]))
-        (chosen,), (made,), (bias,) = fit(q, k, v, after.made, scale, Matching())
+        sinks = None if sink_logits is None else sink_logits[h].repeat(queries.shape[1]).unsqueeze(0)
+        (chosen,), (made,), (bias,) = fit(q, k, v, after.made, scale, Matching(), sinks)
         at = own[0], h, own[1]
         blocks.k[at], blocks.v[at] = keys[h, chosen], made.to(values.dtype)
         blocks.score[at], blocks.position[at] = bias, chosen.int()
@@ -199,7 +207,9 @@ def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.T
     return first + winners.bincount(minlength=heads).int()
 
 
-def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: PromptVotes) -> torch.Tensor:
+def prompt_votes(
+    q: torch.Tensor, keys: torch.Tensor, scale: float, votes: PromptVotes, sink_logits: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the votes ``[H, p]`` float32 of the last queries of a prompt for its tokens.
 
     Args:
@@ -207,6 +217,7 @@ def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: Promp
         keys: ``[H, p, D]``, all keys.
         scale: factor on q . k.
         votes: parameters of the vote.
+        sink_logits: ``[H, G]`` logits of attention sinks, or None.
 
     Returns:
         The votes; 0 for the last n tokens themselves.
@@ -219,6 +230,8 @@ def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: Promp
     for h in range(len(keys)):
         logits = q[h].float() @ keys[h].float().T * scale  # [n, G, p]
         logits[..., p - count :].masked_fill_(later.unsqueeze(1), -torch.inf)
+        if sink_logits is not None:
+            logits = torch.cat([logits, sink_logits[h].view(1, -1, 1).expand(count, -1, -1)], -1)
         mean = logits.softmax(-1)[..., : p - count].mean((0, 1))
         pooled = torch.nn.functional.avg_pool1d(mean.view(1, 1, -1), votes.neighbours, 1, votes.neighbours // 2)
         found[h, : p - count] = pooled.flatten()

@@ -5,7 +5,7 @@ values, so that for given queries both the mass ``sum exp(q.k * scale + b)`` and
 Caches with the same mass and output are interchangeable beside any other keys.
 
 Source: *Fast KV Compaction via Attention Matching*, arXiv:2602.16284. Two things differ from it. Masses are
-matched relative to the full mass, which is 1 for every query. Values are pulled towards the kept tokens' own
+matched relative to the full mass, which is 1 for every query of a model without attention sinks. Values are pulled towards the kept tokens' own
 values, so that a slot without queries keeps its value.
 """
 
@@ -61,26 +61,43 @@ def match(
 
 
 def fit(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: int, scale: float, options: Matching
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: int,
+    scale: float,
+    options: Matching,
+    sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the indices ``[H, P]`` of the kept keys, oldest first, and the values and biases of :func:`match`.
 
-    Arguments are those of :func:`match`, but for P = ``kept``, at most T.
+    Arguments are those of :func:`match`, but for P = ``kept``, at most T, and ``sink_logits [H, n]`` of attention sinks, one
+    for each query. With sinks, the mass of a query is its share of the softmax, so that queries count by it.
     """
     q, k, v = q.float(), k.float(), v.float()
     if kept == k.shape[1] or not kept:
         return torch.arange(kept, device=k.device).expand(len(k), -1), v[:, :kept], k.new_zeros(len(k), kept)
     weights = (scale * q) @ k.transpose(1, 2)  # in place from here on: this is the largest tensor of the fit
-    weights = weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    weights /= weights.sum(-1, keepdim=True)
+    most = weights.amax(-1, keepdim=True)
+    if sink_logits is not None:
+        most = torch.maximum(most, sink_logits.unsqueeze(-1))
+    weights, full = weights.sub_(most).exp_(), None
+    total = weights.sum(-1, keepdim=True)
+    if sink_logits is not None:
+        sinks = (sink_logits.unsqueeze(-1) - most).exp()
+        full, total = total / (total + sinks), total + sinks  # full: [H, n, 1], the mass of all tokens
+    weights /= total
     output = weights @ v
-    chosen = choose(weights, kept, options).sort(-1).values
+    chosen = choose(weights, kept, options, full).sort(-1).values
     masses = weights.gather(2, chosen.unsqueeze(1).expand(-1, weights.shape[1], -1))
     del weights
-    factors = fit_factors(masses, options)
+    factors = fit_factors(masses, options, full)
     own = _picked(v, chosen)
     share = masses.mul_(factors.unsqueeze(1))
-    share /= share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
+    share_sum = share.sum(-1, keepdim=True)
+    if full is not None:
+        share_sum += 1 - full  # of the sinks
+    share /= share_sum.clamp_min(torch.finfo(share.dtype).tiny)
     values = own + ridge(share, output - share @ own, options.ridge)
     return chosen, values, factors.log()
 
@@ -97,17 +114,20 @@ def padded(k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, slots: int) -> 
     return pad(k, (0, 0, 0, more)), pad(v, (0, 0, 0, more)), pad(bias, (0, more), value=NO_WEIGHT)
 
 
-def choose(weights: torch.Tensor, kept: int, options: Matching) -> torch.Tensor:
-    """Return the indices ``[H, P]`` of the kept keys; ``weights`` are ``[H, n, T]``."""
+def choose(weights: torch.Tensor, kept: int, options: Matching, full: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the indices ``[H, P]`` of the kept keys; ``weights`` are ``[H, n, T]``, ``full`` as in :func:`fit_factors`."""
     if options.keys == "omp":
-        return pursue(weights, kept, options)
+        return pursue(weights, kept, options, full)
     scores = weights.amax(1) if options.score == "max" else weights.square().mean(1)
     return scores.topk(kept, -1).indices
 
 
-def fit_factors(masses: torch.Tensor, options: Matching) -> torch.Tensor:
-    """Return factors ``[H, P]`` on ``masses [H, n, P]`` whose sums are nearest to 1, within the bounds."""
-    gram, target = masses.transpose(1, 2) @ masses, masses.sum(1)
+def fit_factors(masses: torch.Tensor, options: Matching, full: torch.Tensor | None = None) -> torch.Tensor:
+    """Return factors ``[H, P]`` on ``masses [H, n, P]`` whose sums are nearest to ``full``, within the bounds.
+
+    ``full [H, n, 1]`` is the mass of all tokens, 1 if it is None.
+    """
+    gram, target = masses.transpose(1, 2) @ masses, (masses if full is None else masses * full).sum(1)
     bound = math.exp(options.most_bias)
     start = torch.ones_like(target)
     return bounded_least_squares(gram, target, start, 1 / bound, bound, options.iterations)
@@ -171,13 +191,13 @@ def _times(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def pursue(weights: torch.Tensor, kept: int, options: Matching) -> torch.Tensor:
-    """Return the indices ``[H, P]`` of keys whose masses, with factors, sum to 1 best (matching pursuit).
+def pursue(weights: torch.Tensor, kept: int, options: Matching, full: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the indices ``[H, P]`` of keys whose masses, with factors, sum to ``full`` best (matching pursuit).
 
     A step takes the keys whose weights agree most with the mass that is missing, and fits all factors again.
     """
     heads, _, tokens = weights.shape
-    gram, target = weights.transpose(1, 2) @ weights, weights.sum(1)
+    gram, target = weights.transpose(1, 2) @ weights, (weights if full is None else weights * full).sum(1)
     each = math.ceil(kept / OMP_STEPS)
     chosen = torch.zeros(heads, 0, dtype=torch.int64, device=weights.device)
     rows = gram.new_empty(heads, kept, tokens)

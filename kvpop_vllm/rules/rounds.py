@@ -149,6 +149,7 @@ def run_due_rounds(
     seeds: torch.Tensor | None,
     rule: RetentionRule,
     scale: float,
+    sink_logits: torch.Tensor | None,
 ) -> None:
     """Store the queries that a later round needs, and run the rounds that are due.
 
@@ -161,6 +162,7 @@ def run_due_rounds(
         seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
         rule: rule with rounds.
         scale: factor on q . k.
+        sink_logits: ``[Hq]`` logits of attention sinks, or None.
     """
     rounds, layout, ends, stored = rule.rounds, pages.layout, step.ends, step.stored
     first, states = _first_word(rule, layout.head_size), table[:, :, : layout.state_blocks]
@@ -174,7 +176,7 @@ def run_due_rounds(
         store_queries(q[at], pages, states[at], places, first)
     for r, group in step.rounds:
         seed = None if seeds is None else seeds[r : r + 1]
-        _run_round(pages, table[r], ends[r], group, rule, scale, seed, q.shape[1] // layout.num_kv_heads)
+        _run_round(pages, table[r], ends[r], group, rule, scale, seed, q.shape[1] // layout.num_kv_heads, sink_logits)
 
 
 def _run_round(
@@ -186,6 +188,7 @@ def _run_round(
     scale: float,
     seed: torch.Tensor | None,
     group: int,
+    sink_logits: torch.Tensor | None,
 ) -> None:
     """Write new scores of the long-range tokens of heads of one request with pages ``row [H, P]``.
 
@@ -194,6 +197,7 @@ def _run_round(
         ranked: the heads, and the slot roles of their tails.
         seed: ``[1]`` seed of the request, or None if the rule does not need it.
         group: G.
+        sink_logits: ``[Hq]`` logits of attention sinks, or None.
     """
     layout, rounds, retention = pages.layout, rule.rounds, ranked.retention
     heads = torch.arange(layout.num_kv_heads) if ranked.heads is None else torch.tensor(ranked.heads)
@@ -207,7 +211,9 @@ def _run_round(
     else:
         newest = _newest(rounds.queries, retention.window, seen)
         queries = load_queries(pages, row, newest, group, _first_word(rule, layout.head_size))[chosen_heads]
-        tokens = Tokens(positions, pages.k[at].float(), pages.v[at].float(), queries, retention.sinks, retention.window)
+        sink_logits = None if sink_logits is None else sink_logits.view(-1, group)[chosen_heads]
+        held = positions, pages.k[at].float(), pages.v[at].float()
+        tokens = Tokens(*held, queries, retention.sinks, retention.window, sink_logits)
         if isinstance(rounds, SampledMass):
             value = sampled_mass(tokens, rounds, scale, head_keys(seed, rounds.lanes)[0, chosen_heads], seen - 1)
         else:
@@ -239,6 +245,7 @@ class Tokens:
         queries: ``[H, c, G, D]`` float32.
         sinks: number of sinks, the oldest of the n tokens.
         window: number of window tokens, the newest of the n tokens.
+        sink_logits: ``[H, G]`` logits of attention sinks, or None.
     """
 
     positions: torch.Tensor
@@ -247,6 +254,7 @@ class Tokens:
     queries: torch.Tensor
     sinks: int
     window: int
+    sink_logits: torch.Tensor | None = None
 
     @property
     def candidates(self) -> int:
@@ -254,8 +262,14 @@ class Tokens:
         return self.positions.shape[1] - self.window
 
     def logits(self, scale: float) -> torch.Tensor:
-        """Return the scaled logits ``[H, c, G, candidates]`` over the tokens before the window."""
-        return torch.einsum("hcgd,hnd->hcgn", self.queries, self.keys[:, : self.candidates]) * scale
+        """Return the scaled logits ``[H, c, G, candidates]`` over the tokens before the window, then those of the sinks.
+
+        Without attention sinks the last axis has no more elements.
+        """
+        logits = torch.einsum("hcgd,hnd->hcgn", self.queries, self.keys[:, : self.candidates]) * scale
+        if self.sink_logits is None:
+            return logits
+        return torch.cat([logits, self.sink_logits[:, None, :, None].expand(-1, logits.shape[1], -1, -1)], -1)
 
 
 def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.Tensor, q: int) -> torch.Tensor:
@@ -263,8 +277,8 @@ def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.
 
     Tokens whose values span the widest ranges rank above all others, by these ranges. The other tokens have
     ``log w_t - log E_t``, with E_t drawn from the exponential distribution. The best of them are a sample
-    without replacement, weighted with w. The weight w is the softmax over the tokens before the window,
-    averaged over queries, query heads and neighbours.
+    without replacement, weighted with w. The weight w is the softmax over the tokens before the window and the
+    attention sink, averaged over queries, query heads and neighbours.
 
     Args:
         tokens: retained tokens of the request.
@@ -273,7 +287,7 @@ def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.
         keys: ``[H]`` int64, keys of the draws.
         q: position of the newest token.
     """
-    weights = tokens.logits(scale).softmax(-1).mean((1, 2))  # [H, candidates]
+    weights = tokens.logits(scale).softmax(-1)[..., : tokens.candidates].mean((1, 2))  # [H, candidates]
     weights = torch.nn.functional.avg_pool1d(
         weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2
     ).squeeze(1)
@@ -291,8 +305,8 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
     """Return the values ``[H, n]`` float32 by which R-KV ranks the long-range tokens (arXiv:2505.24133).
 
     The value is ``weight I - (1 - weight) R`` (eq. 7). Importance I (eqs. 2 to 4) is formed in this order:
-    the largest logit of a KV head's query heads, the softmax over the tokens before the window, the mean over
-    queries, and the maximum over each token's neighbourhood. Redundancy R (eqs. 5, 6) is the softmax of a
+    the largest logit of a KV head's query heads, the softmax over the tokens before the window and the attention
+    sink, the mean over queries, and the maximum over each token's neighbourhood. Redundancy R (eqs. 5, 6) is the softmax of a
     token's mean cosine with the keys of the other tokens, including the window. Each other token leaves out
     the newest token that it is similar to.
 
@@ -301,7 +315,7 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
         rounds: parameters of the method.
         scale: factor on q . k.
     """
-    weights = tokens.logits(scale).amax(2).softmax(-1).mean(1)
+    weights = tokens.logits(scale).amax(2).softmax(-1)[..., : tokens.candidates].mean(1)
     importance = torch.nn.functional.max_pool1d(
         weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2
     ).squeeze(1)

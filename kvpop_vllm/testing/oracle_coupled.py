@@ -30,6 +30,7 @@ def masked_attention(
     value: torch.Tensor,
     visible: torch.Tensor,
     added: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return dense softmax attention under a boolean mask.
 
@@ -39,32 +40,40 @@ def masked_attention(
         value: ``[H, S, D]``.
         visible: ``[H, S, S]``.
         added: ``[H, n]``, biases that are added to the scaled logits of the first n tokens; None for none.
+        sink_logits: ``[H * G]``, logits of a further key of value 0, that every query sees; None for none.
 
     Returns:
         ``[S, H * G * D]``.
     """
-    weights = _masked_logits(query, key, visible, added).softmax(-1)
+    weights = _masked_logits(query, key, visible, added, sink_logits).softmax(-1)[..., : key.shape[1]]
     mixed = weights @ value.repeat_interleave(len(query) // len(key), dim=0)
     return mixed.transpose(0, 1).reshape(query.shape[1], -1)
 
 
 def masked_lse(
-    query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, added: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    visible: torch.Tensor,
+    added: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the log-sum-exp of each query's logits over the tokens it sees, ``[S, H * G]``.
+    """Return the log-sum-exp of each query's logits over the tokens it sees and its sink, ``[S, H * G]``.
 
     Arguments are those of :func:`masked_attention`.
     """
-    return _masked_logits(query, key, visible, added).logsumexp(-1).T
+    return _masked_logits(query, key, visible, added, sink_logits).logsumexp(-1).T
 
 
-def _masked_logits(query, key, visible, added) -> torch.Tensor:
+def _masked_logits(query, key, visible, added, sink_logits) -> torch.Tensor:
     group = query.shape[0] // key.shape[0]
     key, visible = (t.repeat_interleave(group, dim=0) for t in (key, visible))
     logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
     if added is not None:
         logits[..., : added.shape[1]] += added.repeat_interleave(group, dim=0).unsqueeze(1)
-    return logits.masked_fill(~visible, -math.inf)
+    logits = logits.masked_fill(~visible, -math.inf)
+    if sink_logits is None:
+        return logits
+    return torch.cat([logits, sink_logits.to(logits).view(-1, 1, 1).expand(*logits.shape[:2], 1)], -1)
 
 
 def corrected_attention(
@@ -73,6 +82,7 @@ def corrected_attention(
     value: torch.Tensor,
     visible: torch.Tensor,
     added: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return :func:`masked_attention` corrected by the moments of the evicted tokens.
 
@@ -80,7 +90,8 @@ def corrected_attention(
     """
     (heads, length, size), group = key.shape, len(query) // len(key)
     scale = 1 / math.sqrt(size)
-    out, mass = masked_attention(query, key, value, visible, added), masked_lse(query, key, visible, added)
+    out = masked_attention(query, key, value, visible, added, sink_logits)
+    mass = masked_lse(query, key, visible, added, sink_logits)
     for h in range(heads):
         rows = slice(h * group, (h + 1) * group)
         for q in range(length):
@@ -99,12 +110,15 @@ def corrected_attention(
 class Masses(Ranking):
     """Attention masses of one KV head's tokens."""
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added, how: str) -> None:
+    def __init__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added, sink_logits, how: str
+    ) -> None:
         """Begin without any mass.
 
-        ``query [G, S, D]``, ``key [S, D]``, ``value [S, D]`` and ``added [S]`` are the head's.
+        ``query [G, S, D]``, ``key [S, D]``, ``value [S, D]``, ``added [S]`` and ``sink_logits [G]`` are the head's.
         """
         self.query, self.key, self.value, self.added, self.how = query, key, value, added, how
+        self.sink_logits = sink_logits
         self.total = self.newest = torch.zeros(len(key), dtype=key.dtype)
 
     def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
@@ -122,7 +136,8 @@ class Masses(Ranking):
         tokens = torch.tensor(seen, dtype=torch.long)
         logits = self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1]) + self.added[tokens]
         self.newest = torch.zeros_like(self.newest)
-        self.newest[tokens] = logits.softmax(-1).mean(0)
+        logits = torch.cat([logits, self.sink_logits.to(logits).unsqueeze(-1)], -1)
+        self.newest[tokens] = logits.softmax(-1)[:, :-1].mean(0)
         self.total = self.total + self.newest
         return math.inf
 
@@ -134,11 +149,12 @@ def retained_by_attention(
     how: str,
     *shape: int,
     added: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     **more: object,
 ) -> Decisions:
     """Return the retained sets of the online rule with scores from attention mass.
 
-    The mass of a token from a query is its softmax weight over the tokens that the query sees, averaged over
+    The mass of a token from a query is its softmax weight over the tokens that the query sees and its sink, averaged over
     the query heads of the KV head. At query ``q`` tokens are ranked by the mass from ``q - 1`` (TOVA), by the
     mean over ``t .. q - 1`` (H2O), or by the former times ``|v - vb - scale Sig k|`` with the moments of the
     tokens evicted before ``q`` (MomentKV, eq. 10).
@@ -150,10 +166,13 @@ def retained_by_attention(
         how: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
         shape: sinks, ``w`` and ``k``.
         added: see :func:`masked_attention`.
+        sink_logits: see :func:`masked_attention`.
         more: arguments of :func:`retained_by_ranking` by name.
     """
     added = torch.zeros(key.shape[:2], dtype=key.dtype) if added is None else added
-    heads = zip(query.unflatten(0, (len(key), -1)), key, value, added, strict=True)
+    sink_logits = torch.full((len(query),), -math.inf) if sink_logits is None else sink_logits
+    query, sink_logits = (x.unflatten(0, (len(key), -1)) for x in (query, sink_logits))
+    heads = zip(query, key, value, added, sink_logits, strict=True)
     rankings = [Masses(*head, how) for head in heads]
     return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **more)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from .models import random_prompt
+from .oracle import OracleRun
 from .oracle_coupled import masked_attention
 from .oracle_policy import OraclePolicy
 
@@ -22,6 +24,8 @@ _NAME = "oracle_of_kinds"
 _QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.0, 0.7, 0.3
 # Weights of norms of queries and keys, more than their identity. Larger spreads enlarge rounding more than influence.
 _SELECTIVE = 0.4
+_SINK = 2.0
+# Mean logit of attention sinks.
 
 S, F, C = SLIDING, FULL, CHUNKED
 FAMILIES = {
@@ -37,6 +41,8 @@ FAMILIES = {
         "moe_layers": [],
         "attn_temperature_tuning": False,  # as vLLM sets it for texts of up to 32,768 tokens
     },
+    "gpt_oss": {"layer_types": [S, F, S, F], "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {"layer_types": [F, S, S, F], "sliding_window": 48, "attention_multiplier": 32**-0.5},
 }
 """Model types, each with what distinguishes its tiny model: where layers of full attention lie."""
 
@@ -84,6 +90,8 @@ def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes
 def _drawn(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return random values of a weight: projections for inputs with unit mean square, norms near their identity."""
     noise = torch.randn(weight.shape, generator=generator)
+    if name.endswith("sinks"):
+        return _SINK + noise
     if weight.dim() == 1:
         selective = _SELECTIVE if "q_norm" in name or "k_norm" in name else 0.0
         return weight + selective + 0.1 * noise
@@ -99,23 +107,27 @@ class KindsOracle:
     Attributes:
         config: contents of its ``config.json``.
         kinds: kind of each layer.
+        layers: number of layers with full attention.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float64):
+        """Load the model of ``folder`` in ``dtype``."""
         from transformers import AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.config = json.loads((Path(folder) / "config.json").read_text())
         self.kinds: list[str] = self.config["layer_types"]
+        self.layers = self.kinds.count(FULL)
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=_NAME).eval()
-        self.policy = OraclePolicy.full()
+        ways = {"attn_implementation": _NAME, "experts_implementation": "eager"}  # grouped products are not in float64
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **ways).eval()
+        self.asked = OraclePolicy.full(), None, ()
+        self.found = OracleRun(torch.empty(0), [], [], [], [])
         self.hidden: dict[int, torch.Tensor] = {}
         for module in self.model.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
 
-    @torch.no_grad()
     def logprobs(self, tokens: Sequence[int], policy: OraclePolicy | None = None) -> torch.Tensor:
         """Return log-probabilities ``[S, V]`` float64 of a whole sequence; row t predicts token t + 1.
 
@@ -123,12 +135,27 @@ class KindsOracle:
             tokens: S token ids.
             policy: policy of the layers with full attention; everything is kept if omitted.
         """
+        return self.run(tokens, policy).logprobs
+
+    @torch.no_grad()
+    def run(
+        self,
+        tokens: Sequence[int],
+        policy: OraclePolicy | None = None,
+        visible: Sequence[torch.Tensor] | None = None,
+        bias: Sequence[tuple[int, int, int, float]] = (),
+    ) -> OracleRun:
+        """Process a whole sequence. Layers are counted among those with full attention.
+
+        Arguments are those of :meth:`kvpop_vllm.testing.oracle.OracleModel.run`.
+        """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        self.policy = policy or OraclePolicy.full()
+        self.asked = policy or OraclePolicy.full(), visible, bias
+        self.found = OracleRun(torch.empty(0), [], [], [], [])
         logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-        return logits.log_softmax(-1)
+        return replace(self.found, logprobs=logits.log_softmax(-1))
 
     def greedy(self, tokens: Sequence[int], count: int, policy: OraclePolicy | None = None) -> list[int]:
         """Return ``count`` greedy tokens after a sequence, each computed from the whole sequence."""
@@ -156,12 +183,18 @@ class KindsOracle:
         if self.config["model_type"] == "llama4_text":  # scorers see the even channels before the odd ones, as in vLLM
             q, k = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (q, k))
         q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
+        sinks = options.get("s_aux")
         if self.kinds[layer] == FULL:
-            ordinal = self.kinds[:layer].count(FULL)
-            sets = self.policy.decide(ordinal, q, k, v, hidden=self.hidden[layer]).visible
-            mixed = self.policy.attend(q, k, v, sets)
+            ordinal, (policy, visible, bias) = self.kinds[:layer].count(FULL), self.asked
+            forced = None if visible is None else visible[ordinal]
+            nudged = [(head, token, by) for where, head, token, by in bias if where == ordinal]
+            options = {"hidden": self.hidden[layer], "sink_logits": sinks}
+            decided = policy.decide(ordinal, q, k, v, forced, nudged, **options)
+            for name in ("visible", "margins", "scores", "lost"):
+                getattr(self.found, name).append(getattr(decided, name))
+            mixed = policy.attend(q, k, v, decided.visible, sink_logits=sinks)
         else:
-            mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]))
+            mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]), sink_logits=sinks)
         return mixed.unflatten(-1, (len(q), -1)).unsqueeze(0), None
 
 

@@ -19,7 +19,7 @@ class MadeSlots(NamedTuple):
         values: ``[P, D]``.
         biases: ``[P]``.
         margin: relative difference of the worst of these tokens' score and the best other one's, infinite if there is none.
-        misfit: half of the squared differences of all queries' masses from 1.
+        misfit: half of the squared differences of all queries' masses from those of all tokens, which are 1 without sinks.
     """
 
     tokens: np.ndarray
@@ -43,6 +43,7 @@ def made_slots(
     budget: int,
     window: int,
     biases: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> list[MadeSlots]:
     """Return the slots that are made for each KV head at a prompt's end.
 
@@ -54,42 +55,48 @@ def made_slots(
         budget: B.
         window: w.
         biases: ``[H, P]``, taken instead of the best ones if they are given.
+        sink_logits: ``[H * G]``, logits of a further key of value 0 that every query sees; None for none.
     """
     count, near = sizes(prompt, budget, window)
     used, group, found = min(QUERIES, near), len(query) // len(key), []
     for h in range(len(key)):
         k, v = (x[h, : prompt - near].double().numpy() for x in (key, value))
         rows = [query[h * group + g, t].double().numpy() for t in range(prompt - used, prompt) for g in range(group)]
-        found.append(_made(rows, k, v, count, None if biases is None else biases[h].double().numpy()))
+        sinks = [-math.inf if sink_logits is None else float(sink_logits[h * group + g]) for g in range(group)] * used
+        found.append(_made(rows, sinks, k, v, count, None if biases is None else biases[h].double().numpy()))
     return found
 
 
-def _made(rows: list[np.ndarray], k: np.ndarray, v: np.ndarray, count: int, biases: np.ndarray | None) -> MadeSlots:
+def _made(
+    rows: list[np.ndarray], sinks: list[float], k: np.ndarray, v: np.ndarray, count: int, biases: np.ndarray | None
+) -> MadeSlots:
     if count == len(k):
         return MadeSlots(np.arange(count), v, np.zeros(count), math.inf, 0.0)
     weights = []
-    for row in rows:
-        logits = k @ row / math.sqrt(len(row))
+    for row, sink in zip(rows, sinks, strict=True):
+        logits = np.append(k @ row / math.sqrt(len(row)), sink)
         shares = np.exp(logits - logits.max())
         weights.append(shares / shares.sum())
     weights = np.stack(weights)
+    weights, to_sinks = weights[:, :-1], weights[:, -1]
     scores = np.sqrt((weights**2).mean(0))
     ranked = sorted(range(len(k)), key=lambda t: -scores[t])
     tokens = np.array(sorted(ranked[:count]))
-    factors = _factors(weights[:, tokens]) if biases is None else np.exp(biases)
+    full = 1 - to_sinks
+    factors = _factors(weights[:, tokens], full) if biases is None else np.exp(biases)
     shares = weights[:, tokens] * factors
-    shares /= shares.sum(1, keepdims=True)
+    shares /= shares.sum(1, keepdims=True) + to_sinks[:, None]
     gram = shares.T @ shares
     gram += np.eye(count) * RIDGE * np.trace(gram) / count
     change = np.linalg.solve(gram, shares.T @ (weights @ v - shares @ v[tokens]))
     margin = 1 - scores[ranked[count]] / scores[ranked[count - 1]]
-    misfit = ((weights[:, tokens] @ factors - 1) ** 2).sum() / 2
+    misfit = ((weights[:, tokens] @ factors - full) ** 2).sum() / 2
     return MadeSlots(tokens, v[tokens] + change, np.log(factors), float(margin), float(misfit))
 
 
-def _factors(masses: np.ndarray) -> np.ndarray:
-    """Return the factors within the bounds under which masses ``[n, P]`` sum to 1 best, one coordinate at a time."""
-    gram, target = masses.T @ masses, masses.sum(0)
+def _factors(masses: np.ndarray, full: np.ndarray) -> np.ndarray:
+    """Return the factors within the bounds under which masses ``[n, P]`` sum to ``full [n]`` best, one coordinate at a time."""
+    gram, target = masses.T @ masses, masses.T @ full
     x, low, high = np.ones(len(target)), math.exp(-MOST_BIAS), math.exp(MOST_BIAS)
     for _ in range(SWEEPS):
         before = x.copy()
@@ -108,8 +115,12 @@ def outputs(
     prompt: int,
     budget: int,
     window: int,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention outputs ``[H * G, S, D]`` of all tokens, float64, given the made slots of each head."""
+    """Return the attention outputs ``[H * G, S, D]`` of all tokens, float64, given the made slots of each head.
+
+    ``sink_logits`` are as in :func:`made_slots`.
+    """
     count, near = sizes(prompt, budget, window)
     group, out = len(query) // len(key), torch.zeros(query.shape, dtype=torch.float64)
     for row in range(len(query)):
@@ -123,6 +134,7 @@ def outputs(
                 values = np.concatenate([slots[h].values, values[first:]])
                 bias = np.concatenate([slots[h].biases, bias[first:]])
             logits = keys @ query[row, t].double().numpy() / math.sqrt(query.shape[2]) + bias
-            shares = np.exp(logits - logits.max())
-            out[row, t] = torch.from_numpy(shares @ values / shares.sum())
+            sink = -math.inf if sink_logits is None else float(sink_logits[row])
+            shares = np.exp(np.append(logits, sink) - max(logits.max(), sink))
+            out[row, t] = torch.from_numpy(shares[:-1] @ values / shares.sum())
     return out

@@ -180,10 +180,14 @@ class OraclePolicy:
         value: torch.Tensor,
         visible: torch.Tensor,
         added: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return outputs ``[S, H * G * D]`` under the retained sets ``[H, S, S]``, with biases ``[H, S]`` or none."""
+        """Return outputs ``[S, H * G * D]`` under the retained sets ``[H, S, S]``.
+
+        Biases ``added [H, S]`` and logits of attention sinks ``[H * G]`` are as in :func:`masked_attention`.
+        """
         attention = corrected_attention if self.corrected else masked_attention
-        return attention(query, key, value, visible, added)
+        return attention(query, key, value, visible, added, sink_logits)
 
     def decide(
         self,
@@ -196,6 +200,7 @@ class OraclePolicy:
         hidden: torch.Tensor | None = None,
         channel: torch.Tensor | None = None,
         added: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> LayerDecisions:
         """Decide which tokens of a whole sequence a layer retains.
 
@@ -210,6 +215,7 @@ class OraclePolicy:
             hidden: see :func:`raw_scores`.
             channel: see :func:`raw_scores`.
             added: biases of logits, see :func:`masked_attention`.
+            sink_logits: ``[H * G]``, likewise.
         """
         decay = self.decay(layer, len(key))
         topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk
@@ -218,17 +224,18 @@ class OraclePolicy:
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
             own = query, key, value, self.scorer, *shape
-            return LayerDecisions(*retained_by_attention(*own, added=added, forced=forced, bias=bias))
+            more = {"added": added, "sink_logits": sink_logits, "forced": forced, "bias": bias}
+            return LayerDecisions(*retained_by_attention(*own, **more))
         if self.scorer == RANDOM_DRAW:
             return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))
         if self.scorer in (SAMPLED_MASS, REDUNDANCY, EXPECTED_LOGITS):
             statistics = None if self.statistics is None else read_query_statistics(self.statistics)[layer]
             where = layer, self.seeds, self.protect, self.sinks, self.window, topk, statistics, self.mean_topk
             own = query, key, value, self.scorer, *where
-            return LayerDecisions(*retained_by_rounds(*own, forced=forced, bias=bias))
+            return LayerDecisions(*retained_by_rounds(*own, sink_logits=sink_logits, forced=forced, bias=bias))
         begins = max(self.made, self.protect - self.replay)
         if self.scorer == PROMPT_VOTES:
-            scores = vote_scores(query, key, self.prompt, self.window)
+            scores = vote_scores(query, key, self.prompt, self.window, sink_logits)
         else:
             scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel, begins)
         biased, divide = scores.double().numpy().copy(), math.inf

@@ -32,6 +32,7 @@ class Head:
         value: ``[S, D]``.
         place: seeds, layer and head, which the draws depend on.
         statistics: statistics of the head's queries, None if nothing is ranked by them.
+        sink_logits: ``[G]``, logits of a further key that every query sees; None for none.
     """
 
     query: torch.Tensor
@@ -39,10 +40,14 @@ class Head:
     value: torch.Tensor
     place: tuple[tuple[int, int], int, int]
     statistics: LayerStatistics | None = None
+    sink_logits: torch.Tensor | None = None
 
     def logits(self, q: int, tokens: list[int]) -> torch.Tensor:
-        """Return the logits ``[G, tokens]`` of query ``q``."""
-        return self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1])
+        """Return the logits ``[G, tokens]`` of query ``q``; with sinks there is one more column, which is theirs."""
+        logits = self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1])
+        return (
+            logits if self.sink_logits is None else torch.cat([logits, self.sink_logits.to(logits).unsqueeze(-1)], -1)
+        )
 
 
 def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: int, window: int) -> tuple[dict, float]:
@@ -61,7 +66,7 @@ def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: in
     """
     weight = torch.zeros(len(seen), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
-        weight += head.logits(q, seen).softmax(-1).mean(0) / queries
+        weight += head.logits(q, seen).softmax(-1)[:, : len(seen)].mean(0) / queries
     padded, ranked = torch.nn.functional.pad(weight, (2, 2)), seen[sinks:]
     near = (sum(padded[i : i + len(seen)] for i in range(5)) / 5).tolist()
     value = head.value[ranked]
@@ -85,7 +90,7 @@ def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int,
     """
     weight = torch.zeros(len(seen), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
-        weight += head.logits(q, seen).amax(0).softmax(-1) / queries
+        weight += head.logits(q, seen).amax(0).softmax(-1)[: len(seen)] / queries
     weights = weight.tolist()
     importance = [max(weights[max(0, i - 3) : i + 4]) for i in range(len(seen))]
     key = head.key[[*seen, *range(last - window + 1, last + 1)]]
@@ -169,6 +174,7 @@ def retained_by_rounds(
     topk: int | Sequence[int],
     statistics: LayerStatistics | None = None,
     mean_topk: int | None = None,
+    sink_logits: torch.Tensor | None = None,
     **more: object,
 ) -> Decisions:
     """Return the retained sets of a rule whose scores are recomputed in rounds.
@@ -190,6 +196,7 @@ def retained_by_rounds(
         topk: ``k``, or k of each head if they differ.
         statistics: statistics of the layer's queries, for EXPECTED_LOGITS.
         mean_topk: mean ``k`` of all heads of the model; None for that of the layer, rounded down.
+        sink_logits: ``[H * G]``, logits of a further key that every query sees; None for none.
         more: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks
@@ -197,6 +204,7 @@ def retained_by_rounds(
     every = distances(how, slots, sum(slots) // len(slots) if mean_topk is None else mean_topk)
     rankings = []
     for h, tensors in enumerate(zip(heads, key, value, strict=True)):
-        head = Head(*tensors, (seeds, layer, h), statistics and statistics.of_head(h, heads.shape[1]))
+        of_head = None if sink_logits is None else sink_logits.view(len(key), -1)[h]
+        head = Head(*tensors, (seeds, layer, h), statistics and statistics.of_head(h, heads.shape[1]), of_head)
         rankings.append(Rounds(head, how, ranked, window, every[h]))
     return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **more)

@@ -12,7 +12,9 @@ _LEAST = 2.0**-126
 """Lower bound of a vote, so that its logarithm is finite."""
 
 
-def vote_scores(query: torch.Tensor, key: torch.Tensor, prompt: int, window: int) -> torch.Tensor:
+def vote_scores(
+    query: torch.Tensor, key: torch.Tensor, prompt: int, window: int, sink_logits: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return ``r_t [H, S]`` in the dtype of ``key``: the logarithm of the votes of prompt tokens.
 
     The score is 0 for the last ``window`` tokens of the prompt and for later tokens.
@@ -22,6 +24,7 @@ def vote_scores(query: torch.Tensor, key: torch.Tensor, prompt: int, window: int
         key: ``[H, S, D]``.
         prompt: number of prompt tokens.
         window: ``w``.
+        sink_logits: ``[H * G]``, logits of a further key that every query sees; None for none.
     """
     heads, length, size = key.shape
     group, voters = len(query) // heads, min(QUERIES, window, prompt)
@@ -32,6 +35,8 @@ def vote_scores(query: torch.Tensor, key: torch.Tensor, prompt: int, window: int
         for g in range(group):
             for q in range(first, prompt):
                 logits = key[h, : q + 1] @ query[h * group + g, q] / math.sqrt(size)
+                if sink_logits is not None:
+                    logits = torch.cat([logits, sink_logits[h * group + g].to(logits).view(1)])
                 votes += logits.softmax(0)[:first] / (voters * group)
         for t in range(max(0, prompt - window)):
             near = votes[max(0, t - NEIGHBOURS // 2) : t + NEIGHBOURS // 2 + 1]

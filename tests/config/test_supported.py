@@ -88,7 +88,16 @@ def test_every_architecture_has_its_classes():
 def test_what_only_the_reader_or_an_unknown_key_says():
     """tests/test_refusals.py has configs of models."""
     assert refused(SimpleNamespace(), {"MLA": True, "recurrent": 0}) == [REFUSED["MLA"]]
-    assert refused(SimpleNamespace(use_attention_sinks=True), {}) == [REFUSED["attention sinks"]]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"use_attention_sinks": True}, {"model_type": "gpt_oss"}, {"model_type": "granite", "layer_types": ["attention"]}],
+)
+def test_attention_sinks_are_refused_by_compaction_alone(config):
+    """Engines, plans and the cache for transformers say ``mixed``."""
+    assert unserved(SimpleNamespace(**config), {}, 64) == [REFUSED["attention sinks"].feature]
+    assert unserved(SimpleNamespace(**config), {}, 64, mixed=True) == []
 
 
 @pytest.mark.parametrize("name", ["layer_types", "layers_block_type"])

@@ -33,6 +33,12 @@ TRAIN = (
 ).split()
 
 
+TRIMKV = (
+    "distill --recipe=trimkv --data text.jsonl --length=160 --topk 23 --batch=1 --dtype=float32 --threads=1".split()
+)
+CALIBRATE = "calibrate --data text.jsonl --length 128 --rows 8 --threads 1".split()
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Return a folder with text, and a model with a tokenizer for each family."""
@@ -55,17 +61,18 @@ def trained(request, root):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_layers_that_a_policy_does_not_act_on_attend_as_in_transformers(root, kind):
-    """Logits of rows, also in two passes, are those of transformers; only layers with full attention are handed over."""
+    """Logits are those of transformers; only layers with full attention are handed over."""
     tokens = torch.tensor([distinct(200)])
     expected = AutoModelForCausalLM.from_pretrained(root / kind, dtype=torch.float32, attn_implementation="eager")(
         tokens
     )
     model, layers = load_model(root / kind, torch.float32), []
 
-    def attend(layer, *inputs):
+    def attend(layer, *inputs, **options):
         layers.append(layer)
-        return Dense()(layer, *inputs)
+        return Dense()(layer, *inputs, **options)
 
+    attend.takes_sinks = True
     torch.testing.assert_close(model(tokens, attend=attend).logits, expected.logits, rtol=1e-4, atol=1e-5)
     assert layers == list(range(FAMILIES[kind]["layer_types"].count(FULL)))
 
@@ -145,6 +152,23 @@ def test_a_layer_that_has_a_window_where_its_config_says_none_is_refused(tmp_pat
     cache = KVpopCache(model, "streaming-llm", budget=32)
     with torch.no_grad(), pytest.raises(ConfigError, match=message):
         model(tokens, **{CACHE_NAME: cache})
+
+
+def test_attention_sinks_with_what_does_not_take_them_are_refused(root, run_kvpop, monkeypatch):
+    """Log-normalisers have no gradient; soft evictions and calibrations have no sinks."""
+    monkeypatch.chdir(root)
+    write_text(root / "text.jsonl", documents=200)
+    for words, message in (
+        (
+            [*TRAIN, "--train-base"],
+            "gradients do not pass through attention sinks: train scorers alone, with --no-train-base",
+        ),
+        (TRIMKV, "the model has attention sinks, which this does not take: choose another model"),
+        (CALIBRATE, "the model has attention sinks, which this does not take: choose another model"),
+    ):
+        place = ["gpt_oss"] if words is CALIBRATE else ["--model=gpt_oss", "--steps=1"]
+        status, _, errors = run_kvpop(*words, *place, f"--out=refused-{len(words)}")
+        assert status == 2 and message in errors.splitlines()[-1]
 
 
 def test_models_that_rescale_logits_are_trained_where_none_are_read(tmp_path, run_kvpop, monkeypatch):

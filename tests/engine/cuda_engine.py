@@ -50,10 +50,10 @@ def group_of(config, heads=HEADS, device="cpu") -> AttentionGroup:
     return group
 
 
-def attention_of(config, layer: int, heads=HEADS, cache=None, dtype=torch.float32):
-    """Return the attention of a layer on the config's device."""
+def attention_of(config, layer: int, heads=HEADS, cache=None, dtype=torch.float32, **options):
+    """Return the attention of a layer on the config's device; ``options`` are those of its constructor."""
     with only_rank(config), torch.device(config.device_config.device_type):
-        impl = chosen(config).get_impl_cls()(heads * GROUP, SIZE, SIZE**-0.5, heads)
+        impl = chosen(config).get_impl_cls()(heads * GROUP, SIZE, SIZE**-0.5, heads, **options)
         impl.gates = torch.nn.ModuleList()
     context = config.compilation_config.static_forward_context
     context[f"model.layers.{layer}.self_attn.attn"] = SimpleNamespace(impl=impl, kv_cache=cache)

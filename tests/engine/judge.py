@@ -11,6 +11,7 @@ import torch
 
 from kvpop_vllm.testing import (
     DisturbedSums,
+    KindsOracle,
     OracleModel,
     OraclePolicy,
     OracleRun,
@@ -137,6 +138,13 @@ class Judge:
                 f"(near-tie below {bounds[layer]:.1e})"
             )
             nudges += (_nudge(reference.exact, layer, head, query),)
+
+
+class KindsJudge(Judge):
+    """Judge of a model whose layers are of several kinds; those of the recorder and the oracle have full attention."""
+
+    def __post_init__(self):
+        self.models = KindsOracle(self.model_dir), KindsOracle(self.model_dir, torch.float32)
 
 
 def _check_logprobs(answer, run: OracleRun, budget: float) -> None:

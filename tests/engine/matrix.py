@@ -46,9 +46,10 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         folder: folder for the scorer, or for statistics of the model.
         policy: a name of ROWS.
         options: options of :func:`write_random_scorer` or roles, ``allocator`` (a name or a file of shares),
-            ``correction``, ``protect_prompt``, and ``budget``.
+            ``correction``, ``protect_prompt``, ``budget``, and ``judged``, the class of the judge.
     """
     row, protect, budget = ROWS[policy], options.pop("protect_prompt", 0), options.pop("budget", BUDGET)
+    judged = options.pop("judged", Judge)
     window = WINDOW * budget // BUDGET
     own = row.own_allocator if row.allocator == "uniform" else row.allocator
     allocator, correction = options.pop("allocator", own), options.pop("correction", None)
@@ -79,5 +80,5 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         topk = budget - roles["sinks"] - roles["window"]
         oracle = OraclePolicy(row.scorer, **roles, topk=topk, statistics=statistics)
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
-    judge = Judge(model, allocated(oracle, allocator), protect=protect)
+    judge = judged(model, allocated(oracle, allocator), protect=protect)
     return Case(model, settings, judge, state_blocks(policy, oracle.corrected), allocator)

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.testing import write_random_scorer
+from kvpop_vllm.testing import write_mixed_model, write_random_scorer
 from kvpop_vllm.vllm_glue import plugin
 from kvpop_vllm.vllm_glue.run import gated_attention
 from kvpop_vllm.vllm_glue.start import backend_choice, cuda
@@ -74,7 +74,6 @@ def test_vllm_chooses_it_by_its_own_path(model):
     [
         ("head sizes are 32, 64, 80, 96, 128, 256", {"size": 48}),
         ("--dtype is float16, bfloat16 or float32", {"dtype": torch.float64}),
-        ("leave --kv-policy out", {"has_sink": True}),
         ("leave --kv-policy out", {"use_mla": True}),
         ("leave --kv-policy out", {"attn_type": "encoder_only"}),
     ],
@@ -118,6 +117,20 @@ def test_layers_that_a_policy_does_not_act_on(model, tmp_path):
     with only_rank(config):
         theirs = chunked_local_attention.get_attn_backend(SIZE, torch.bfloat16, "auto")
     assert theirs is chosen(stock, dtype=torch.bfloat16) and chosen(config, dtype=torch.bfloat16).get_name() == "CUSTOM"
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "granite_swa"])
+def test_models_with_attention_sinks(tmp_path, kind):
+    """Layers with full attention and sinks ask for CUSTOM; those with windows get what a stock engine chooses."""
+    folder = write_mixed_model(tmp_path, kind)
+    config, stock = configure(folder), configure(folder, None)
+    assert config.attention_config.backend_per_kind == {"full_attention": AttentionBackendEnum.CUSTOM}
+    assert engine_policy(config).model.layers == ((1, 3) if kind == "gpt_oss" else (0, 3))
+    options = {"dtype": torch.bfloat16, "has_sink": True}
+    assert chosen(config, **options).get_name() == "CUSTOM"
+    options["has_sliding_window"] = True
+    assert chosen(config, **options) is chosen(stock, **options)
+    assert "--kv-policy snapkv" in refusal(folder, {"policy": "snapkv", "budget": 64})
 
 
 def test_older_gpus_than_kernels_are_for(model, monkeypatch):

@@ -30,7 +30,10 @@ POLICIES = {
     "streaming-llm": {"policy": "streaming-llm", "budget": 32} | ROLES,
     "kvpop": {"policy": "kvpop"},
     "pyramid": {"policy": "l2norm", "budget": 24, "allocator": "pyramid"} | ROLES,
+    "attention sinks": {"policy": "tova", "budget": 32, "correction": "moment"} | ROLES,
 }
+SINKS = torch.tensor([3.0, -1.0])
+"""Logits of attention sinks ``[Hq]`` of the layers of that engine."""
 PROTECTED = {
     "streaming-llm, 20 tokens": POLICIES["streaming-llm"] | {"protect_prompt": 20},
     "kvpop, prompts": POLICIES["kvpop"] | {"protect_prompt": True},
@@ -47,14 +50,14 @@ class Layers:
         cpu: the same for the CPU's path.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, sinks=None):
         self.config, self.group = config, group_of(config, HEADS)
         spec = self.group.kv_cache_spec
         layers = 1 if spec.shares is None else 2
         config.device_config.device_type = "cpu"  # the device of the rules' tensors
         shape = layers, BLOCKS, HEADS, SLOTS, spec.state_content_bytes
         self.gpu, self.cpu = (torch.full(shape, 255, dtype=torch.uint8) for _ in "12")
-        self.impls = [attention_of(config, layer, HEADS, self.gpu[layer]) for layer in range(layers)]
+        self.impls = [attention_of(config, layer, HEADS, self.gpu[layer], sinks=sinks) for layer in range(layers)]
         for impl in self.impls:
             impl.attention.impl = "triton"
         self.generator = torch.Generator().manual_seed(0)
@@ -83,7 +86,7 @@ class Layers:
             for row, blocks in zip(table, rows, strict=True):
                 row[: len(blocks)] = torch.tensor(blocks)
             step = plan_batch(layout, slots, counts, lengths, table).batch(shares, i)
-            cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference")
+            cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference", impl.sinks)
             cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
         return out
 
@@ -147,7 +150,8 @@ def serve(model, tmp_path, monkeypatch):
         settings = dict((POLICIES | PROTECTED | OWN)[name])
         if settings["policy"] == "kvpop":
             settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
-        layers = Layers(configure(model, settings, compilation_config={"cudagraph_capture_sizes": [MOST]}))
+        config = configure(model, settings, compilation_config={"cudagraph_capture_sizes": [MOST]})
+        layers = Layers(config, SINKS if name == "attention sinks" else None)
         prefill = ops.prefill_chunk
 
         def by_interpreter(*tensors, rule, impl, **more):
@@ -347,6 +351,18 @@ def test_weights_that_are_loaded_again_go_where_graphs_look_for_them(model, kind
     load_weights(impl)
     assert impl.attention.rule is rule and list(impl.gates) == gates and len(gates) == (kind == "trimkv")
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)) and any(x.any() for x in before)
+
+
+def test_sinks_that_are_loaded_again_go_where_graphs_look_for_them(model):
+    """The kernels read float32 logits of their own, at one address."""
+    config, sinks = configure(model, POLICIES["streaming-llm"]), SINKS.bfloat16()
+    config.device_config.device_type = "cpu"
+    impl = attention_of(config, 0, HEADS, sinks=sinks)
+    before = impl.attention.sink_logits
+    assert torch.equal(before, SINKS) and before.dtype is torch.float32
+    sinks += 1
+    load_weights(impl)
+    assert impl.attention.sink_logits is before and torch.equal(before, SINKS + 1)
 
 
 SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms", "kvzap": "kvzap"}

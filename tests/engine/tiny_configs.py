@@ -83,8 +83,6 @@ REFUSED = {
     "whisper": ("encoder-decoder", text("WhisperForConditionalGeneration", "whisper", d_model=64, **_WHISPER)),
     "bert": ("--runner pooling", text("BertModel", "bert", pad_token_id=0)),
     "bloom": ("ALiBi", text("BloomForCausalLM", "bloom")),
-    "gpt-oss": ("attention sinks", text("GptOssForCausalLM", "gpt_oss", layer_types=FULL, sliding_window=None)),
-    "granite-sinks": ("attention sinks", text("GraniteForCausalLM", "granite", layer_types=FULL, sliding_window=None)),
     "gemma2": ("soft-capping", text("Gemma2ForCausalLM", "gemma2", layer_types=FULL, attn_logit_softcapping=50.0)),
     "gemma3n": ("KV sharing", text("Gemma3nForCausalLM", "gemma3n_text", layer_types=FULL, **_GEMMA3N)),
     "paligemma": ("bidirectional image", _PALIGEMMA),
@@ -121,4 +119,6 @@ SERVED = {
     ),
     "mistral-no-window": text("MistralForCausalLM", "mistral", sliding_window=None),
     "granite": text("GraniteForCausalLM", "granite"),
+    "granite-sinks": text("GraniteForCausalLM", "granite", layer_types=FULL, sliding_window=None),
+    "gpt-oss": text("GptOssForCausalLM", "gpt_oss", layer_types=["sliding_attention", FULL[0]], sliding_window=64),
 }

@@ -64,6 +64,26 @@ def test_answers(family, tmp_path):
         cache.reset()
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "granite_swa"])
+def test_attention_sinks_are_those_of_the_pass(kind, tmp_path):
+    """Sinks that change after a text count in the next one; without them the answers are others."""
+    model = AutoModelForCausalLM.from_pretrained(
+        write_mixed_model(tmp_path / "model", kind), dtype=torch.float32
+    ).eval()
+    cache, answers = KVpopCache(model, "h2o", budget=BUDGET), []
+    for change in (0.0, -30.0):
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.sinks += change
+        model.save_pretrained(tmp_path / "changed")
+        answers.append(generate(model, cache, PROMPTS, new=10))
+        oracle = KindsOracle(tmp_path / "changed")
+        policy = OraclePolicy("mean mass", 0, BUDGET // 2, BUDGET - BUDGET // 2)
+        assert answers[-1] == [oracle.greedy(prompt, 10, policy) for prompt in PROMPTS]
+        cache.reset()
+    assert answers[0] != answers[1]
+
+
 def test_a_protected_prompt_cannot_be_gone_back_to(family, tmp_path):
     model, oracle = family
     cache, policy = cached(model, oracle, tmp_path, protect_prompt=True)

@@ -93,7 +93,6 @@ def small(kind, **more):
         ("mistral", {"sliding_window": 64}, "layers other than full attention"),
         ("gemma2", {}, "logit soft-capping in attention"),
         ("gemma2", {"layer_types": FULL, "sliding_window": None}, "logit soft-capping in attention"),
-        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks of its own"),
         ("bloom", {}, "attention that transformers cannot exchange"),
         ("gpt_neox", {}, "no layers that have a self_attn of the decoder's config"),
         ("minicpm3", LATENT, "latent attention .MLA."),

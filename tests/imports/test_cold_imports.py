@@ -159,7 +159,7 @@ ARROWS = {
     "rope": "config",
     "model_shape": "rope config files",
     "scorers": "hub model_shape kernels schemas tensor_files config files",
-    "local_attention": "",
+    "local_attention": "kernels",
     "model_hook": "local_attention rope scorers model_shape config",
     "policies": "calibration rope scorers model_shape cache kernels config roles",
     "cache": "requests roles",

@@ -15,7 +15,7 @@ from kvpop_vllm.scorers.mlp import MLPWeights
 class Exact:
     """Retained tokens, raw scores, and an unstabilised mLSTM state that begins with token ``begins``.
 
-    The logits of the first tokens get a ``bias``.
+    The logits of the first tokens get a ``bias``. ``sinks`` are the logits of the query heads' attention sinks.
     """
 
     rule: ops.RetentionRule
@@ -27,6 +27,7 @@ class Exact:
     gone: list = field(default_factory=list)  # (k, v) of all evicted tokens
     begins: int = 0
     bias: tuple = ()
+    sinks: tuple = ()
 
     def weight(self, name):
         tensor = getattr(self.rule.scorer, name)
@@ -109,7 +110,9 @@ class Exact:
         keys, values = (torch.stack(rows) for rows in zip(*self.tokens.values(), strict=True))
         bias = [float(self.bias[t]) if t < len(self.bias) else 0.0 for t in self.tokens]
         logits = q @ keys.T * scale + torch.tensor(bias, dtype=torch.float64)
-        weights = logits.softmax(-1)
+        if self.sinks:  # one more key, of value 0
+            logits = torch.cat([logits, torch.tensor(self.sinks, dtype=torch.float64).unsqueeze(-1)], -1)
+        weights = logits.softmax(-1)[:, : len(keys)]
         if isinstance(rule.scorer, ops.AttentionMass | ops.MomentResidual):
             for t, mass in zip(self.tokens, weights.mean(0).tolist(), strict=True):
                 self.score[t] = mass + (self.score.get(t, 0.0) if self.mean else 0.0)

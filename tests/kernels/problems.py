@@ -83,7 +83,7 @@ class Problem:
     With ``unequal``, heads have their own budgets and blocks, and requests their own windows. With
     ``protected``, request r has a prefix of ``protected[r]`` tokens, whose blocks lie in the same pool, and a
     scorer's state begins ``replay`` tokens before its end. The logits of the first ``biased[r]`` of these tokens get a
-    bias, a number for each KV head.
+    bias, a number for each KV head. With ``has_sinks`` query heads have attention sinks.
     """
 
     case: str = "mlstm"
@@ -105,6 +105,7 @@ class Problem:
     biased: tuple[int, ...] = ()
     replay: int = ops.RetentionRule.replay
     length: int = 100
+    has_sinks: bool = False
     prefix_blocks: torch.Tensor = field(default=None, init=False)
 
     def prepare(self):
@@ -147,6 +148,9 @@ class Problem:
         if self.biased:
             generator = torch.Generator().manual_seed(self.seed)
             self.biases = [3 * torch.randn(self.heads, n, generator=generator) for n in self.biased]
+        generator = torch.Generator().manual_seed(self.seed)
+        sinks = 2 + 2 * torch.randn(self.heads * self.group, generator=generator)
+        self.sink_logits = sinks if self.has_sinks else None
         return self
 
     def inputs(self, active):
@@ -199,7 +203,8 @@ class Problem:
         budget = int(self.budgets[r, h]) - own.sinks + sinks
         bias = tuple(self.bias(r)[h].tolist())
         begins = max(len(bias), protects - own.replay)  # no state knows slots of cartridges
-        return Exact(replace(own, sinks=sinks), h, budget, begins=begins, bias=bias)
+        of_sinks = () if self.sink_logits is None else tuple(self.sink_logits.view(self.heads, -1)[h].tolist())
+        return Exact(replace(own, sinks=sinks), h, budget, begins=begins, bias=bias, sinks=of_sinks)
 
     def exact_step(self, loops, active, positions, q, k, v):
         """Advance ``loops[r][h]`` by one token of each active request.
@@ -233,7 +238,7 @@ class Problem:
     def lse(self, held, r=0) -> torch.Tensor:
         """Return log-sum-exps ``[L, Hq]`` of a request in float32 over the tokens ``held [H, L, L]``."""
         q, k, _ = (x[r].transpose(0, 1).float() for x in self.texts)
-        return masked_lse(q, k, held, self.bias(r) if self.biased else None)
+        return masked_lse(q, k, held, self.bias(r) if self.biased else None, self.sink_logits)
 
     def run(self, pages, active, positions, q, k, v, impl):
         """Run a decode step; protected tokens are written first, and tails begin where they are due."""
@@ -242,6 +247,7 @@ class Problem:
             self.begin(pages, begun, impl)
         at = self.table[active], torch.tensor(positions), self.budgets[active]
         own = dict(rule=self.rule, scale=self.scale, gate_scores=given_scores(self.rule, k), impl=impl)
+        own["sink_logits"] = self.sink_logits
         return ops.decode_step(
             q, k, v, pages, *at, windows=self.windows[active], prefix=self.prefix(pages, active), **own
         )

@@ -82,7 +82,7 @@ class Pool:
     def told(self, r: int, impl: str) -> dict:
         """Return the arguments of any step; the rule has another window than the requests, whose own counts."""
         rule = replace(self.p.rule, window=self.p.rule.window + 3)
-        return dict(rule=rule, scale=self.p.scale, impl=use(impl))
+        return dict(rule=rule, scale=self.p.scale, sink_logits=self.p.sink_logits, impl=use(impl))
 
     def chunk(self, r: int, count: int, impl: str):
         """Serve the next tokens of a request in one chunk."""

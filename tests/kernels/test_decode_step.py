@@ -55,6 +55,7 @@ def check_budgets(p: Problem):
     step=st.sampled_from([1, 1, 3]),
     dtypes=st.sampled_from([(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]),
     unequal=st.booleans(),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 2**30),
 )
 def test_every_isa_is_within_the_error_budget(dtypes, **options):
@@ -79,8 +80,13 @@ def test_several_tiles_and_blocks(dtype, slots):
     ],
 )
 def test_biases_of_some_prefixes(case, size, group, slots, dtypes):
-    """One step holds requests without a prefix, within theirs, at its end and behind it, with a bias and without."""
-    shape = dict(size=size, group=group, slots=slots, dtype=dtypes[0], q_dtype=dtypes[1], window=3, topk=13)
+    """One step holds requests without a prefix, within theirs, at its end and behind it, with a bias and without.
+
+    Heads of five queries have attention sinks.
+    """
+    shape = dict(
+        has_sinks=group == 5, size=size, group=group, slots=slots, dtype=dtypes[0], q_dtype=dtypes[1], window=3, topk=13
+    )
     protected, biased = (0, 18, 16, 33, 70, 21), (0, 18, 0, 5, 65, 1)
     followed = Lockstep(
         Problem(case, protected=protected, biased=biased, **shape).prepare(), ISAS, (3, 17, 40, 9, 75, 25)
@@ -98,6 +104,30 @@ def served_by(threads, p, steps):
     return *(torch.cat(x) for x in zip(*outs, strict=True)), pool.pages.raw
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("sink", [-80.0, 80.0])
+def test_sinks_of_any_size(impl, sink):
+    """A sink far below the logits changes nothing; one far above takes all of the softmax, and nothing overflows."""
+    p = problem("none", length=30)
+    without = Pool(p).serve([20, 0], impl)
+    p.sink_logits = torch.full((p.heads * p.group,), sink)
+    found = Pool(p).serve([20, 0], impl)
+    if sink < 0:
+        torch.testing.assert_close((found.out, found.lse), (without.out, without.lse), rtol=0, atol=1e-6)
+    else:
+        assert (found.out.abs() < 1e-30).all() and (found.lse == sink).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sinks_that_do_not_fit_are_refused(impl):
+    p = problem("none", length=30)
+    for sinks in (torch.zeros(p.heads * p.group + 1), torch.zeros(p.heads * p.group).double()):
+        p.sink_logits = sinks
+        for way in ([20], [0]):
+            with pytest.raises(ValueError, match="sink_logits must be contiguous float32"):
+                Pool(p).serve(way, impl)
+
+
 LONG = 4, 300, 1200
 """Roles of a head with many slots."""
 
@@ -109,7 +139,7 @@ LONG = 4, 300, 1200
 )
 def test_one_head_is_shared_among_threads(dtype, threads, protected, roles):
     """Slots, or prefixes, that threads cannot share evenly are cut; results equal one thread's to rounding."""
-    sizes = dict(heads=1, group=3, size=64, length=sum(roles) + protected[0] + 40)
+    sizes = dict(heads=1, group=3, size=64, length=sum(roles) + protected[0] + 40, has_sinks=threads == 5)
     if dtype == torch.float32:  # rounded outputs beyond 1 could differ by 2^-7
         sizes["biased"] = tuple(count // 2 for count in protected)
     p = problem("mlstm", *protected, roles=roles, dtype=dtype, **sizes)

@@ -104,6 +104,30 @@ def test_biases_count_however_a_request_is_cut(case, protect, count, impl):
             check_exact(p, exact, eager(case, protect, **biased), serve(p, chunks, impl))
 
 
+SINKS = [
+    *((case, protect) for case in ("none", "mass-mean", "moment-corrected", "mlstm") for protect in (0, 17)),
+    *((case, 0) for case in ("mass-newest", "none-corrected", "moment", "gate_scores-threshold", "linear", "key-norm")),
+]
+"""Case, and number of protected tokens."""
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case, protect", SINKS)
+def test_attention_sinks_count_however_a_request_is_cut(case, protect, impl):
+    """Outputs, log-sum-exps, masses, moments and what they retain follow from a softmax with sinks."""
+    p, (exact,) = decided(case, protect, has_sinks=True, group=3)
+    for name, chunks in cuts(protect).items():
+        if impl in ISAS or name in ("crosses", "last-of-one", "sevens"):
+            check_exact(p, exact, eager(case, protect, has_sinks=True, group=3), serve(p, chunks, impl))
+
+
+def test_attention_sinks_change_what_is_retained():
+    """The test above would not pass without them: outputs differ, and what masses retain."""
+    with_sinks, without = (problem("mass-newest", has_sinks=sinks).exact_run() for sinks in (True, False))
+    assert not torch.equal(with_sinks.held, without.held)
+    assert ((with_sinks.out - without.out).abs().amax((1, 2)) > 1e-2).all()
+
+
 def test_biases_change_what_attention_retains():
     """The test above would not pass without them."""
     runs = [problem("mass-newest", 17, biased=biased).exact_run() for biased in ((), (9,))]

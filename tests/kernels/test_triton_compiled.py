@@ -47,7 +47,7 @@ def test_every_kernel_compiles(compiled):
     assert found[90, "float16", 64] == {"_project", "_cells", "_evict_and_insert", "_attend"}, "of an mLSTM"
 
 
-def test_attention_with_biases_compiles(compiled):
+def test_attention_with_biases_and_sinks_compiles(compiled):
     """It compiles for three generations of GPUs, and decoding with attention masses and without."""
     rows = [row for row in compiled["rows"] if row["op"] == "biased"]
     found = {(row["arch"], row["dtype"], row["kernel"], row["scorer"]) for row in rows}

@@ -41,6 +41,10 @@ SHAPES = {
     "biases, within a prefix and beyond": ("none", [5, 17, 3, 15], 18, dict(group=3, size=80, biased=(18,))),
     "biases of some, float16": ("linear", [30, 10], 18, dict(dtype=F16, size=64, biased=(7,))),
     "biases, mean mass": ("mass-mean", [16, 5, 2], 18, dict(length=23, roles=SHORT, biased=(17,))),
+    "sinks, three query heads": ("mlp", [34, 1, 9], 0, dict(group=3, size=48, has_sinks=True)),
+    "sinks, within a prefix and beyond": ("none", [5, 17, 3, 15], 18, dict(group=3, size=80, has_sinks=True)),
+    "sinks, mean mass": ("mass-mean", [16, 5, 2], 18, dict(length=23, roles=SHORT, has_sinks=True)),
+    "sinks, moments": ("moment-corrected", [16, 7], 0, dict(length=23, roles=SHORT, heads=1, has_sinks=True)),
 }
 """Case, chunks, number of protected tokens, and options of the problem."""
 TURNS = "mlstm", "mlstm-immediate", "gate_scores-ages"

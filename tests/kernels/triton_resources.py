@@ -169,11 +169,17 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
             prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), ends, ends if op == "biased" else None)
         launches.clear()
         own = dict(rule=p.rule, scale=p.scale, gate_scores=gate_scores, prefix=prefix, windows=p.windows)
+        own["sink_logits"] = sinks_of(q)
         with noted_reads() as reads, Asked() as asked:
             decode_step(q, k, v, pages, p.table, positions, p.budgets, **own)
         assert not reads, f"Tensor.{reads[0]} waits for the device"
         found.append({"launches": list(launches), "ops": asked.ops})
     return found
+
+
+def sinks_of(q: torch.Tensor) -> torch.Tensor | None:
+    """Return logits of attention sinks, which the op with biases has too."""
+    return torch.zeros(q.shape[1]) if op == "biased" else None
 
 
 @contextmanager
@@ -235,6 +241,7 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
     q, k, v = (x.repeat(count, 1, 1) for x in p.inputs(range(requests)))
     chunks = Chunks([start] * requests, [count] * requests, p.budgets, [2] * requests)
     own, layers = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix), []
+    own["sink_logits"] = sinks_of(q)
     with noted_reads(p.budgets, tokens) as found:
         for _ in range(2):
             launches.clear()

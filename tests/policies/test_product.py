@@ -157,17 +157,28 @@ def policy(name: str, folder: str | None, allocator: str, correction: str) -> po
     return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | asked), MODEL)
 
 
-def decide(own: OraclePolicy, layer: int, dtype: torch.dtype, forced: torch.Tensor | None = None) -> LayerDecisions:
+def sinks_of(layer: int, has_sinks: bool) -> torch.Tensor | None:
+    """Return the logits of a layer's attention sinks, ``[Hq]``, or None."""
+    draw = torch.Generator().manual_seed(20 + layer)
+    return 3 + torch.randn(HEADS * GROUP, generator=draw) if has_sinks else None
+
+
+def decide(
+    own: OraclePolicy, layer: int, dtype: torch.dtype, has_sinks: bool, forced: torch.Tensor | None = None
+) -> LayerDecisions:
     q, k, v, hidden, channel = tokens(layer).to(dtype)
-    return own.decide(layer, q, k, v, forced, hidden=hidden, channel=channel)
+    sinks = sinks_of(layer, has_sinks)
+    return own.decide(layer, q, k, v, forced, hidden=hidden, channel=channel, sink_logits=sinks)
 
 
 @pytest.fixture(scope="module")
 def oracle(scorer):
-    """Return ``(name, allocator, p) -> (oracle policy, [visible [H, S, S] per layer])``."""
+    """Return ``(name, allocator, p, has_sinks) -> (oracle policy, [visible [H, S, S] per layer])``."""
 
     @functools.cache
-    def found(name: str, allocator: str, protect: int = 0) -> tuple[OraclePolicy, list[torch.Tensor]]:
+    def found(
+        name: str, allocator: str, protect: int = 0, has_sinks: bool = False
+    ) -> tuple[OraclePolicy, list[torch.Tensor]]:
         row, folder = ROWS[name], scorer(name)
         window = BUDGET // 2 if row.window < 0 else row.window
         if row.keeps_all:
@@ -178,8 +189,8 @@ def oracle(scorer):
             own = OraclePolicy(row.scorer, row.sinks, window, BUDGET - row.sinks - window, statistics=folder)
         own, layers = replace(allocated(own, allocator), protect=protect), []
         for layer in range(LAYERS):
-            exact = decide(own, layer, torch.float64)
-            low = decide(own, layer, torch.float32, exact.visible)
+            exact = decide(own, layer, torch.float64, has_sinks)
+            low = decide(own, layer, torch.float32, has_sinks, exact.visible)
             bound = 8 * float((exact.scores - low.scores.double()).nan_to_num().abs().max())
             smallest = float(exact.margins[exact.margins != 0].min())  # exact ties do not depend on rounding
             if smallest <= bound:
@@ -192,20 +203,22 @@ def oracle(scorer):
 
 @pytest.fixture(scope="module")
 def expected(oracle):
-    """Return ``(name, allocator, correction, p) -> [expected values per layer]``.
+    """Return ``(name, allocator, correction, p, has_sinks) -> [expected values per layer]``.
 
     These are the visible sets, and outputs and log-sum-exps in float64 and from eager float32 runs.
     """
 
     @functools.cache
-    def found(name: str, allocator: str, correction: str, protect: int = 0) -> list[tuple]:
-        own, layers = oracle(name, allocator, protect)
+    def found(name: str, allocator: str, correction: str, protect: int = 0, has_sinks: bool = False) -> list[tuple]:
+        own, layers = oracle(name, allocator, protect, has_sinks)
         own, both = replace(own, corrected=correction == "moment"), []
         for layer, visible in enumerate(layers):
             exact, low = tokens(layer).to(torch.float64), tokens(layer)
 
-            def outputs(x, visible=visible):
-                return own.attend(x.q, x.k, x.v, visible), masked_lse(x.q, x.k, visible)
+            def outputs(x, visible=visible, layer=layer):
+                sinks = sinks_of(layer, has_sinks)
+                kept = {"sink_logits": None if sinks is None else sinks.to(x.q)}
+                return own.attend(x.q, x.k, x.v, visible, **kept), masked_lse(x.q, x.k, visible, **kept)
 
             both.append(
                 (visible, *zip(outputs(exact), eager_runs(functools.partial(outputs, low), count=1), strict=True))
@@ -256,6 +269,27 @@ def test_product(scorer, expected, logged, monkeypatch, name, allocator, correct
     compare(own, expected(name, allocator, correction), empty_rows(own), logged)
 
 
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("name", [name for name in NAMES if not ROWS[name].keeps_all])
+def test_every_policy_with_attention_sinks(scorer, expected, logged, monkeypatch, name, correction, impl):
+    """Masses, moments and what rounds rank by have the sinks in their softmax."""
+    own, right = policy(name, scorer(name), "uniform", correction), expected(name, "uniform", correction, 0, True)
+    monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
+    compare(own, right, empty_rows(own), logged, has_sinks=True)
+
+
+READS_ATTENTION = "h2o", "tova", "momentkv", "vase", "rkv"
+
+
+@pytest.mark.parametrize("name", READS_ATTENTION)
+def test_policies_that_read_attention_retain_other_tokens_with_sinks(oracle, name):
+    assert any(
+        not torch.equal(*pair)
+        for pair in zip(*(oracle(name, "uniform", 0, sinks)[1] for sinks in (True, False)), strict=True)
+    )
+
+
 PROTECTED = [1, 9, 15, 16, 17, 23, 24, 25, 40]
 """Numbers of protected tokens. Only 1 ends at the end of a chunk; all others end inside one."""
 SERVED = [each for each in COMBINATIONS if refusal(ROWS[each[0]], *each[1:]) is None]
@@ -289,7 +323,7 @@ def test_full_never_evicts(protect):
         assert rows.held_by_rows().all()
 
 
-def compare(own, expected, empty, logged):
+def compare(own, expected, empty, logged, has_sinks=False):
     """Serve all tokens of each layer in chunks and compare held tokens, outputs and log-sum-exps."""
     for layer, rows in enumerate(empty):
         seen, (visible, outs, masses) = tokens(layer), expected[layer]
@@ -302,7 +336,7 @@ def compare(own, expected, empty, logged):
         for chunk in CHUNKS:
             cut = slice(rows.seen, rows.seen + chunk)
             scores = None if gate_scores is None else gate_scores[None, cut]
-            parts.append(rows.append(*(x[None, :, cut] for x in seen[:3]), scores)[0])
+            parts.append(rows.append(*(x[None, :, cut] for x in seen[:3]), scores, sinks_of(layer, has_sinks))[0])
             assert torch.equal(rows.held_by_rows()[0], visible[:, cut.stop - 1, : cut.stop]), f"layer {layer}, {cut}"
         assert_within_budget(torch.cat(parts, 1).transpose(0, 1).flatten(1), *outs, name=f"layer {layer} out")
         assert_within_budget(torch.cat(logged), *masses, name=f"layer {layer} lse")

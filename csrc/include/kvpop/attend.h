@@ -329,6 +329,19 @@ void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t
     }
 }
 
+// Adds the attention sinks of head h to its sums: one more key per query head, whose value is 0.
+inline void add_sinks(const DecodeStep& a, int64_t h, const Partial& sums) {
+    const int64_t floats = row_floats(a);
+    for (int64_t g = 0; g < a.group; g++) {
+        const float sink = a.sink_logits[h * a.group + g];
+        const float top = sink > sums.maximum[g] ? sink : sums.maximum[g];
+        const float factor = __builtin_expf(sums.maximum[g] - top);
+        for (int64_t i = g * floats; i < (g + 1) * floats; i++) sums.acc[i] *= factor;
+        sums.total[g] = sums.total[g] * factor + __builtin_expf(sink - top);
+        sums.maximum[g] = top;
+    }
+}
+
 // Writes output and log-sum-exps. evicted: estimated contribution of the evicted tokens to the output, or
 // null.
 template <class A>
@@ -379,6 +392,7 @@ inline void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t used, floa
         float* logits = a.scorer.coupled() ? pieces.take(a.group * a.mass_row) : nullptr;
         const Partial sums(a, pieces.next);
         sum_slots<A>(a, r, h, 0, a.prefix_seen(r) + used, true, q, sums, logits);
+        if (a.sink_logits) add_sinks(a, h, sums);
         Correction evicted;
         const int64_t count = a.corrects && !a.in_prefix(r) ? a.evicted(r, h, a.position(r) + 1) : 0;
         if (count > 0) evicted = correction(a, r, h, float(count), sums.maximum, sums.total, {pieces.next + partial_floats(a)});
@@ -414,6 +428,7 @@ inline void merge_parts(const DecodeStep& a, int64_t r, int64_t h, int64_t parts
             whole.maximum[g] = top;
         }
     }
+    if (a.sink_logits) add_sinks(a, h, whole);
     with_attention(a, [&](auto way) { write_output<decltype(way)>(a, r, h, whole, nullptr); });
 }
 

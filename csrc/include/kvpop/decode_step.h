@@ -116,6 +116,8 @@ struct DecodeStep {
     const int64_t* keys;  // keys of draws [R, H], or null
     int64_t keys_stride[2];
 
+    const float* sink_logits;  // [Hq] contiguous, or null: no attention sinks
+
     float scale;
     Roles roles;  // of a request without a prefix and with the default window, see roles_of
     int64_t decay_step;

@@ -167,7 +167,10 @@ void prefill_attend_of(const PrefillChunk& chunk, const Piece& piece, int64_t h,
     uint32_t* weights = reinterpret_cast<uint32_t*>(pieces.take(most * TILE_KEYS));
     float *maximum = pieces.take(most), *total = pieces.take(most), *factor = pieces.take(most);
     load_queries<W>(a, at, queries, h, q);
-    for (int64_t i = 0; i < rows; i++) maximum[i] = -__FLT_MAX__, total[i] = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        maximum[i] = a.sink_logits ? a.sink_logits[h * a.group + i % a.group] : -__FLT_MAX__;
+        total[i] = a.sink_logits ? 1 : 0;
+    }
     for (int64_t i = 0; i < rows * a.size; i++) acc[i] = 0;
     const int64_t tiles = work.tiles, words = a.size / W::PER;
     for (int64_t t = 0; t < tiles; t++) {

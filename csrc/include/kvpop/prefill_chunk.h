@@ -58,7 +58,8 @@ struct Piece {
 void prefill_chunk(PrefillChunk& chunk);
 
 // Runs attention of the chunk's queries over tokens [first, last) of its prefix. If causal, query i sees
-// tokens up to first + i. The arguments must have been checked; start is 0.
+// tokens up to first + i. Attention sinks count once, so only one of several calls for the same queries has them. The
+// arguments must have been checked; start is 0.
 void prefix_attention(PrefillChunk& chunk, int64_t first, int64_t last, bool causal);
 
 }  // namespace kvpop

@@ -43,12 +43,14 @@ def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor | None, ...] | None:
 
 
 def decode_step(
-    q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows
-):
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows,
+    sink_logits=None,
+):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
     place = pages.raw, pages.layout.block_slots, pages.layout.state_blocks, page_table, positions, budgets, windows
     try:
-        return _C.decode_step(q, k, v, *place, packed(rule), scale, gate_scores, tensors_of(prefix), keys)
+        more = gate_scores, tensors_of(prefix), keys, sink_logits
+        return _C.decode_step(q, k, v, *place, packed(rule), scale, *more)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

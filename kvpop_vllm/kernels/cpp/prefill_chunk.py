@@ -18,25 +18,29 @@ PIECE = 8192
 
 
 @one_by_one
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None):
+def prefill_chunk(
+    q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None,
+    sink_logits=None,
+):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
     A chunk may begin within a protected prefix, end in it, or lie behind it. Its own protected tokens are stored already.
-    Sequential rules attend to the prefix token by token, others apart.
+    Sequential rules attend to the prefix token by token, others apart. Attention sinks are in the part that the others are
+    merged with.
     """
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
     protects = 0 if prefix is None else int(prefix.tokens[0])
     inside, parts = min(max(protects - start, 0), len(q)), []
     if inside:
-        own = _attend(q[:inside], prefix, start, start + inside, scale, True)
+        own = _attend(q[:inside], prefix, start, start + inside, scale, True, sink_logits)
         parts.append(_with_all(own, q[:inside], prefix, start, scale))
     if inside < len(q) or not inside:
         scores = None if gate_scores is None else gate_scores[inside:]
         place = pages.raw, slots, state, page_table, start + inside, budgets
         try:
             tail = _C.prefill_chunk(
-                q[inside:], k[inside:], v[inside:], *place, told, scale, scores, tensors_of(prefix), keys
+                q[inside:], k[inside:], v[inside:], *place, told, scale, scores, tensors_of(prefix), keys, sink_logits
             )
         except _C.StepOrder as error:
             raise StepOrderError(str(error)) from None
@@ -51,18 +55,21 @@ def _with_all(found: Attended, q: torch.Tensor, prefix: Prefix | None, end: int,
         return found
     (out, lse), dtype = found, found[0].dtype
     for begin in range(0, end, PIECE):
-        part, part_lse = _attend(q, prefix, begin, min(begin + PIECE, end), scale, False)
+        part, part_lse = _attend(q, prefix, begin, min(begin + PIECE, end), scale, False, None)
         merged = torch.logaddexp(lse, part_lse)
         out = torch.lerp(out.float(), part.float(), torch.exp(part_lse - merged).unsqueeze(-1))
         lse = merged
     return out.to(dtype), lse
 
 
-def _attend(q: torch.Tensor, prefix: Prefix, begin: int, end: int, scale: float, causal: bool) -> Attended:
+def _attend(
+    q: torch.Tensor, prefix: Prefix, begin: int, end: int, scale: float, causal: bool, sink_logits: torch.Tensor | None
+) -> Attended:
     """Return attention of q to the protected tokens ``[begin, end)``.
 
     If ``causal``, there are as many tokens as queries, and query i sees the first i + 1 of them.
     """
     layout, raw, table = prefix.pages.layout, prefix.pages.raw, prefix.table[0]
     is_bf16, biased = layout.dtype is torch.bfloat16, 0 if prefix.biased is None else min(int(prefix.biased[0]), end)
-    return _C.prefix_attention(q, raw, layout.block_slots, table, begin, end, biased, causal, is_bf16, scale)
+    place = raw, layout.block_slots, table, begin, end, biased, causal, is_bf16
+    return _C.prefix_attention(q, *place, scale, sink_logits)

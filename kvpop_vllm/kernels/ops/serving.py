@@ -26,6 +26,7 @@ def decode_step(
     prefix: Prefix | None = None,
     seeds: torch.Tensor | None = None,
     windows: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance each of R requests by one token: update state, score, evict, insert and attend.
@@ -64,25 +65,42 @@ def decode_step(
         seeds: ``[R]`` int64, seeds of the requests' draws if the rule's scorer draws, else
             ignored.
         windows: ``[R]`` int32, w of each request; by default the rule's.
+        sink_logits: ``[Hq]`` float32 on q's device, contiguous, or None for a model without attention sinks. A query
+            head's sink is one more key with this logit and a value of 0, which no slot holds. Outputs, log-sum-exps
+            and attention masses follow from it.
         impl: implementation.
 
     Returns:
         ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the
-            natural log-sum-exp of the scaled logits over the retained tokens.
+            natural log-sum-exp of the scaled logits over the retained tokens and the sink.
 
     Raises:
         StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been
             written. The Triton implementation does not wait for the device. It returns NaN for that request
             instead and leaves its pages unchanged; a position of -1 is padding.
-        ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape. In C++ also numbers of
-            biased tokens that are negative or exceed the prefix.
+        ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape, or logits of sinks have.
+            In C++ also numbers of biased tokens that are negative or exceed the prefix.
     """
     run = resolve("decode_step", impl, q)
+    _check_sinks(sink_logits, q)
     rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(k),))
     if windows is None:
         windows = torch.full((len(k),), rule.window, dtype=torch.int32, device=k.device)
-    more["windows"] = windows
+    more |= {"windows": windows, "sink_logits": sink_logits}
     return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
+
+
+def _check_sinks(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Check logits of attention sinks.
+
+    Raises:
+        ValueError: they have another shape, dtype, device or layout than the ops take.
+    """
+    if sink_logits is None:
+        return
+    found = sink_logits.shape, sink_logits.dtype, sink_logits.device, sink_logits.is_contiguous()
+    if found != (q.shape[1:2], torch.float32, q.device, True):
+        raise ValueError(f"sink_logits must be contiguous float32 {tuple(q.shape[1:2])} on {q.device}, got {found}")
 
 
 def _inputs_of(rule: RetentionRule, k, v, gate_scores, seeds, requests: tuple[int, ...]) -> tuple[RetentionRule, dict]:
@@ -122,6 +140,7 @@ def prefill_chunk(
     gate_scores: torch.Tensor | None = None,
     prefix: Prefix | None = None,
     seeds: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Process a chunk of L_r tokens of each of R requests, T tokens in all (DESIGN "One step").
@@ -142,6 +161,7 @@ def prefill_chunk(
         prefix: protected tokens of the R requests, with its ``tokens`` and ``biased`` on the CPU, or None. Biases
             count as in :func:`decode_step`.
         seeds: ``[R]`` int64, as in :func:`decode_step`.
+        sink_logits: ``[Hq]`` float32, as in :func:`decode_step`.
         impl: implementation.
 
     Returns:
@@ -153,7 +173,9 @@ def prefill_chunk(
         ValueError: as in :func:`decode_step`.
     """
     run = resolve("prefill_chunk", impl, q)
+    _check_sinks(sink_logits, q)
     rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(chunks),))
+    more["sink_logits"] = sink_logits
     return run(q, k, v, pages, page_table, chunks, rule=rule, scale=scale, prefix=prefix, **more)
 
 

@@ -17,8 +17,9 @@ from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen, pr
 
 
 def decode_step(
-    q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows
-):
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows,
+    sink_logits=None,
+):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`."""
     requests, heads, _ = k.shape
     group = q.shape[1] // heads
@@ -33,20 +34,23 @@ def decode_step(
         for h in range(heads):
             rows, keys, values = slice(h * group, (h + 1) * group), before[0][h], before[1][h]
             bias = None if biases is None else biases[h]
+            sinks = None if sink_logits is None else sink_logits[rows]
             if at < protect:
-                out[r, rows], lse[r, rows], _ = _attend(q[r, rows], keys, values, scale, bias)
+                out[r, rows], lse[r, rows], _ = _attend(q[r, rows], keys, values, scale, bias, sinks)
                 continue
             slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]) - rule.sinks + own.sinks)
             inserted = 0.0 if gate_scores is None else float(gate_scores[r, h])
             token = q[r, rows], k[r, h], v[r, h], inserted
             key = None if draw_keys is None else draw_keys[r, h]
-            out[r, rows], lse[r, rows] = _step_head(slots, own, h, at, *token, (keys, values), bias, scale, key)
+            before_tail = keys, values
+            out[r, rows], lse[r, rows] = _step_head(slots, own, h, at, *token, before_tail, bias, scale, key, sinks)
     return out, lse
 
 
 def _step_head(
-    slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, k, v, inserted, before, bias, scale, draw_key
-):
+    slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, k, v, inserted, before, bias, scale, draw_key,
+    sinks,
+):  # fmt: skip
     """Advance one head by token q; return attention ``[G, D]`` of ``query`` and log-sum-exps ``[G]``.
 
     Args:
@@ -54,6 +58,7 @@ def _step_head(
         before: keys and values ``[p, D]`` of the protected tokens.
         bias: ``[n]``, biases of the first n of them, or None.
         draw_key: key of the head's draws, or None.
+        sinks: ``[G]`` logits of attention sinks, or None.
     """
     if rule.scorer.recurrent:
         inserted = _take_in(slots, torch.cat([k, v]).float(), q, rule.scorer, head)
@@ -67,7 +72,7 @@ def _step_head(
     slots.set_counts(rule, q + 1, in_use)
     seen = torch.arange(in_use)
     keys, values = (torch.cat(pair) for pair in zip(before, slots.gather(seen), strict=True))
-    out, lse, weights = _attend(query, keys, values, scale, bias)
+    out, lse, weights = _attend(query, keys, values, scale, bias, sinks)
     if rule.coupled:
         slots.put_mass(seen, weights[:, len(before[0]) :].mean(0), add=_mean(rule))
     return moments.correct(out, lse, query) if rule.moment_correction else out, lse
@@ -184,10 +189,11 @@ def _victim(slots, score, leaving, q, rule, head, factors, draw_key) -> int | No
     return first + int(lowest.argmin())
 
 
-def _attend(q, keys, values, scale, bias):
+def _attend(q, keys, values, scale, bias, sinks):
     """Return softmax attention of ``q [G, D]`` over ``keys, values [n, D]``, in float32.
 
-    ``bias`` is added to the logits of the first ``len(bias)`` keys, unless it is None.
+    ``bias`` is added to the logits of the first ``len(bias)`` keys, unless it is None. A sink is one more key of value 0,
+    with the logits ``sinks [G]``, unless they are None.
 
     Returns:
         Outputs ``[G, D]``, log-sum-exps ``[G]`` and weights ``[G, n]``.
@@ -195,5 +201,7 @@ def _attend(q, keys, values, scale, bias):
     logits = q.float() @ keys.float().T * scale
     if bias is not None:
         logits[:, : len(bias)] += bias
-    weights = logits.softmax(-1)  # from a log-sum-exp far from 0 they would be wrong
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.unsqueeze(-1)], -1)
+    weights = logits.softmax(-1)[:, : len(keys)]  # from a log-sum-exp far from 0 they would be wrong
     return weights @ values.float(), logits.logsumexp(-1), weights

@@ -40,12 +40,16 @@ class Retained:
 
 
 @one_by_one
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None):
+def prefill_chunk(
+    q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None,
+    sink_logits=None,
+):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start], prefix)
     protect = protected(prefix, 0)
     if protect > start or rule.sequential:  # process token by token where this is simplest
-        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, gate_scores, prefix, keys)
+        options = {"rule": rule, "scale": scale, "prefix": prefix, "keys": keys, "sink_logits": sink_logits}
+        return _token_by_token(q, k, v, pages, page_table, start, budgets, gate_scores, **options)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     before = prefix.gather(0, 0, protect) if protect else None
@@ -57,21 +61,21 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, ga
         shown = None if before is None else tuple(x[heads] for x in before)
         bias = None if biases is None else biases[heads]
         drawn = None if keys is None else keys[0, heads]
-        part = _Heads(pages, page_table, heads, budget - rule.sinks + own.sinks, own, scale, shown, bias, drawn)
+        sinks = None if sink_logits is None else sink_logits[rows].view(-1, group)
+        part = _Heads(pages, page_table, heads, budget - rule.sinks + own.sinks, own, scale, shown, bias, drawn, sinks)
         score = None if gate_scores is None else gate_scores[:, heads]
         out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start, score)
     return out, lse
 
 
-def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, gate_scores, prefix, keys):
+def _token_by_token(q, k, v, pages, page_table, start, budgets, gate_scores, **options):
     """Run L decode steps."""
     steps, table, own = [], page_table.unsqueeze(0), budgets.unsqueeze(0)
-    window = torch.tensor([rule.window], dtype=torch.int32)
+    window = torch.tensor([options["rule"].window], dtype=torch.int32)
     for i in range(len(q)):
         token, at = (x[i : i + 1] for x in (q, k, v)), torch.tensor([start + i])
         score = None if gate_scores is None else gate_scores[i : i + 1]
-        more = {"rule": rule, "scale": scale, "gate_scores": score, "prefix": prefix, "keys": keys}
-        steps.append(decode_step(*token, pages, table, at, own, windows=window, **more))
+        steps.append(decode_step(*token, pages, table, at, own, windows=window, gate_scores=score, **options))
     outs, lses = zip(*steps, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
@@ -90,11 +94,13 @@ class _Heads:
         before: keys and values ``[H, p, D]`` of the protected tokens, or None.
         bias: ``[H, n]``, biases of the first n of them, or None.
         keys: ``[H]`` keys of the heads' draws, or None.
+        sink_logits: ``[H, G]``, logits of attention sinks, or None.
     """
 
-    def __init__(self, pages, page_table, heads, budget, rule, scale, before, bias, keys):
+    def __init__(self, pages, page_table, heads, budget, rule, scale, before, bias, keys, sink_logits):
         self.pages, self.heads, self.budget, self.rule, self.scale = pages, heads, budget, rule, scale
         self.topk, self.before, self.bias, self.keys = budget - rule.first_long, before, bias, keys
+        self.sink_logits = sink_logits
         table = page_table[heads].long()
         self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
 
@@ -194,7 +200,8 @@ class _Heads:
             keys, values = (torch.cat(pair, 1) for pair in zip(self.before, (keys, values), strict=True))
             visible = torch.nn.functional.pad(visible, (self.before[0].shape[1], 0), value=True)
         rows = q.view(length, heads, -1, q.shape[-1]).permute(1, 2, 0, 3).float()
-        out, lse = masked_attention(rows, keys.float(), values.float(), visible, self.scale, self.bias)
+        more = self.scale, self.bias, self.sink_logits
+        out, lse = masked_attention(rows, keys.float(), values.float(), visible, *more)
         return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype), lse.permute(2, 0, 1).reshape(length, -1)
 
     def _survivors(self, evicted_at, at, a, b, held):

@@ -82,6 +82,11 @@ class FixedBudgetBackend(AttentionBackend):
         """Return False: KV connectors are refused."""
         return False
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return True: the kernels have attention sinks in the softmax."""
+        return True
+
     @staticmethod
     def get_impl_cls():
         """Return the implementation class."""
@@ -308,7 +313,6 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             "logit soft-capping": bool(logits_soft_cap),
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "cross-layer KV sharing": kv_sharing_target_layer_name is not None,
-            "attention sinks of its own": sinks is not None,
             f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             **{f"the attention option {name}": value is not None for name, value in unsupported.items()},
         }
@@ -316,6 +320,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             raise ConfigError(
                 f"--kv-policy {self.policy.settings.policy} cannot serve a model with {', '.join(reasons)}: leave --kv-policy out"
             )
+        self.sinks = sinks
         self.cartridges = cartridge_room(self.policy)
         self.attention: FixedBudgetAttention | None = None
         self.layer, self.shares, self.division, self.shard = None, None, None, 0
@@ -346,8 +351,11 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         rule = rule.to(device)
         if self.attention is not None and self.attention.layout == layout:  # weights are loaded again
             _copy_tensors(rule, self.attention.rule)
+            if self.sinks is not None:
+                self.attention.sink_logits.copy_(self.sinks)
             return
-        self.attention = FixedBudgetAttention(layout, rule, self.scale)
+        sink_logits = None if self.sinks is None else self.sinks.detach().to(device, torch.float32, copy=True)
+        self.attention = FixedBudgetAttention(layout, rule, self.scale, sink_logits=sink_logits)
         _log_kernels(torch.empty(0, self.head_size, dtype=act_dtype, device=device))
 
     def _add_gate(self, layer: int, heads: slice) -> None:

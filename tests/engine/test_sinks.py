@@ -1,0 +1,82 @@
+"""A model with attention sinks under every policy, judged by the oracle of kinds; test_kinds.py has more requests.
+
+An engine under `attention-matching` is compared with a `KVpopCache` instead, as in test_attention_matching.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.driving import Job, preempt_all, serving, watched
+from engine.judge import KindsJudge
+from engine.kinds import BLOCK
+from engine.matrix import BUDGET, make_case
+from policies.matrix import ROWS
+from transformers import AutoModelForCausalLM
+
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.supported import FULL
+from kvpop_vllm.testing import OraclePolicy
+
+CLOSE = 2e-3
+"""Bound on differences of log-probabilities, which go through the fits of two layers."""
+GATES = "trimkv", "dms", "kvzap"
+JOBS = [Job(1, new=70), Job(57, new=40), Job(130, new=20), Job(200, new=6)]
+CASES = {
+    name: (name, {})
+    for name, row in ROWS.items()
+    if row.scorer not in (*GATES, "prompt matching") and row.allocator == "uniform"
+}
+CASES |= {
+    "kvpop, moments": ("kvpop", {"correction": "moment"}),
+    "h2o, pyramid": ("h2o", {"allocator": "pyramid"}),
+    "h2o, protected": ("h2o", {"protect_prompt": 40}),
+    "momentkv, protected": ("momentkv", {"protect_prompt": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_policy(family, tmp_path, name):
+    """Retained tokens, log-probabilities and tokens are the oracle's, in chunks and after preemption."""
+    policy, options = CASES[name]
+    row = ROWS[policy]
+    folder, oracle = family("granite_swa" if row.calibrated else "gpt_oss")  # the oracle of statistics has no YaRN
+    if row.learned:
+        options = options | {"layers": [i for i, kind in enumerate(oracle.kinds) if kind == FULL]}
+    if row.compresses:
+        options = options | {"protect_prompt": True}
+    case = make_case(folder, tmp_path / "scorer", policy, judged=KindsJudge, **options)
+    if row.keeps_all:
+        case = case._replace(settings={"policy": policy}, judge=KindsJudge(folder, OraclePolicy.full()))
+    with serving(case, block_size=BLOCK, num_gpu_blocks_override=241) as engine:
+        engine.chunk(16)
+        answers = engine.serve(JOBS)
+        case.judge.check(answers, engine.recorder.held)
+        engine.engine.reset_prefix_cache()
+        engine.chunk(None)
+        jobs = [Job(57, new=40, scored=False), Job(90, new=20, scored=False)]
+        answers = engine.serve(jobs, lambda step: preempt_all(engine.recorder.scheduler) if step == 9 else None)
+        assert set(engine.recorder.preemptions.values()) == {1}
+        case.judge.check(answers, engine.recorder.held)
+        engine.engine.reset_prefix_cache()
+
+
+@pytest.mark.slow
+def test_made_slots(family, tmp_path):
+    """tests/policies/test_attention_matching.py compares the cache with a naive fit."""
+    folder, _ = family("gpt_oss")
+    model, settings = (
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+        {"policy": "attention-matching", "budget": BUDGET},
+    )
+    with watched(folder, settings, block_size=BLOCK, num_gpu_blocks_override=241) as engine:
+        answers = engine.serve([Job(n, new=30, scored=False) for n in (20, BUDGET + 1, 130)])
+    for answer in answers.values():
+        prompt, new = answer.prompt_token_ids, answer.outputs[0]
+        cache = KVpopCache(model, **settings, prompt=len(prompt))
+        with torch.no_grad():
+            ids = torch.tensor([[*prompt, *new.token_ids[:-1]]])
+            exact = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 :].log_softmax(-1)
+        for row, entries in zip(exact, new.logprobs, strict=True):
+            assert all(abs(entry.logprob - float(row[token])) < CLOSE for token, entry in entries.items())
