@@ -24,12 +24,13 @@ from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.scorers.published_checkpoint import is_published
 from kvpop_vllm.supported import (
+    CHUNKED,
     FULL,
     PAIRED,
+    POLICY_LAYERS,
     RESCALED_LOGITS,
     SCALED_BY_POSITION,
     SLIDING,
-    STOCK_LAYERS,
     TRANSFORMERS,
     local_size,
 )
@@ -40,6 +41,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 NAME = "kvpop"
+LOCAL = SLIDING, CHUNKED
+"""Kinds of layers whose queries attend to tokens nearby."""
 CACHE_NAME = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 """Argument under which this version of transformers passes a cache to a model."""
 POSITIONS = 512
@@ -85,7 +88,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if attention_mask is not None:
         raise ConfigError("the model's attention has a mask of its own, which would be ignored: choose another model")
     kind, index = _place(module, attend)
-    size = local_size(module.config, kind) if kind in STOCK_LAYERS else None
+    size = local_size(module.config, kind) if kind in LOCAL else None
     _check_window(module, kind, size, options.get("sliding_window"), getattr(attend, "longest", key.shape[2]))
     sinks, more = options.get("s_aux"), {}
     if sinks is None and getattr(module, "sinks", None) is not None:
@@ -128,9 +131,9 @@ def _place(module: torch.nn.Module, attend: Attend) -> tuple[str, int]:
     kinds = kinds_of(module.config) if kinds is None else kinds
     if not kinds:
         return FULL, layer
-    if kinds[layer] == FULL:
-        return FULL, kinds[:layer].count(FULL)
-    if kinds[layer] not in STOCK_LAYERS:
+    if kinds[layer] in POLICY_LAYERS:
+        return FULL, sum(kind in POLICY_LAYERS for kind in kinds[:layer])
+    if kinds[layer] not in LOCAL:
         raise ConfigError(f"layer {layer} of the model is of kind {kinds[layer]}, and attends: choose another model")
     return kinds[layer], layer
 

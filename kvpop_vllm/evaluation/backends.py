@@ -14,8 +14,9 @@ from transformers.generation import TopPLogitsWarper
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.model_hook import CACHE_NAME, Dense, borrow_channel, decoder_of, load_model, show_hidden_states
-from kvpop_vllm.model_shape import ModelShape, borrows_channel
+from kvpop_vllm.model_hook import CACHE_NAME, LOCAL, Dense, borrow_channel, decoder_of, load_model, show_hidden_states
+from kvpop_vllm.model_shape import ModelShape, borrows_channel, kinds_of
+from kvpop_vllm.supported import FULL
 
 
 class Sampling(NamedTuple):
@@ -181,7 +182,8 @@ class TransformersRun(Run):
     def _request(self) -> dict:
         """Return the decoder's arguments for the passes of a new request."""
         if self.cache is None:
-            return {CACHE_NAME: DynamicCache(), "attend": Dense()}
+            options = {"config": self.model.config} if {*kinds_of(self.model.config)} - {FULL, *LOCAL} else {}
+            return {CACHE_NAME: DynamicCache(**options), "attend": Dense()}
         self.cache.reset()
         return {CACHE_NAME: self.cache}
 

@@ -11,8 +11,9 @@ from engine.driving import Job
 from engine.kinds import Served, serving
 from hf.prompts import distinct
 from threads import one_thread
-from transformers import AutoModelForCausalLM, GraniteConfig, Starcoder2Config
+from transformers import AutoModelForCausalLM, GraniteConfig, Qwen3NextConfig, Starcoder2Config
 
+from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.sparse_attention import Sparse
@@ -22,11 +23,12 @@ from kvpop_vllm.model_hook import CACHE_NAME, Dense, load_model
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import build
 from kvpop_vllm.scorers.checkpoint import read_scorer
-from kvpop_vllm.supported import FULL
+from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
 from kvpop_vllm.testing import FAMILIES, KindsOracle, OraclePolicy, write_mixed_model
 
 TOLERANCE = 1e-5
-TRAINED = [pytest.param(kind, marks=() if kind == "gemma3_text" else pytest.mark.slow) for kind in FAMILIES]
+ATTENDING = [kind for kind, keys in FAMILIES.items() if {*keys["layer_types"]} <= {FULL, SLIDING, CHUNKED}]
+TRAINED = [pytest.param(kind, marks=() if kind == "gemma3_text" else pytest.mark.slow) for kind in ATTENDING]
 TRAIN = (
     "distill --recipe=demo --data text.jsonl --length=160 --positions=160 --window=8 --topk=20 --lists=16 --warmup=2 --batch=2"
     " --dtype=float32 --lr-new=1e-2 --fit-decays --fit-decay-rows=2 --threads=1"
@@ -44,7 +46,7 @@ def root(tmp_path_factory):
     """Return a folder with text, and a model with a tokenizer for each family."""
     folder = tmp_path_factory.mktemp("kinds")
     write_text(folder / "text.jsonl", documents=200)
-    for kind in FAMILIES:
+    for kind in ATTENDING:
         write_byte_tokenizer(write_mixed_model(folder / kind, kind, vocab_size=VOCABULARY))
     return folder
 
@@ -59,7 +61,7 @@ def trained(request, root):
     return root / kind, root / f"{kind}-scorer", KindsOracle(root / kind)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ATTENDING)
 def test_layers_that_a_policy_does_not_act_on_attend_as_in_transformers(root, kind):
     """Logits are those of transformers; only layers with full attention are handed over."""
     tokens = torch.tensor([distinct(200)])
@@ -86,9 +88,8 @@ def test_a_scorer_has_tensors_for_layers_with_full_attention_and_says_which(trai
     assert lost["lost_mass"] < 1 and len(lost["decays"]) == len(layers)
 
 
-def test_recall_of_held_out_text_is_above_the_windows(trained, root, run_kvpop, monkeypatch):
-    """`kvpop eval` judges the layers that the scorer is for, whether its rows fit into a window or not."""
-    folder, scorer, oracle = trained
+def check_recall(root, run_kvpop, monkeypatch, folder, scorer, layers: int) -> None:
+    """Check that a scorer's recall on held-out text, by so many layers, is 1.3 times that of a window of as many slots."""
     monkeypatch.chdir(root)
     words = f"eval --model {folder.name} --data text.jsonl --split test --equal k --scorer {scorer.name} --policies streaming-llm"
     words += (
@@ -99,11 +100,45 @@ def test_recall_of_held_out_text_is_above_the_windows(trained, root, run_kvpop, 
     recalls: dict[str, list[float]] = {}
     for record in read_records("records.jsonl")[1]:
         if "teacher" in record:
-            assert len(record["teacher_by_layer"]) == oracle.kinds.count(FULL)
+            assert len(record["teacher_by_layer"]) == layers
             if record["length"] == 160:
                 recalls.setdefault(record["policy"], []).append(record["teacher"])
     means = {name: sum(values) / len(values) for name, values in recalls.items()}
     assert means[scorer.name] > 1.3 * means["streaming-llm"], means
+
+
+def test_recall_of_held_out_text_is_above_the_windows(trained, root, run_kvpop, monkeypatch):
+    """`kvpop eval` judges the layers that the scorer is for, whether its rows fit into a window or not."""
+    folder, scorer, oracle = trained
+    check_recall(root, run_kvpop, monkeypatch, folder, scorer, oracle.kinds.count(FULL))
+
+
+@pytest.mark.slow
+def test_recurrent_layers_are_left_to_transformers(root, run_kvpop, monkeypatch):
+    """Qwen3-Next: logits are those of transformers; scorers, recall and a calibration are those of attention layers."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4, "num_experts": 0}
+    states = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    states |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    kinds = ["linear_attention", FULL] * 2
+    folder, scorer = root / "qwen3_next", root / "qwen3_next-scorer"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3NextConfig(**sizes, **states, layer_types=kinds)).save_pretrained(folder)
+    write_byte_tokenizer(folder)
+    tokens, options = torch.tensor([distinct(200)]), {"dtype": torch.float32, "attn_implementation": "eager"}
+    expected = AutoModelForCausalLM.from_pretrained(folder, **options)(tokens).logits
+    actual = load_model(folder, torch.float32)(tokens, attend=Dense()).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    monkeypatch.chdir(root)
+    with one_thread():
+        assert not main([*TRAIN, "--model", folder.name, "--out", scorer.name, "--steps=20"])
+    assert read_scorer(scorer)[0].layers == (1, 3)
+    check_recall(root, run_kvpop, monkeypatch, folder, scorer, 2)
+    status, _, errors = run_kvpop(*CALIBRATE, folder.name, "--out=qwen3_next-calibration")
+    assert status == 0 and read_calibration("qwen3_next-calibration").layers == (1, 3), errors
+    words = "eval --task reasoning --rows=1 --kinds=programs --size=2 --split=test --policies h2o --budget 56 --equal=k".split()
+    status, _, errors = run_kvpop(*words, "--model", folder.name, "--dtype=float32", "--threads=1")
+    assert status == 2 and "cannot serve qwen3_next, a model with layers other than full attention" in errors
 
 
 def test_training_and_serving_are_one_rule(trained):
