@@ -10,6 +10,7 @@ from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 from engine.driving import Job
 from engine.kinds import Served, serving
 from hf.prompts import distinct
+from safetensors.torch import load_file
 from threads import one_thread
 from transformers import AutoModelForCausalLM, GraniteConfig, Qwen3NextConfig, Starcoder2Config
 
@@ -39,6 +40,14 @@ TRIMKV = (
     "distill --recipe=trimkv --data text.jsonl --length=160 --topk 23 --batch=1 --dtype=float32 --threads=1".split()
 )
 CALIBRATE = "calibrate --data text.jsonl --length 128 --rows 8 --threads 1".split()
+PHASES = {
+    "base": "--recipe=demo --positions=300 --window=8 --topk=20 --lists=16 --train-base --warmup=2",
+    "uptrain": "--phase=uptrain",
+    "streaming-plus": "--phase=streaming-plus --window=8 --topk=20",
+    "trimkv": "--recipe=trimkv --topk=23 --gate-width=16 --gate-bias=5 --warmup=2",
+    "dms": "--recipe=dms --window=8 --topk=23 --gate-scale=5 --warmup=2",
+    "kvzap": "--recipe=kvzap --window=8 --topk=23 --gate-width=16 --warmup=2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -217,3 +226,40 @@ def test_models_that_rescale_logits_are_trained_where_none_are_read(tmp_path, ru
     assert status in (0, None) and read_scorer("scorer")[0].num_layers == 1, errors
     status, _, errors = run_kvpop(*TRAIN, "--model=model", "--out=other", "--steps=1", "--train-base")
     assert status == 2 and "rescales its logits (logits_scaling)" in errors
+
+
+@pytest.mark.parametrize(
+    "kind, feature", [("gemma3_text", "layers other than full attention"), ("gpt_oss", "attention sinks of its own")]
+)
+def test_cartridges_are_refused(root, run_kvpop, monkeypatch, kind, feature):
+    """In one line: by `kvpop compact`, and by the task of `kvpop eval` that compares them."""
+    monkeypatch.chdir(root)
+    (root / "corpus.txt").write_text("A few words. " * 40)
+    corpus = f"eval --task corpus --model {kind} --data text.jsonl --split all --length 100 --threads 1"
+    for words in (f"compact {kind} --data corpus.txt --slots 64 --out cartridge --threads 1", corpus):
+        status, _, errors = run_kvpop(*words.split())
+        assert status == 2 and f"a cartridge cannot serve a model with {feature}" in errors.splitlines()[-1], errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PHASES)
+def test_every_phase_trains(root, monkeypatch, name):
+    """Bases train through windows; gates are those of layers with full attention, and a KVpopCache serves them."""
+    monkeypatch.chdir(root)
+    words = f"distill --model=gemma3_text --data text.jsonl --length=160 --batch=2 --dtype=float32 --steps=4 --out=phase-{name}"
+    with one_thread():
+        assert not main([*words.split(), *PHASES[name].split(), "--threads=1"])
+    if name in ("base", "uptrain", "streaming-plus"):
+        weight = "model.layers.0.self_attn.v_proj.weight"  # of a layer with a window
+        before, after = (
+            load_file(root / place / "model.safetensors") for place in ("gemma3_text", f"phase-{name}/model")
+        )
+        assert not torch.equal(before[weight], after[weight])
+    if name in ("trimkv", "dms", "kvzap"):
+        assert read_scorer(root / f"phase-{name}")[0].layers == (2, 5)
+        model = AutoModelForCausalLM.from_pretrained(root / "gemma3_text", dtype=torch.float32)
+        prompt, cache = distinct(180), KVpopCache(model, name, scorer=root / f"phase-{name}")
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt]), **{CACHE_NAME: cache}).logits[0]
+        exact = KindsOracle(root / "gemma3_text").logprobs(prompt, OraclePolicy.from_scorer(root / f"phase-{name}"))
+        assert float((logits.double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE

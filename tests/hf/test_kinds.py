@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kvpop_vllm import local_attention
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.hf import KVpopCache, local_layers
 from kvpop_vllm.hf.local_layers import LocalLayer, LocalPositions
 from kvpop_vllm.model_hook import CACHE_NAME
 from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
@@ -83,6 +83,16 @@ def test_attention_sinks_are_those_of_the_pass(kind, tmp_path):
         assert answers[-1] == [oracle.greedy(prompt, 10, policy) for prompt in PROMPTS]
         cache.reset()
     assert answers[0] != answers[1]
+
+
+def test_masks_are_made_once_a_pass(family, tmp_path, monkeypatch):
+    """All layers of a kind share the positions and masks of a pass."""
+    model, oracle = family
+    passes = []
+    monkeypatch.setattr(local_layers, "parts_of", lambda *inputs: passes.append(1) or local_attention.parts_of(*inputs))
+    cache, _ = cached(model, oracle, tmp_path)
+    generate(model, cache, PROMPTS, new=10)
+    assert len(passes) == cache.passes > 1 and len({*oracle.kinds} - {FULL}) == 1
 
 
 def test_a_protected_prompt_cannot_be_gone_back_to(family, tmp_path):
