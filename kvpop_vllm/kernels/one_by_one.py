@@ -16,7 +16,9 @@ def one_by_one(run: Callable) -> Callable:
             runs the chunk of one request, whose pages are ``row [H, P]`` and budgets ``[H]``.
     """
 
-    def run_all(q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None, **more):
+    def run_all(
+        q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None, sink_logits=None
+    ):
         parts, first = [], 0
         for r, (start, count, window) in enumerate(zip(chunks.starts, chunks.lengths, chunks.windows, strict=True)):
             cut, own = slice(first, first + count), slice(r, r + 1)
@@ -36,7 +38,7 @@ def one_by_one(run: Callable) -> Callable:
                 gate_scores=None if gate_scores is None else gate_scores[cut],
                 prefix=ahead,
                 keys=None if keys is None else keys[own],
-                **more,
+                sink_logits=sink_logits,
             )
             parts.append(part)
             first += count

@@ -5,8 +5,8 @@ values, so that for given queries both the mass ``sum exp(q.k * scale + b)`` and
 Caches with the same mass and output are interchangeable beside any other keys.
 
 Source: *Fast KV Compaction via Attention Matching*, arXiv:2602.16284. Two things differ from it. Masses are
-matched relative to the full mass, which is 1 for every query of a model without attention sinks. Values are pulled towards the kept tokens' own
-values, so that a slot without queries keeps its value.
+matched relative to the full mass, which is 1 for every query of a model without attention sinks. Values are pulled
+towards the kept tokens' own values, so that a slot without queries keeps its value.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def fit(
     if kept == k.shape[1] or not kept:
         return torch.arange(kept, device=k.device).expand(len(k), -1), v[:, :kept], k.new_zeros(len(k), kept)
     weights = (scale * q) @ k.transpose(1, 2)  # in place from here on: this is the largest tensor of the fit
-    most = weights.amax(-1, keepdim=True)
+    top = weights.amax(-1, keepdim=True)
     if sink_logits is not None:
-        most = torch.maximum(most, sink_logits.unsqueeze(-1))
-    weights, full = weights.sub_(most).exp_(), None
+        top = torch.maximum(top, sink_logits.unsqueeze(-1))
+    weights, full = weights.sub_(top).exp_(), None
     total = weights.sum(-1, keepdim=True)
     if sink_logits is not None:
-        sinks = (sink_logits.unsqueeze(-1) - most).exp()
+        sinks = (sink_logits.unsqueeze(-1) - top).exp()
         full, total = total / (total + sinks), total + sinks  # full: [H, n, 1], the mass of all tokens
     weights /= total
     output = weights @ v

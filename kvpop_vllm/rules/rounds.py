@@ -212,8 +212,8 @@ def _run_round(
         newest = _newest(rounds.queries, retention.window, seen)
         queries = load_queries(pages, row, newest, group, _first_word(rule, layout.head_size))[chosen_heads]
         sink_logits = None if sink_logits is None else sink_logits.view(-1, group)[chosen_heads]
-        held = positions, pages.k[at].float(), pages.v[at].float()
-        tokens = Tokens(*held, queries, retention.sinks, retention.window, sink_logits)
+        keys, values = pages.k[at].float(), pages.v[at].float()
+        tokens = Tokens(positions, keys, values, queries, retention.sinks, retention.window, sink_logits)
         if isinstance(rounds, SampledMass):
             value = sampled_mass(tokens, rounds, scale, head_keys(seed, rounds.lanes)[0, chosen_heads], seen - 1)
         else:

@@ -121,8 +121,8 @@ class KindsOracle:
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
         ways = {"attn_implementation": _NAME, "experts_implementation": "eager"}  # grouped products are not in float64
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **ways).eval()
-        self.asked = OraclePolicy.full(), None, ()
-        self.found = OracleRun(torch.empty(0), [], [], [], [])
+        self.arguments = OraclePolicy.full(), None, ()
+        self.result = OracleRun(torch.empty(0), [], [], [], [])
         self.hidden: dict[int, torch.Tensor] = {}
         for module in self.model.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
@@ -152,10 +152,10 @@ class KindsOracle:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        self.asked = policy or OraclePolicy.full(), visible, bias
-        self.found = OracleRun(torch.empty(0), [], [], [], [])
+        self.arguments = policy or OraclePolicy.full(), visible, bias
+        self.result = OracleRun(torch.empty(0), [], [], [], [])
         logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-        return replace(self.found, logprobs=logits.log_softmax(-1))
+        return replace(self.result, logprobs=logits.log_softmax(-1))
 
     def greedy(self, tokens: Sequence[int], count: int, policy: OraclePolicy | None = None) -> list[int]:
         """Return ``count`` greedy tokens after a sequence, each computed from the whole sequence."""
@@ -185,13 +185,13 @@ class KindsOracle:
         q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
         sinks = options.get("s_aux")
         if self.kinds[layer] == FULL:
-            ordinal, (policy, visible, bias) = self.kinds[:layer].count(FULL), self.asked
+            ordinal, (policy, visible, bias) = self.kinds[:layer].count(FULL), self.arguments
             forced = None if visible is None else visible[ordinal]
-            nudged = [(head, token, by) for where, head, token, by in bias if where == ordinal]
+            nudged = [(head, token, by) for of_layer, head, token, by in bias if of_layer == ordinal]
             options = {"hidden": self.hidden[layer], "sink_logits": sinks}
             decided = policy.decide(ordinal, q, k, v, forced, nudged, **options)
             for name in ("visible", "margins", "scores", "lost"):
-                getattr(self.found, name).append(getattr(decided, name))
+                getattr(self.result, name).append(getattr(decided, name))
             mixed = policy.attend(q, k, v, decided.visible, sink_logits=sinks)
         else:
             mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]), sink_logits=sinks)

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowS
 
 from kvpop_vllm.cache.accounting import MOST_PADDING
 from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
-from kvpop_vllm.testing import FAMILIES, require_distant_kinds
+from kvpop_vllm.testing import FAMILIES, KindsOracle, random_prompt, require_distant_kinds
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
 QUICK = {
@@ -48,6 +48,19 @@ def served(request, family, tmp_path_factory):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_models_depend_on_distant_tokens(family, kind):
     require_distant_kinds(family(kind)[0])
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "granite_swa"])
+def test_attention_sinks_matter(family, kind):
+    """Without them log-probabilities and greedy tokens are others, so that no test of these families passes by chance."""
+    folder, oracle = family(kind)
+    prompt = random_prompt(300, seed=1)
+    before, without = oracle.logprobs(prompt), KindsOracle(folder)
+    for layer in without.model.model.layers:
+        layer.self_attn.sinks.data.fill_(-1e9)
+    after = without.logprobs(prompt)
+    assert float((after - before).abs().amax(1).median()) > 0.03
+    assert int((after.argmax(-1) != before.argmax(-1)).sum()) > 30
 
 
 @pytest.mark.parametrize("chunk", [16, 128])

@@ -38,12 +38,13 @@ def test_a_budget_of_the_whole_text_equals_stock(family, kind):
         assert max(abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)) <= TOLERANCE
 
 
-def test_hits_in_all_groups(family, tmp_path):
+@pytest.mark.parametrize("kind", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_hits_in_all_groups(family, tmp_path, kind):
     """Protected tokens are shared if all groups have them; answers after a hit are the oracle's, with other tails too.
 
     A request that protects all tokens takes no window from one that has evicted.
     """
-    folder, oracle = family("gemma3_text")
+    folder, oracle = family(kind)
     settings, exact = roles("kvpop", folder, tmp_path, oracle)
     text = random_prompt(300, seed=7)
     other = text[:200] + random_prompt(60, seed=8)

@@ -131,9 +131,10 @@ def test_prefill_chunk(case, shape):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("case, size, dtype", [("none", 80, F32), ("mass-mean", 16, F32), ("mlstm", 48, BF16)])
-def test_biases(case, size, dtype, isa):
-    """Biases lie in the last block of a prefix, which is filled in part, and behind no more tokens."""
-    p = problem(case, 33, roles=(2, 5, 9), length=60, size=size, group=3, dtype=dtype, biased=(33,), seed=1)
+def test_biases_and_sinks(case, size, dtype, isa):
+    """Biases lie in the last block of a prefix, which is filled in part; each query head has a sink."""
+    options = dict(size=size, group=3, dtype=dtype, biased=(33,), has_sinks=True, seed=1)
+    p = problem(case, 33, roles=(2, 5, 9), length=60, **options)
     for chunks in ([1, 29, 60], [0]):
         check_same(serve(p, chunks, isa), serve(p, [p.length]), 2e-5 if dtype == F32 else 2**-6)
 

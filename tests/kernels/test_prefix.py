@@ -187,8 +187,8 @@ def test_attention_that_would_overrun_a_prefix_is_refused():
     p = problem("none", 40)
     q, raw, table = torch.zeros(4, 4, 32), Pool(p).pages.raw, p.prefix_table[0]
 
-    def attend(q=q, raw=raw, table=table, first=0, last=40, biased=0, causal=False, slots=16):
-        return _C.prefix_attention(q, raw, slots, table, first, last, biased, causal, False, 1.0)
+    def attend(q=q, raw=raw, table=table, first=0, last=40, biased=0, causal=False, slots=16, sinks=None):
+        return _C.prefix_attention(q, raw, slots, table, first, last, biased, causal, False, 1.0, sinks)
 
     attend()
     for options, error in (
@@ -205,6 +205,7 @@ def test_attention_that_would_overrun_a_prefix_is_refused():
         ({"q": q[:, :3]}, ValueError),
         ({"q": q.half()}, TypeError),
         ({"slots": 32}, ValueError),
+        ({"sinks": torch.zeros(5)}, ValueError),
     ):
         with pytest.raises(error):
             attend(**options)

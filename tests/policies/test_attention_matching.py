@@ -43,14 +43,19 @@ def tokens(prompt: int, seed: int = 0):
     return q, k, torch.randn(HEADS, length, SIZE, generator=draw)
 
 
-def run(prompt: int, counts, policy=policy, impl: str = "auto", rows: int = 1):
-    """Feed a prompt and later tokens in pieces; return the layer and its outputs ``[R, Hq, S, D]``."""
+def run(prompt: int, counts, policy=policy, impl: str = "auto", rows: int = 1, sinks: torch.Tensor | None = None):
+    """Feed a prompt and later tokens in pieces; return the layer and its outputs ``[R, Hq, S, D]``.
+
+    ``sinks [Hq]`` are logits of attention sinks, or None.
+    """
     q, k, v = (
         torch.stack([x, *(tokens(prompt, i + 1)[n] for i in range(rows - 1))]) for n, x in enumerate(tokens(prompt))
     )
     layer = LayerRows(policy().rule(0, slice(0, HEADS)), BUDGET, k, SCALE, protected=prompt)
     layer.attention.impl = impl
-    outs = [layer.append(*parts) for parts in zip(*(x.split(counts, 2) for x in (q, k, v)), strict=True)]
+    outs = [
+        layer.append(*parts, sink_logits=sinks) for parts in zip(*(x.split(counts, 2) for x in (q, k, v)), strict=True)
+    ]
     return layer, torch.cat(outs, 2)
 
 
@@ -88,6 +93,28 @@ def test_outputs_are_the_oracles(prompt, impl):
         newest = [t for t in range(prompt + MORE) if t >= max(prompt - WINDOW, prompt + MORE - (BUDGET - count))]
         for h, slots in enumerate(made):
             assert held[h].nonzero().flatten().tolist() == sorted({*slots.tokens.tolist(), *newest})
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("prompt", [WINDOW, BUDGET + 1, 110])
+def test_attention_sinks(prompt, impl):
+    """Slots are fitted to masses that leave the sinks' share out, and outputs have the sinks in their softmax."""
+    if impl == "cpp" and dispatch.select("decode_step", torch.empty(0, SIZE)) != "cpp":
+        pytest.skip("kvpop_vllm._C is not built")
+    sinks, biases_of = torch.tensor([18.0, 14.0, 22.0, 16.0]), []
+    for logits in (sinks, None):
+        layer, out = run(prompt, [prompt, 9, *[1] * (MORE - 9)], impl=impl, sinks=logits)
+        (keys, values, biases), kv = layer.made_slots(0), tokens(prompt)
+        best = oracle_matching.made_slots(*kv, prompt, BUDGET, WINDOW, None, logits)
+        fitted = oracle_matching.made_slots(*kv, prompt, BUDGET, WINDOW, biases, logits)
+        for h in range(HEADS):
+            assert best[h].margin > 1e-4 and torch.equal(keys[h], kv[1][h, best[h].tokens])
+            np.testing.assert_allclose(values[h].numpy(), fitted[h].values, rtol=0, atol=1e-4)
+            assert fitted[h].misfit <= best[h].misfit + 1e-4
+        expected = oracle_matching.outputs(*kv, fitted, prompt, BUDGET, WINDOW, logits)
+        torch.testing.assert_close(out[0].double(), expected, rtol=0, atol=1e-4)
+        biases_of.append(biases)
+    assert prompt <= BUDGET or not torch.allclose(*biases_of, atol=1e-2)
 
 
 @pytest.mark.parametrize("prompt", [WINDOW + 1, 110])

@@ -217,8 +217,8 @@ def expected(oracle):
 
             def outputs(x, visible=visible, layer=layer):
                 sinks = sinks_of(layer, has_sinks)
-                kept = {"sink_logits": None if sinks is None else sinks.to(x.q)}
-                return own.attend(x.q, x.k, x.v, visible, **kept), masked_lse(x.q, x.k, visible, **kept)
+                options = {"sink_logits": None if sinks is None else sinks.to(x.q)}
+                return own.attend(x.q, x.k, x.v, visible, **options), masked_lse(x.q, x.k, visible, **options)
 
             both.append(
                 (visible, *zip(outputs(exact), eager_runs(functools.partial(outputs, low), count=1), strict=True))
@@ -274,9 +274,9 @@ def test_product(scorer, expected, logged, monkeypatch, name, allocator, correct
 @pytest.mark.parametrize("name", [name for name in NAMES if not ROWS[name].keeps_all])
 def test_every_policy_with_attention_sinks(scorer, expected, logged, monkeypatch, name, correction, impl):
     """Masses, moments and what rounds rank by have the sinks in their softmax."""
-    own, right = policy(name, scorer(name), "uniform", correction), expected(name, "uniform", correction, 0, True)
+    tested, right = policy(name, scorer(name), "uniform", correction), expected(name, "uniform", correction, 0, True)
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
-    compare(own, right, empty_rows(own), logged, has_sinks=True)
+    compare(tested, right, empty_rows(tested), logged, has_sinks=True)
 
 
 READS_ATTENTION = "h2o", "tova", "momentkv", "vase", "rkv"

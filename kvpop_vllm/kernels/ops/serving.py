@@ -98,9 +98,9 @@ def _check_sinks(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
     """
     if sink_logits is None:
         return
-    found = sink_logits.shape, sink_logits.dtype, sink_logits.device, sink_logits.is_contiguous()
-    if found != (q.shape[1:2], torch.float32, q.device, True):
-        raise ValueError(f"sink_logits must be contiguous float32 {tuple(q.shape[1:2])} on {q.device}, got {found}")
+    form = sink_logits.shape, sink_logits.dtype, sink_logits.device, sink_logits.is_contiguous()
+    if form != (q.shape[1:2], torch.float32, q.device, True):
+        raise ValueError(f"sink_logits must be contiguous float32 {tuple(q.shape[1:2])} on {q.device}, got {form}")
 
 
 def _inputs_of(rule: RetentionRule, k, v, gate_scores, seeds, requests: tuple[int, ...]) -> tuple[RetentionRule, dict]:
