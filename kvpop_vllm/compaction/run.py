@@ -26,12 +26,11 @@ from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
 from kvpop_vllm.files import check_new
 from kvpop_vllm.model_hook import check_rotation, load_model
-from kvpop_vllm.model_shape import positions_of, read_model_config, text_config
+from kvpop_vllm.model_shape import positions_of, read_model_config
 from kvpop_vllm.policies.allocators import proportional
 from kvpop_vllm.progress import progress
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules.matching import Matching
-from kvpop_vllm.supported import unserved
 
 METHODS = ("attention-matching", "first", "last", "still")
 
@@ -198,26 +197,11 @@ def load(model: str, dtype: str) -> torch.nn.Module:
     """Return the model for inference on the default device.
 
     Raises:
-        ConfigError: it cannot be loaded, has layers other than full attention, or as
-            :func:`kvpop_vllm.model_hook.check_rotation`.
+        ConfigError: it cannot be loaded, or as :func:`base_of` and :func:`kvpop_vllm.model_hook.check_rotation`.
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
-    check_attention(loaded.config)
     check_rotation(loaded, base_of(model)["rope"])
     return loaded
-
-
-def check_attention(config) -> None:
-    """Check that every layer of a model has full attention, without sinks or caps.
-
-    Args:
-        config: the model's resolved config.
-
-    Raises:
-        ConfigError: one has not.
-    """
-    if features := unserved(text_config(config), {}, positions_of(config)):
-        raise ConfigError(f"a cartridge cannot serve a model with {features[0]}: choose another model")
 
 
 @torch.no_grad()

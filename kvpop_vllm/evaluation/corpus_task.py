@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import torch
 
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.compaction.cartridge import check_attention
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.conversations import ROOM
 from kvpop_vllm.compaction.prompt_place import place_of
-from kvpop_vllm.compaction.run import check_attention
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import corpus

@@ -53,7 +53,7 @@ def calibrated(folder, run_kvpop, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("unit", ["layer", "head"])
+@pytest.mark.parametrize("unit", [pytest.param("layer", marks=pytest.mark.slow), "head"])
 def test_layers_of_the_policy_are_calibrated(calibrated, unit):
     """Slots go to the layer that has an effect; the report counts bytes of these layers."""
     calibration, lines = calibrated(unit)
