@@ -18,11 +18,22 @@ from packaging.version import Version
 from safetensors import SafetensorError
 
 from kvpop_vllm.config import ConfigError, check_version
-from kvpop_vllm.model_shape import positions_of, read_model_config, rotations, text_config
+from kvpop_vllm.local_attention import local_attention
+from kvpop_vllm.model_shape import kinds_of, positions_of, read_model_config, rotations, text_config
 from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.scorers.published_checkpoint import is_published
-from kvpop_vllm.supported import FULL, RESCALED_LOGITS, SCALED_BY_POSITION, TRANSFORMERS, layer_kinds
+from kvpop_vllm.supported import (
+    CHUNKED,
+    FULL,
+    PAIRED,
+    POLICY_LAYERS,
+    RESCALED_LOGITS,
+    SCALED_BY_POSITION,
+    SLIDING,
+    TRANSFORMERS,
+    local_size,
+)
 
 check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
 
@@ -30,7 +41,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 NAME = "kvpop"
-NO_WINDOWS = "sliding-window layers of its own: kvpop cannot train scorers for it"
+LOCAL = SLIDING, CHUNKED
+"""Kinds of layers whose queries attend to tokens nearby."""
 CACHE_NAME = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 """Argument under which this version of transformers passes a cache to a model."""
 POSITIONS = 512
@@ -40,15 +52,23 @@ SHIFT = 100
 
 
 class Attend(Protocol):
-    """Function that a model's layers call in place of attention."""
+    """Function that a model's layers with full attention call in place of attention.
+
+    Layers with windows or chunks attend as :func:`kvpop_vllm.local_attention.local_attention` does, or call a method
+    ``local(layer, q, k, v, scale, kind, size)`` of the function, with their index in the model. An attribute ``kinds``
+    says the kinds of the model's layers if they are not those of its config, and ``longest`` the tokens of the longest
+    text if it is not the row.
+    """
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:  # fmt: skip
         """Return the attention of one layer.
 
+        With an attribute ``takes_sinks`` it also takes ``sink_logits``, ``[Hq]`` logits of the model's attention sinks.
+
         Args:
-            layer: index of the layer.
+            layer: index of the layer among those with full attention.
             q: ``[B, Hq, S, D]``, after QK-norm and RoPE.
             k: ``[B, H, S, D]``, likewise.
             v: ``[B, H, S, D]``.
@@ -67,28 +87,76 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         )
     if attention_mask is not None:
         raise ConfigError("the model's attention has a mask of its own, which would be ignored: choose another model")
-    window = options.get("sliding_window")
-    if window is not None and window < query.shape[2] and not getattr(attend, "windows", False):
-        raise ConfigError(f"the model has {NO_WINDOWS}")
+    kind, index = _place(module, attend)
+    size = local_size(module.config, kind) if kind in LOCAL else None
+    _check_window(module, kind, size, options.get("sliding_window"), getattr(attend, "longest", key.shape[2]))
     sinks, more = options.get("s_aux"), {}
     if sinks is None and getattr(module, "sinks", None) is not None:
         raise ConfigError("the model's layers keep attention sinks from their attention: choose another model")
     if sinks is not None and getattr(attend, "takes_sinks", False):
         sinks, more = None, {"sink_logits": sinks}
-    for name, option in (("softcap", options.get("softcap")), ("s_aux", sinks)):
+    for name, option in (("logit soft-capping", options.get("softcap")), ("attention sinks", sinks)):
         if option is not None:
-            raise ConfigError(f"the model's attention has a {name} of its own: kvpop cannot train scorers for it")
+            raise ConfigError(f"the model has {name}, which this does not take: choose another model")
     if dropout:
         raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves them in float32 after RoPE
+    if module.config.model_type in PAIRED:
+        query, key = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (query, key))
     if share := getattr(module, "borrowed", 0.0):
         by_group = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))
         query = _without_channel(by_group, share).flatten(2, 3).transpose(1, 2)
         if hasattr(attend, "see_channel"):
-            attend.see_channel(module.layer_idx, module.channel)
+            attend.see_channel(index, module.channel)
         del module.channel
-    return attend(module.layer_idx, query, key, value, scale, **more).transpose(1, 2), None
+    if size is None:
+        out = attend(index, query, key, value, scale, **more)
+    elif hasattr(attend, "local"):
+        out = attend.local(index, query, key, value, scale, kind, size, **more)
+    else:
+        out = local_attention(query, key, value, scale, kind, size, **more)
+    return out.transpose(1, 2), None
+
+
+def _place(module: torch.nn.Module, attend: Attend) -> tuple[str, int]:
+    """Return the kind of a layer, and its index among the layers with full attention, or in the model if it is another.
+
+    An ``attend`` with an attribute ``kinds`` says the kinds of the model's layers; it is empty if all have full attention.
+
+    Raises:
+        ConfigError: the layer attends, and no layer of its kind does in models that are served.
+    """
+    layer, kinds = module.layer_idx, getattr(attend, "kinds", None)
+    kinds = kinds_of(module.config) if kinds is None else kinds
+    if not kinds:
+        return FULL, layer
+    if kinds[layer] in POLICY_LAYERS:
+        return FULL, sum(kind in POLICY_LAYERS for kind in kinds[:layer])
+    if kinds[layer] not in LOCAL:
+        raise ConfigError(f"layer {layer} of the model is of kind {kinds[layer]}, and attends: choose another model")
+    return kinds[layer], layer
+
+
+def _check_window(module: torch.nn.Module, kind: str, size: int | None, window: int | None, tokens: int) -> None:
+    """Check that the window that a layer hands to its attention is the one of its kind.
+
+    Args:
+        module: attention block of the layer.
+        kind: kind of the layer.
+        size: tokens of a window or chunk of this kind, None for full attention.
+        window: tokens of the window that the layer gives, or None.
+        tokens: tokens of the longest text.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    full = kind == FULL and window is not None and window >= tokens
+    if window is not None and not full and (kind != SLIDING or window != size):
+        raise ConfigError(
+            f"layer {module.layer_idx} of the model has a sliding window of {window} tokens, and would be treated as {kind}:"
+            " choose another model"
+        )
 
 
 def _no_mask(*args, attention_mask=None, **options):
@@ -102,26 +170,35 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _no_mask)
 
 
+def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the decoder of a causal language model; some of transformers' models do not find their own."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model and hasattr(model, "model") else decoder
+
+
 def show_hidden_states(model: torch.nn.Module) -> None:
-    """Pass the input of every attention block to an ``attend`` with a method ``see``, just before it attends.
+    """Pass the input of every attention block with full attention to an ``attend`` with a method ``see``, just before it attends.
 
     May be called more than once.
 
     Raises:
         ConfigError: the model's layers have no attention block of the usual name.
     """
-    for layer in model.get_decoder().layers:
-        if not hasattr(layer, "self_attn"):
-            raise ConfigError(
-                "the model's layers have no self_attn, so that gates cannot be trained for it: choose another model"
-            )
-        if _show not in layer.self_attn._forward_pre_hooks.values():
-            layer.self_attn.register_forward_pre_hook(_show, with_kwargs=True)
+    blocks = [layer.self_attn for layer in decoder_of(model).layers if hasattr(layer, "self_attn")]
+    if not blocks:
+        raise ConfigError(
+            "the model's layers have no self_attn, so that gates cannot be trained for it: choose another model"
+        )
+    for block in blocks:
+        if _show not in block._forward_pre_hooks.values():
+            block.register_forward_pre_hook(_show, with_kwargs=True)
 
 
 def _show(module, positional, named):
     if hasattr(attend := named.get("attend"), "see"):
-        attend.see(module.layer_idx, named["hidden_states"] if "hidden_states" in named else positional[0])
+        kind, index = _place(module, attend)
+        if kind == FULL:
+            attend.see(index, named["hidden_states"] if "hidden_states" in named else positional[0])
 
 
 def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
@@ -138,7 +215,7 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
     Raises:
         ConfigError: the model's attention blocks have no queries of the usual name and shape.
     """
-    for layer in model.get_decoder().layers:
+    for layer in decoder_of(model).layers:
         block = getattr(layer, "self_attn", None)
         queries = getattr(block, "q_norm", None) or getattr(block, "q_proj", None)
         if queries is None or not (hasattr(block, "head_dim") and hasattr(block, "num_key_value_groups")):
@@ -150,7 +227,7 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
 
 def borrowed_share(model: torch.nn.Module) -> float:
     """Return the share of the last :func:`borrow_channel` on a model, or 0."""
-    return max((getattr(layer.self_attn, "borrowed", 0.0) for layer in model.get_decoder().layers), default=0.0)
+    return max((getattr(layer.self_attn, "borrowed", 0.0) for layer in decoder_of(model).layers), default=0.0)
 
 
 def _take_channel(block, module, inputs, queries):
@@ -192,8 +269,12 @@ class GateInputs:
 class Dense:
     """Causal attention over all tokens by torch. Queries may be fewer than keys; they are the last ones."""
 
-    def __call__(self, layer, q, k, v, scale):
+    takes_sinks = True
+
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the attention of one layer; see :class:`Attend`."""
+        if sink_logits is not None:  # a window of all tokens
+            return local_attention(q, k, v, scale, SLIDING, k.shape[2], sink_logits)
         new, past = q.shape[2], k.shape[2] - q.shape[2]
         mask = {"is_causal": True}
         if past:
@@ -214,7 +295,7 @@ def hidden_states(model: torch.nn.Module, ids: Sequence[int], positions: Sequenc
     device = next(model.parameters()).device
     row = {"input_ids": ids, "position_ids": positions}
     row = {name: torch.as_tensor(values, device=device).unsqueeze(0) for name, values in row.items()}
-    return model.get_decoder()(**row, use_cache=False, attend=attend).last_hidden_state[0]
+    return decoder_of(model)(**row, use_cache=False, attend=attend).last_hidden_state[0]
 
 
 @torch.no_grad()
@@ -247,18 +328,21 @@ def check_rotation(model: torch.nn.Module, rope: Mapping) -> None:
             )
 
 
-def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16, logits: bool = True) -> torch.nn.Module:
     """Return a causal language model from a local folder, whose forward takes ``attend``.
+
+    Args:
+        folder: folder of the model.
+        dtype: dtype of its weights.
+        logits: True if its logits are read, which some models rescale after their output layer.
 
     Raises:
         ConfigError: it is no model folder, weights are damaged, missing or of other shapes than its config
-            says, the model's attention cannot be replaced, or the model rescales its logits.
+            says, the model's attention cannot be replaced, or the model rescales logits that are read.
     """
     config = read_model_config(folder)
-    if {FULL} < {*layer_kinds(text_config(config), tokens=positions_of(config))}:
-        raise ConfigError(f"{folder} has {NO_WINDOWS}")
     published = {"config": config} if is_published(folder) else {}
-    for name in RESCALED_LOGITS:
+    for name in RESCALED_LOGITS if logits else ():
         if getattr(text_config(config), name, None) not in (None, 1.0):
             raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")
     try:

@@ -25,6 +25,7 @@ from kvpop_vllm.supported import (
     base_keys,
     layer_kinds,
     published_base,
+    sliding_window,
 )
 
 ADVICE = "give the folder of a decoder-only language model"
@@ -59,8 +60,8 @@ class ModelShape:
         max_model_len: longest sequence, in tokens.
         hidden_size: E, width of the hidden states, or None if unknown.
         num_heads: query heads of the whole model, or None if unknown.
-        rope: rope parameters of the model (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
-            between layers.
+        rope: rope parameters of these layers (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
+            between them.
         kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if the policy acts on all.
         layers: indices in the model of the layers that the policy acts on, empty if these are all.
     """
@@ -118,7 +119,24 @@ class ModelShape:
         if isinstance(model, str | PathLike):
             model, source = read_model_config(model), Path(model) / "config.json"
         config = resolve(model, source)
-        return cls(**shape_of(config, source, max_model_len), max_model_len=max_model_len, rope=rope_of(config))
+        return cls(
+            **shape_of(config, source, max_model_len), max_model_len=max_model_len, rope=rope_of(config, max_model_len)
+        )
+
+    @classmethod
+    def in_context(cls, model: Any, tokens: int) -> ModelShape:
+        """Return the shape for texts of ``tokens``, with layers of the kinds of the model's whole context.
+
+        In a context of at most a window's tokens, layers with windows would count as those of full attention. The
+        longest sequence is one token more than the window then.
+
+        Args:
+            model: as in :meth:`of`.
+            tokens: tokens of the longest text.
+        """
+        config = read_model_config(model) if isinstance(model, str | PathLike) else model
+        window = sliding_window(text_config(config)) if kinds_of(config) else None
+        return cls.of(model, max(tokens, (window or 0) + 1))
 
     @classmethod
     def of_engine(cls, model: Any) -> ModelShape:
@@ -146,7 +164,7 @@ class ModelShape:
             max_model_len=model.max_model_len,
             hidden_size=model.get_hidden_size(),
             num_heads=num_heads,
-            rope=rope_of(text),
+            rope=rope_of(text, model.max_model_len),
             **mixed,
         )
 
@@ -277,10 +295,36 @@ def _layers(text: Any, count: int, tokens: int | None) -> dict[str, tuple]:
     return {"kinds": kinds, "layers": layers} if 0 < len(layers) < len(kinds) else {}
 
 
-def rope_of(config: Any) -> dict | None:
-    """Return the rope parameters of a resolved config (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them."""
+def kinds_of(config: Any) -> tuple[str, ...]:
+    """Return the kind of each layer of a resolved config, for texts as long as the model has positions.
+
+    It is empty if a policy acts on all layers, or on none.
+    """
     text = text_config(config)
-    return model_rope(text.to_dict() if hasattr(text, "to_dict") else vars(text))
+    return _layers(text, size(text, "num_layers"), positions_of(text)).get("kinds", ())
+
+
+def rope_of(config: Any, tokens: int | None = None) -> dict | None:
+    """Return the rope parameters of the layers that a policy acts on (:func:`kvpop_vllm.rope.rope_of`).
+
+    Args:
+        config: a resolved config.
+        tokens: tokens of the longest text, by default the model's positions.
+
+    Returns:
+        The parameters, in which layers are counted as the policy counts them; None if these layers rotate differently.
+    """
+    text = text_config(config)
+    keys = text.to_dict() if hasattr(text, "to_dict") else dict(vars(text))
+    if layers := _layers(text, size(text, "num_layers"), positions_of(text) if tokens is None else tokens).get(
+        "layers"
+    ):
+        by_kind, rotates = keys.get("rope_parameters"), keys.get("no_rope_layers")
+        if isinstance(by_kind, Mapping) and isinstance(by_kind.get(FULL), Mapping):
+            keys["rope_parameters"] = by_kind[FULL]
+        if rotates:
+            keys["no_rope_layers"] = [rotates[layer] for layer in layers]
+    return model_rope(keys)
 
 
 def _kv_heads(text: Any, heads: int) -> Any:

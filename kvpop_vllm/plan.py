@@ -38,7 +38,7 @@ from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.published_checkpoint import is_published
-from kvpop_vllm.supported import CHUNKED, DTYPES, FULL, HEAD_SIZES, SLIDING, sliding_window, unserved
+from kvpop_vllm.supported import CHUNKED, DTYPES, FULL, HEAD_SIZES, SLIDING, refused_beside, sliding_window, unserved
 
 SHARES = (2, 4, 8)
 """Divisors of the longest request's tokens that give the default budgets."""
@@ -115,8 +115,8 @@ def plan(options) -> None:
             try:
                 policy = _policy(cls, budget, shape, options, given, own)
                 policy.check_ranks(options.tensor_parallel_size)
-                if shape.kinds and policy.gated:
-                    raise ConfigError("its gate reads every layer")
+                if reason := refused_beside(shape.kinds, gate=policy.gated):
+                    raise ConfigError(reason)
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue

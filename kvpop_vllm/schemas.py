@@ -101,6 +101,18 @@ class Schema:
         if lacking := [name for name in names if name not in values and name not in optional]:
             raise ConfigError(f"{source}: {self.missing.format(name=lacking[0])}{self.advice}")
 
+    def layers(self, values: Mapping, source: str) -> list[int]:
+        """Return the key ``layers``: indices in the model of the layers that a file is for, empty if these are all.
+
+        Raises:
+            ConfigError: it is no list of ``num_layers`` ascending indices.
+        """
+        layers, count = values.get("layers", []), values["num_layers"]
+        numbers = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)
+        if layers != [] and (not numbers or layers != sorted(set(layers)) or len(layers) != count):
+            raise ConfigError(f"{source}: layers must be a list of {count} ascending indices of layers, got {layers!r}")
+        return layers
+
     def check(self, values: Mapping, rules: Mapping[str, Rule], source: str) -> None:
         """Check values by their rules.
 

@@ -8,7 +8,7 @@ imports neither vLLM nor torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,13 @@ SCALED_BY_POSITION = "llama_4_scaling_beta", "attn_temperature_tuning"
 """Model settings that scale queries by their position, which training at drawn positions does not support."""
 
 
+PAIRED = frozenset({"llama4_text"})
+"""Model types whose rotation pairs neighbouring channels in transformers, and the halves of a head in vLLM.
+
+Scorers read keys as vLLM has them, even channels before odd ones.
+"""
+
+
 def _has_sinks(text: Any) -> bool:
     kind = getattr(text, "model_type", None)
     if kind in ("granite", "granite_swa", "granitemoe", "granitemoe_swa"):  # as in vLLM
@@ -119,9 +126,33 @@ STOCK_LAYERS = {SLIDING: "SlidingWindowSpec", CHUNKED: "ChunkedLocalAttentionSpe
 """Kinds of layers that an engine with a policy leaves to vLLM, with the name of vLLM's cache spec of each."""
 
 
+NEEDS_FULL = {
+    "cartridge": "a cartridge, which holds a text in every layer",
+    "gate": "a gate, which vLLM's models have in every layer",
+    "carried": "a checkpoint that carries scorers, which has them in every layer",
+}
+"""Features that need full attention in every layer, by name, as errors call them."""
+
+
+def refused_beside(kinds: Sequence[str], **features: object) -> str | None:
+    """Return why a model with layers of several kinds is refused, as errors say it, or None.
+
+    Args:
+        kinds: kinds of the model's layers, empty if a policy acts on all.
+        features: whether each of NEEDS_FULL is asked for; those left out are not.
+    """
+    reasons = [NEEDS_FULL[name] for name, present in features.items() if present]
+    return f"layers without full attention cannot have {'; nor '.join(reasons)}" if kinds and reasons else None
+
+
 def sliding_window(text: Any) -> int | None:
     """Return the tokens that a query in a model's sliding-window layers attends to, None if the config says none."""
     return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+
+
+def local_size(text: Any, kind: str) -> int:
+    """Return the tokens of a window or chunk of a model's layers of a kind."""
+    return sliding_window(text) if kind == SLIDING else text.attention_chunk_size
 
 
 def layer_kinds(text: Any, layers: int | None = None, tokens: int | None = None) -> tuple[str, ...]:

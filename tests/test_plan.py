@@ -80,7 +80,7 @@ def test_layers_that_a_policy_does_not_act_on(planned):
         f"{fit:.1f}",
     ]
     assert "trimkv" not in {name for name, _ in rows}
-    assert any("trimkv, 2048 tokens: its gate reads every layer" in line for line in lines)
+    assert any("trimkv, 2048 tokens: layers without full attention cannot have a gate" in line for line in lines)
 
 
 def test_positions_of_a_stretched_rotation(planned):

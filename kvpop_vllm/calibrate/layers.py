@@ -1,6 +1,6 @@
 """Losses of one layer, or of one head, when its slots shrink: the divergence of the model's output.
 
-A row is read once with dense attention. The input of a layer is then known, and the layers from there on run again for
+Layers are those with full attention. A row is read once with dense attention. The input of a layer is then known, and the model's layers from there on run again for
 the last queries of the row, with dense keys and values of everything before. Several variants run as one batch. The layer
 itself sees the first tokens and a window, or what a policy keeps by the kernels of serving.
 """
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.evaluation.serving_kernels import attend_and_keep
-from kvpop_vllm.model_hook import Dense
+from kvpop_vllm.local_attention import local_attention
+from kvpop_vllm.model_hook import Dense, decoder_of
 
 BATCH = 16
 """Variants that run at once."""
@@ -30,19 +31,28 @@ class RowReplay:
         model: from :func:`kvpop_vllm.model_hook.load_model`.
         tokens: ``[S]``.
         queries: number of last queries that run again.
+
+    Attributes:
+        attended: queries, keys and values of each layer with full attention.
+        numbers: indices in the model of these layers.
+        local_keys: keys and values of each other layer that attends, by its index in the model.
+        inputs: input of each layer of the model for the last queries, and its further arguments.
+        exact: ``[Q, V]``, log-probabilities of the last queries.
     """
 
     def __init__(self, model: torch.nn.Module, tokens: torch.Tensor, queries: int):
         self.model, self.queries, self.length = model, queries, len(tokens)
-        decoder = model.get_decoder()
+        decoder = decoder_of(model)
         if not hasattr(decoder, "norm"):
             raise ConfigError("the model's decoder has no final norm of the usual name: choose another model")
         self.layers, self.norm = decoder.layers, decoder.norm
         self.attended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.numbers: list[int] = []
+        self.local_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.inputs: list[tuple[torch.Tensor, dict]] = []
         hooks = [layer.register_forward_pre_hook(self._note, with_kwargs=True) for layer in self.layers]
         try:
-            hidden = decoder(input_ids=tokens[None], attend=self._dense).last_hidden_state
+            hidden = decoder(input_ids=tokens[None], attend=_Reading(self)).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()
@@ -62,38 +72,31 @@ class RowReplay:
         axis = next((i for i, size in enumerate(value.shape[:2]) if size == self.length), None)
         return value if axis is None else value.narrow(axis, self.length - self.queries, self.queries)
 
-    def _dense(self, layer, q, k, v, scale):
-        self.attended.append((q, k, v))
-        return Dense()(layer, q, k, v, scale)
-
     def _log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
         head, parts = self.model.get_output_embeddings(), hidden.split(POSITIONS)
         return torch.cat([head(part).float().log_softmax(-1) for part in parts])
 
-    def run_from(self, layer: int, attend) -> torch.Tensor:
+    def run_from(self, layer: int, attend: Again) -> torch.Tensor:
         """Return the last hidden states of the last queries, ``[V, Q, E]``.
 
         Args:
-            layer: the first layer that runs again.
-            attend: its attention, see :class:`kvpop_vllm.model_hook.Attend`; it has the attributes ``variants``, V, and
-                ``everywhere``, True if it is that of all later layers too.
+            layer: the first layer with full attention that runs again.
+            attend: its attention.
         """
-        hidden = self.inputs[layer][0].expand(attend.variants, -1, -1)
-        for number in range(layer, len(self.layers)):
-            function = attend if number == layer or attend.everywhere else self._over_dense
+        first, dense = self.numbers[layer], Again(self)
+        hidden = self.inputs[first][0].expand(attend.variants, -1, -1)
+        for number in range(first, len(self.layers)):
+            function = attend if number == first or attend.everywhere else dense
             out = self.layers[number](hidden, **self.inputs[number][1], attend=function)
             hidden = out[0] if isinstance(out, tuple) else out
         return self.norm(hidden)
 
-    def joined(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values ``[V, H, S, D]``: the dense ones of the row, and those of the last queries."""
-        before, (_, past_k, past_v) = self.length - self.queries, self.attended[layer]
-        pairs = (past_k, k), (past_v, v)
-        k, v = (torch.cat([past[:, :, :before].expand(len(new), -1, -1, -1), new], 2) for past, new in pairs)
+    def joined(self, k: torch.Tensor, v: torch.Tensor, past: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[V, H, S, D]``: those before the last queries, ``past``, and those of the last queries."""
+        before = self.length - self.queries
+        pairs = zip(past, (k, v), strict=True)
+        k, v = (torch.cat([old[:, :, :before].expand(len(new), -1, -1, -1), new], 2) for old, new in pairs)
         return k, v
-
-    def _over_dense(self, layer, q, k, v, scale):
-        return Dense()(layer, q, *self.joined(layer, k, v), scale)
 
     def visible(self, first: int, windows: torch.Tensor) -> torch.Tensor:
         """Return which tokens the last queries see, ``[..., Q, S]`` booleans: the first ones and a window.
@@ -115,6 +118,46 @@ class RowReplay:
                 F.kl_div(variant, self.exact, reduction="none", log_target=True).sum(-1).double().mean().cpu()
             )
         return torch.stack(losses).clamp_min(0)
+
+
+class _Reading:
+    """Dense attention that notes what a row's layers attend to."""
+
+    def __init__(self, row: RowReplay):
+        self.row = row
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention of a layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        self.row.attended.append((q, k, v))
+        self.row.numbers.append(len(self.row.inputs) - 1)
+        return Dense()(layer, q, k, v, scale)
+
+    def local(self, layer, q, k, v, scale, kind, size):
+        """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`."""
+        self.row.local_keys[layer] = k, v
+        return local_attention(q, k, v, scale, kind, size)
+
+
+class Again:
+    """Attention of the last queries to all tokens, those before them with the dense keys and values of a row.
+
+    Attributes:
+        variants: V, variants that run at once.
+        everywhere: True if it is the attention of all later layers with full attention too.
+    """
+
+    variants, everywhere = 1, False
+
+    def __init__(self, row: RowReplay):
+        self.row = row
+
+    def __call__(self, layer, q, k, v, scale):
+        """Return the attention ``[V, Hq, Q, D]`` of all variants."""
+        return Dense()(layer, q, *self.row.joined(k, v, self.row.attended[layer][1:]), scale)
+
+    def local(self, layer, q, k, v, scale, kind, size):
+        """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`."""
+        return local_attention(q, *self.row.joined(k, v, self.row.local_keys[layer]), scale, kind, size)
 
 
 class Windowed:
@@ -158,7 +201,7 @@ Kept = Callable[[RowReplay, int, int, float], torch.Tensor]
 """Function ``(row, layer, size, scale) -> [1, Hq, Q, D]``: the attention of a layer's last queries with a number of slots."""
 
 
-class Shrunk:
+class Shrunk(Again):
     """Attention of the last queries of one layer, in which some heads have fewer slots.
 
     Args:
@@ -167,10 +210,9 @@ class Shrunk:
         variants: KV heads that shrink and the slots that they have, for each variant; no head stands for all.
     """
 
-    everywhere = False
-
     def __init__(self, row: RowReplay, attention: Kept, variants: list[tuple[int | None, int]]):
-        self.row, self.attention, self.chosen, self.variants = row, attention, variants, len(variants)
+        super().__init__(row)
+        self.attention, self.chosen, self.variants = attention, variants, len(variants)
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention ``[V, Hq, Q, D]`` of all variants."""
@@ -187,7 +229,7 @@ class Shrunk:
         return torch.cat(outs)
 
 
-class Shared:
+class Shared(Again):
     """Attention of the last queries in which every head of every layer sees the first tokens and a window.
 
     Args:
@@ -199,13 +241,14 @@ class Shared:
     everywhere = True
 
     def __init__(self, row: RowReplay, first: int, windows: torch.Tensor):
-        self.row, self.first, self.windows, self.variants = row, first, windows, len(windows)
+        super().__init__(row)
+        self.first, self.windows, self.variants = first, windows, len(windows)
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention ``[V, Hq, Q, D]`` of all variants."""
         group = q.shape[1] // k.shape[1]
         mask = self.row.visible(self.first, self.windows[:, layer].repeat_interleave(group, 1))
-        k, v = self.row.joined(layer, k, v)
+        k, v = self.row.joined(k, v, self.row.attended[layer][1:])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1)
 
 

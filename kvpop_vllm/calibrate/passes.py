@@ -14,7 +14,7 @@ from kvpop_vllm.calibrate.layers import POSITIONS
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.serving_kernels import Served
-from kvpop_vllm.model_hook import Dense
+from kvpop_vllm.model_hook import Dense, decoder_of
 from kvpop_vllm.model_shape import ModelShape
 
 
@@ -109,7 +109,7 @@ class Passes:
     def _log_probabilities(self, tokens: torch.Tensor, prompt: int, attend) -> tuple[torch.Tensor, float]:
         """Return log-probabilities of a row's predictions after its prompt, and the CPU time of the pass in seconds."""
         device, began = next(self.model.parameters()).device, time.process_time()
-        hidden = self.model.get_decoder()(input_ids=tokens[None].to(device), attend=attend).last_hidden_state
+        hidden = decoder_of(self.model)(input_ids=tokens[None].to(device), attend=attend).last_hidden_state
         seconds = time.process_time() - began
         head = self.model.get_output_embeddings()
         parts = hidden[0, prompt : -1 : self.stride].split(POSITIONS)

@@ -19,6 +19,7 @@ from kvpop_vllm.evaluation.policies import PolicySpec, learned
 from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
 from kvpop_vllm.policies.base import GATED
 from kvpop_vllm.scorers.checkpoint import files_of, is_published_scorer
+from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
 
 VERSION = 3
 """Version of what is measured."""
@@ -145,7 +146,7 @@ class Plan:
         self.length = length = min(options.length, positions or options.length)
         if length < SHORTEST:
             raise ConfigError(f"--length {length} is too short to shrink: give at least {SHORTEST}")
-        self.shape, self.dtype = ModelShape.of(options.model, length), getattr(torch, options.dtype)
+        self.shape, self.dtype = ModelShape.in_context(options.model, length), getattr(torch, options.dtype)
         if options.unit == "head" and self.shape.num_kv_heads == 1:
             raise ConfigError("the model has one KV head per layer: give --shares layer")
         self.vocabulary, tokenizer = vocabulary_of(options.model), load_tokenizer(options.model)
@@ -165,6 +166,8 @@ class Plan:
         else:
             self.sizes = [0, *(max(2, after // part) for part in SIZES)]
             self.queries = after - 1 if prompt else length // EVICTING_QUERIES
+        if {*self.shape.kinds} - {FULL, SLIDING, CHUNKED}:  # the state of a recurrent layer is that of a whole row
+            self.queries = length
         if self.budgets[-1] - DEFAULT_SINKS <= self.sizes[0]:
             raise ConfigError(f"a budget of {self.budgets[-1]} is too small to divide: raise --budget or --length")
         self.shards = self._shards()
@@ -172,15 +175,22 @@ class Plan:
 
     def _shards(self) -> list[Shard]:
         """Return the layers and heads that divide slots; layers' shares hold for the heads of all ranks."""
-        heads, layers, options = self.shape.num_kv_heads, self.shape.num_layers, self.options
+        heads, options = self.shape.num_kv_heads, self.options
         if heads % options.ranks and options.ranks % heads:
             raise ConfigError(
                 f"--tensor-parallel-size {options.ranks} does not divide {heads} KV heads: choose another"
             )
-        if options.stages > layers:
-            raise ConfigError(f"--pipeline-parallel-size {options.stages} is more than {layers} layers: lower it")
+        if options.stages > self.shape.model_layers:
+            raise ConfigError(
+                f"--pipeline-parallel-size {options.stages} is more than {self.shape.model_layers} layers: lower it"
+            )
+        stages = self.shape.stages(layers_of_stages(self.shape.model_layers, options.stages))
+        if any(first == end for first, end in stages):
+            raise ConfigError(
+                f"a stage of --pipeline-parallel-size {options.stages} has no layer with full attention: lower it"
+            )
         ranks = options.ranks if options.unit == "head" else 1
-        return list(dict.fromkeys(shards_of(layers_of_stages(layers, options.stages), heads, ranks)))
+        return list(dict.fromkeys(shards_of(stages, heads, ranks)))
 
     @property
     def unit(self) -> str:
@@ -231,8 +241,8 @@ class Plan:
 
     def layer_cost(self, layer: int, variants: int) -> float:
         """Return the work of measuring variants of a layer on a row, in dense passes of a row."""
-        layers = self.shape.num_layers
-        return AGAIN * variants * self.queries / self.length * (layers - layer) / layers
+        layers, number = self.shape.model_layers, self.shape.layers[layer] if self.shape.layers else layer
+        return AGAIN * variants * self.queries / self.length * (layers - number) / layers
 
     def search_cost(self, tables: int) -> float:
         """Return the work of a row with so many tables of windows, in dense passes of a row."""

@@ -94,7 +94,7 @@ def _calibration(plan: Plan, verdict: Verdict, shares: list[list[float]], window
     lines = (line for line in verdict.lines if line["budget"] == plan.budget)
     best = min((line for line in lines if (line["shares"] != EQUAL) == verdict.better), key=lambda line: line["kl"])
     return Calibration(
-        **{name: getattr(plan.shape, name) for name in SIZES},
+        **{name: getattr(plan.shape, name) for name in (*SIZES, "layers")},
         rope=plan.shape.rope,
         unit=plan.options.unit if verdict.better else UNITS[0],
         shares=tuple(map(tuple, shares)) if verdict.better else None,
@@ -133,7 +133,7 @@ def dry_run(options: Options) -> None:
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     size, shape = weights + memory(plan), plan.shape
     print(
-        f"about {max(1, round(seconds / 60))} minutes and {size / 2**30:.1f} GiB of memory for {shape.num_layers} layers and rows"
+        f"about {max(1, round(seconds / 60))} minutes and {size / 2**30:.1f} GiB of memory for {shape.model_layers} layers and rows"
         f" of {plan.length} tokens"
     )
 
@@ -147,4 +147,4 @@ def memory(plan: Plan) -> int:
     layer = 2 * plan.length * shape.num_kv_heads * shape.head_dim * size
     inner = 16 * BATCH * plan.queries * (shape.hidden_size or 0) * size
     logits = 4 * plan.vocabulary * (2 * plan.length // plan.stride + 4 * POSITIONS)
-    return layer * (shape.num_layers + 2 * BATCH) + inner + logits
+    return layer * (shape.model_layers + 2 * BATCH) + inner + logits

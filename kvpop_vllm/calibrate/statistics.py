@@ -69,12 +69,13 @@ def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> Q
         hidden_states(model, row, range(len(row)), sums)
     if len(sums.tokens) != shape["num_layers"]:
         raise ConfigError(f"{len(sums.tokens)} of {shape['num_layers']} layers have attended: give texts, or {ADVICE}")
-    shape.pop("hidden_size", None)
+    sizes = {name: shape[name] for name in ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")}
     parts = {
         name: [(by_layer[i] / sums.tokens[i]).float().cpu() for i in range(shape["num_layers"])]
         for name, by_layer in (("mean", sums.mean), ("norm", sums.norm))
     }
-    statistics = QueryStatistics(**shape, rope=rope, tokens=sums.tokens[0], **parts)
+    sizes |= {"layers": shape.get("layers", ()), "rope": rope, "tokens": sums.tokens[0]}
+    statistics = QueryStatistics(**sizes, **parts)
     statistics.check("these statistics")
     return statistics
 

@@ -48,7 +48,7 @@ class Calibration:
 
     Attributes:
         model_type: model type of the calibrated model, like all sizes None where a file of shares does not say it.
-        num_layers: its decoder layers.
+        num_layers: its layers with full attention, in most models all.
         num_kv_heads: its KV heads.
         head_dim: its head size.
         rope: its rope parameters (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them.
@@ -57,6 +57,7 @@ class Calibration:
         windows: for each measured policy the window as a fraction of ``B - s``.
         policy: the recommended policy, None in a file of shares.
         budget: the recommended B in tokens, None in a file of shares.
+        layers: indices in the model of the layers, empty if these are all; None where a file of shares does not say it.
     """
 
     model_type: str | None
@@ -69,23 +70,27 @@ class Calibration:
     windows: dict[str, float]
     policy: str | None
     budget: int | None
+    layers: tuple[int, ...] | None = ()
 
     def check_model(self, model, source: str) -> None:
         """Check that the calibration is of a model with this shape.
 
         Args:
-            model: shape of a model, with the attributes :data:`SIZES` and ``rope``.
+            model: shape of a model, with the attributes :data:`SIZES`, ``rope`` and, if a policy acts on some layers only,
+                ``layers``.
             source: name of the folder or file in errors.
         """
         compared = [name for name in (*SIZES, "rope") if None not in (getattr(self, name), getattr(model, name))]
-        ours, theirs = ({name: getattr(shape, name) for name in compared} for shape in (self, model))
+        compared += [] if self.layers is None else ["layers"]
+        ours, theirs = ({name: getattr(shape, name, ()) for name in compared} for shape in (self, model))
         check_same_model(ours, theirs, f"--kv-calibration {source}", "run 'kvpop calibrate' on this model")
         if self.shares is not None:
             check_head_shares(self.shares, model.num_layers, model.num_kv_heads, source)
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""
-        write_whole(folder / NAME, json.dumps(SCHEMA.header | asdict(self)) + "\n")
+        values = {name: value for name, value in asdict(self).items() if name != "layers" or value}
+        write_whole(folder / NAME, json.dumps(SCHEMA.header | values) + "\n")
 
 
 def shares_file(source: str) -> Path:
@@ -116,8 +121,9 @@ def read_calibration(source: str) -> Calibration:
     if (path.name != NAME and not named) or (isinstance(content, dict) and set(content) == {"shares"}):
         return _only_shares(content, path)
     content = SCHEMA.body(content, str(path))
-    SCHEMA.check_keys(content, Calibration.__dataclass_fields__, (), str(path))
+    SCHEMA.check_keys(content, Calibration.__dataclass_fields__, ("layers",), str(path))
     SCHEMA.check(content, RULES, str(path))
+    content["layers"] = tuple(SCHEMA.layers(content, str(path)))
     if content["unit"] == UNITS[0]:
         SCHEMA.check(content, {"shares": (lambda shares: shares is None, "null")}, str(path))
     else:
@@ -150,6 +156,7 @@ def _only_shares(content: object, path: Path) -> Calibration:
     if not isinstance(content, dict) or not content.get("shares"):
         raise ConfigError(f"{path} has no shares: give --kv-calibration the folder of 'kvpop calibrate'")
     sizes = {name: content.get(name) for name in SIZES}
+    layers = tuple(SCHEMA.layers(content, str(path))) if sizes["num_layers"] is not None else None
     return Calibration(
-        **sizes, rope=None, unit=UNITS[2], shares=content["shares"], windows={}, policy=None, budget=None
+        **sizes, layers=layers, rope=None, unit=UNITS[2], shares=content["shares"], windows={}, policy=None, budget=None
     )

@@ -46,7 +46,7 @@ class QueryStatistics:
 
     Attributes:
         model_type: model type of the model, as in ``config.json``.
-        num_layers: number of layers.
+        num_layers: number of layers with full attention, in most models all.
         num_heads: query heads of a layer, Hq.
         num_kv_heads: KV heads of a layer, H.
         head_dim: D, head size.
@@ -54,6 +54,7 @@ class QueryStatistics:
         tokens: number of tokens that the statistics are means over.
         mean: ``[Hq, D]`` float32 of each layer, mean query.
         norm: ``[Hq, F]`` float32 of each layer, mean norm of the query in each band.
+        layers: indices in the model of the layers, empty if these are all.
     """
 
     model_type: str
@@ -65,6 +66,7 @@ class QueryStatistics:
     tokens: int
     mean: list[torch.Tensor]
     norm: list[torch.Tensor]
+    layers: tuple[int, ...] = ()
 
     def frequencies(self, layer: int) -> torch.Tensor:
         """Return the angles per position ``[pairs]`` (radians, float64) of the pairs of channels that a layer rotates."""
@@ -118,8 +120,9 @@ def read_statistics(folder: str | Path) -> QueryStatistics:
             f"no statistics at {str(folder)!r}: {CONFIG_NAME} is missing; give a folder of 'kvpop calibrate'"
         )
     config = SCHEMA.body(read_json(path, ADVICE), str(path))
-    SCHEMA.check_keys(config, [*RULES, "rope"], (), str(path))
+    SCHEMA.check_keys(config, [*RULES, "rope", "layers"], ("layers",), str(path))
     SCHEMA.check(config, RULES, str(path))
+    config["layers"] = tuple(SCHEMA.layers(config, str(path)))
     if not tensors_path.is_file():
         raise ConfigError(
             f"no statistics at {str(folder)!r}: {TENSORS_NAME} is missing; give a folder of 'kvpop calibrate'"
@@ -150,7 +153,8 @@ def write_statistics(folder: str | Path, statistics: QueryStatistics) -> None:
     """
     folder = Path(folder)
     statistics.check(str(folder))
-    config = {name: value for name, value in asdict(statistics).items() if name not in ("mean", "norm")}
+    omitted = "mean", "norm", *(() if statistics.layers else ("layers",))
+    config = {name: value for name, value in asdict(statistics).items() if name not in omitted}
     parts = {"mean": statistics.mean, "norm": statistics.norm}
     flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in parts.items() for i, t in enumerate(layers)}
     write_files(folder, CONFIG_NAME, SCHEMA.header | config, TENSORS_NAME, flat)

@@ -30,9 +30,10 @@ from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import add_file, check_new, read_json
 from kvpop_vllm.hub import local_folder
-from kvpop_vllm.model_shape import read_model_config, shape_of, text_config
+from kvpop_vllm.model_shape import positions_of, read_model_config, shape_of, text_config
 from kvpop_vllm.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.schemas import NAME, Rule, Schema, check_same_model, integer
+from kvpop_vllm.supported import unserved
 from kvpop_vllm.tensor_files import reading, write_folder
 
 __all__ = [
@@ -379,13 +380,28 @@ def _config_digest(config: Mapping, source: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def check_attention(config) -> None:
+    """Check that every layer of a model has full attention, without sinks or caps.
+
+    Args:
+        config: the model's resolved config.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    if features := unserved(text_config(config), {}, positions_of(config)):
+        raise ConfigError(f"a cartridge cannot serve a model with {features[0]}: choose another model")
+
+
 def base_of(folder: str | Path) -> dict:
     """Return the fields of a :class:`CartridgeConfig` that follow from a base model's folder.
 
     Raises:
-        ConfigError: as :func:`base_digests`, or keys of the model cannot be turned (:func:`check_rope`).
+        ConfigError: as :func:`base_digests` and :func:`check_attention`, or keys of the model cannot be turned
+            (:func:`check_rope`).
     """
     config = _resolved(folder)
+    check_attention(read_model_config(folder))
     shape, rope = shape_of(config, folder), rope_of(config)
     check_rope(rope, str(folder))
     sizes = {name: shape[name] for name in ("model_type", "num_layers", "num_kv_heads", "head_dim")}

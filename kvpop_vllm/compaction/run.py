@@ -31,7 +31,6 @@ from kvpop_vllm.policies.allocators import proportional
 from kvpop_vllm.progress import progress
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules.matching import Matching
-from kvpop_vllm.supported import unserved
 
 METHODS = ("attention-matching", "first", "last", "still")
 
@@ -198,12 +197,9 @@ def load(model: str, dtype: str) -> torch.nn.Module:
     """Return the model for inference on the default device.
 
     Raises:
-        ConfigError: it cannot be loaded, has layers other than full attention, or as
-            :func:`kvpop_vllm.model_hook.check_rotation`.
+        ConfigError: it cannot be loaded, or as :func:`base_of` and :func:`kvpop_vllm.model_hook.check_rotation`.
     """
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
-    if features := unserved(loaded.config.get_text_config(), {}, positions_of(loaded.config)):
-        raise ConfigError(f"a cartridge cannot serve a model with {features[0]}: choose another model")
     check_rotation(loaded, base_of(model)["rope"])
     return loaded
 

@@ -89,15 +89,17 @@ def budgets_of(student: Student, prompt: int = 0) -> list[Retention]:
 class _LostMass:
     """Dense attention that adds up the lost mass of every layer."""
 
+    takes_sinks = True
+
     def __init__(self, student: Student, log_gammas: torch.Tensor):
         self.student, self.log_gammas = student, log_gammas
         self.budgets = budgets_of(student)
         layers, heads = len(student.scorers), student.scorers[0].scorer.config.num_kv_heads
         self.lost = torch.zeros(layers, len(self.budgets), len(log_gammas), heads, dtype=torch.float64)
 
-    def __call__(self, layer, q, k, v, scale):
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
-        out, lse = dense_attention(q, k, v, scale)
+        out, lse = dense_attention(q, k, v, scale, sink_logits)
         by_window = {r.window: self.student.score(layer, k, v, r)[0] for r in self.budgets}
         scores = [by_window[r.window] for r in self.budgets]
         first, last = max(r.budget for r in self.budgets), k.shape[2] - 1

@@ -140,16 +140,18 @@ class KVzapAttend(_Gated):
         recipe: options of the targets.
     """
 
+    takes_sinks = True
+
     def __init__(self, gate_scores: Given, roles: Retention, recipe: Recipe):
         super().__init__(gate_scores)
         self.roles, self.recipe = roles, recipe
         self.errors: dict[int, torch.Tensor] = {}
         self.variances: dict[int, torch.Tensor] = {}
 
-    def __call__(self, layer, q, k, v, scale):
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         recipe, sinks, window = self.recipe, self.roles.sinks, self.roles.window
-        out, lse = dense_attention(q, k, v, scale)
+        out, lse = dense_attention(q, k, v, scale, sink_logits)
         options = {name: getattr(recipe, name) for name in ("lookahead", "normalise", "groups")}
         leaving = slice(sinks, k.shape[2] - window)
         target = retention_target(q, k, lse, window=window, scale=scale, **options)[..., leaving]

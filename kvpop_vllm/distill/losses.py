@@ -41,7 +41,7 @@ class RetentionLoss:
         """Add the loss and recall of one layer."""
         roles, recipe = self.roles, self.recipe
         q, k = seen.q.detach(), seen.k.detach()
-        lse = dense_attention(q, k, k, seen.scale)[1] if recipe.exact_targets else seen.lse
+        lse = dense_attention(q, k, k, seen.scale, seen.sink_logits)[1] if recipe.exact_targets else seen.lse
         target = retention_target(
             q,
             k,

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.cutoffs import running_cutoffs
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.reference.masked_attention import with_sinks
 from kvpop_vllm.roles import Retention
 
 Score = Callable[[int, torch.Tensor, torch.Tensor, Retention], tuple[torch.Tensor, torch.Tensor]]
@@ -43,6 +45,7 @@ class Pass:
         log_gamma: ``[H]``.
         rank: ``[B, H, S]``, see :func:`~kvpop_vllm.distill.cutoffs.running_cutoffs`.
         cutoff: ``[B, H, S]``, likewise.
+        sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
     """
 
     layer: int
@@ -55,6 +58,7 @@ class Pass:
     log_gamma: torch.Tensor
     rank: torch.Tensor
     cutoff: torch.Tensor
+    sink_logits: torch.Tensor | None = None
 
 
 class Sparse:
@@ -69,22 +73,40 @@ class Sparse:
         observe: called once per layer, or None.
     """
 
+    takes_sinks = True
+
     def __init__(self, score: Score, roles: Retention, observe: Callable[[Pass], None] | None = None):
         self.score, self.roles, self.observe = score, roles, observe
 
-    def __call__(self, layer, q, k, v, scale):
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         score, log_gamma = self.score(layer, k.detach(), v.detach(), self.roles)
         rank, cutoff = running_cutoffs(score, log_gamma, self.roles)
         out, lse = ops.sparse_attention(
             q, k, v, rank, cutoff, sinks=self.roles.sinks, window=self.roles.window, scale=scale
         )
+        out, lse = _with_sinks(out, lse, sink_logits)
         if self.observe is not None:
-            self.observe(Pass(layer, q, k, v, scale, lse, score, log_gamma, rank, cutoff))
+            self.observe(Pass(layer, q, k, v, scale, lse, score, log_gamma, rank, cutoff, sink_logits))
         return out
 
 
-def dense_attention(q, k, v, scale):
-    """Return causal attention ``out [B, Hq, S, D]`` and its log-normalisers ``lse [B, Hq, S]``."""
+def dense_attention(q, k, v, scale, sink_logits=None):
+    """Return causal attention ``out [B, Hq, S, D]`` and its log-normalisers ``lse [B, Hq, S]``.
+
+    Attention sinks, with logits ``sink_logits [Hq]``, take part in both.
+    """
     everything = torch.zeros(k.shape[:3], dtype=torch.int32, device=k.device)
-    return ops.sparse_attention(q, k, v, everything, everything, sinks=0, window=1, scale=scale)
+    out, lse = ops.sparse_attention(q, k, v, everything, everything, sinks=0, window=1, scale=scale)
+    return _with_sinks(out, lse, sink_logits)
+
+
+def _with_sinks(out, lse, sink_logits):
+    """Return attention and log-normalisers with the model's attention sinks, if it has any.
+
+    Raises:
+        ConfigError: a gradient is required, and log-normalisers have none.
+    """
+    if sink_logits is not None and torch.is_grad_enabled() and out.requires_grad:
+        raise ConfigError("gradients do not pass through attention sinks: train scorers alone, with --no-train-base")
+    return with_sinks(out, lse, None if sink_logits is None else sink_logits.detach())

@@ -15,7 +15,7 @@ from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
 from kvpop_vllm.distill.sparse_attention import Sparse, recency
 from kvpop_vllm.kernels.ops.rules import REPLAY
-from kvpop_vllm.model_hook import POSITIONS, Attend, Dense, borrow_channel
+from kvpop_vllm.model_hook import POSITIONS, Attend, Dense, borrow_channel, decoder_of
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Scorer, Signals
 
@@ -129,7 +129,7 @@ class Student(nn.Module):
         """
         first = self.first_position(row)
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(0)
-        return self.base.get_decoder()(input_ids=tokens, position_ids=positions, attend=attend).last_hidden_state
+        return decoder_of(self.base)(input_ids=tokens, position_ids=positions, attend=attend).last_hidden_state
 
     def forward(
         self, tokens: torch.Tensor, row: int, teacher: Teacher | None = None, prompt: int = 0

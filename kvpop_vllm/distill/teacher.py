@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import replacing, write_whole
-from kvpop_vllm.model_hook import POSITIONS
+from kvpop_vllm.model_hook import POSITIONS, decoder_of
 
 INDEX = "index.json"
 FORMAT = {"format": "kvpop-teacher", "version": 1}
@@ -66,7 +66,7 @@ def top_logits(model, tokens: torch.Tensor, top: int = 256, **options) -> TopLog
         top: K, at most the vocabulary.
         options: arguments of the model's forward, ``attend=Dense()``.
     """
-    hidden = model.get_decoder()(input_ids=tokens, use_cache=False, **options).last_hidden_state
+    hidden = decoder_of(model)(input_ids=tokens, use_cache=False, **options).last_hidden_state
     parts = []
     for a in range(0, tokens.shape[1], POSITIONS):
         logits = model.get_output_embeddings()(hidden[:, a : a + POSITIONS])

@@ -21,7 +21,7 @@ from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, read_settings
 from kvpop_vllm.files import replacing, write_whole
-from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
+from kvpop_vllm.model_hook import borrow_channel, check_positions, decoder_of, load_model, show_hidden_states
 from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
@@ -167,7 +167,7 @@ class Trainer(Loop):
             raise ConfigError(
                 f"{model} gives up a query channel (DMS), which training does not do: give --model the one that it was made of"
             )
-        base = load_model(model, torch.float32 if recipe.trains_base else low)
+        base = load_model(model, torch.float32 if recipe.trains_base else low, logits=recipe.distils)
         if recipe.moves_rows:
             check_positions(base, recipe.positions)
         if recipe.trains_gates:
@@ -182,7 +182,7 @@ class Trainer(Loop):
         student = Student(base, scorers, recipe).to(self.process.device)
         if self.process.world > 1:
             mesh = init_device_mesh(self.process.device.type, (self.process.world,))
-            for layer in student.base.get_decoder().layers:
+            for layer in decoder_of(student.base).layers:
                 fully_shard(layer, mesh=mesh)
             for scorer in student.scorers:
                 fully_shard(scorer, mesh=mesh)

@@ -14,8 +14,9 @@ from transformers.generation import TopPLogitsWarper
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.model_hook import CACHE_NAME, Dense, borrow_channel, load_model, show_hidden_states
-from kvpop_vllm.model_shape import ModelShape, borrows_channel
+from kvpop_vllm.model_hook import CACHE_NAME, LOCAL, Dense, borrow_channel, decoder_of, load_model, show_hidden_states
+from kvpop_vllm.model_shape import ModelShape, borrows_channel, kinds_of
+from kvpop_vllm.supported import FULL
 
 
 class Sampling(NamedTuple):
@@ -85,7 +86,8 @@ class Backend(ABC):
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int, requests: int = 1):
-        self.shape, self.dtype, self.longest = ModelShape.of(model, longest), dtype, longest
+        self.shape, self.dtype = ModelShape.in_context(model, longest), dtype
+        self.longest = self.shape.max_model_len
         self.requests = requests
 
     @abstractmethod
@@ -180,7 +182,8 @@ class TransformersRun(Run):
     def _request(self) -> dict:
         """Return the decoder's arguments for the passes of a new request."""
         if self.cache is None:
-            return {CACHE_NAME: DynamicCache(), "attend": Dense()}
+            options = {"config": self.model.config} if {*kinds_of(self.model.config)} - {FULL, *LOCAL} else {}
+            return {CACHE_NAME: DynamicCache(**options), "attend": Dense()}
         self.cache.reset()
         return {CACHE_NAME: self.cache}
 
@@ -189,7 +192,7 @@ class TransformersRun(Run):
         """Return hidden states ``[R, L, E]`` of the next tokens ``[R, L]``, the first at position ``start``."""
         positions = torch.arange(start, start + tokens.shape[1], device=self.device).expand(tokens.shape)
         inputs = {"input_ids": tokens.to(self.device), "position_ids": positions}
-        return self.model.get_decoder()(**inputs, **request).last_hidden_state
+        return decoder_of(self.model)(**inputs, **request).last_hidden_state
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, draws: list[torch.Generator]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.compaction.cartridge import check_attention
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.conversations import ROOM
 from kvpop_vllm.compaction.prompt_place import place_of
@@ -51,7 +52,9 @@ def evaluate_corpus(options) -> list[dict]:
             raise ConfigError(
                 f"the compactor {options.compactor} has {compactor.config.slots} slots: set --budget to them"
             )
-    most = positions_of(read_model_config(options.model))
+    config = read_model_config(options.model)
+    check_attention(config)
+    most = positions_of(config)
     if most is not None and length + ROOM > most:
         raise ConfigError(
             f"the model has {most} positions, {ROOM} for questions: lower --length to {max(0, most - ROOM)}"

@@ -211,7 +211,13 @@ class ResolvedPolicy:
         return rule.sinks + rule.window if rule.threshold is not None else self.least
 
     def on_dense(
-        self, judge: Judge, layer: int, v: torch.Tensor, positions: list[int], signals: Signals | None = None
+        self,
+        judge: Judge,
+        layer: int,
+        v: torch.Tensor,
+        positions: list[int],
+        signals: Signals | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> tuple[Recall | None, torch.Tensor]:
         """Return recall and attention output of the policy on a layer of the dense model.
 
@@ -223,13 +229,16 @@ class ResolvedPolicy:
             v: ``[B, H, S, D]``.
             positions: query positions of the recall; empty for none.
             signals: what gates read.
+            sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
 
         Returns:
             The recall, and the output ``[B, Hq, S, D]``. The recall is None without positions, if heads hold
             different numbers of tokens, or if tokens are protected.
         """
         gate_scores = self.gate_scores(layer, signals)
-        out, kept = attend_and_keep(self, layer, judge.q, judge.k, v, judge.scale, positions, gate_scores)
+        out, kept = attend_and_keep(
+            self, layer, judge.q, judge.k, v, judge.scale, positions, gate_scores, sink_logits=sink_logits
+        )
         if not positions or self.protect or any(len(held.sum(-1).unique()) > 1 for held in kept):
             return None, out
         log_gamma = self.rules[layer].log_gamma.to(v.device)

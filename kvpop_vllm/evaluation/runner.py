@@ -16,7 +16,7 @@ from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.replay import Predictions, token_measures
 from kvpop_vllm.evaluation.serving_kernels import Served
-from kvpop_vllm.model_hook import Dense, GateInputs
+from kvpop_vllm.model_hook import Dense, GateInputs, decoder_of
 from kvpop_vllm.model_shape import ModelShape
 
 DENSE, OWN = "dense", "dense (own)"
@@ -178,7 +178,7 @@ def dense_bytes(shape: ModelShape, dtype: torch.dtype, length: int) -> int:
 
 
 def _dense_size(model: nn.Module, length: int) -> dict:
-    shape = ModelShape.of(model.config, length)
+    shape = ModelShape.in_context(model.config, length)
     return {"allocated": dense_bytes(shape, next(model.parameters()).dtype, length)}
 
 
@@ -202,17 +202,19 @@ def described(setting: Setting, resolved: ResolvedPolicy, dtype: torch.dtype) ->
 class _Observer(GateInputs):
     """Dense attention that records recall and output error of every setting and policy, layer by layer."""
 
+    takes_sinks = True
+
     def __init__(self, pairs: list[tuple[Setting, ResolvedPolicy]], recall: bool, tick: Callable[[float], object]):
         super().__init__()
         self.pairs, self.recall, self.tick = pairs, recall, tick
         self.layers: list[list] = [[] for _ in pairs]
 
-    def __call__(self, layer, q, k, v, scale):
-        out, lse = dense_attention(q, k, v, scale)
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
+        out, lse = dense_attention(q, k, v, scale, sink_logits)
         judge, signals = Judge(q, k, lse, scale), self.signals(layer, k, v)
         for found, (setting, resolved) in zip(self.layers, self.pairs, strict=True):
             positions = setting.positions if self.recall else []
-            recall, own = resolved.on_dense(judge, layer, v, positions, signals)
+            recall, own = resolved.on_dense(judge, layer, v, positions, signals, sink_logits)
             found.append((recall, _output_error(own, out, resolved.roles.budget)))
             self.tick(1 / resolved.model.num_layers)
         return out
@@ -245,7 +247,7 @@ def _next_token(model, tokens, attend, dense: Predictions | None = None) -> tupl
 
     With predictions of the ``dense`` model, the quality includes the divergence from them.
     """
-    hidden = model.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
+    hidden = decoder_of(model)(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
     head = model.get_output_embeddings()
     own = Predictions(hidden, lambda states: head(states).float())
     found = token_measures(own, tokens[0], dense)

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 class Served(GateInputs):
     """Attention of whole rows as in serving; an :class:`kvpop_vllm.model_hook.Attend`."""
 
+    takes_sinks = True
+
     def __init__(self, policy: ResolvedPolicy):
         super().__init__()
         self.policy = policy
 
-    def __call__(self, layer, q, k, v, scale):
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         gate_scores = self.policy.gate_scores(layer, self.signals(layer, k, v))
-        return attend_and_keep(self.policy, layer, q, k, v, scale, [], gate_scores)[0]
+        return attend_and_keep(self.policy, layer, q, k, v, scale, [], gate_scores, sink_logits=sink_logits)[0]
 
 
 def attend_and_keep(
@@ -37,6 +39,7 @@ def attend_and_keep(
     positions: list[int],
     gate_scores: torch.Tensor | None = None,
     budgets: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the attention of sequences as in serving, and the tokens that are held.
 
@@ -50,6 +53,7 @@ def attend_and_keep(
         positions: query positions q0.
         gate_scores: ``[B, S, H]`` gate scores, or None.
         budgets: ``[H]`` int32, B of each head; None for the policy's.
+        sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
 
     Returns:
         ``out [B, Hq, S, D]``, and for each of ``positions``, in their order, ``[B, H, E]`` booleans: which
@@ -66,7 +70,7 @@ def attend_and_keep(
     for q0 in sorted({*positions, length - 1}):
         cut = slice(rows.seen, q0 + 1)
         scores = None if gate_scores is None else gate_scores[:, cut].detach().cpu()
-        outs.append(rows.append(q[:, :, cut], k[:, :, cut], v[:, :, cut], scores))
+        outs.append(rows.append(q[:, :, cut], k[:, :, cut], v[:, :, cut], scores, sink_logits))
         if q0 in positions:
             kept[q0] = rows.held_by_rows()[..., first : max(first, q0 + 1 - rule.window)].to(device)
     return torch.cat(outs, 2).to(device), [kept[q0] for q0 in positions]

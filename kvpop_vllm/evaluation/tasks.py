@@ -103,7 +103,7 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     check_length(options.model, longest)
     if options.teacher is not None:
         asked.check_teacher(options.model, options.teacher, longest)
-    runs = _runs(options, specs, settings, ModelShape.of(options.model, longest), dtype)
+    runs = _runs(options, specs, settings, ModelShape.in_context(options.model, longest), dtype)
     against = asked.reference_of(options, [resolved.spec for resolved, _ in runs])
     task = tasks[options.task](options, against)
     report, teacher = Report(options.report) if options.report else None, None

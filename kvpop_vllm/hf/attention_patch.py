@@ -28,7 +28,16 @@ from transformers import DynamicCache, GenerationMixin, StoppingCriteria, Stoppi
 from kvpop_vllm.cache.step import StepPlan
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf.checks import refuse_model
-from kvpop_vllm.model_hook import CACHE_NAME, NAME, GateInputs, borrow_channel, borrowed_share, show_hidden_states
+from kvpop_vllm.local_attention import Part
+from kvpop_vllm.model_hook import (
+    CACHE_NAME,
+    NAME,
+    GateInputs,
+    borrow_channel,
+    borrowed_share,
+    decoder_of,
+    show_hidden_states,
+)
 from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX
 
 CACHE_NAMES = "cache", "past_key_values"
@@ -87,11 +96,13 @@ class Step(GateInputs):
         thread: thread of the pass.
         length: L.
         plans: plan of the pass; several if layers differ in their devices or numbers of blocks.
-        windows: True: layers with sliding windows are left to the cache.
+        parts: parts of the pass in layers with windows or chunks, made once for all layers of a kind on a device.
+        kinds: kinds of the model's layers, empty if a policy acts on all.
+        longest: tokens of the longest text.
         takes_sinks: True: it is called with the logits of a layer's attention sinks.
     """
 
-    windows = takes_sinks = True
+    takes_sinks = True
 
     def __init__(
         self,
@@ -105,6 +116,8 @@ class Step(GateInputs):
         self.cache, self.positions, self.starts, self.counts, self.recorded = cache, positions, starts, counts, recorded
         self.thread, self.length = threading.get_ident(), positions.shape[1]
         self.plans: dict[Hashable, StepPlan] = {}
+        self.parts: dict[Hashable, list[Part]] = {}
+        self.kinds, self.longest = cache.policy.model.kinds, cache.policy.model.max_model_len
 
     @torch.compiler.disable  # the kernels cannot be compiled
     def __call__(self, layer, q, k, v, scale, sink_logits=None):
@@ -121,24 +134,44 @@ class Step(GateInputs):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
         cache, signals = self.cache, self.signals(layer, k, v)
-        if layer in cache.attended:
-            raise ConfigError(
-                "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
-            )
-        if (local := cache.local(layer)) is not None:
-            if self.recorded:
-                raise RuntimeError("a CUDA graph holds no layers with windows or chunks: leave graphs out")
-            cache.attended.add(layer)
-            return local.attend(q, k, v, scale, self.positions, self.counts, sink_logits)
-        ordinal = cache.policy.model.ordinal(layer)
-        gate = cache.gates[ordinal]
+        self._check_turn(layer)
+        gate = cache.gates[layer]
         device = cache.device or q.device
         gate_scores = None if gate is None else gate.to(k.device)(signals).to(device)
         model_device, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
-        pages = cache.layer(ordinal, q, k, v, scale)
+        pages = cache.layer(layer, q, k, v, scale)
         cache.attended.add(layer)
         batch = self._plan(pages).batch(pages.shares)
         return pages.attend(q, k, v, batch, gate_scores, sink_logits).to(model_device)
+
+    @torch.compiler.disable
+    def local(self, layer, q, k, v, scale, kind, size, sink_logits=None):
+        """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`.
+
+        Raises:
+            RuntimeError: the pass is recorded into a CUDA graph.
+            ConfigError: the layer attends twice in a pass.
+        """
+        if self.recorded:
+            raise RuntimeError("a CUDA graph holds no layers with windows or chunks: leave graphs out")
+        self._check_turn(turn := (kind, layer))
+        self.cache.attended.add(turn)
+        if (key := (kind, q.device)) not in self.parts:
+            self.parts[key] = self.cache.local_positions(kind, size, q.device).parts(
+                self.positions, self.counts, q.device
+            )
+        return self.cache.local_layer(layer, size).attend(q, k, v, scale, self.parts[key], sink_logits)
+
+    def _check_turn(self, layer: Hashable) -> None:
+        """Check that a layer has not attended in this pass.
+
+        Raises:
+            ConfigError: it has.
+        """
+        if layer in self.cache.attended:
+            raise ConfigError(
+                "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
+            )
 
     def _plan(self, pages) -> StepPlan:
         """Return the plan of the pass for the pages of a layer, made once for all layers with the same block numbers."""
@@ -167,7 +200,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     """
     show_hidden_states(model)
     _watch_generate()
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     if borrows and decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX) not in ARCHITECTURES:
         raise ConfigError(
             f"the gate borrows a channel of the queries, which is known where it is in {' and '.join(ARCHITECTURES)} models only: choose another scorer"
@@ -243,7 +276,7 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
     def attend(*_, **options):
         raise _Reached
 
-    attend.takes_sinks = True
+    attend.local, attend.takes_sinks = attend, True
     device = decoder.get_input_embeddings().weight.device
     token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)  # offloaded
     own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME

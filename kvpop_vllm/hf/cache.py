@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from os import PathLike
 
 import torch
@@ -17,7 +17,6 @@ from kvpop_vllm.hf.cartridges import slots_of
 from kvpop_vllm.hf.checks import (
     changes_attention_at,
     check_inputs,
-    check_kinds,
     check_model,
     check_positions,
     check_text,
@@ -26,12 +25,11 @@ from kvpop_vllm.hf.checks import (
     warn_of_reference,
 )
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
-from kvpop_vllm.hf.local_layers import LocalLayer
+from kvpop_vllm.hf.local_layers import LocalLayer, LocalPositions
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
 from kvpop_vllm.model_shape import gives_up_channel, positions_of
 from kvpop_vllm.policies import parse_settings
-from kvpop_vllm.supported import CHUNKED, FULL, SLIDING, sliding_window
 
 
 def _refusal(what: str, instead: str):
@@ -99,7 +97,7 @@ class KVpopCache(Cache, AttentionCache):
         head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
         gates: gate of each layer, None where the kernels score tokens.
         borrows: True if a query channel is removed from the queries in passes with this cache.
-        attended: layers that have attended in the current pass, None between passes.
+        attended: layers that have attended in the current pass, as :class:`Step` names them, None between passes.
 
     Raises:
         ConfigError: the settings are invalid, or the policy cannot be used with this model; one line that
@@ -144,7 +142,6 @@ class KVpopCache(Cache, AttentionCache):
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
             self._budgets = self._rows.head_budgets(self.policy)
             self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
-            check_kinds(model, self.policy, bool(cartridge))
             self._made = slots_of(cartridge, model, self.policy)
             self.head = self._made.head
         except ConfigError as error:
@@ -159,16 +156,16 @@ class KVpopCache(Cache, AttentionCache):
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(register_hooks(model, self.borrows))
         text = model.config.get_text_config()
-        self._sizes = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
+        self._scaled_from = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
         self._layers: dict[int, LayerPages] = {}
-        self._local: dict[int, LocalLayer] = {}
         self._lengths_by_device: dict[torch.device, SequenceLengths] = {}
         self._recorded = False
         self._forget()
 
     def _forget(self) -> None:
-        self.attended: set[int] | None = None
-        self._local = {}
+        self.attended: set[Hashable] | None = None
+        self._local: dict[int, LocalLayer] = {}
+        self._local_positions: dict[tuple[str, torch.device], LocalPositions] = {}
         self._broken = False
         self._columns, self._lengths, self.passes = 0, [], 0
         self.text: torch.Tensor | None = None
@@ -282,6 +279,7 @@ class KVpopCache(Cache, AttentionCache):
         counts = columns_of_tokens(mask, [seen - made for seen in lengths], columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
+        self._check_scale(after, columns + length)
         warn_of_positions(lengths, after, self._positions)
         if not self._columns:
             self._made.check_inputs(inputs, counts)
@@ -392,6 +390,18 @@ class KVpopCache(Cache, AttentionCache):
                 f"{max(lengths)} tokens are more than max_length {longest}, {why}: raise max_length, or shorten the text"
             )
 
+    def _check_scale(self, lengths: list[int], columns: int) -> None:
+        """Check that rows of the given lengths have no pads, if the model scales queries by their column.
+
+        Raises:
+            ValueError: a row has some, and is so long that its queries are scaled.
+        """
+        if self._scaled_from is not None and columns >= self._scaled_from and min(lengths) < columns:
+            raise ValueError(
+                f"this model scales queries by their column from {self._scaled_from} columns on (attn_temperature_tuning), pads included:"
+                " give rows of equal length"
+            )
+
     def _sequence_lengths(self, device: torch.device, rows: int) -> SequenceLengths:
         """Return the clock of a device, created with the progress of the rows if necessary."""
         if device not in self._lengths_by_device:
@@ -445,14 +455,17 @@ class KVpopCache(Cache, AttentionCache):
             self._make_room(self._layers[index], self.protected)
         return self._layers[index]
 
-    def local(self, index: int) -> LocalLayer | None:
-        """Return a layer of the model that the policy does not act on, None for one that it acts on."""
-        kinds = self.policy.model.kinds
-        if not kinds or kinds[index] == FULL:
-            return None
+    def local_layer(self, index: int, size: int) -> LocalLayer:
+        """Return a layer of the model with windows or chunks of ``size`` tokens."""
         if index not in self._local:
-            self._local[index] = LocalLayer(kinds[index], self._sizes[kinds[index]])
+            self._local[index] = LocalLayer(size)
         return self._local[index]
+
+    def local_positions(self, kind: str, size: int, device: torch.device) -> LocalPositions:
+        """Return the positions that the layers of a kind on a device hold."""
+        if (kind, device) not in self._local_positions:
+            self._local_positions[kind, device] = LocalPositions(kind, size)
+        return self._local_positions[kind, device]
 
     def end(self, step: Step, failed: bool) -> None:
         """Finish a pass; ``failed`` is True if it raised.

@@ -11,6 +11,7 @@ import torch
 from kvpop_vllm.compaction.cartridge import check_base, layer_at, read_cartridge
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies import Policy
+from kvpop_vllm.supported import refused_beside
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,15 @@ def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn
 
     Raises:
         ConfigError: a cartridge cannot be read, was made for another model or stands elsewhere than the first, or the
-            policy compresses prompts.
+            policy compresses prompts, or does not act on all layers.
     """
     folders = [folders] if isinstance(folders, str | PathLike) else list(folders)
     if folders and policy.compresses:
         raise ConfigError(
             f"{policy.name} gives up what stands before a prompt's end: leave cartridge out, or choose another policy"
         )
+    if reason := refused_beside(policy.model.kinds, cartridge=folders):
+        raise ConfigError(f"{policy.model.model_type}: {reason}: leave it out")
     slots, parts, heads = 0, [], []
     for folder in folders:
         config, layers, _ = read_cartridge(folder)

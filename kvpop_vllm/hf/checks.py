@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.model_hook import decoder_of
 from kvpop_vllm.model_shape import positions_of, rotations
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.supported import sliding_window, unserved
@@ -36,7 +37,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
         remedy = next(iter(inner), "one of those")
         raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give {remedy}")
     text = model.config.get_text_config()
-    decoder = getattr(model, "get_decoder", lambda: None)()
+    decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     features = {
         "encoder-decoder": model.config.is_encoder_decoder,
@@ -56,21 +57,6 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
             f"{text.model_type} rotates keys differently in texts of more than {limit} tokens (LongRoPE), and cached keys stay"
             f" as they are: set max_length to at most {limit}"
         )
-
-
-def check_kinds(model: torch.nn.Module, policy: Policy, cartridges: bool) -> None:
-    """Check that a policy works next to layers that it does not act on.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if not policy.model.kinds:
-        return
-    if policy.scorer_kind is not None and policy.settings.scorer is None:
-        refuse_model(model, ["layers without full attention, which cannot carry scorers"])
-    if policy.gated or cartridges:
-        reader = "a cartridge holds a text" if cartridges else f"the gate of {policy.name} reads"
-        refuse_model(model, [f"layers without full attention, and {reader} in every layer"])
 
 
 def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:

@@ -13,6 +13,7 @@ from kvpop_vllm.hf.full_checkpoint import published_scorer, scorer_tensors
 from kvpop_vllm.model_shape import ModelShape, positions_of
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.scorers import parse_config
+from kvpop_vllm.supported import refused_beside
 
 
 def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | None) -> Policy:
@@ -38,6 +39,8 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
         settings = replace(settings, scorer=published_scorer(model))
     if cls.scorer_kind is None or settings.scorer is not None or section is None:
         return cls(settings, shape)
+    if reason := refused_beside(shape.kinds, carried=True):
+        raise ConfigError(f"{shape.model_type}: {reason}: give a scorer")
     source = "the model's config, section kvpop"
     policy = cls(settings, shape, checkpoint=parse_config(section, source))
     for layer, tensors in enumerate(scorer_tensors(model.name_or_path, policy.config)):

@@ -20,7 +20,7 @@ from kvpop_vllm.scorers.checkpoint import (
     looks_like_scorer,
     read_scorer,
 )
-from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX
+from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, refused_beside
 from kvpop_vllm.tensor_files import save_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -52,10 +52,8 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
         raise ConfigError(
             f"{base}: model type {kind!r} cannot carry scorers, only {', '.join(ARCHITECTURES)} can: serve it with --kv-scorer instead"
         )
-    if shape.get("layers"):
-        raise ConfigError(
-            f"{base} has layers without full attention, which cannot carry scorers: serve it with --kv-scorer instead"
-        )
+    if reason := refused_beside(shape.get("kinds", ()), carried=True):
+        raise ConfigError(f"{base}: {reason}: serve it with --kv-scorer instead")
     config = json.loads((base / "config.json").read_text())
     if config["model_type"] != kind:
         raise ConfigError(f"{base} carries a scorer already: name the base model it was exported from")

@@ -118,12 +118,11 @@ class ScorerConfig:
         _check_trained(given, source)
         if given.get("shares", []) != []:
             check_head_shares(given["shares"], given["num_layers"], given["num_kv_heads"], source)
-        _check_layers(given, source)
         cls.check(given, source)
         decay = {"decay": Decay(**given["decay"])} if "decay" in given else {}
         trained = tuple(TrainedBudget(**budget) for budget in given.get("trained", ()))
         shares = tuple(tuple(map(float, row)) for row in given.get("shares", ()))
-        layers = tuple(given.get("layers", ()))
+        layers = tuple(SCHEMA.layers(given, source))
         return cls(**{**given, **decay, "trained": trained, "shares": shares, "layers": layers})
 
     @classmethod
@@ -194,15 +193,6 @@ def _check_trained(given: Mapping, source: str) -> None:
         raise ConfigError(
             f"{source}: trained must begin with window {given['window']} and topk {given['topk']}, got {budgets[0]!r}"
         )
-
-
-def _check_layers(values: Mapping, source: str) -> None:
-    layers, count = values.get("layers", []), values["num_layers"]
-    if layers == []:
-        return
-    numbers = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)
-    if not numbers or layers != sorted(set(layers)) or len(layers) != count:
-        raise ConfigError(f"{source}: layers must be a list of {count} ascending indices of layers, got {layers!r}")
 
 
 def _is_positive(number: object) -> bool:

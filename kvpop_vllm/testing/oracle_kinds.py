@@ -123,6 +123,10 @@ class KindsOracle:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **ways).eval()
         self.arguments = OraclePolicy.full(), None, ()
         self.result = OracleRun(torch.empty(0), [], [], [], [])
+        self.hidden: dict[int, torch.Tensor] = {}
+        for module in self.model.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
+                module.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def logprobs(self, tokens: Sequence[int], policy: OraclePolicy | None = None) -> torch.Tensor:
         """Return log-probabilities ``[S, V]`` float64 of a whole sequence; row t predicts token t + 1.
@@ -170,6 +174,9 @@ class KindsOracle:
             near = q // size == t // size
         return (near & (t <= q)).expand(heads, -1, -1)
 
+    def _see(self, module, positional, named):
+        self.hidden[module.layer_idx] = (named["hidden_states"] if "hidden_states" in named else positional[0])[0]
+
     def _attend(self, module, query, key, value, attention_mask, scaling=None, **options):
         """Attend as a function of transformers does; the mask of the caller is not used."""
         layer, (q, k, v) = module.layer_idx, (x[0] for x in (query, key, value))
@@ -181,7 +188,8 @@ class KindsOracle:
             ordinal, (policy, visible, bias) = self.kinds[:layer].count(FULL), self.arguments
             forced = None if visible is None else visible[ordinal]
             nudged = [(head, token, by) for of_layer, head, token, by in bias if of_layer == ordinal]
-            decided = policy.decide(ordinal, q, k, v, forced, nudged, sink_logits=sinks)
+            options = {"hidden": self.hidden[layer], "sink_logits": sinks}
+            decided = policy.decide(ordinal, q, k, v, forced, nudged, **options)
             for name in ("visible", "margins", "scores", "lost"):
                 getattr(self.result, name).append(getattr(decided, name))
             mixed = policy.attend(q, k, v, decided.visible, sink_logits=sinks)

@@ -10,16 +10,20 @@ from kvpop_vllm.calibrate.layers import Evicting, RowReplay, Windowed, head_loss
 from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.testing import random_prompt, write_tiny_model
+from kvpop_vllm.testing import random_prompt, write_mixed_model, write_tiny_model
 
 LENGTH, QUERIES, FIRST, WINDOWS = 96, 24, 4, [2, 9, 40]
-KINDS = {"qwen3": 2, "llama": 4}
+KINDS = {"qwen3": 2, "llama": 4, "olmo3": 2}
+"""KV heads of each model. OLMo 3 has a layer with a window between three with full attention."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def replay(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / request.param
-    write_tiny_model(folder, request.param, layers=3, kv_heads=KINDS[request.param])
+    if request.param == "olmo3":
+        write_mixed_model(folder, request.param)
+    else:
+        write_tiny_model(folder, request.param, layers=3, kv_heads=KINDS[request.param])
     model, tokens = load_model(folder, torch.float32).eval(), torch.tensor(random_prompt(LENGTH))
     with torch.inference_mode():
         return RowReplay(model, tokens, QUERIES), tokens

@@ -212,7 +212,7 @@ REFUSED = {
     "distill --out=x --model=qwen3 --data empty.txt --length=96 --window=8 --topk 20": "empty.txt",
     "distill --out=x --model=qwen3 --data short.txt --length=96 --window=8 --topk 20": "too few for one row",
     "distill --out=x --model=small --data text.jsonl --length=96 --window=8 --topk 20": "the model knows 200",
-    "distill --out=x --model=capped --data text.jsonl --recipe=demo --steps=1": "rescales its logits",
+    "distill --out=x --model=capped --data text.jsonl --recipe=demo --train-base --steps=1": "rescales its logits",
     f"{START} --recipe=demo --positions=96 --teacher=logits --length=96 --window=8 --topk 20": "which is frozen: leave --teacher out",
     f"{START} --phase=uptrain --length=96 --teacher=logits": "phase uptrain has no teacher",
     f"{START} --train-base --kl=0 --ce=1 --teacher=logits --length=96 --window=8 --topk 20": "no use for a teacher",

@@ -123,7 +123,7 @@ def test_unequal_shares_with_a_stage_that_has_none(mixed):
 def test_gates_read_every_layer(tmp_path, mixed):
     folder = mixed(SLIDING, FULL, model_type="qwen3", architectures=["Qwen3ForCausalLM"], use_sliding_window=True)
     gate = write_random_scorer(tmp_path, folder, "trimkv", layers=[1])
-    with pytest.raises(ConfigError, match="whose gate reads every layer: choose another policy"):
+    with pytest.raises(ConfigError, match="a gate, which vLLM's models have in every layer: choose another policy"):
         configure(folder, {"policy": "trimkv", "scorer": str(gate)})
 
 

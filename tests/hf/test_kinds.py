@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hf.prompts import distinct, generate, padded
 from transformers import AutoModelForCausalLM
 
+from kvpop_vllm import local_attention
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache, local_layers
+from kvpop_vllm.hf.local_layers import LocalLayer, LocalPositions
 from kvpop_vllm.model_hook import CACHE_NAME
-from kvpop_vllm.supported import FULL
+from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
 from kvpop_vllm.testing import FAMILIES, KindsOracle, OraclePolicy, write_mixed_model, write_random_scorer
 
 BUDGET, TOLERANCE = 56, 1e-5
+ATTENDING = [kind for kind, keys in FAMILIES.items() if {*keys["layer_types"]} <= {FULL, SLIDING, CHUNKED}]
 PROMPTS = [distinct(n) for n in (5, 64, 130, 200)]
 
 
-@pytest.fixture(scope="module", params=[kind for kind in FAMILIES if kind != "llama4_text"])
+@pytest.fixture(scope="module", params=ATTENDING)
 def family(request, tmp_path_factory):
     """Return a model of a family and its oracle."""
     folder = write_mixed_model(tmp_path_factory.mktemp(request.param), request.param)
@@ -80,6 +85,16 @@ def test_attention_sinks_are_those_of_the_pass(kind, tmp_path):
     assert answers[0] != answers[1]
 
 
+def test_masks_are_made_once_a_pass(family, tmp_path, monkeypatch):
+    """All layers of a kind share the positions and masks of a pass."""
+    model, oracle = family
+    passes = []
+    monkeypatch.setattr(local_layers, "parts_of", lambda *inputs: passes.append(1) or local_attention.parts_of(*inputs))
+    cache, _ = cached(model, oracle, tmp_path)
+    generate(model, cache, PROMPTS, new=10)
+    assert len(passes) == cache.passes > 1 and len({*oracle.kinds} - {FULL}) == 1
+
+
 def test_a_protected_prompt_cannot_be_gone_back_to(family, tmp_path):
     model, oracle = family
     cache, policy = cached(model, oracle, tmp_path, protect_prompt=True)
@@ -92,19 +107,46 @@ def test_a_protected_prompt_cannot_be_gone_back_to(family, tmp_path):
         generate(model, cache, [[*tokens, 7]], new=2)
 
 
-def test_llama_4_is_refused(tmp_path):
-    """Its decoder is not found as that of other models is."""
-    model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, "llama4_text"))
-    with pytest.raises(ConfigError, match="cannot serve llama4_text, a model with no layers that have a self_attn"):
-        KVpopCache(model, "streaming-llm", budget=BUDGET)
+def test_rows_with_pads_are_refused_where_queries_are_scaled_by_their_column(tmp_path):
+    """Llama 4 counts pads as positions there; rows of equal length, and shorter ones, go through."""
+    tuning = {"attn_temperature_tuning": True, "floor_scale": 64, "attn_scale": 0.1}
+    model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, "llama4_text", **tuning))
+    cache = KVpopCache(model, "streaming-llm", budget=BUDGET)
+    generate(model, cache, [distinct(40), distinct(50)], new=2)
+    cache.reset()
+    generate(model, cache, [distinct(80), distinct(80)], new=2)
+    cache.reset()
+    with pytest.raises(
+        ValueError, match="scales queries by their column from 64 columns on .* give rows of equal length"
+    ):
+        generate(model, cache, [distinct(40), distinct(62)], new=3)
 
 
-def test_a_gate_that_reads_every_layer_is_refused(tmp_path):
+@pytest.mark.parametrize("kind", ["trimkv", "dms", "kvzap"])
+def test_gates_read_the_input_of_layers_with_full_attention(family, tmp_path, kind):
+    """Log-probabilities of a prompt in two passes are the oracle's."""
+    model, oracle = family
+    layers, tokens = [i for i, kind in enumerate(oracle.kinds) if kind == FULL], torch.tensor([distinct(200)])
+    sizes = {"sinks": 0, "window": 1, "topk": BUDGET - 1} if kind == "trimkv" else {"window": 16, "topk": BUDGET - 20}
+    gate = write_random_scorer(tmp_path / "gate", model.name_or_path, kind, layers=layers, **sizes)
+    cache = KVpopCache(model, kind, scorer=gate)
+    with torch.no_grad():
+        parts = [model(part, **{CACHE_NAME: cache}).logits[0] for part in (tokens[:, :120], tokens[:, 120:])]
+    exact = oracle.logprobs(tokens[0].tolist(), OraclePolicy.from_scorer(gate))
+    assert float((torch.cat(parts).double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE
+
+
+def test_what_every_layer_has_is_refused(tmp_path):
     folder = write_mixed_model(tmp_path / "model", "gemma3_text")
-    gate = write_random_scorer(tmp_path / "gate", folder, "trimkv", layers=[2, 5])
-    message = "cannot serve gemma3_text, a model with layers without full attention, and the gate of trimkv reads"
-    with pytest.raises(ConfigError, match=message):
-        KVpopCache(AutoModelForCausalLM.from_pretrained(folder), "trimkv", scorer=gate)
+    scorer = write_random_scorer(tmp_path / "scorer", folder, layers=[2, 5])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(
+        ConfigError, match="gemma3_text: layers without full attention cannot have a cartridge, .*: leave it out"
+    ):
+        KVpopCache(model, "kvpop", scorer=scorer, cartridge=tmp_path)
+    model.config.kvpop = json.loads((scorer / "kvpop_config.json").read_text())
+    with pytest.raises(ConfigError, match="cannot have a checkpoint that carries scorers, .*: give a scorer"):
+        KVpopCache(model, "kvpop")
 
 
 @pytest.mark.parametrize("kind", ["sliding_attention", "chunked_attention"])
@@ -113,11 +155,12 @@ def test_long_passes_are_read_in_parts_and_not_held(kind, monkeypatch):
     positions = torch.stack([torch.arange(300), torch.arange(300) - 40])
     results = []
     for queries in (1000, 64):
-        monkeypatch.setattr(local_layers, "QUERIES", queries)
-        layer = local_layers.LocalLayer(kind, 50)
-        parts = [layer.attend(q[:, :, :260], k[:, :, :260], v[:, :, :260], 0.3, positions[:, :260], [260, 220])]
-        parts.append(layer.attend(q[:, :, 260:], k[:, :, 260:], v[:, :, 260:], 0.3, positions[:, 260:], [40, 40]))
-        results.append(torch.cat(parts, 2))
+        monkeypatch.setattr(local_attention, "QUERIES", queries)
+        layer, latest, outputs = LocalLayer(50), LocalPositions(kind, 50), []
+        for columns, counts in ((slice(260), [260, 220]), (slice(260, 300), [40, 40])):
+            parts = latest.parts(positions[:, columns], counts, q.device)
+            outputs.append(layer.attend(*(x[:, :, columns] for x in (q, k, v)), 0.3, parts))
+        results.append(torch.cat(outputs, 2))
         stored = sum(tensor.untyped_storage().nbytes() for tensor in (layer.k, layer.v))
         assert stored == layer.allocated_bytes() == 2 * 2 * 2 * 49 * 8 * 4
     real = torch.arange(300) >= torch.tensor([[0], [40]])

@@ -159,7 +159,8 @@ ARROWS = {
     "rope": "config",
     "model_shape": "rope config files",
     "scorers": "hub model_shape kernels schemas tensor_files config files",
-    "model_hook": "rope scorers model_shape config",
+    "local_attention": "kernels",
+    "model_hook": "local_attention rope scorers model_shape config",
     "policies": "calibration rope scorers model_shape cache kernels config roles",
     "cache": "requests roles",
     "attention": "rules kernels cache requests",
@@ -170,8 +171,8 @@ ARROWS = {
     "compaction": "calibration hub progress rope distill policies model_hook model_shape rules cache schemas tensor_files config files roles argument_types",
     "evaluation": "progress calibration hub hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
     "model_types": "",
-    "hf": "attention hub compaction policies model_hook scorers model_shape rules cache kernels requests config model_types",
-    "calibrate": "progress calibration cache evaluation distill policies model_hook scorers rope model_shape config files roles argument_types",
+    "hf": "attention local_attention hub compaction policies model_hook scorers model_shape rules cache kernels requests config model_types",
+    "calibrate": "local_attention progress calibration cache evaluation distill policies model_hook scorers rope model_shape config files roles argument_types",
     "plan": "calibration policies cache scorers model_shape config argument_types",
 }
 """Each room and the rooms it may import from, as in DESIGN.md."""

@@ -46,7 +46,7 @@ class EngineBackend(Backend):
             )
         super().__init__(model, dtype, longest, requests)
         self.model = model
-        self.room = min(longest + 1, positions_of(read_model_config(model)) or longest + 1)
+        self.room = min(self.longest + 1, positions_of(read_model_config(model)) or self.longest + 1)
 
     @contextmanager
     def start(self, resolved: ResolvedPolicy | None) -> Iterator[EngineRun]:

@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, AUTO, ConfigError
 from kvpop_vllm.hub import local_folder
-from kvpop_vllm.supported import ARCHITECTURES, FULL, STOCK_ARCHITECTURES
+from kvpop_vllm.supported import ARCHITECTURES, FULL, STOCK_ARCHITECTURES, refused_beside
 from kvpop_vllm.vllm_glue.start import published
 
 if TYPE_CHECKING:
@@ -145,10 +145,8 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     from kvpop_vllm.scorers import checkpoint
 
     model = vllm_config.model_config
-    if policy.model.kinds:
-        raise ConfigError(
-            f"{model.model} has layers without full attention, which cannot carry scorers: give --kv-scorer DIR"
-        )
+    if reason := refused_beside(policy.model.kinds, carried=True):
+        raise ConfigError(f"{model.model}: {reason}: give --kv-scorer DIR")
     if vllm_config.load_config.load_format == "dummy":
         raise ConfigError(
             f"--load-format dummy brings no scorer for --kv-policy {policy.name}: leave it out, or give --kv-scorer DIR"

@@ -17,6 +17,7 @@ from kvpop_vllm.supported import (
     DTYPES,
     FULL,
     HEAD_SIZES,
+    NEEDS_FULL,
     REFUSED,
     STOCK_LAYERS,
     Refused,
@@ -140,10 +141,11 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
     on_cpu = cache.user_specified_block_size and vllm_config.device_config.device_type == "cpu"
     refuse(
         {
+            f"{NEEDS_FULL['cartridge']}: leave --kv-cartridge out, and unset VLLM_ALLOW_RUNTIME_LORA_UPDATING": (
+                policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
+            ),
+            f"{NEEDS_FULL['gate']}: choose another policy": policy.gated,
             f"one cache for all kinds of layers: leave --disable-hybrid-kv-cache-manager out{_or_unset()}": one_cache,
-            "cartridges, which hold a text in every layer: leave --kv-cartridge out, and unset"
-            " VLLM_ALLOW_RUNTIME_LORA_UPDATING": (policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING),
-            f"--kv-policy {policy.name}, whose gate reads every layer: choose another policy": policy.gated,
             f"--block-size {cache.block_size} on a CPU: use a multiple of 32": on_cpu and cache.block_size % 32,
         },
         f"--kv-policy on a model with layers of {stock_kinds}",

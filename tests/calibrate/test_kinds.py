@@ -1,0 +1,121 @@
+"""Calibrations of models whose layers are of several kinds are for those with full attention, and are served there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from engine.tiny_engine import PROMPTS, complete, configure, running
+from hf.prompts import generate
+from transformers import AutoModelForCausalLM
+
+from kvpop_vllm.calibration.shares import read_calibration
+from kvpop_vllm.calibration.statistics import read_statistics
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.policies import training_free
+from kvpop_vllm.evaluation.runner import Setting, resolve_all
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.model_shape import ModelShape
+from kvpop_vllm.testing import FAMILIES, write_mixed_model
+from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
+
+NEW, LAYERS = 24, (2, 5)
+WORDS = "--data text.jsonl --length 128 --rows 8 --policies l2norm --threads 1".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models of which some layers have windows; of Gemma 3 the first with full attention has no effect."""
+    root = tmp_path_factory.mktemp("kinds")
+    write_byte_tokenizer(write_mixed_model(root / "gemma3", "gemma3_text", vocab_size=VOCABULARY))
+    model = AutoModelForCausalLM.from_pretrained(root / "gemma3")
+    model.model.layers[LAYERS[0]].self_attn.o_proj.weight.data.zero_()
+    model.save_pretrained(root / "gemma3")
+    write_text(root / "text.jsonl")
+    return root
+
+
+@pytest.fixture
+def calibrated(folder, run_kvpop, monkeypatch):
+    """Function that calibrates the model by heads or layers, and returns the calibration and the report's lines."""
+    monkeypatch.chdir(folder)
+
+    def run(unit="layer"):
+        status, _, errors = run_kvpop("calibrate", "gemma3", "--out", unit, "--shares", unit, *WORDS)
+        assert status == 0, errors
+        return read_calibration(unit), json.loads(Path(unit, "report.json").read_text())["lines"]
+
+    return run
+
+
+@pytest.mark.parametrize("unit", [pytest.param("layer", marks=pytest.mark.slow), "head"])
+def test_layers_of_the_policy_are_calibrated(calibrated, unit):
+    """Slots go to the layer that has an effect; the report counts bytes of these layers."""
+    calibration, lines = calibrated(unit)
+    assert calibration.layers == LAYERS and calibration.num_layers == 2
+    first, second = calibration.shares
+    assert min(second) > max(first)
+    statistics = read_statistics(unit)
+    assert statistics.layers == LAYERS and len(statistics.mean) == len(statistics.norm) == 2
+    shape = ModelShape.in_context("gemma3", 128)
+    line = next(line for line in lines if line["policy"] == "streaming-llm" and line["shares"] == "equal")
+    setting = Setting(128, line["budget"], None, None)
+    ((resolved, _),) = resolve_all([(training_free("streaming-llm"), setting)], shape, torch.float32)
+    assert line["MiB"] * 2**20 == resolved.request_bytes(128, torch.float32).allocated
+    assert {line["policy"] for line in lines} == {"streaming-llm", "l2norm"}
+
+
+@pytest.mark.parametrize("policy", ["streaming-llm", "triattention"])
+def test_engine_and_cache_serve_a_calibration(calibrated, policy):
+    calibrated("head")
+    settings = {"policy": policy, "budget": 160 if policy == "triattention" else 56, "calibration": "head"}
+    with running("gemma3", settings, block_size=32) as llm:
+        answers = complete(llm, NEW)
+        shares = engine_policy(llm.llm_engine.vllm_config).shares()
+    assert shares.shape == (2, 2) and (shares != settings["budget"]).any()
+    network = AutoModelForCausalLM.from_pretrained("gemma3").eval()
+    tokens = [[token for token, _ in answer] for answer in answers]
+    cache = KVpopCache(network, **settings)
+    assert tokens == generate(network, cache, PROMPTS, new=NEW) and torch.equal(cache.policy.shares(), shares)
+    if policy == "streaming-llm":
+        assert tokens != generate(network, KVpopCache(network, **settings, allocator="uniform"), PROMPTS, new=NEW)
+
+
+def test_a_calibration_of_other_layers_is_refused(calibrated, tmp_path):
+    """As many layers of the same shape, at other places; of a model without windows, and of shares alone."""
+    calibration, _ = calibrated("head")
+    network = AutoModelForCausalLM.from_pretrained("gemma3")
+    shutil.copytree("head", tmp_path / "other")
+    for layers, shown in (((1, 5), r"\(1, 5\)"), ((), r"\(\)")):
+        dataclasses.replace(calibration, layers=layers).write(tmp_path / "other")
+        message = rf"other was made for a model with layers = {shown}, this one has \(2, 5\): run 'kvpop calibrate'"
+        for serve in (lambda one: configure("gemma3", one), lambda one: KVpopCache(network, **one)):
+            with pytest.raises(ConfigError, match=message):
+                serve({"policy": "streaming-llm", "budget": 56, "calibration": str(tmp_path / "other")})
+    statistics = Path(tmp_path / "other" / "queries.json")
+    statistics.write_text(json.dumps(json.loads(statistics.read_text()) | {"layers": [0, 1]}))
+    calibration.write(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"was made for a model with layers = \(0, 1\), this one has \(2, 5\)"):
+        KVpopCache(network, "triattention", budget=160, calibration=str(tmp_path / "other"))
+
+
+def test_damaged_layers_are_refused(calibrated, tmp_path):
+    calibrated("head")
+    shutil.copytree("head", tmp_path / "other")
+    path = tmp_path / "other" / "shares.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layers": [5, 2]}))
+    with pytest.raises(ConfigError, match=r"layers must be a list of 2 ascending indices of layers, got \[5, 2\]"):
+        read_calibration(str(tmp_path / "other"))
+
+
+def test_a_stage_without_full_attention_is_refused(folder, run_kvpop, monkeypatch):
+    monkeypatch.chdir(folder)
+    words = ["calibrate", "gemma3", "--out", "staged", *WORDS, "--pipeline-parallel-size", 3]
+    assert FAMILIES["gemma3_text"]["layer_types"][:2] == ["sliding_attention"] * 2
+    status, _, errors = run_kvpop(*words)
+    assert status == 2 and "a stage of --pipeline-parallel-size 3 has no layer with full attention: lower it" in errors
