@@ -20,8 +20,10 @@ from kvpop_vllm.files import read_json
 from kvpop_vllm.rope import model_rope
 from kvpop_vllm.supported import (
     ARCHITECTURES,
+    CACHE_SPECS,
     FULL,
     FULL_CHECKPOINT_SUFFIX,
+    POLICY_LAYERS,
     base_keys,
     layer_kinds,
     published_base,
@@ -61,7 +63,8 @@ class ModelShape:
         num_heads: query heads of the whole model, or None if unknown.
         rope: rope parameters of the model (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
             between layers.
-        kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if the policy acts on all.
+        kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if all have full attention
+            alone.
         layers: indices in the model of the layers that the policy acts on, empty if these are all.
     """
 
@@ -80,6 +83,12 @@ class ModelShape:
     def model_layers(self) -> int:
         """Number of layers of the model."""
         return len(self.kinds) or self.num_layers
+
+    @property
+    def stock_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers, sorted, that have a cache of vLLM's."""
+        names = {kind for kind in self.kinds if set(CACHE_SPECS.get(kind, ())) - {*CACHE_SPECS[FULL]}}
+        return tuple(sorted(names))
 
     def ordinal(self, layer: int) -> int:
         """Return the index of a layer of the model among those that the policy acts on.
@@ -271,10 +280,12 @@ def shape_of(config: Mapping | Any, source: str | Path, tokens: int | None = Non
 
 
 def _layers(text: Any, count: int, tokens: int | None) -> dict[str, tuple]:
-    """Return ``kinds`` and ``layers`` of a model of ``count`` layers, nothing if a policy acts on all or on none."""
+    """Return ``kinds`` and ``layers`` of a model of ``count`` layers, nothing if all layers are alike or a policy acts on none."""
     kinds = layer_kinds(text, count, tokens)
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
-    return {"kinds": kinds, "layers": layers} if 0 < len(layers) < len(kinds) else {}
+    layers = tuple(i for i, kind in enumerate(kinds) if kind in POLICY_LAYERS)
+    if not layers or set(kinds) == {FULL}:
+        return {}
+    return {"kinds": kinds, "layers": layers if len(layers) < len(kinds) else ()}
 
 
 def rope_of(config: Any) -> dict | None:

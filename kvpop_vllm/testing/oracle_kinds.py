@@ -18,12 +18,13 @@ from .oracle_coupled import masked_attention
 from .oracle_policy import OraclePolicy
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+RECURRENT, HYBRID = "linear_attention", "hybrid"
 _NAME = "oracle_of_kinds"
 _QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.0, 0.7, 0.3
 # Weights of norms of queries and keys, more than their identity. Larger spreads enlarge rounding more than influence.
 _SELECTIVE = 0.4
 
-S, F, C = SLIDING, FULL, CHUNKED
+S, F, C, R, H = SLIDING, FULL, CHUNKED, RECURRENT, HYBRID
 FAMILIES = {
     "gemma3_text": {"layer_types": [S, S, F, S, S, F], "sliding_window": 48, "query_pre_attn_scalar": 32},
     "olmo3": {"layer_types": [F, S, F, F], "sliding_window": 48},
@@ -36,6 +37,44 @@ FAMILIES = {
         "interleave_moe_layer_step": 0,
         "moe_layers": [],
         "attn_temperature_tuning": False,  # as vLLM sets it for texts of up to 32,768 tokens
+    },
+    "nemotron_h": {
+        "layer_types": [R, F, "mlp", R, F, "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "time_step_min": 1e-6,  # transformers raises smaller steps to it, vLLM does not
+    },
+    "granitemoehybrid": {
+        "layer_types": [R, F, R, F],
+        "hidden_size": 128,
+        "head_dim": None,  # its attention takes no other size than these give
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+        "attention_multiplier": 32**-0.5,
+        "residual_multiplier": 0.7,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
+    "falcon_h1": {
+        "layer_types": [H, H, H],
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
+    "qwen3_next": {
+        "layer_types": [R, F, R, F],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 0,
     },
 }
 """Model types, each with what distinguishes its tiny model: where layers of full attention lie."""
@@ -68,7 +107,11 @@ def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes
         "pad_token_id": None,
     }
     options = sizes | FAMILIES[kind] | changes
-    config = CONFIG_MAPPING[kind](**options, num_hidden_layers=len(options["layer_types"]))
+    options = {name: value for name, value in options.items() if name != "head_dim" or value is not None}
+    layers = options["layer_types"]
+    if HYBRID in layers:  # kinds of such a model's layers follow from its type
+        del options["layer_types"]
+    config = CONFIG_MAPPING[kind](**options, num_hidden_layers=len(layers))
     config.dtype = torch.float32
     model = AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
@@ -102,11 +145,11 @@ class KindsOracle:
     """
 
     def __init__(self, folder: str | Path):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.config = json.loads((Path(folder) / "config.json").read_text())
-        self.kinds: list[str] = self.config["layer_types"]
+        self.kinds: list[str] = AutoConfig.from_pretrained(folder).layer_types
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=_NAME).eval()
         self.policy = OraclePolicy.full()
@@ -149,8 +192,8 @@ class KindsOracle:
         if self.config["model_type"] == "llama4_text":  # scorers see the even channels before the odd ones, as in vLLM
             q, k = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (q, k))
         q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
-        if self.kinds[layer] == FULL:
-            ordinal = self.kinds[:layer].count(FULL)
+        if self.kinds[layer] in (FULL, HYBRID):
+            ordinal = sum(kind in (FULL, HYBRID) for kind in self.kinds[:layer])
             sets = self.policy.decide(ordinal, q, k, v).visible
             mixed = self.policy.attend(q, k, v, sets)
         else:

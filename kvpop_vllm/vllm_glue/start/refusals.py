@@ -14,12 +14,17 @@ from vllm.platforms import current_platform
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import (
+    CACHE_SPECS,
     DTYPES,
     FULL,
     HEAD_SIZES,
+    LOCAL_LAYERS,
+    MAMBA2,
+    RECURRENCES,
     REFUSED,
-    STOCK_LAYERS,
     Refused,
+    layer_kinds,
+    recurrence,
     refused,
     sliding_window,
 )
@@ -88,7 +93,7 @@ def check_config(vllm_config: Any) -> None:
         "ALiBi": model.uses_alibi or "Step1ForCausalLM" in model.architectures,
         "bidirectional images": model.is_mm_prefix_lm,
         "bidirectional attention": model.is_diffusion,
-        "recurrent": model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        "recurrent": (model.is_hybrid or model.has_inner_state) and not _serves_states(model.hf_text_config),
         "sliding-window": model.rswa_window,
     }
     features = refused(model.hf_text_config, model_features, model.max_model_len)
@@ -135,19 +140,30 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
     """
     if not policy.model.kinds:
         return
-    stock_kinds = " and ".join(sorted({*policy.model.kinds} - {FULL}))
+    stock_kinds = " and ".join(policy.model.stock_kinds)
     one_cache, cache = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager, vllm_config.cache_config
-    on_cpu = cache.user_specified_block_size and vllm_config.device_config.device_type == "cpu"
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    windows = cache.user_specified_block_size and on_cpu and LOCAL_LAYERS & {*policy.model.kinds}
+    recurrent = recurrence(vllm_config.model_config.hf_text_config)
     refuse(
         {
             f"one cache for all kinds of layers: leave --disable-hybrid-kv-cache-manager out{_or_unset()}": one_cache,
             "cartridges, which hold a text in every layer: leave --kv-cartridge out, and unset"
             " VLLM_ALLOW_RUNTIME_LORA_UPDATING": (policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING),
             f"--kv-policy {policy.name}, whose gate reads every layer: choose another policy": policy.gated,
-            f"--block-size {cache.block_size} on a CPU: use a multiple of 32": on_cpu and cache.block_size % 32,
+            f"--block-size {cache.block_size} on a CPU: use a multiple of 32": windows and cache.block_size % 32,
+            f"--mamba-cache-mode {cache.mamba_cache_mode}: leave it out": cache.mamba_cache_mode == "all",
+            "prefix caching on a CPU, where vLLM stops at the first request: leave --enable-prefix-caching out": (
+                recurrent == MAMBA2 and on_cpu and cache.enable_prefix_caching
+            ),
         },
         f"--kv-policy on a model with layers of {stock_kinds}",
     )
+
+
+def _serves_states(text: Any) -> bool:
+    """Return whether the layers of a model that may have recurrent states are served; it may have none."""
+    return recurrence(text) is not None or (text.model_type in RECURRENCES and set(layer_kinds(text)) == {FULL})
 
 
 def _or_unset() -> str:
@@ -183,7 +199,7 @@ def get_kv_cache_specs(install, original, self, *args, **kwargs):
 
 
 def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
-    """Check that every layer with a cache has the one of its kind: the policy's, or vLLM's of windows and chunks.
+    """Check that every layer with a cache has the one of its kind: the policy's, or vLLM's of windows, chunks and states.
 
     Args:
         specs: vLLM's cache spec of each layer that has a cache, by the layer's name.
@@ -194,13 +210,12 @@ def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
-    kinds = dict(enumerate(shape.kinds))
+    kinds = shape.kinds or (FULL,)
 
-    def expected(name: str) -> str:
-        kind = kinds.get(extract_layer_index(name)) if kinds else None
-        return STOCK_LAYERS.get(kind, "FixedBudgetSpec")
+    def expected(name: str) -> tuple[str, ...]:
+        return CACHE_SPECS[kinds[extract_layer_index(name) % len(kinds)]]  # Falcon-H1 counts states after all layers
 
-    if foreign := [name for name, spec in specs.items() if type(spec).__name__ != expected(name)]:
+    if foreign := [name for name, spec in specs.items() if type(spec).__name__ not in expected(name)]:
         more = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
         refuse(
             {f"layers that bring an attention backend of their own ({foreign[0]}{more}): leave --kv-policy out": True}
