@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -69,19 +69,24 @@ FAMILIES = {
         "mamba_chunk_size": 16,
     },
     "qwen3_next": {
-        "layer_types": [R, F, R, F],
+        "layer_types": [R, F, R, F, R, F],
         "linear_num_key_heads": 1,
         "linear_num_value_heads": 2,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
-        "num_experts": 0,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,  # all, so that rounding selects no other
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
     },
 }
 """Model types, each with what distinguishes its tiny model: where layers of full attention lie."""
+BFLOAT16 = frozenset({"qwen3_next"})
+"""Model types that vLLM serves on a CPU in bfloat16 only, which their weights have too; those of the others are float32."""
 
 
 def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes) -> Path:
-    """Write a tiny float32 model of a family as transformers saves it, and return its folder.
+    """Write a tiny model of a family as transformers saves it, and return its folder.
 
     Weights are drawn so that attention is selective and the output depends on distant tokens.
 
@@ -120,6 +125,8 @@ def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes
             weight.copy_(_drawn(name, weight, generator))
         embeddings = model.get_input_embeddings()
         embeddings.weight /= float(getattr(embeddings, "embed_scale", 1.0))  # layers add to vectors of unit mean square
+    if kind in BFLOAT16:
+        model.bfloat16()
     model.save_pretrained(folder)
     return Path(folder)
 
@@ -151,21 +158,27 @@ class KindsOracle:
         self.config = json.loads((Path(folder) / "config.json").read_text())
         self.kinds: list[str] = AutoConfig.from_pretrained(folder).layer_types
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=_NAME).eval()
-        self.policy = OraclePolicy.full()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation=_NAME, experts_implementation="eager"
+        ).eval()
+        self.policy, self.inputs = OraclePolicy.full(), {}
 
     @torch.no_grad()
-    def logprobs(self, tokens: Sequence[int], policy: OraclePolicy | None = None) -> torch.Tensor:
-        """Return log-probabilities ``[S, V]`` float64 of a whole sequence; row t predicts token t + 1.
+    def logprobs(
+        self, tokens: Sequence[int], policy: OraclePolicy | None = None, inputs: Mapping[int, tuple] | None = None
+    ) -> torch.Tensor:
+        """Return log-probabilities ``[S, V]`` of a whole sequence; row t predicts token t + 1.
 
         Args:
             tokens: S token ids.
             policy: policy of the layers with full attention; everything is kept if omitted.
+            inputs: queries ``[Hq, S, D]``, keys and values ``[H, S, D]`` by which the policy decides in each of these
+                layers, by default those of this run. An engine in bfloat16 decides by its own, which are rounded.
         """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        self.policy = policy or OraclePolicy.full()
+        self.policy, self.inputs = policy or OraclePolicy.full(), inputs or {}
         logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         return logits.log_softmax(-1)
 
@@ -194,7 +207,7 @@ class KindsOracle:
         q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
         if self.kinds[layer] in (FULL, HYBRID):
             ordinal = sum(kind in (FULL, HYBRID) for kind in self.kinds[:layer])
-            sets = self.policy.decide(ordinal, q, k, v).visible
+            sets = self.policy.decide(ordinal, *self.inputs.get(ordinal, (q, k, v))).visible
             mixed = self.policy.attend(q, k, v, sets)
         else:
             mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine.driving import Job
-from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, roles, serving
+from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, distance_of_engine, roles, serving
 from engine.own_backend import OwnBackendForCausalLM
 from engine.tiny_engine import configure, generate
 from vllm import ModelRegistry
@@ -19,7 +19,7 @@ from kvpop_vllm.cache.accounting import MOST_PADDING, common_pages
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
-from kvpop_vllm.testing import FAMILIES, random_prompt, write_random_scorer, write_tiny_model
+from kvpop_vllm.testing import BFLOAT16, FAMILIES, random_prompt, write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.start.engine_policy import describe, engine_policy
 from kvpop_vllm.vllm_glue.start.refusals import check_layers
@@ -29,10 +29,18 @@ from kvpop_vllm.vllm_glue.start.refusals import check_layers
     "kind", ["gemma3_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES if kind != "gemma3_text")]
 )
 def test_a_budget_of_the_whole_text_equals_stock(family, kind):
-    """Tokens are the same, and log-probabilities differ by rounding."""
-    folder, _ = family(kind)
+    """Tokens are the same, and log-probabilities differ by rounding.
+
+    In bfloat16 tokens may part: there both are compared with the oracle.
+    """
+    folder, oracle = family(kind)
     policies = None, {"policy": "streaming-llm", "budget": 1024}
-    stock, full = (generate(folder, policy, block_size=BLOCK) for policy in policies)
+    if kind in BFLOAT16:
+        stock, full = (distance_of_engine(folder, kind, policy, oracle) for policy in policies)
+        assert full <= 2 * stock
+        return
+    options = {"block_size": BLOCK, "enable_prefix_caching": False}  # on a CPU vLLM has none with Mamba2
+    stock, full = (generate(folder, policy, **options) for policy in policies)
     for ours, theirs in zip(full, stock, strict=True):
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         assert max(abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)) <= TOLERANCE
