@@ -118,7 +118,9 @@ def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes
         del options["layer_types"]
     config = CONFIG_MAPPING[kind](**options, num_hidden_layers=len(layers))
     config.dtype = torch.float32
-    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # biases of recurrent layers are drawn here
+        model = AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
