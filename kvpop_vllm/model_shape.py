@@ -189,9 +189,18 @@ def resolve(config: Mapping | Any, source: str | Path) -> Any:
         nested = {name: resolve(config[name], source) for name in TEXT_CONFIGS if isinstance(config.get(name), Mapping)}
         return SimpleNamespace(**{**config, **nested})
     try:
-        return CONFIG_MAPPING[base].from_dict(copy.deepcopy({**config, "model_type": base}))
+        return CONFIG_MAPPING[base].from_dict(_with_floats({**config, "model_type": base}))
     except Exception as error:  # each model type has checks of its own
         raise ConfigError(f"{source}: transformers refuses it ({' '.join(str(error).split())}): {ADVICE}") from None
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a copy of a config's contents with the numbers that JSON lacks: transformers tags infinities as objects."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_floats(part) for name, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else copy.deepcopy(value)
 
 
 def check_base(base: str, source: str | Path) -> None:

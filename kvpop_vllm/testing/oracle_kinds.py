@@ -175,7 +175,7 @@ class KindsOracle:
             tokens: S token ids.
             policy: policy of the layers with full attention; everything is kept if omitted.
             inputs: queries ``[Hq, S, D]``, keys and values ``[H, S, D]`` by which the policy decides in each of these
-                layers, by default those of this run. An engine in bfloat16 decides by its own, which are rounded.
+                layers, by default those of this run. An engine decides by its own, which are rounded.
         """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -206,10 +206,12 @@ class KindsOracle:
         layer, (q, k, v) = module.layer_idx, (x[0] for x in (query, key, value))
         if self.config["model_type"] == "llama4_text":  # scorers see the even channels before the odd ones, as in vLLM
             q, k = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (q, k))
-        q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
+        factor = scaling * math.sqrt(q.shape[-1])  # the oracle's attention divides by the root of the head size
+        q = q * factor
         if self.kinds[layer] in (FULL, HYBRID):
             ordinal = sum(kind in (FULL, HYBRID) for kind in self.kinds[:layer])
-            sets = self.policy.decide(ordinal, *self.inputs.get(ordinal, (q, k, v))).visible
+            q_by, k_by, v_by = self.inputs.get(ordinal, (q / factor, k, v))
+            sets = self.policy.decide(ordinal, q_by * factor, k_by, v_by).visible
             mixed = self.policy.attend(q, k, v, sets)
         else:
             mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]))

@@ -40,14 +40,15 @@ class Served:
 
     Attributes:
         tolerance: largest difference of log-probabilities.
-        rounded: True if the engine runs in bfloat16: the policy decides by its queries, keys and values.
+        by_inputs: True if the oracle's policy decides by the engine's queries, keys and values, so that ties that rounding
+            decides, which are more after recurrent layers and in bfloat16, do not matter.
     """
 
     engine: object
     oracle: KindsOracle
     policy: OraclePolicy
     tolerance: float = TOLERANCE
-    rounded: bool = False
+    by_inputs: bool = False
     runs: dict = field(default_factory=dict)
 
     def serve(self, jobs: list[Job], chunk: int | None = None, each_step=None, protect: bool | int = 0) -> dict:
@@ -63,9 +64,9 @@ class Served:
         prompt, out = answer.prompt_token_ids, answer.outputs[0]
         fed = *prompt, *out.token_ids[:-1]
         key = fed, protect
-        if key not in self.runs or self.rounded:
-            policy = self.policy.protecting(protect, len(prompt)) if protect else self.policy
-            inputs = self.inputs(name, len(fed)) if self.rounded else None
+        if key not in self.runs or self.by_inputs:
+            policy = self.policy.protecting(protect, len(prompt))
+            inputs = self.inputs(name, len(fed)) if self.by_inputs else None
             self.runs[key] = self.oracle.logprobs(fed, policy, inputs)
         exact = self.runs[key]
         assert distance(answer, exact) <= self.tolerance
@@ -96,7 +97,7 @@ def roles(policy: str, folder: str, scorer, oracle: KindsOracle) -> tuple[dict, 
     """Return the settings of a policy and the oracle's policy."""
     if policy == "kvpop":
         layers = [i for i, kind in enumerate(oracle.kinds) if kind in POLICY_LAYERS]
-        layers = layers if len(layers) < len(oracle.kinds) else None
+        layers = layers if len(layers) < len(oracle.kinds) else ()
         write_random_scorer(scorer, folder, layers=layers, sinks=4, window=16, topk=BUDGET - 20)
         return {"policy": policy, "scorer": str(scorer)}, OraclePolicy.from_scorer(scorer)
     if policy == "h2o":

@@ -39,7 +39,17 @@ class Case(NamedTuple):
 
 
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
-    """Build a case and write the folder that the policy needs.
+    """Build a case and write the folder that the policy needs; arguments as in :func:`policy_of`."""
+    settings, oracle, protect, allocator = policy_of(model, folder, policy, **options)
+    return Case(
+        model, settings, Judge(model, oracle, protect=protect), state_blocks(policy, oracle.corrected), allocator
+    )
+
+
+def policy_of(model: str, folder: Path, policy: str, **options) -> tuple[dict, OraclePolicy, bool | int, str]:
+    """Return ``kv_policy`` settings, the oracle's policy, the protected tokens of a prompt and the allocator.
+
+    The folder that the policy needs is written.
 
     Args:
         model: folder of the model.
@@ -64,7 +74,8 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         settings["protect_prompt"] = "all" if protect is True else protect
     if row.learned:
         shape = {"sinks": SINKS, "window": window, "topk": budget - SINKS - window} | row.options | options
-        random_scorer_folder(folder, model, row.scorer, **shape)
+        layers = ModelShape.of(model, LONGEST).layers
+        random_scorer_folder(folder, model, row.scorer, **shape | ({"layers": layers} if layers else {}))
         oracle = OraclePolicy.from_scorer(folder, topk=shape["topk"], **row.early)
         settings |= {"scorer": str(folder)} | row.early
     else:
@@ -79,5 +90,4 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         topk = budget - roles["sinks"] - roles["window"]
         oracle = OraclePolicy(row.scorer, **roles, topk=topk, statistics=statistics)
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
-    judge = Judge(model, allocated(oracle, allocator), protect=protect)
-    return Case(model, settings, judge, state_blocks(policy, oracle.corrected), allocator)
+    return settings, allocated(oracle, allocator), protect, allocator

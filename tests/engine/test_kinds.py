@@ -14,7 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvpop_vllm.cache.accounting import MOST_PADDING
-from kvpop_vllm.supported import CACHE_SPECS
+from kvpop_vllm.supported import CACHE_SPECS, HYBRID, RECURRENT
 from kvpop_vllm.testing import BFLOAT16, FAMILIES, require_distant_kinds
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
@@ -42,11 +42,10 @@ def served(request, family, tmp_path_factory):
     kind, policy = request.param
     folder, oracle = family(kind)
     settings, exact = roles(policy, folder, tmp_path_factory.mktemp("scorer"), oracle)
-    rounded = kind in BFLOAT16
-    tolerance = 2 * distance_of_engine(folder, kind, None, oracle) if rounded else TOLERANCE
+    tolerance = 2 * distance_of_engine(folder, kind, None, oracle) if kind in BFLOAT16 else TOLERANCE
     with serving(folder, settings, kind) as engine:
         engine.fill_pool(255)
-        yield Served(engine, oracle, exact, tolerance, rounded)
+        yield Served(engine, oracle, exact, tolerance, by_inputs=bool({RECURRENT, HYBRID} & {*oracle.kinds}))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

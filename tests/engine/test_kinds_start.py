@@ -64,6 +64,34 @@ def test_hits_in_all_groups(family, tmp_path):
             assert answer.num_cached_tokens == hit, (len(prompt), protect)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_hits_in_states(family, tmp_path, chunk):
+    """A hit takes the state after whole blocks of protected tokens, which a step ends at."""
+    folder, oracle = family("qwen3_next")
+    settings, exact = roles("streaming-llm", folder, tmp_path, oracle)
+    tolerance = 2 * distance_of_engine(folder, "qwen3_next", None, oracle)
+    text = random_prompt(700, seed=7)
+    other = text[:560] + random_prompt(100, seed=8)
+    cases = [(text, 530, 0), (other, 530, 512), (other, 70, 0), (text, 70, 0), (text, "all", 512), (other, "all", 512)]
+    with serving(folder, settings | {"protect_prompt": "all"}, "qwen3_next") as engine:
+        served = Served(engine, oracle, exact, tolerance)
+        for prompt, protect, hit in cases:
+            job = Job(prompt=prompt, new=20, scored=False, asks={"kv_protect_prompt": protect})
+            (answer,) = served.serve([job], chunk, protect=True if protect == "all" else protect).values()
+            assert answer.num_cached_tokens == hit, (len(prompt), protect)
+
+
+@pytest.mark.slow
+def test_requests_that_are_served_together(family, tmp_path):
+    """Sixteen requests, of which twelve fit."""
+    folder, oracle = family("granitemoehybrid")
+    settings, exact = roles("streaming-llm", folder, tmp_path, oracle)
+    with serving(folder, settings, "granitemoehybrid") as engine, engine.small_pool(25):
+        jobs = [Job(10 + 17 * i, new=30, scored=False) for i in range(16)]
+        Served(engine, oracle, exact).serve(jobs)
+
+
 MIXED = {"architectures": ["MistralForCausalLM"], "model_type": "ministral", "sliding_window": 48}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import CompilationMode
 from vllm.platforms import current_platform
@@ -17,6 +18,7 @@ from kvpop_vllm.supported import (
     CACHE_SPECS,
     DTYPES,
     FULL,
+    GDN,
     HEAD_SIZES,
     LOCAL_LAYERS,
     MAMBA2,
@@ -144,7 +146,7 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
     one_cache, cache = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager, vllm_config.cache_config
     on_cpu = vllm_config.device_config.device_type == "cpu"
     windows = cache.user_specified_block_size and on_cpu and LOCAL_LAYERS & {*policy.model.kinds}
-    recurrent = recurrence(vllm_config.model_config.hf_text_config)
+    dtype, net = vllm_config.model_config.dtype, recurrence(vllm_config.model_config.hf_text_config)
     refuse(
         {
             f"one cache for all kinds of layers: leave --disable-hybrid-kv-cache-manager out{_or_unset()}": one_cache,
@@ -154,11 +156,20 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
             f"--block-size {cache.block_size} on a CPU: use a multiple of 32": windows and cache.block_size % 32,
             f"--mamba-cache-mode {cache.mamba_cache_mode}: leave it out": cache.mamba_cache_mode == "all",
             "prefix caching on a CPU, where vLLM stops at the first request: leave --enable-prefix-caching out": (
-                recurrent == MAMBA2 and on_cpu and cache.enable_prefix_caching
+                has_no_hits(vllm_config)
+            ),
+            f"{str(dtype).removeprefix('torch.')} on a CPU: use --dtype bfloat16": (
+                net == GDN and on_cpu and dtype != torch.bfloat16
             ),
         },
         f"--kv-policy on a model with layers of {stock_kinds}",
     )
+
+
+def has_no_hits(vllm_config: Any) -> bool:
+    """Return whether an engine has a prefix cache where vLLM stops at the first request: of Mamba2 layers on a CPU."""
+    caches = vllm_config.cache_config.enable_prefix_caching and vllm_config.device_config.device_type == "cpu"
+    return bool(caches and recurrence(vllm_config.model_config.hf_text_config) == MAMBA2)
 
 
 def _serves_states(text: Any) -> bool:
