@@ -27,6 +27,7 @@ from kvpop_vllm.supported import (
     base_keys,
     layer_kinds,
     published_base,
+    rotates,
 )
 
 ADVICE = "give the folder of a decoder-only language model"
@@ -62,7 +63,7 @@ class ModelShape:
         hidden_size: E, width of the hidden states, or None if unknown.
         num_heads: query heads of the whole model, or None if unknown.
         rope: rope parameters of the model (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
-            between layers.
+            between layers, or attention does not rotate.
         kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if all have full attention
             alone.
         layers: indices in the model of the layers that the policy acts on, empty if these are all.
@@ -298,8 +299,13 @@ def _layers(text: Any, count: int, tokens: int | None) -> dict[str, tuple]:
 
 
 def rope_of(config: Any) -> dict | None:
-    """Return the rope parameters of a resolved config (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them."""
+    """Return the rope parameters of a resolved config (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them.
+
+    They are None too if attention does not rotate.
+    """
     text = text_config(config)
+    if not rotates(text):
+        return None
     return model_rope(text.to_dict() if hasattr(text, "to_dict") else vars(text))
 
 

@@ -167,6 +167,14 @@ def layer_kinds(text: Any, layers: int | None = None, tokens: int | None = None)
     return tuple(spellings.get(kind, kind) for kind in kinds[:layers])
 
 
+def rotates(text: Any) -> bool:
+    """Return whether attention of a model has rotary embeddings, as far as its config says so."""
+    kind = getattr(text, "model_type", None)
+    return kind != "nemotron_h" and (
+        kind != "granitemoehybrid" or getattr(text, "position_embedding_type", None) == "rope"
+    )
+
+
 def recurrence(text: Any) -> str | None:
     """Return what the recurrent layers of a model are that an engine serves, None if it has none or is not served."""
     kinds = {*layer_kinds(text)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,13 +14,15 @@ from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, distance_of_engine, r
 from engine.own_backend import OwnBackendForCausalLM
 from engine.tiny_engine import configure, generate
 from vllm import ModelRegistry
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kvpop_vllm.cache.accounting import MOST_PADDING, common_pages
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
+from kvpop_vllm.supported import CHUNKED, FULL, HYBRID, RECURRENT, SLIDING
 from kvpop_vllm.testing import BFLOAT16, FAMILIES, random_prompt, write_random_scorer, write_tiny_model
+from kvpop_vllm.vllm_glue.run import cache_groups
+from kvpop_vllm.vllm_glue.run.cache_groups import with_block_sizes
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.start.engine_policy import describe, engine_policy
 from kvpop_vllm.vllm_glue.start.refusals import check_layers
@@ -124,6 +127,65 @@ def test_the_start_names_the_layers(mixed):
         shape.ordinal(2)
 
 
+def test_the_start_names_layers_with_states(family):
+    config = configure(family("nemotron_h")[0], STREAMING)
+    acts = "it acts on 2 of 6 layers, those with full attention (1, 4); 2 of linear_attention are as without a policy"
+    assert acts in describe(config)
+    config = configure(family("falcon_h1")[0], STREAMING)
+    acts = "it acts on 3 of 3 layers, in all their full attention; the states of 3 are as without a policy"
+    assert acts in describe(config)
+    shape = engine_policy(config).model
+    assert (shape.num_layers, shape.model_layers, shape.layers, shape.ordinal(2)) == (3, 3, (), 2)
+
+
+def test_prefix_caching_of_states_on_a_cpu(family):
+    """With Mamba2 layers, where vLLM stops at the first request, it is off where a policy would switch it on."""
+    mamba, net = family("nemotron_h")[0], family("qwen3_next")[0]
+    protecting = STREAMING | {"protect_prompt": "all"}
+    for settings in (protecting, {"policy": "snapkv", "budget": BUDGET, "window": 32}):
+        cache = configure(mamba, settings).cache_config
+        assert (cache.enable_prefix_caching, cache.mamba_cache_mode, cache.mamba_block_size) == (False, "none", 256)
+    with pytest.raises(ConfigError, match="on a CPU, where vLLM stops at the first request: leave --enable-prefix-cac"):
+        configure(mamba, protecting, enable_prefix_caching=True)
+    cache = configure(net, protecting, dtype="bfloat16").cache_config
+    assert (cache.enable_prefix_caching, cache.mamba_cache_mode) == (True, "align")
+    with pytest.raises(
+        ConfigError, match="layers of linear_attention cannot .* float32 on a CPU: use --dtype bfloat16"
+    ):
+        configure(net, STREAMING, dtype="float32")
+
+
+STATE = MambaSpec(block_size=1024, shapes=((4, 1000),), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    "budget, state_floats, line",
+    [
+        (1000, 0, "a request takes 5 for 1000 slots; --kv-budget 1120 costs the same"),
+        (1120, 0, "a request takes 5 for 1120 slots"),
+        (100, 500, "a request takes 2 for 100 slots, 1 of them for the scorer's state; --kv-budget 224 costs the same"),
+    ],
+)
+def test_slots_of_a_block_that_holds_a_state(monkeypatch, budget, state_floats, line):
+    """The policy's page is the least that holds a state; a budget that costs the same is named."""
+    ours = FixedBudgetSpec(
+        block_size=64, num_kv_heads=1, head_size=8, kv_dtype=torch.float32, state_content_bytes=72, budget=budget, sinks=4,
+        state_floats=state_floats, protect=0, max_budget=budget, max_protect=0,
+    )  # fmt: skip
+    config, lines = SimpleNamespace(), []
+    config.cache_config = SimpleNamespace(user_specified_block_size=False)
+    config.model_config = SimpleNamespace(max_model_len=2000)
+    monkeypatch.setattr(cache_groups.logger, "info", lambda text, *values: lines.append(text % values))
+    (specs,) = with_block_sizes([{"layers.0.attn": ours, "layers.1.mixer": STATE}], config)
+    attention, state = specs.values()
+    assert attention.block_size == 224 and 208 * 72 < 16000 <= 224 * 72
+    assert attention.page_size_bytes == state.page_size_bytes == 224 * 72 and state.block_size == 1024
+    assert lines == [f"a block holds the state of a recurrent layer, or 224 slots: {line}"]
+    aligned = replace(STATE, block_size=256, mamba_cache_mode="align", page_size_padded=256 * 72)
+    (specs,) = with_block_sizes([{"layers.0.attn": ours, "layers.1.mixer": aligned}], config)
+    assert {spec.block_size for spec in specs.values()} == {256}
+
+
 def test_a_window_that_no_request_exceeds_is_full_attention(mixed):
     folder = mixed(SLIDING, FULL)
     for length, layers in ((48, ()), (49, (1,))):
@@ -185,14 +247,20 @@ CHUNKS = ChunkedLocalAttentionSpec(
 
 @pytest.mark.parametrize("kinds, specs", [([SLIDING, FULL], [DENSE, None]), ([SLIDING, FULL], [WINDOW, DENSE]),
                                           ([SLIDING, FULL], [WINDOW, WINDOW]), ([SLIDING, FULL], [None, None]),
-                                          ([CHUNKED, FULL], [WINDOW, None]), ([], [None, WINDOW])])  # fmt: skip
+                                          ([CHUNKED, FULL], [WINDOW, None]), ([], [None, WINDOW]),
+                                          ([RECURRENT, FULL], [None, None]), ([RECURRENT, FULL], [STATE, STATE]),
+                                          ([HYBRID, HYBRID], [STATE, DENSE]), (["mlp", FULL], [STATE, None])])  # fmt: skip
 def test_layers_that_are_not_of_their_kind_are_refused(kinds, specs):
     """A layer neither has the policy's cache where it should not, nor another where it should."""
     ours = FixedBudgetSpec.__new__(FixedBudgetSpec)
     layers = {f"layers.{i}.attn": ours if spec is None else spec for i, spec in enumerate(specs)}
     with pytest.raises(ConfigError, match=r"layers that bring an attention backend of their own \(layers\.[01]\.attn"):
         check_layers(layers, SimpleNamespace(kinds=tuple(kinds)))
-    right = {"layers.0.attn": {SLIDING: WINDOW, CHUNKED: CHUNKS}.get((kinds or [FULL])[0], ours), "layers.1.attn": ours}
+    first = {SLIDING: WINDOW, CHUNKED: CHUNKS, RECURRENT: STATE}.get((kinds or [FULL])[0], ours)
+    right = {"layers.0.attn": first, "layers.1.attn": ours}
+    right |= {"model.2.mixer": STATE, "model.3.mixer": STATE} if HYBRID in kinds else {}
+    if kinds[:1] == ["mlp"]:
+        del right["layers.0.attn"]
     check_layers(right, SimpleNamespace(kinds=tuple(kinds)))
 
 

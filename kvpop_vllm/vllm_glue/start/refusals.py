@@ -154,7 +154,6 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
             " VLLM_ALLOW_RUNTIME_LORA_UPDATING": (policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING),
             f"--kv-policy {policy.name}, whose gate reads every layer: choose another policy": policy.gated,
             f"--block-size {cache.block_size} on a CPU: use a multiple of 32": windows and cache.block_size % 32,
-            f"--mamba-cache-mode {cache.mamba_cache_mode}: leave it out": cache.mamba_cache_mode == "all",
             "prefix caching on a CPU, where vLLM stops at the first request: leave --enable-prefix-caching out": (
                 has_no_hits(vllm_config)
             ),
