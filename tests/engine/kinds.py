@@ -78,10 +78,11 @@ class Served:
         """Return queries, keys and values of a request in each layer of the policy, as the engine had them last."""
         tensors = self.engine.recorder.tensors
         layers = {layer for request, layer, _ in tensors if request == name}
-        parts = {
-            at: [torch.cat(tensors[name, at, part])[-length:] for part in ("query", "key", "value")] for at in layers
-        }
-        return {at: tuple(part.transpose(0, 1).double() for part in of_layer) for at, of_layer in parts.items()}
+
+        def whole(layer: int, part: str) -> torch.Tensor:
+            return torch.cat(tensors[name, layer, part])[-length:].transpose(0, 1).double()
+
+        return {layer: tuple(whole(layer, part) for part in ("query", "key", "value")) for layer in layers}
 
 
 def distance(answer, exact: torch.Tensor) -> float:

@@ -70,8 +70,8 @@ def _say_budget(spec: FixedBudgetSpec, vllm_config) -> None:
     """Log how many blocks a request takes in a layer of the policy, and the budget that costs the same."""
     longest = vllm_config.model_config.max_model_len
     blocks, states = spec.blocks(longest), spec.state_blocks
-    most = min((blocks - states) * spec.block_size, longest)
-    larger = f"; --kv-budget {most} costs the same" if spec.shares is None and most > spec.budget else ""
+    same_cost = min((blocks - states) * spec.block_size, longest)
+    larger = f"; --kv-budget {same_cost} costs the same" if spec.shares is None and same_cost > spec.budget else ""
     state = f", {states} of them for the scorer's state" if states else ""
     logger.info(
         "a block holds the state of a recurrent layer, or %d slots: a request takes %d for %d slots%s%s",

@@ -94,11 +94,11 @@ def describe(vllm_config: VllmConfig) -> list[str]:
 def _layers_of(shape) -> str:
     """Return the line that names the layers of a model that a policy acts on, and what the others are."""
     counts, layers = Counter(shape.kinds), ", ".join(map(str, shape.layers))
-    where = f"those with full attention ({layers})" if layers else "in all their full attention"
+    acted_on = f"those with full attention ({layers})" if layers else "in all their full attention"
     stock = [
         f"the states of {counts[kind]}" if kind == HYBRID else f"{counts[kind]} of {kind}" for kind in shape.stock_kinds
     ]
-    return f"it acts on {shape.num_layers} of {shape.model_layers} layers, {where}; {' and '.join(stock)} are as without a policy"
+    return f"it acts on {shape.num_layers} of {shape.model_layers} layers, {acted_on}; {' and '.join(stock)} are as without a policy"
 
 
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
