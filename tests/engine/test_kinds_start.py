@@ -287,21 +287,22 @@ def test_slots_of_a_block(page, head_bytes, multiple):
     assert ours == count * unit
 
 
-def test_reports_and_the_inspect_page_of_several_groups(family, tmp_path):
-    """OLMo 3 has three groups of one policy layer each: numbers are summed, and each layer is read in its own blocks."""
-    folder, oracle = family("olmo3")
+@pytest.mark.parametrize("kind, layers, model_layers, groups", [("olmo3", 3, 4, 3), ("nemotron_h", 2, 6, 1)])
+def test_reports_and_the_inspect_page_of_several_groups(family, tmp_path, kind, layers, model_layers, groups):
+    """Numbers of groups are summed, and each policy layer is read in its own blocks; other layers are not counted."""
+    folder, oracle = family(kind)
     settings, _ = roles("h2o", folder, tmp_path, oracle)
     with serving(folder, settings | {"inspect": True}) as engine:
         jobs = [Job(n, new=30, scored=False, asks={"kv_report": 1}) for n in (130, 40)]
         answers, core = engine.serve(jobs), engine.engine.engine_core.engine_core
         page = core.kvpop_inspect()
-        assert (page["layers"], page["model_layers"], page["heads"]) == (3, 4, 2)
+        assert (page["layers"], page["model_layers"], page["heads"]) == (layers, model_layers, 2)
         for name, answer in answers.items():
             report, length = answer.kv_transfer_params["kv_report"], len(answer.prompt_token_ids) + 29
             per_layer = -(-min(length, BUDGET) // BLOCK)
-            assert (report["seen_tokens"], report["blocks"]) == (length, 3 * per_layer)
-            assert report["bytes"] == 3 * per_layer * BLOCK * 2 * (2 * 32 * 4 + 8)
-            assert report["dense_bytes"] == length * 3 * 2 * 2 * 32 * 4
-            left = np.frombuffer(core.kvpop_inspect_request(name)["left"], "<i4").reshape(3, 2, length)
+            assert (report["seen_tokens"], report["blocks"]) == (length, groups * per_layer)
+            assert report["bytes"] == layers * per_layer * BLOCK * 2 * (2 * 32 * 4 + 8)
+            assert report["dense_bytes"] == length * layers * 2 * 2 * 32 * 4
+            left = np.frombuffer(core.kvpop_inspect_request(name)["left"], "<i4").reshape(layers, 2, length)
             for layer, steps in engine.recorder.held[name].items():
                 assert [head.nonzero()[0].tolist() for head in left[layer] == 0] == steps[-1].positions
