@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache, local_layers
 from kvpop_vllm.model_hook import CACHE_NAME
-from kvpop_vllm.supported import FULL
+from kvpop_vllm.supported import FULL, RECURRENCES
 from kvpop_vllm.testing import FAMILIES, KindsOracle, OraclePolicy, write_mixed_model, write_random_scorer
 
 BUDGET, TOLERANCE = 56, 1e-5
 PROMPTS = [distinct(n) for n in (5, 64, 130, 200)]
 
 
-@pytest.fixture(scope="module", params=[kind for kind in FAMILIES if kind != "llama4_text"])
+@pytest.fixture(scope="module", params=[kind for kind in FAMILIES if kind not in ("llama4_text", *RECURRENCES)])
 def family(request, tmp_path_factory):
     """Return a model of a family and its oracle."""
     folder = write_mixed_model(tmp_path_factory.mktemp(request.param), request.param)
@@ -70,6 +70,13 @@ def test_a_protected_prompt_cannot_be_gone_back_to(family, tmp_path):
     assert all(float(row.max() - row[token]) <= 2 * TOLERANCE for row, token in zip(exact, answer, strict=True))
     with pytest.raises(ValueError, match="cannot go back|have given up what they would need to go back"):
         generate(model, cache, [[*tokens, 7]], new=2)
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "falcon_h1"])
+def test_recurrent_layers_are_refused(tmp_path, kind):
+    model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, kind))
+    with pytest.raises(ConfigError, match="layers other than full attention"):
+        KVpopCache(model, "streaming-llm", budget=BUDGET)
 
 
 def test_llama_4_is_refused(tmp_path):
