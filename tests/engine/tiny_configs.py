@@ -92,6 +92,7 @@ REFUSED = {
     "qwen3-encoder": ("bidirectional text", text("Qwen3ForCausalLM", "qwen3", is_causal=False)),
     "mamba2": ("Mamba", text("Mamba2ForCausalLM", "mamba2", num_heads=4, state_size=16)),
     "jamba": ("Mamba", text("JambaForCausalLM", "jamba", **_JAMBA)),
+    "bamba": ("recurrent", text("BambaForCausalLM", "bamba", attn_layer_indices=[1], mamba_n_heads=4)),
     "lfm2": ("recurrent", text("Lfm2ForCausalLM", "lfm2", layer_types=["conv", FULL[0]])),
     "granite-states": (
         "recurrent",

@@ -95,7 +95,7 @@ def check_config(vllm_config: Any) -> None:
         "ALiBi": model.uses_alibi or "Step1ForCausalLM" in model.architectures,
         "bidirectional images": model.is_mm_prefix_lm,
         "bidirectional attention": model.is_diffusion,
-        "recurrent": (model.is_hybrid or model.has_inner_state) and not _serves_states(model.hf_text_config),
+        "recurrent": _has_other_layers(model),
         "sliding-window": model.rswa_window,
     }
     features = refused(model.hf_text_config, model_features, model.max_model_len)
@@ -171,9 +171,16 @@ def has_no_hits(vllm_config: Any) -> bool:
     return bool(caches and recurrence(vllm_config.model_config.hf_text_config) == MAMBA2)
 
 
-def _serves_states(text: Any) -> bool:
-    """Return whether the layers of a model that may have recurrent states are served; it may have none."""
-    return recurrence(text) is not None or (text.model_type in RECURRENCES and set(layer_kinds(text)) == {FULL})
+def _has_other_layers(model: Any) -> bool:
+    """Return whether a model has layers with states, or of unknown kinds, that are not served.
+
+    vLLM does not say so of a model that it runs by transformers' code.
+    """
+    text = model.hf_text_config
+    kinds = {*layer_kinds(text)}
+    if recurrence(text) is not None or (text.model_type in RECURRENCES and kinds == {FULL}):
+        return False
+    return model.is_hybrid or model.has_inner_state or not kinds <= {FULL, *LOCAL_LAYERS}
 
 
 def _or_unset() -> str:
