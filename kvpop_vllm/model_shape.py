@@ -20,11 +20,14 @@ from kvpop_vllm.files import read_json
 from kvpop_vllm.rope import model_rope
 from kvpop_vllm.supported import (
     ARCHITECTURES,
+    CACHE_SPECS,
     FULL,
     FULL_CHECKPOINT_SUFFIX,
+    POLICY_LAYERS,
     base_keys,
     layer_kinds,
     published_base,
+    rotates,
     sliding_window,
 )
 
@@ -61,8 +64,9 @@ class ModelShape:
         hidden_size: E, width of the hidden states, or None if unknown.
         num_heads: query heads of the whole model, or None if unknown.
         rope: rope parameters of these layers (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
-            between them.
-        kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if the policy acts on all.
+            between them, or attention does not rotate.
+        kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if all have full attention
+            alone.
         layers: indices in the model of the layers that the policy acts on, empty if these are all.
     """
 
@@ -81,6 +85,12 @@ class ModelShape:
     def model_layers(self) -> int:
         """Number of layers of the model."""
         return len(self.kinds) or self.num_layers
+
+    @property
+    def stock_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers, sorted, that have a cache of vLLM's."""
+        names = {kind for kind in self.kinds if set(CACHE_SPECS.get(kind, ())) - {*CACHE_SPECS[FULL]}}
+        return tuple(sorted(names))
 
     def ordinal(self, layer: int) -> int:
         """Return the index of a layer of the model among those that the policy acts on.
@@ -198,9 +208,18 @@ def resolve(config: Mapping | Any, source: str | Path) -> Any:
         nested = {name: resolve(config[name], source) for name in TEXT_CONFIGS if isinstance(config.get(name), Mapping)}
         return SimpleNamespace(**{**config, **nested})
     try:
-        return CONFIG_MAPPING[base].from_dict(copy.deepcopy({**config, "model_type": base}))
+        return CONFIG_MAPPING[base].from_dict(_with_floats({**config, "model_type": base}))
     except Exception as error:  # each model type has checks of its own
         raise ConfigError(f"{source}: transformers refuses it ({' '.join(str(error).split())}): {ADVICE}") from None
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a copy of a config's contents with the numbers that JSON lacks: transformers tags infinities as objects."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_floats(part) for name, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else copy.deepcopy(value)
 
 
 def check_base(base: str, source: str | Path) -> None:
@@ -289,16 +308,18 @@ def shape_of(config: Mapping | Any, source: str | Path, tokens: int | None = Non
 
 
 def _layers(text: Any, count: int, tokens: int | None) -> dict[str, tuple]:
-    """Return ``kinds`` and ``layers`` of a model of ``count`` layers, nothing if a policy acts on all or on none."""
+    """Return ``kinds`` and ``layers`` of a model of ``count`` layers, nothing if all layers are alike or a policy acts on none."""
     kinds = layer_kinds(text, count, tokens)
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
-    return {"kinds": kinds, "layers": layers} if 0 < len(layers) < len(kinds) else {}
+    layers = tuple(i for i, kind in enumerate(kinds) if kind in POLICY_LAYERS)
+    if not layers or set(kinds) == {FULL}:
+        return {}
+    return {"kinds": kinds, "layers": layers if len(layers) < len(kinds) else ()}
 
 
 def kinds_of(config: Any) -> tuple[str, ...]:
     """Return the kind of each layer of a resolved config, for texts as long as the model has positions.
 
-    It is empty if a policy acts on all layers, or on none.
+    It is empty if all layers have full attention alone, or a policy acts on none.
     """
     text = text_config(config)
     return _layers(text, size(text, "num_layers"), positions_of(text)).get("kinds", ())
@@ -312,18 +333,20 @@ def rope_of(config: Any, tokens: int | None = None) -> dict | None:
         tokens: tokens of the longest text, by default the model's positions.
 
     Returns:
-        The parameters, in which layers are counted as the policy counts them; None if these layers rotate differently.
+        The parameters, in which layers are counted as the policy counts them; None if these layers rotate differently, or
+        attention does not rotate.
     """
     text = text_config(config)
+    if not rotates(text):
+        return None
     keys = text.to_dict() if hasattr(text, "to_dict") else dict(vars(text))
-    if layers := _layers(text, size(text, "num_layers"), positions_of(text) if tokens is None else tokens).get(
-        "layers"
-    ):
-        by_kind, rotates = keys.get("rope_parameters"), keys.get("no_rope_layers")
+    length = positions_of(text) if tokens is None else tokens
+    if layers := _layers(text, size(text, "num_layers"), length).get("layers"):
+        by_kind, rotated = keys.get("rope_parameters"), keys.get("no_rope_layers")
         if isinstance(by_kind, Mapping) and isinstance(by_kind.get(FULL), Mapping):
             keys["rope_parameters"] = by_kind[FULL]
-        if rotates:
-            keys["no_rope_layers"] = [rotates[layer] for layer in layers]
+        if rotated:
+            keys["no_rope_layers"] = [rotated[layer] for layer in layers]
     return model_rope(keys)
 
 

@@ -120,10 +120,35 @@ def _has_sinks(text: Any) -> bool:
 
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-POLICY_LAYERS = frozenset({FULL, "attention"})
-"""Kinds of layers in transformers' configs that a policy acts on."""
-STOCK_LAYERS = {SLIDING: "SlidingWindowSpec", CHUNKED: "ChunkedLocalAttentionSpec"}
-"""Kinds of layers that an engine with a policy leaves to vLLM, with the name of vLLM's cache spec of each."""
+RECURRENT, HYBRID = "linear_attention", "hybrid"
+"""Kinds of layers with a recurrent state: in place of attention, and next to full attention."""
+POLICY_LAYERS = frozenset({FULL, HYBRID})
+"""Kinds of layers that a policy acts on."""
+LOCAL_LAYERS = frozenset({SLIDING, CHUNKED})
+"""Kinds of layers whose queries attend to tokens nearby."""
+CACHE_SPECS = {
+    FULL: ("FixedBudgetSpec",),
+    SLIDING: ("SlidingWindowSpec",),
+    CHUNKED: ("ChunkedLocalAttentionSpec",),
+    RECURRENT: ("MambaSpec",),
+    HYBRID: ("FixedBudgetSpec", "MambaSpec"),
+    "mlp": (),
+    "moe": (),
+}
+"""Kinds of layers that an engine with a policy serves, with the names of their cache specs. All but the policy's are vLLM's."""
+SPELLINGS = {"attention": FULL, "mamba": RECURRENT}
+"""Kinds of layers as older configs spell them."""
+
+MAMBA2, GDN = "Mamba2", "gated delta net"
+RECURRENCES = {
+    "nemotron_h": MAMBA2,
+    "granitemoehybrid": MAMBA2,
+    "falcon_h1": MAMBA2,
+    "qwen3_next": GDN,
+    "qwen3_5_text": GDN,
+    "qwen3_5_moe_text": GDN,
+}
+"""Model types with recurrent layers that an engine serves, with what these layers are."""
 
 
 NEEDS_FULL = {
@@ -156,7 +181,7 @@ def local_size(text: Any, kind: str) -> int:
 
 
 def layer_kinds(text: Any, layers: int | None = None, tokens: int | None = None) -> tuple[str, ...]:
-    """Return the kind of each layer of a model, as in transformers' configs; FULL for those that a policy acts on.
+    """Return the kind of each layer of a model, as in transformers' configs; a policy acts on those in POLICY_LAYERS.
 
     A sliding window that no text exceeds is full attention.
 
@@ -169,15 +194,31 @@ def layer_kinds(text: Any, layers: int | None = None, tokens: int | None = None)
     default = CHUNKED if getattr(text, "attention_chunk_size", None) else FULL if window is None else SLIDING
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or (default,) * (layers or 1)
     wide = type(window) is int and tokens is not None and tokens <= window
-    full = POLICY_LAYERS | ({SLIDING} if wide else set())
-    return tuple(FULL if kind in full else kind for kind in kinds[:layers])
+    spellings = SPELLINGS | ({SLIDING: FULL} if wide else {})
+    return tuple(spellings.get(kind, kind) for kind in kinds[:layers])
+
+
+def rotates(text: Any) -> bool:
+    """Return whether attention of a model has rotary embeddings, as far as its config says so."""
+    kind = getattr(text, "model_type", None)
+    return kind != "nemotron_h" and (
+        kind != "granitemoehybrid" or getattr(text, "position_embedding_type", None) == "rope"
+    )
+
+
+def recurrence(text: Any) -> str | None:
+    """Return what the recurrent layers of a model are that an engine serves, None if it has none or is not served."""
+    kinds = {*layer_kinds(text)}
+    if not kinds & {RECURRENT, HYBRID} or not kinds & POLICY_LAYERS:
+        return None
+    return RECURRENCES.get(getattr(text, "model_type", None))
 
 
 def _has_no_full_layer(text: Any, tokens: int | None) -> bool:
     """Return whether no layer has full attention, or the size of a window or chunk is missing."""
     kinds = set(layer_kinds(text, tokens=tokens))
     sizes = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
-    return STOCK_LAYERS.keys() >= kinds or any(type(sizes[kind]) is not int for kind in kinds & sizes.keys())
+    return LOCAL_LAYERS >= kinds or any(type(sizes[kind]) is not int for kind in kinds & sizes.keys())
 
 
 def _has_alibi(text: Any, tokens: int | None) -> bool:
@@ -264,9 +305,9 @@ def unserved(text: Any, features: Mapping[str, Any], tokens: int | None, mixed: 
         text: as in :func:`refused`.
         features: the features that the caller sees, see :func:`refused`.
         tokens: as in :func:`refused`.
-        mixed: True if layers in STOCK_LAYERS are served next to those of full attention, and attention sinks are.
+        mixed: True if layers in LOCAL_LAYERS are served next to those of full attention, and attention sinks are.
     """
-    served = {FULL, *(STOCK_LAYERS if mixed else ())}
+    served = {FULL, *(LOCAL_LAYERS if mixed else ())}
     sinks = not mixed and _has_sinks(text)
     features = {
         "recurrent": not served.issuperset(layer_kinds(text, tokens=tokens)),

@@ -107,7 +107,7 @@ class QueryStatistics:
             model: sizes of the model and ``rope``, by the names of the attributes.
         """
         if model["rope"] is None:
-            raise ConfigError("layers of this model have different rotary embeddings: choose another policy")
+            raise ConfigError("layers of this model have different rotary embeddings, or none: choose another policy")
         made_for = {name: getattr(self, name) for name in model}
         check_same_model(made_for, model, source, "calibrate this model, or give its folder with --kv-calibration")
 

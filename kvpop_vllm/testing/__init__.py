@@ -18,7 +18,7 @@ from .oracle import (
     margin_bound,
 )
 from .oracle_coupled import corrected_attention, masked_attention, masked_lse, retained_by_attention
-from .oracle_kinds import FAMILIES, KindsOracle, require_distant_kinds, write_mixed_model
+from .oracle_kinds import BFLOAT16, FAMILIES, KindsOracle, require_distant_kinds, write_mixed_model
 from .oracle_online import decision_margins, retained_sets, retained_sets_static
 from .oracle_policy import LayerDecisions, OraclePolicy
 from .oracle_scores import log_gamma, raw_scores, read_scorer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from .oracle_coupled import masked_attention
 from .oracle_policy import OraclePolicy
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+RECURRENT, HYBRID = "linear_attention", "hybrid"
 _NAME = "oracle_of_kinds"
 _QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.0, 0.7, 0.3
 # Weights of norms of queries and keys, more than their identity. Larger spreads enlarge rounding more than influence.
@@ -27,7 +28,7 @@ _SELECTIVE = 0.4
 _SINK = 2.0
 # Mean logit of attention sinks.
 
-S, F, C = SLIDING, FULL, CHUNKED
+S, F, C, R, H = SLIDING, FULL, CHUNKED, RECURRENT, HYBRID
 FAMILIES = {
     "gemma3_text": {"layer_types": [S, S, F, S, S, F], "sliding_window": 48, "query_pre_attn_scalar": 32},
     "olmo3": {"layer_types": [F, S, F, F], "sliding_window": 48},
@@ -43,12 +44,55 @@ FAMILIES = {
     },
     "gpt_oss": {"layer_types": [S, F, S, F], "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {"layer_types": [F, S, S, F], "sliding_window": 48, "attention_multiplier": 32**-0.5},
+    "nemotron_h": {
+        "layer_types": [R, F, "mlp", R, F, "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "time_step_min": 1e-6,  # transformers raises smaller steps to it, vLLM does not
+    },
+    "granitemoehybrid": {
+        "layer_types": [R, F, R, F],
+        "hidden_size": 128,
+        "head_dim": None,  # its attention takes no other size than these give
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+        "attention_multiplier": 32**-0.5,
+        "residual_multiplier": 0.7,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
+    "falcon_h1": {
+        "layer_types": [H, H, H],
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
+    "qwen3_next": {
+        "layer_types": [R, F, R, F, R, F],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,  # all, so that rounding selects no other
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
 }
 """Model types, each with what distinguishes its tiny model: where layers of full attention lie."""
+BFLOAT16 = frozenset({"qwen3_next"})
+"""Model types that vLLM serves on a CPU in bfloat16 only, which their weights have too; those of the others are float32."""
 
 
 def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes) -> Path:
-    """Write a tiny float32 model of a family as transformers saves it, and return its folder.
+    """Write a tiny model of a family as transformers saves it, and return its folder.
 
     Weights are drawn so that attention is selective and the output depends on distant tokens.
 
@@ -74,15 +118,23 @@ def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes
         "pad_token_id": None,
     }
     options = sizes | FAMILIES[kind] | changes
-    config = CONFIG_MAPPING[kind](**options, num_hidden_layers=len(options["layer_types"]))
+    options = {name: value for name, value in options.items() if name != "head_dim" or value is not None}
+    layers = options["layer_types"]
+    if HYBRID in layers:  # kinds of such a model's layers follow from its type
+        del options["layer_types"]
+    config = CONFIG_MAPPING[kind](**options, num_hidden_layers=len(layers))
     config.dtype = torch.float32
-    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # biases of recurrent layers are drawn here
+        model = AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(_drawn(name, weight, generator))
         embeddings = model.get_input_embeddings()
         embeddings.weight /= float(getattr(embeddings, "embed_scale", 1.0))  # layers add to vectors of unit mean square
+    if kind in BFLOAT16:
+        model.bfloat16()
     model.save_pretrained(folder)
     return Path(folder)
 
@@ -112,30 +164,35 @@ class KindsOracle:
 
     def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float64):
         """Load the model of ``folder`` in ``dtype``."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.config = json.loads((Path(folder) / "config.json").read_text())
-        self.kinds: list[str] = self.config["layer_types"]
-        self.layers = self.kinds.count(FULL)
+        self.kinds: list[str] = AutoConfig.from_pretrained(folder).layer_types
+        self.layers = sum(kind in (FULL, HYBRID) for kind in self.kinds)
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
         ways = {"attn_implementation": _NAME, "experts_implementation": "eager"}  # grouped products are not in float64
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **ways).eval()
         self.arguments = OraclePolicy.full(), None, ()
+        self.inputs: Mapping[int, tuple] = {}
         self.result = OracleRun(torch.empty(0), [], [], [], [])
         self.hidden: dict[int, torch.Tensor] = {}
         for module in self.model.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
 
-    def logprobs(self, tokens: Sequence[int], policy: OraclePolicy | None = None) -> torch.Tensor:
+    def logprobs(
+        self, tokens: Sequence[int], policy: OraclePolicy | None = None, inputs: Mapping[int, tuple] | None = None
+    ) -> torch.Tensor:
         """Return log-probabilities ``[S, V]`` float64 of a whole sequence; row t predicts token t + 1.
 
         Args:
             tokens: S token ids.
             policy: policy of the layers with full attention; everything is kept if omitted.
+            inputs: queries ``[Hq, S, D]``, keys and values ``[H, S, D]`` by which the policy decides in each of these
+                layers, by default those of this run. An engine decides by its own, which are rounded.
         """
-        return self.run(tokens, policy).logprobs
+        return self.run(tokens, policy, inputs=inputs).logprobs
 
     @torch.no_grad()
     def run(
@@ -144,15 +201,16 @@ class KindsOracle:
         policy: OraclePolicy | None = None,
         visible: Sequence[torch.Tensor] | None = None,
         bias: Sequence[tuple[int, int, int, float]] = (),
+        inputs: Mapping[int, tuple] | None = None,
     ) -> OracleRun:
         """Process a whole sequence. Layers are counted among those with full attention.
 
-        Arguments are those of :meth:`kvpop_vllm.testing.oracle.OracleModel.run`.
+        Arguments are those of :meth:`kvpop_vllm.testing.oracle.OracleModel.run`, and ``inputs`` of :meth:`logprobs`.
         """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        self.arguments = policy or OraclePolicy.full(), visible, bias
+        self.arguments, self.inputs = (policy or OraclePolicy.full(), visible, bias), inputs or {}
         self.result = OracleRun(torch.empty(0), [], [], [], [])
         logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         return replace(self.result, logprobs=logits.log_softmax(-1))
@@ -182,14 +240,17 @@ class KindsOracle:
         layer, (q, k, v) = module.layer_idx, (x[0] for x in (query, key, value))
         if self.config["model_type"] == "llama4_text":  # scorers see the even channels before the odd ones, as in vLLM
             q, k = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (q, k))
-        q = q * (scaling * math.sqrt(q.shape[-1]))  # the oracle's attention divides by the root of the head size
+        factor = scaling * math.sqrt(q.shape[-1])  # the oracle's attention divides by the root of the head size
+        q = q * factor
         sinks = options.get("s_aux")
-        if self.kinds[layer] == FULL:
-            ordinal, (policy, visible, bias) = self.kinds[:layer].count(FULL), self.arguments
+        if self.kinds[layer] in (FULL, HYBRID):
+            ordinal = sum(kind in (FULL, HYBRID) for kind in self.kinds[:layer])
+            policy, visible, bias = self.arguments
             forced = None if visible is None else visible[ordinal]
             nudged = [(head, token, by) for of_layer, head, token, by in bias if of_layer == ordinal]
-            options = {"hidden": self.hidden[layer], "sink_logits": sinks}
-            decided = policy.decide(ordinal, q, k, v, forced, nudged, **options)
+            q_by, k_by, v_by = self.inputs.get(ordinal, (q / factor, k, v))
+            options = {"hidden": self.hidden.get(layer), "sink_logits": sinks}
+            decided = policy.decide(ordinal, q_by * factor, k_by, v_by, forced, nudged, **options)
             for name in ("visible", "margins", "scores", "lost"):
                 getattr(self.result, name).append(getattr(decided, name))
             mixed = policy.attend(q, k, v, decided.visible, sink_logits=sinks)

@@ -41,15 +41,27 @@ class Case(NamedTuple):
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
     """Build a case and write the folder that the policy needs.
 
+    Arguments are those of :func:`policy_of`, and ``judged``, the class of the judge.
+    """
+    judged = options.pop("judged", Judge)
+    settings, oracle, protect, allocator = policy_of(model, folder, policy, **options)
+    judge = judged(model, oracle, protect=protect)
+    return Case(model, settings, judge, state_blocks(policy, oracle.corrected), allocator)
+
+
+def policy_of(model: str, folder: Path, policy: str, **options) -> tuple[dict, OraclePolicy, bool | int, str]:
+    """Return ``kv_policy`` settings, the oracle's policy, the protected tokens of a prompt and the allocator.
+
+    The folder that the policy needs is written.
+
     Args:
         model: folder of the model.
         folder: folder for the scorer, or for statistics of the model.
         policy: a name of ROWS.
         options: options of :func:`write_random_scorer` or roles, ``allocator`` (a name or a file of shares),
-            ``correction``, ``protect_prompt``, ``budget``, and ``judged``, the class of the judge.
+            ``correction``, ``protect_prompt``, and ``budget``.
     """
     row, protect, budget = ROWS[policy], options.pop("protect_prompt", 0), options.pop("budget", BUDGET)
-    judged = options.pop("judged", Judge)
     window = WINDOW * budget // BUDGET
     own = row.own_allocator if row.allocator == "uniform" else row.allocator
     allocator, correction = options.pop("allocator", own), options.pop("correction", None)
@@ -65,7 +77,8 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         settings["protect_prompt"] = "all" if protect is True else protect
     if row.learned:
         shape = {"sinks": SINKS, "window": window, "topk": budget - SINKS - window} | row.options | options
-        random_scorer_folder(folder, model, row.scorer, **shape)
+        layers = ModelShape.of(model, LONGEST).layers
+        random_scorer_folder(folder, model, row.scorer, **shape | ({"layers": layers} if layers else {}))
         oracle = OraclePolicy.from_scorer(folder, topk=shape["topk"], **row.early)
         settings |= {"scorer": str(folder)} | row.early
     else:
@@ -80,5 +93,4 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         topk = budget - roles["sinks"] - roles["window"]
         oracle = OraclePolicy(row.scorer, **roles, topk=topk, statistics=statistics)
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
-    judge = judged(model, allocated(oracle, allocator), protect=protect)
-    return Case(model, settings, judge, state_blocks(policy, oracle.corrected), allocator)
+    return settings, allocated(oracle, allocator), protect, allocator

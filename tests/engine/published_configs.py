@@ -317,5 +317,58 @@ CONFIGS = {
         num_hidden_layers=40,
         vocab_size=151552,
     ),  # fmt: skip
+    "nemotron-h-8b": dict(
+        architectures=["NemotronHForCausalLM"],
+        model_type="nemotron_h",
+        hidden_size=4096,
+        head_dim=128,
+        hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        n_groups=8,
+        ssm_state_size=128,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_hidden_layers=52,
+        vocab_size=131072,
+    ),  # fmt: skip
+    "granite-4-h-small": dict(
+        architectures=["GraniteMoeHybridForCausalLM"],
+        model_type="granitemoehybrid",
+        hidden_size=4096,
+        layer_types=[*(["mamba"] * 5), *(["attention", *(["mamba"] * 9)] * 3), "attention", *(["mamba"] * 4)],
+        mamba_n_heads=128,
+        mamba_d_state=128,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_hidden_layers=40,
+        position_embedding_type="nope",
+        vocab_size=100352,
+    ),  # fmt: skip
+    "falcon-h1-34b": dict(
+        architectures=["FalconH1ForCausalLM"],
+        model_type="falcon_h1",
+        hidden_size=5120,
+        head_dim=128,
+        mamba_d_ssm=4096,
+        mamba_d_head=128,
+        mamba_n_heads=32,
+        mamba_n_groups=2,
+        num_attention_heads=20,
+        num_key_value_heads=4,
+        num_hidden_layers=72,
+        vocab_size=261120,
+    ),  # fmt: skip
+    "qwen3-next-80b": dict(
+        architectures=["Qwen3NextForCausalLM"],
+        model_type="qwen3_next",
+        hidden_size=2048,
+        head_dim=256,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        num_hidden_layers=48,
+        partial_rotary_factor=0.25,
+        vocab_size=151936,
+    ),  # fmt: skip
 }
 """Name -> config. Of the first twelve, each says the number of KV heads in a way of its own."""

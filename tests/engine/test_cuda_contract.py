@@ -8,17 +8,22 @@ import json
 import pickle
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from engine.cuda_engine import GROUP, HEADS, SIZE, SLOTS, STREAMING, chosen, configure, group_of, only_rank
+from engine.published_configs import CONFIGS
 from policies.matrix import random_statistics_folder
+from vllm import ModelRegistry
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
@@ -26,6 +31,7 @@ from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import write_mixed_model, write_random_scorer
 from kvpop_vllm.vllm_glue import plugin
 from kvpop_vllm.vllm_glue.run import gated_attention
+from kvpop_vllm.vllm_glue.run.cache_groups import with_block_sizes
 from kvpop_vllm.vllm_glue.start import backend_choice, cuda
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
@@ -131,6 +137,37 @@ def test_models_with_attention_sinks(tmp_path, kind):
     options["has_sliding_window"] = True
     assert chosen(config, **options) is chosen(stock, **options)
     assert "--kv-policy snapkv" in refusal(folder, {"policy": "snapkv", "budget": 64})
+
+
+@pytest.mark.parametrize("name, layers, slots", [("nemotron-h-8b", 4, 1024), ("qwen3-next-80b", 12, 544)])
+@pytest.mark.parametrize("hits", [False, True])
+def test_models_with_recurrent_layers(tmp_path, name, layers, slots, hits):
+    """VLLM chooses a block by the bytes of one slot, and a policy's page is the least of vLLM's that holds a state."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | {"dtype": "bfloat16"}))
+    config = configure(tmp_path, STREAMING | {"protect_prompt": "all" if hits else 0}, block_size=None)
+    attention, cache, model = config.attention_config, config.cache_config, config.model_config
+    assert attention.backend_per_kind == {"full_attention": AttentionBackendEnum.CUSTOM} and attention.backend is None
+    assert len(engine_policy(config).model.layers) == layers
+    assert (cache.enable_prefix_caching, cache.mamba_cache_mode) == (hits, "align" if hits else "none")
+    size, heads = model.get_head_size(), model.get_num_kv_heads(config.parallel_config)
+    backend = chosen(config, size=size, dtype=torch.bfloat16)
+    assert backend.get_name() == "CUSTOM"
+    cls, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
+    shapes, dtypes = cls.get_mamba_state_shape_from_config(config), cls.get_mamba_state_dtype_from_config(config)
+    plain = FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=size, dtype=torch.bfloat16)
+    with only_rank(config):
+        ours, slot = (backend.customize_spec(replace(plain, block_size=tokens)) for tokens in (16, 1))
+        assert slot.page_size_bytes == heads * (2 * 2 * size + 8)
+        with mock.patch.object(type(current_platform), "_find_non_ssm_backends", lambda *args: [backend]):
+            current_platform._align_hybrid_block_size(config, backend)
+    assert cache.block_size == slots and (not hits or cache.mamba_block_size == slots)
+    state = MambaSpec(
+        shapes=shapes, dtypes=dtypes, block_size=cache.mamba_block_size, mamba_cache_mode=cache.mamba_cache_mode,
+        page_size_padded=cache.mamba_page_size_padded,
+    )  # fmt: skip
+    (specs,) = with_block_sizes([{"layers.0.attn": ours, "layers.1.mixer": state}], config)
+    assert specs["layers.0.attn"].block_size == slots
+    assert {spec.page_size_bytes for spec in specs.values()} == {slots * slot.page_size_bytes}
 
 
 def test_older_gpus_than_kernels_are_for(model, monkeypatch):

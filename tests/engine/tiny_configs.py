@@ -59,6 +59,7 @@ _PALIGEMMA = {
 _MOE = {"num_experts": 2, "num_experts_per_tok": 1}
 _JAMBA = _MOE | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
 _GEMMA3N = {"num_kv_shared_layers": 1, "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 8}
+_GRANITE = {"num_local_experts": 0, "mamba_n_heads": 4, "shared_intermediate_size": 128}
 _EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 FP8_CACHE = {
     "quant_method": "compressed-tensors",
@@ -89,7 +90,12 @@ REFUSED = {
     "qwen3-encoder": ("bidirectional text", text("Qwen3ForCausalLM", "qwen3", is_causal=False)),
     "mamba2": ("Mamba", text("Mamba2ForCausalLM", "mamba2", num_heads=4, state_size=16)),
     "jamba": ("Mamba", text("JambaForCausalLM", "jamba", **_JAMBA)),
-    "qwen3-next": ("recurrent", text("Qwen3NextForCausalLM", "qwen3_next", layer_types=["linear_attention", FULL[0]])),
+    "bamba": ("recurrent", text("BambaForCausalLM", "bamba", attn_layer_indices=[1], mamba_n_heads=4)),
+    "lfm2": ("recurrent", text("Lfm2ForCausalLM", "lfm2", layer_types=["conv", FULL[0]])),
+    "granite-states": (
+        "recurrent",
+        text("GraniteMoeHybridForCausalLM", "granitemoehybrid", layer_types=["linear_attention"] * 2, **_GRANITE),
+    ),
     "mistral": (
         "or lower --max-model-len to the window of 64 tokens",
         text("MistralForCausalLM", "mistral", sliding_window=64),
@@ -121,4 +127,5 @@ SERVED = {
     "granite": text("GraniteForCausalLM", "granite"),
     "granite-sinks": text("GraniteForCausalLM", "granite", layer_types=FULL, sliding_window=None),
     "gpt-oss": text("GptOssForCausalLM", "gpt_oss", layer_types=["sliding_attention", FULL[0]], sliding_window=64),
+    "granite-no-states": text("GraniteMoeHybridForCausalLM", "granitemoehybrid", layer_types=FULL, **_GRANITE),
 }

@@ -122,6 +122,13 @@ def test_rows_with_pads_are_refused_where_queries_are_scaled_by_their_column(tmp
         generate(model, cache, [distinct(40), distinct(62)], new=3)
 
 
+@pytest.mark.parametrize("kind", ["nemotron_h", "falcon_h1"])
+def test_recurrent_layers_are_refused(tmp_path, kind):
+    model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, kind))
+    with pytest.raises(ConfigError, match="layers other than full attention"):
+        KVpopCache(model, "streaming-llm", budget=BUDGET)
+
+
 @pytest.mark.parametrize("kind", ["trimkv", "dms", "kvzap"])
 def test_gates_read_the_input_of_layers_with_full_attention(family, tmp_path, kind):
     """Log-probabilities of a prompt in two passes are the oracle's."""

@@ -263,7 +263,7 @@ def test_no_texts(tmp_path):
             {"rope": ROPE | {"rope_type": "linear", "factor": 2.0}},
             "rotary embeddings with factor = None, this one has",
         ),
-        ({"rope": None}, "layers of this model have different rotary embeddings: choose another policy"),
+        ({"rope": None}, "layers of this model have different rotary embeddings, or none: choose another policy"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
 )

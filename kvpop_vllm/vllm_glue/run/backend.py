@@ -117,7 +117,7 @@ class FixedBudgetBackend(AttentionBackend):
             )
         layout = cls.layout(spec.num_kv_heads, spec.head_size, spec.dtype)
         return FixedBudgetSpec(
-            block_size=layout.block_slots,
+            block_size=1 if spec.block_size == 1 else layout.block_slots,  # vLLM asks for a slot's bytes with states
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             kv_dtype=spec.dtype,

@@ -58,17 +58,18 @@ def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
     refusals.check_arguments(engine_args)
     engine_args.additional_config = with_local_scorer(engine_args.additional_config)
     protects = refusals.most_protected(cls, settings)
-    caches_by_default = engine_args.enable_prefix_caching is None
-    if caches_by_default:
+    if chooses_hits := engine_args.enable_prefix_caching is None:
         engine_args.enable_prefix_caching = bool(protects)
     graphs_chosen = cuda.chooses_graphs(engine_args)
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
+    if chooses_hits and refusals.has_no_hits(vllm_config):
+        _cache_no_prefix(vllm_config)
     policy = engine_policy(vllm_config)
     refusals.check_kinds(vllm_config, policy)
-    if caches_by_default and takes_snapshots(policy):
+    if chooses_hits and takes_snapshots(policy):
         vllm_config.cache_config.enable_prefix_caching = True
-    elif not vllm_config.cache_config.enable_prefix_caching and caches_by_default:
+    elif chooses_hits and not vllm_config.cache_config.enable_prefix_caching:
         logger.info("--kv-policy %s: prefix caching is off, nothing can be shared", policy.name)
     if settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
         _check_cartridges(vllm_config)
@@ -88,6 +89,16 @@ def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
     for line in lines:
         logger.info("%s", line)
     return vllm_config
+
+
+def _cache_no_prefix(vllm_config) -> None:
+    """Switch the prefix cache of a model with recurrent layers off, as vLLM does where arguments say so."""
+    from vllm.model_executor.models.config import HybridAttentionMambaModelConfig
+
+    cache = vllm_config.cache_config
+    cache.enable_prefix_caching, cache.mamba_block_size = False, None
+    HybridAttentionMambaModelConfig.verify_and_update_config(vllm_config)
+    logger.info("prefix caching is off: on a CPU vLLM has none for Mamba2 layers")
 
 
 def _check_cartridges(vllm_config) -> None:

@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, AUTO, ConfigError
 from kvpop_vllm.hub import local_folder
-from kvpop_vllm.supported import ARCHITECTURES, FULL, STOCK_ARCHITECTURES, refused_beside
+from kvpop_vllm.supported import ARCHITECTURES, HYBRID, STOCK_ARCHITECTURES, refused_beside
 from kvpop_vllm.vllm_glue.start import published
 
 if TYPE_CHECKING:
@@ -83,13 +83,8 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             "the best policy that needs no calibration ('kvpop calibrate' may find a better one) and prefills in chunks"
         )
         lines.insert(0, f"--kv-policy auto is {policy.name}, {best if folder is None else f'as {folder} recommends'}")
-    if kinds := Counter(policy.model.kinds):
-        layers = ", ".join(map(str, policy.model.layers))
-        stock = " and ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()) if kind != FULL)
-        lines.append(
-            f"it acts on {kinds[FULL]} of {policy.model.model_layers} layers, those with full attention ({layers}); {stock} are"
-            " as without a policy"
-        )
+    if policy.model.kinds:
+        lines.append(_layers_of(policy.model))
     if vllm_config.cache_config.enable_prefix_caching and not policy.compresses:
         lines.append(
             "a prompt that goes on from an earlier request costs its new tokens (--no-enable-prefix-caching turns it off)"
@@ -112,6 +107,16 @@ def _no_snapshots(policy: Policy) -> str:
     if policy.model.kinds:
         return "layers of several kinds would have to be held too"
     return "rounding decides between equal tokens"
+
+
+def _layers_of(shape) -> str:
+    """Return the line that names the layers of a model that a policy acts on, and what the others are."""
+    counts, layers = Counter(shape.kinds), ", ".join(map(str, shape.layers))
+    acted_on = f"those with full attention ({layers})" if layers else "in all their full attention"
+    stock = [
+        f"the states of {counts[kind]}" if kind == HYBRID else f"{counts[kind]} of {kind}" for kind in shape.stock_kinds
+    ]
+    return f"it acts on {shape.num_layers} of {shape.model_layers} layers, {acted_on}; {' and '.join(stock)} are as without a policy"
 
 
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:

@@ -8,19 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import (
+    CACHE_SPECS,
     DTYPES,
     FULL,
+    GDN,
     HEAD_SIZES,
+    LOCAL_LAYERS,
+    MAMBA2,
     NEEDS_FULL,
+    RECURRENCES,
     REFUSED,
-    STOCK_LAYERS,
     Refused,
+    layer_kinds,
+    recurrence,
     refused,
     sliding_window,
 )
@@ -89,7 +96,7 @@ def check_config(vllm_config: Any) -> None:
         "ALiBi": model.uses_alibi or "Step1ForCausalLM" in model.architectures,
         "bidirectional images": model.is_mm_prefix_lm,
         "bidirectional attention": model.is_diffusion,
-        "recurrent": model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        "recurrent": _has_other_layers(model),
         "sliding-window": model.rswa_window,
     }
     features = refused(model.hf_text_config, model_features, model.max_model_len)
@@ -136,9 +143,11 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
     """
     if not policy.model.kinds:
         return
-    stock_kinds = " and ".join(sorted({*policy.model.kinds} - {FULL}))
+    stock_kinds = " and ".join(policy.model.stock_kinds)
     one_cache, cache = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager, vllm_config.cache_config
-    on_cpu = cache.user_specified_block_size and vllm_config.device_config.device_type == "cpu"
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    windows = cache.user_specified_block_size and on_cpu and LOCAL_LAYERS & {*policy.model.kinds}
+    dtype, net = vllm_config.model_config.dtype, recurrence(vllm_config.model_config.hf_text_config)
     refuse(
         {
             f"{NEEDS_FULL['cartridge']}: leave --kv-cartridge out, and unset VLLM_ALLOW_RUNTIME_LORA_UPDATING": (
@@ -146,10 +155,34 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
             ),
             f"{NEEDS_FULL['gate']}: choose another policy": policy.gated,
             f"one cache for all kinds of layers: leave --disable-hybrid-kv-cache-manager out{_or_unset()}": one_cache,
-            f"--block-size {cache.block_size} on a CPU: use a multiple of 32": on_cpu and cache.block_size % 32,
+            f"--block-size {cache.block_size} on a CPU: use a multiple of 32": windows and cache.block_size % 32,
+            "prefix caching on a CPU, where vLLM stops at the first request: leave --enable-prefix-caching out": (
+                has_no_hits(vllm_config)
+            ),
+            f"{str(dtype).removeprefix('torch.')} on a CPU: use --dtype bfloat16": (
+                net == GDN and on_cpu and dtype != torch.bfloat16
+            ),
         },
         f"--kv-policy on a model with layers of {stock_kinds}",
     )
+
+
+def has_no_hits(vllm_config: Any) -> bool:
+    """Return whether an engine has a prefix cache where vLLM stops at the first request: of Mamba2 layers on a CPU."""
+    caches = vllm_config.cache_config.enable_prefix_caching and vllm_config.device_config.device_type == "cpu"
+    return bool(caches and recurrence(vllm_config.model_config.hf_text_config) == MAMBA2)
+
+
+def _has_other_layers(model: Any) -> bool:
+    """Return whether a model has layers with states, or of unknown kinds, that are not served.
+
+    vLLM does not say so of a model that it runs by transformers' code.
+    """
+    text = model.hf_text_config
+    kinds = {*layer_kinds(text)}
+    if recurrence(text) is not None or (text.model_type in RECURRENCES and kinds == {FULL}):
+        return False
+    return model.is_hybrid or model.has_inner_state or not kinds <= {FULL, *LOCAL_LAYERS}
 
 
 def _or_unset() -> str:
@@ -185,7 +218,7 @@ def get_kv_cache_specs(install, original, self, *args, **kwargs):
 
 
 def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
-    """Check that every layer with a cache has the one of its kind: the policy's, or vLLM's of windows and chunks.
+    """Check that every layer with a cache has the one of its kind: the policy's, or vLLM's of windows, chunks and states.
 
     Args:
         specs: vLLM's cache spec of each layer that has a cache, by the layer's name.
@@ -196,13 +229,12 @@ def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
-    kinds = dict(enumerate(shape.kinds))
+    kinds = shape.kinds or (FULL,)
 
-    def expected(name: str) -> str:
-        kind = kinds.get(extract_layer_index(name)) if kinds else None
-        return STOCK_LAYERS.get(kind, "FixedBudgetSpec")
+    def expected(name: str) -> tuple[str, ...]:
+        return CACHE_SPECS[kinds[extract_layer_index(name) % len(kinds)]]  # Falcon-H1 counts states after all layers
 
-    if foreign := [name for name, spec in specs.items() if type(spec).__name__ != expected(name)]:
+    if foreign := [name for name, spec in specs.items() if type(spec).__name__ not in expected(name)]:
         more = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
         refuse(
             {f"layers that bring an attention backend of their own ({foreign[0]}{more}): leave --kv-policy out": True}
