@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -50,31 +50,58 @@ def plan(options) -> None:
     Raises:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
+    result, memory = compute(options), options.kv_memory
+    rows = [_row("dense, stock vLLM", result.model.length, result.stock, memory, result.stock)]
+    rows += [_row(*key, request, memory, result.stock) for key, request in result.requests.items()]
+    print(result.model.headline(result.pool))
+    print(_table(rows))
+    print("\n".join(result.notes), end="\n" if result.notes else "")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What requests of a model hold.
+
+    Attributes:
+        model: the model.
+        pool: pool of an engine with a policy.
+        stock: what a request holds in stock vLLM.
+        requests: what it holds with each policy and budget.
+        notes: lines that say what is counted, and which policies have no row.
+    """
+
+    model: Planned
+    pool: Pool
+    stock: CacheBytes
+    requests: dict[tuple[str, int], CacheBytes]
+    notes: list[str]
+
+
+def compute(options) -> Result:
+    """Return what requests hold, from options of ``kvpop plan``.
+
+    Raises:
+        ConfigError: the model's config, the scorer, a budget or another option cannot work.
+    """
     model = Planned.of(options)
+    _check_served(options.model, model.shape, model.config)
     scorer = _scorer_kind(options, model)
     classes, notes = _classes(options)
-    budgets = options.budget or sorted({-(-model.length // share) for share in SHARES}, reverse=True)
-    stock = model.stock_request()
-    rows, unused, requests = [_row("dense, stock vLLM", model.length, stock, options.kv_memory, stock)], [], {}
-    pool = model.pool()
-    for budget in budgets:
+    pool, requests, unused = model.pool(), {}, []
+    for budget in options.budget or sorted({-(-model.length // share) for share in SHARES}, reverse=True):
         for cls in classes:
             try:
                 policy = _policy(cls, budget, model, options, scorer)
-                request, waste = _bytes_of_rank(pool, model, policy, options.prompt_length)
+                requests[cls.name, budget], waste = _bytes_of_rank(pool, model, policy, options.prompt_length)
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
             unused += [] if waste is None else [waste]
-            rows.append(_row(cls.name, budget, request, options.kv_memory, stock))
-            requests.setdefault((budget, request), []).append(cls.name)
-    if len(rows) == 1:
+    if not requests:
         raise ConfigError(notes[-1])
-    print(model.headline(pool))
-    print(_table(rows))
-    large = [_large_blocks(pool, *key, names, model.length) for key, names in requests.items() if pool.has_states]
+    large = _large_blocks(pool, requests, model.length) if pool.has_states else []
     notes = [*_before(model, pool, scorer), *notes, *large, *_after(classes, unused)]
-    print("\n".join(notes), end="\n" if notes else "")
+    return Result(model, pool, model.stock_request(), requests, notes)
 
 
 @dataclass(frozen=True)
@@ -83,7 +110,7 @@ class Planned:
 
     Attributes:
         options: options of ``kvpop plan``.
-        text: the model's text config.
+        config: the model's config, resolved by transformers.
         shape: shape of the layers that a policy acts on.
         dtype: dtype of the cache.
         heads: KV heads of a rank.
@@ -92,7 +119,7 @@ class Planned:
     """
 
     options: Any
-    text: Any
+    config: Any
     shape: ModelShape
     dtype: torch.dtype
     heads: int
@@ -116,8 +143,7 @@ class Planned:
                 f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
             )
         shape = ModelShape(**sizes, max_model_len=length, rope=rope_of(config))
-        _check_served(options.model, shape, config)
-        ranks, stages, text = options.tensor_parallel_size, options.pipeline_parallel_size, text_config(config)
+        ranks, stages = options.tensor_parallel_size, options.pipeline_parallel_size
         if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:
             raise ConfigError(
                 f"--tensor-parallel-size {ranks} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
@@ -126,8 +152,8 @@ class Planned:
             raise ConfigError(f"--pipeline-parallel-size {stages} is more than {shape.model_layers} layers: lower it")
         heads, dtype = max(1, shape.num_kv_heads // ranks), _dtype(options, config)
         bounds = tuple(layers_of_stages(shape.model_layers, stages))
-        stock = other_layers(text, shape, 2 * heads * shape.head_dim * dtype.itemsize, dtype, ranks)
-        return cls(options, text, shape, dtype, heads, bounds, stock)
+        stock = other_layers(text_config(config), shape, 2 * heads * shape.head_dim * dtype.itemsize, dtype, ranks)
+        return cls(options, config, shape, dtype, heads, bounds, stock)
 
     @property
     def length(self) -> int:
@@ -210,7 +236,7 @@ def _scorer_kind(options, model: Planned) -> ScorerKinds:
     Raises:
         ConfigError: it does not fit the model.
     """
-    source, section = f"{options.model}: config.json, section kvpop", getattr(model.text, "kvpop", None)
+    source, section = f"{options.model}: config.json, section kvpop", getattr(text_config(model.config), "kvpop", None)
     of_model = parse_config(section, source) if section is not None else None
     folder = options.scorer or (options.model if is_published(options.model) else None)
     if not folder:
@@ -270,24 +296,27 @@ def _before(model: Planned, pool: Pool, scorer: ScorerKinds) -> list[str]:
     return notes
 
 
-def _large_blocks(pool: Pool, budget: int, request: CacheBytes, names: Sequence[str], length: int) -> str:
-    """Return the line that says what blocks as large as a recurrent state cost.
+def _large_blocks(pool: Pool, requests: Mapping[tuple[str, int], CacheBytes], length: int) -> list[str]:
+    """Return the lines that say what blocks as large as a recurrent state cost.
 
     Args:
         pool: the pool.
-        budget: B.
-        request: what a request holds.
-        names: policies with which it does.
-        length: tokens of the request.
+        requests: what requests hold with each policy and budget.
+        length: tokens of a request.
     """
-    slots, stock = pool.sizes.slots, pool.stock_blocks(length)
-    equal = cdiv(budget, slots) * slots
-    same = f"; {equal} tokens cost the same" if equal != budget else ""
-    return (
-        f"{', '.join(names)}, {budget} tokens: blocks are as large as a recurrent state ({slots} slots,"
-        f" {_size(pool.block_bytes)}); a request holds {request.blocks - stock} for slots and {stock} for other layers,"
-        f" {100 * (1 - request.canonical / request.allocated):.0f}% of them unused{same}"
-    )
+    slots, stock, lines = pool.sizes.slots, pool.stock_blocks(length), []
+    alike: dict[tuple[int, CacheBytes], list[str]] = {}
+    for (name, budget), request in requests.items():
+        alike.setdefault((budget, request), []).append(name)
+    for (budget, request), names in alike.items():
+        equal = cdiv(budget, slots) * slots
+        same = f"; {equal} tokens cost the same" if equal != budget else ""
+        lines.append(
+            f"{', '.join(names)}, {budget} tokens: blocks are as large as a recurrent state ({slots} slots,"
+            f" {_size(pool.block_bytes)}); a request holds {request.blocks - stock} for slots and {stock} for other layers,"
+            f" {100 * (1 - request.canonical / request.allocated):.0f}% of them unused{same}"
+        )
+    return lines
 
 
 def _after(classes: Sequence[type[Policy]], unused: Sequence[float]) -> list[str]:

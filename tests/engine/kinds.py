@@ -32,6 +32,7 @@ class Served:
     engine: object
     oracle: KindsOracle
     policy: OraclePolicy
+    settings: dict = field(default_factory=dict)
     runs: dict = field(default_factory=dict)
 
     def serve(self, jobs: list[Job], chunk: int | None = None, each_step=None, protect: bool | int = 0) -> dict:

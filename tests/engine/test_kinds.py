@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pytest
 from engine.driving import Job, preempt_all
-from engine.kinds import BUDGET, Served, roles, serving
+from engine.kinds import BLOCK, BUDGET, Served, roles, serving
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
+from kvpop_vllm import plan
 from kvpop_vllm.cache.accounting import MOST_PADDING
+from kvpop_vllm.cli import make_parser
 from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
 from kvpop_vllm.testing import FAMILIES, require_distant_kinds
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
@@ -34,7 +36,7 @@ def served(request, family, tmp_path_factory):
     settings, exact = roles(policy, folder, tmp_path_factory.mktemp("scorer"), oracle)
     with serving(folder, settings) as engine:
         engine.fill_pool(255)
-        yield Served(engine, oracle, exact)
+        yield Served(engine, oracle, exact, settings)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -75,3 +77,18 @@ def test_pages_of_all_groups(served):
     layers = {name: type(group.kv_cache_spec) for group in config.kv_cache_groups for name in group.layer_names}
     expected = {f"model.layers.{i}.self_attn.attn": kinds[kind] for i, kind in enumerate(served.oracle.kinds)}
     assert layers == expected
+
+
+def test_the_plan_counts_the_blocks(served):
+    """`kvpop plan` has the pool's blocks, and of each request those that it holds when most of them are in use."""
+    folder, settings = served.engine.engine.model_config.model, served.settings
+    scorer = ["--scorer", settings["scorer"]] if "scorer" in settings else []
+    for prompt, new in ((130, 120), (20, 30)):
+        sizes = ["--kv-memory", "8MiB", "--block-size", str(BLOCK), "--budget", str(BUDGET)]
+        words = ["plan", "--model", folder, *sizes, "--max-model-len", str(prompt + new), *scorer]
+        result = plan.compute(make_parser().parse_args(words))
+        served.serve([Job(prompt, new=new, scored=False)])
+        pool, steps = served.engine.recorder.pool, served.engine.recorder.blocks
+        assert pool.num_gpu_blocks == (8 << 20) // result.pool.block_bytes
+        most = max(pool.num_gpu_blocks - 1 - step.free for step in steps[2:])  # after the prompt's
+        assert most == result.requests[settings["policy"], BUDGET].blocks, (prompt, new)
