@@ -119,14 +119,14 @@ STOCK_LAYERS = {SLIDING: "SlidingWindowSpec", CHUNKED: "ChunkedLocalAttentionSpe
 """Kinds of layers that an engine with a policy leaves to vLLM, with the name of vLLM's cache spec of each."""
 
 
-RECURRENT = frozenset({"linear_attention", "mamba", "mamba2", "conv", "hybrid"})
-"""Kinds of layers that keep a recurrent state, ``hybrid`` next to full attention."""
+STATEFUL_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
+"""Kinds of layers in transformers' configs that keep a recurrent state, ``hybrid`` next to full attention."""
 
 
 def recurrent_layers(text: Any, layers: int) -> tuple[int, ...]:
     """Return the indices of the layers of a model that keep a recurrent state; arguments as of :func:`layer_kinds`."""
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    return tuple(i for i, kind in enumerate(kinds[:layers]) if kind in RECURRENT)
+    return tuple(i for i, kind in enumerate(kinds[:layers]) if kind in STATEFUL_LAYERS)
 
 
 def sliding_window(text: Any) -> int | None:

@@ -81,19 +81,18 @@ class BlockSizes:
         """Return the sizes of a pool.
 
         Pages are as large as the largest: that of the layers of full attention. With recurrent layers N is the least
-        multiple of ``stock_size`` whose page holds a state, without it of ``multiple``, see :func:`common_pages`.
+        multiple of ``multiple`` whose page holds a state, else see :func:`common_pages`.
 
         Args:
             slot_bytes: bytes of a token in a layer of full attention, all heads of a rank together.
             multiple: what divides N, in tokens; the number itself if there are no other layers.
             stock: the other layers.
-            stock_size: tokens per block in stock vLLM without recurrent layers.
+            stock_size: tokens per block of the other layers with attention, before they are made larger.
         """
-        state = max((layers.state_bytes for layers in stock), default=0)
-        if state:
-            slots = cdiv(state, stock_size * slot_bytes) * stock_size
-            return cls(slots * slot_bytes, slots, slots)
         page = max((layers.token_bytes for layers in stock), default=0) * stock_size
+        if state := max((layers.state_bytes for layers in stock), default=0):
+            slots = cdiv(max(page, state), multiple * slot_bytes) * multiple
+            return cls(slots * slot_bytes, slots, stock_size)
         factor, count = common_pages(page, slot_bytes * multiple) if page else (1, 1)
         return cls(slot_bytes * multiple * count, multiple * count, stock_size * factor)
 
