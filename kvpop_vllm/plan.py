@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def plan(options) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """What requests of a model hold.
+    """Numbers of a plan: what requests of a model hold.
 
     Attributes:
         model: the model.
@@ -115,7 +116,6 @@ class Planned:
         dtype: dtype of the cache.
         heads: KV heads of a rank.
         bounds: layers of each pipeline stage, as the model counts them.
-        stock: the other layers, by kind.
     """
 
     options: Any
@@ -124,7 +124,6 @@ class Planned:
     dtype: torch.dtype
     heads: int
     bounds: tuple[tuple[int, int], ...]
-    stock: tuple[StockLayers, ...]
 
     @classmethod
     def of(cls, options) -> Planned:
@@ -152,8 +151,19 @@ class Planned:
             raise ConfigError(f"--pipeline-parallel-size {stages} is more than {shape.model_layers} layers: lower it")
         heads, dtype = max(1, shape.num_kv_heads // ranks), _dtype(options, config)
         bounds = tuple(layers_of_stages(shape.model_layers, stages))
-        stock = other_layers(text_config(config), shape, 2 * heads * shape.head_dim * dtype.itemsize, dtype, ranks)
-        return cls(options, config, shape, dtype, heads, bounds, stock)
+        return cls(options, config, shape, dtype, heads, bounds)
+
+    @cached_property
+    def stock(self) -> tuple[StockLayers, ...]:
+        """The layers that a policy does not act on, by kind."""
+        return other_layers(
+            text_config(self.config), self.shape, self.token_bytes, self.dtype, self.options.tensor_parallel_size
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of a token in a layer, on one rank."""
+        return 2 * self.heads * self.shape.head_dim * self.dtype.itemsize
 
     @property
     def length(self) -> int:
@@ -168,7 +178,7 @@ class Planned:
 
     def stock_request(self) -> CacheBytes:
         """Return what a request holds in stock vLLM, at its end."""
-        block, token = self.options.dense_block_size, 2 * self.heads * self.shape.head_dim * self.dtype.itemsize
+        block, token = self.options.dense_block_size, self.token_bytes
         pool = self._pool(BlockSizes.of(token, block, self.stock, block))
         return pool.request(pool.full_layers * self.length * token, cdiv(self.length, pool.sizes.slots), self.length)
 
@@ -198,7 +208,7 @@ class Planned:
         kinds = f" with full attention of {self.shape.model_layers}" if self.shape.kinds else ""
         return (
             f"{pool.full_layers} layers{kinds}{staged}, {self.heads} KV heads of {self.shape.head_dim}{parallel},"
-            f" {str(self.dtype).removeprefix('torch.')}; requests of {self.length} tokens, {_size(self.options.kv_memory)} of KV memory,"
+            f" {str(self.dtype).removeprefix('torch.')}; requests of {self.length} tokens, {size_text(self.options.kv_memory)} of KV memory,"
             f" {pool.sizes.slots} slots a block"
         )
 
@@ -288,8 +298,8 @@ def _before(model: Planned, pool: Pool, scorer: ScorerKinds) -> list[str]:
     if scorer.kind != "mlstm" and (scorer.of_model is None or scorer.of_model.scorer != "mlstm"):
         notes.append("kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     for kind, groups, layers in pool.stock:
-        held = _size(groups * kind.blocks(length, pool.sizes.stock) * pool.block_bytes)
-        notes.append(f"in every row are the {layers} layers of {kind.kind}, in which a request holds {held} at its end")
+        size = size_text(groups * kind.blocks(length, pool.sizes.stock) * pool.block_bytes)
+        notes.append(f"in every row are the {layers} layers of {kind.kind}, in which a request holds {size} at its end")
     groups = pool.groups + sum(groups for _, groups, _ in pool.stock)
     if padding := groups * pool.pages - pool.full_layers - sum(layers for *_, layers in pool.stock):
         notes.append(f"vLLM forms {groups} cache groups of {pool.pages} layers, {padding} of which are padding")
@@ -313,7 +323,7 @@ def _large_blocks(pool: Pool, requests: Mapping[tuple[str, int], CacheBytes], le
         same = f"; {equal} tokens cost the same" if equal != budget else ""
         lines.append(
             f"{', '.join(names)}, {budget} tokens: blocks are as large as a recurrent state ({slots} slots,"
-            f" {_size(pool.block_bytes)}); a request holds {request.blocks - stock} for slots and {stock} for other layers,"
+            f" {size_text(pool.block_bytes)}); a request holds {request.blocks - stock} for slots and {stock} for other layers,"
             f" {100 * (1 - request.canonical / request.allocated):.0f}% of them unused{same}"
         )
     return lines
@@ -357,12 +367,12 @@ def _bytes_of_rank(pool: Pool, model: Planned, policy: Policy, prompt: int | Non
     layout, shards, retention = model.layout(pool.sizes.slots, policy), model.shards, policy.retention
     division = policy.division(shards)
     if division is None:
-        held = _most_bytes((layout, pool.full_layers, model.length), policy, None, prompt)
-        return pool.request(held.canonical, held.blocks, model.length), None
+        layers = _most_bytes((layout, pool.full_layers, model.length), policy, None, prompt)
+        return pool.request(layers.canonical, layers.blocks, model.length), None
     sizes = [shard.layers[1] - shard.layers[0] for shard in shards]
     if pool.groups > 1 or not all(sizes):
-        where = f"form {pool.groups} cache groups" if all(sizes) else "are missing in a stage"
-        raise ConfigError(f"the layers with full attention {where}, so heads cannot have unequal shares")
+        reason = f"form {pool.groups} cache groups" if all(sizes) else "are missing in a stage"
+        raise ConfigError(f"the layers with full attention {reason}, so heads cannot have unequal shares")
     by_rank = [
         _most_bytes((layout, shares.layers, model.length), policy, shares, prompt)
         for shares in division.shares(retention.budget, retention.window)
@@ -475,7 +485,7 @@ def _row(name: str, budget: int, held: CacheBytes, pool: int, stock: CacheBytes)
         return Fraction(pool // (one.allocated // one.blocks), one.blocks)
 
     more = f"{float(fit(held) / fit(stock)):.2f}" if fit(stock) else "-"
-    return name, str(budget), _size(held.canonical), _size(held.allocated), f"{float(fit(held)):.1f}", more
+    return name, str(budget), size_text(held.canonical), size_text(held.allocated), f"{float(fit(held)):.1f}", more
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
@@ -487,7 +497,8 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     )
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Return a number of bytes in the largest unit of which it has one."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= UNITS[unit[:-1]]:
             return f"{count / UNITS[unit[:-1]]:.1f} {unit}"

@@ -248,3 +248,87 @@ def unserved(text: Any, features: Mapping[str, Any], tokens: int | None, mixed: 
     served = {FULL, *(STOCK_LAYERS if mixed else ())}
     features = {"recurrent": not served.issuperset(layer_kinds(text, tokens=tokens)), **features}
     return list(dict.fromkeys(feature.feature for feature in refused(text, features, tokens)))
+
+
+EQUAL, UNTESTED = "equal to the oracle", "served, untested"
+"""States of families that are served: tests compare the tokens of an engine with the oracle's, or nothing does."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that are served alike, or refused for one reason.
+
+    Attributes:
+        name: the family, as its authors call it.
+        model_types: model types of the text configs.
+        architecture: vLLM's class of the language model.
+        layers: what a policy acts on.
+        state: EQUAL, UNTESTED, or the feature in REFUSED, or another reason, for which it is refused.
+        model: a model on the hub, or nothing.
+        options: options of ``vllm serve`` that the model needs.
+        limit: what an engine does not serve, or nothing.
+        read: where stock vLLM cannot run the family on a CPU, what was read instead.
+        transformers: True if ``KVpopCache`` serves it.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architecture: str
+    layers: str
+    state: str
+    model: str = ""
+    options: str = ""
+    limit: str = ""
+    read: str = ""
+    transformers: bool = True
+
+    @property
+    def served(self) -> bool:
+        """True if an engine serves it with a policy."""
+        return self.state in (EQUAL, UNTESTED)
+
+    @property
+    def command(self) -> str:
+        """A command that serves a model of the family with a policy."""
+        options = f" {self.options}" if self.options else ""
+        return f"vllm serve {self.model}{options} --kv-policy streaming-llm --kv-budget 2048"
+
+
+FAMILIES = (
+    Family("Gemma 3", ("gemma3_text",), "Gemma3ForCausalLM", "one layer of six; the others have windows", EQUAL,
+           "google/gemma-3-27b-it", "--language-model-only"),
+    Family("OLMo 3", ("olmo3",), "Olmo3ForCausalLM", "one layer of four; the others have windows", EQUAL,
+           "allenai/Olmo-3-7B-Think"),
+    Family("EXAONE 4", ("exaone4",), "Exaone4ForCausalLM", "one layer of four; the others have windows", EQUAL,
+           "LGAI-EXAONE/EXAONE-4.0-32B"),
+    Family("Llama 4", ("llama4_text",), "Llama4ForCausalLM", "one layer of four; the others have chunks", EQUAL,
+           "meta-llama/Llama-4-Scout-17B-16E-Instruct", transformers=False),
+    Family("Cohere 2", ("cohere2",), "Cohere2ForCausalLM", "one layer of four; the others have windows", UNTESTED,
+           "CohereLabs/c4ai-command-r7b-12-2024"),
+    Family("Ministral", ("ministral",), "MistralForCausalLM", "the layers of kind `full_attention`", UNTESTED),
+    Family("Qwen2 and Qwen3 with windows", ("qwen2", "qwen3"), "Qwen3ForCausalLM", "the layers of kind `full_attention`",
+           UNTESTED),
+    Family("Mistral 7B v0.1, Phi-3 with a window", ("mistral", "phi3"), "MistralForCausalLM", "all", UNTESTED,
+           "mistralai/Mistral-7B-v0.1", "--max-model-len 4096", "texts beyond the window"),
+    Family("gpt-oss", ("gpt_oss",), "GptOssForCausalLM", "-", "attention sinks", "openai/gpt-oss-20b"),
+    Family("Granite with sinks", ("granite_swa",), "GraniteSWAForCausalLM", "-", "attention sinks"),
+    Family("Qwen3-Next", ("qwen3_next",), "Qwen3NextForCausalLM", "-", "recurrent", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+    Family("Qwen3.5", ("qwen3_5_text",), "Qwen3_5ForConditionalGeneration", "-", "recurrent"),
+    Family("Nemotron-H", ("nemotron_h",), "NemotronHForCausalLM", "-", "recurrent", "nvidia/Nemotron-H-8B-Base-8K"),
+    Family("Granite 4", ("granitemoehybrid",), "GraniteMoeHybridForCausalLM", "-", "recurrent",
+           "ibm-granite/granite-4.0-h-small"),
+    Family("Falcon-H1", ("falcon_h1",), "FalconH1ForCausalLM", "-", "recurrent", "tiiuae/Falcon-H1-34B-Instruct"),
+    Family("LFM2", ("lfm2",), "Lfm2ForCausalLM", "-", "recurrent", "LiquidAI/LFM2-2.6B"),
+    Family("Jamba", ("jamba",), "JambaForCausalLM", "-", "recurrent", "ai21labs/AI21-Jamba-Mini-1.7"),
+    Family("Gemma 2", ("gemma2",), "Gemma2ForCausalLM", "-", "soft-capping", "google/gemma-2-9b-it"),
+    Family("Gemma 3n, Gemma 4 E2B and E4B", ("gemma3n_text",), "Gemma3nForCausalLM", "-", "shared KV layers",
+           "google/gemma-3n-E4B-it"),
+    Family("Gemma 4", ("gemma4_text",), "Gemma4ForCausalLM", "-", "heads of 512"),
+)  # fmt: skip
+"""Families whose layers are of several kinds, those that are refused last. docs/models.md has them (``docs/models.py``)."""
+
+
+def family_of(text: Any) -> Family | None:
+    """Return the family of a model, None if the table does not have it; ``text`` is its text config."""
+    kind = getattr(text, "model_type", None)
+    return next((family for family in FAMILIES if kind in family.model_types), None)

@@ -22,8 +22,8 @@ def deal(kinds: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     Args:
         kinds: layers of each kind, none of which is empty.
     """
-    fewest, most = min(map(len, kinds)), max(map(len, kinds))
-    size = most if most < fewest * MOST_UNEVEN else fewest
+    smallest, largest = min(map(len, kinds)), max(map(len, kinds))
+    size = largest if largest < smallest * MOST_UNEVEN else smallest
     return [[list(layers[i :: cdiv(len(layers), size)]) for i in range(cdiv(len(layers), size))] for layers in kinds]
 
 

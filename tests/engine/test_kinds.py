@@ -90,5 +90,5 @@ def test_the_plan_counts_the_blocks(served):
         served.serve([Job(prompt, new=new, scored=False)])
         pool, steps = served.engine.recorder.pool, served.engine.recorder.blocks
         assert pool.num_gpu_blocks == (8 << 20) // result.pool.block_bytes
-        most = max(pool.num_gpu_blocks - 1 - step.free for step in steps[2:])  # after the prompt's
-        assert most == result.requests[settings["policy"], BUDGET].blocks, (prompt, new)
+        blocks = max(pool.num_gpu_blocks - 1 - step.free for step in steps[2:])  # after the prompt's
+        assert blocks == result.requests[settings["policy"], BUDGET].blocks, (prompt, new)

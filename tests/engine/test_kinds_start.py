@@ -79,7 +79,8 @@ def test_the_start_names_the_layers(mixed):
     """The lines are those of the log and of `kvpop doctor`; the shape is that of the policy's layers."""
     config = configure(mixed(SLIDING, FULL, SLIDING, FULL), STREAMING)
     acts = "it acts on 2 of 4 layers, those with full attention (1, 3); 2 of sliding_attention are as without a policy"
-    assert acts in describe(config)
+    untested = "no test serves models of type ministral (docs/models.md): compare their answers"
+    assert describe(config)[1:] == [acts, untested]
     shape = engine_policy(config).model
     assert (shape.num_layers, shape.model_layers, shape.layers) == (2, 4, (1, 3))
     assert [shape.ordinal(layer) for layer in (1, 3)] == [0, 1]

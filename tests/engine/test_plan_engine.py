@@ -50,7 +50,7 @@ MODELS = {
         "block_dim": 128,
     },
 }
-"""What distinguishes the tiny model of each type."""
+"""Keys of the config of each model type."""
 
 
 @pytest.mark.parametrize("kind", MODELS)

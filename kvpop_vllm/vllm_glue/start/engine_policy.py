@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, AUTO, ConfigError
 from kvpop_vllm.hub import local_folder
-from kvpop_vllm.supported import ARCHITECTURES, FULL, STOCK_ARCHITECTURES
+from kvpop_vllm.supported import ARCHITECTURES, EQUAL, FULL, STOCK_ARCHITECTURES, family_of
 from kvpop_vllm.vllm_glue.start import published
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
 
 
 def describe(vllm_config: VllmConfig) -> list[str]:
-    """Return what an engine's policy keeps of each request, in one to four lines; ``auto`` is named first."""
+    """Return what an engine's policy keeps of each request, in one to five lines; ``auto`` is named first."""
     policy = engine_policy(vllm_config)
     kept, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
@@ -85,6 +85,11 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             f"it acts on {kinds[FULL]} of {policy.model.model_layers} layers, those with full attention ({layers}); {stock} are"
             " as without a policy"
         )
+        family = family_of(vllm_config.model_config.hf_text_config)
+        if family is None or family.state != EQUAL:
+            lines.append(
+                f"no test serves models of type {policy.model.model_type} (docs/models.md): compare their answers"
+            )
     if policy.compresses:
         lines.append("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
     elif policy.protect:
