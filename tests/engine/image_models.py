@@ -15,12 +15,13 @@ from types import ModuleType
 from unittest import mock
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 MODULES = "", ".transforms", ".transforms.v2", ".transforms.functional", ".transforms.v2.functional"
 VISION = {"hidden_size": 32, "intermediate_size": 64, "image_size": 28, "patch_size": 14}
 IMAGE = {"image_token_index": 250, "boi_token_index": 251, "eoi_token_index": 252}
-QWEN = {"image_token_id": 250, "video_token_id": 249, "vision_start_token_id": 251, "vision_end_token_id": 252}
+QWEN = {"image_token_id": 256, "video_token_id": 257, "vision_start_token_id": 258, "vision_end_token_id": 259}
 LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
 KINDS = {
     "gemma3": {"vision_config": VISION | LAYERS, "mm_tokens_per_image": 4} | IMAGE,
@@ -61,6 +62,24 @@ def write_image_model(folder: Path, kind: str, text: str | Path) -> Path:
         next(tensors[spelling] for spelling in names if spelling in tensors).copy_(weight)
     model.save_pretrained(folder)
     return folder
+
+
+def write_processor(folder: Path, kind: str) -> None:
+    """Write the processor of images of a Qwen model; its tokenizer's tokens are bytes, and those of images after them."""
+    import transformers as hf
+
+    backend = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<0x00>", pad_token="<0x00>")
+    patch = KINDS[kind]["vision_config"]["patch_size"]
+    images = hf.Qwen2VLImageProcessor(patch_size=patch, merge_size=2, min_pixels=56**2, max_pixels=128**2)
+    processor, videos = {
+        "qwen2_5_vl": (hf.Qwen2_5_VLProcessor, hf.Qwen2VLVideoProcessor),
+        "qwen3_vl": (hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor),
+    }[kind]
+    options = {"video_processor": videos(patch_size=patch), "chat_template": "{{ messages }}"}
+    processor(image_processor=images, tokenizer=tokenizer, **options).save_pretrained(folder)
 
 
 @contextmanager
