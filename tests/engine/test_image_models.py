@@ -56,7 +56,7 @@ def test_images_of_gemma_3_are_refused(image_model):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_requests_with_images(image_model, monkeypatch, kind):
-    """Where images are causal, a budget of the whole prompt equals stock vLLM, and chunks change no answer of a small one."""
+    """A budget of the whole prompt equals stock vLLM, and chunks change no answer of a small one, where images are causal."""
     pytest.importorskip("torchvision", reason="needs torchvision, which vLLM reads images with")
     from PIL import Image
     from vllm import LLM, SamplingParams

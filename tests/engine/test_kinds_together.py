@@ -48,17 +48,23 @@ def test_settings_of_requests(gemma):
     drawn = OraclePolicy("random draw", 4, 8, BUDGET - 12)
     settings = {"policy": "random", "budget": BUDGET, "sinks": 4, "window": 8, "protect_prompt": 0, "reserve": True}
     settings |= {"max_budget": 72, "max_protect": 130, "inspect": True}
-    asked = [{}, {"kv_seed": 3}, {"kv_seed": 2**64 - 1, "kv_budget": 30}, {"kv_budget": 72}, {"kv_protect_prompt": 50}]
-    asked += [{"kv_budget": 64, "kv_protect_prompt": 130, "kv_seed": 9}]
-    jobs = [Job(n, new=30, scored=False, asks=asks | {"kv_report": 1}) for n in (140, 70) for asks in asked]
+    options = [
+        {},
+        {"kv_seed": 3},
+        {"kv_seed": 2**64 - 1, "kv_budget": 30},
+        {"kv_budget": 72},
+        {"kv_protect_prompt": 50},
+    ]
+    options += [{"kv_budget": 64, "kv_protect_prompt": 130, "kv_seed": 9}]
+    jobs = [Job(n, new=30, scored=False, asks=asks | {"kv_report": 1}) for n in (140, 70) for asks in options]
     with serving(folder, settings, disable_log_stats=False) as engine:
         served, tokens = Served(engine, oracle, drawn), set()
         served.engine.chunk(16)
         for name, answer in engine.serve(jobs).items():
             asks = jobs[int(answer.request_id)].asks
             budget, protect = asks.get("kv_budget", BUDGET), asks.get("kv_protect_prompt", 0)
-            own = replace(drawn, topk=budget - 12, seeds=(0, asks.get("kv_seed", 0)))
-            judge = Served(engine, oracle, own)
+            policy = replace(drawn, topk=budget - 12, seeds=(0, asks.get("kv_seed", 0)))
+            judge = Served(engine, oracle, policy)
             judge.check(answer, protect)
             report, length = answer.kv_transfer_params["kv_report"], len(answer.prompt_token_ids) + 29
             steps = {layer: steps[-1] for layer, steps in engine.recorder.held[name].items()}
@@ -75,7 +81,7 @@ def test_settings_of_requests(gemma):
                 assert [head.nonzero()[0].tolist() for head in layer == 0] == steps[-1].positions
         assert len(page["requests"]) > 3 and (page["layers"], page["model_layers"]) == (2, 6)
         (info,) = [metric for metric in REGISTRY.collect() if metric.name == "vllm:kv_policy_info"]
-        assert {(each.labels["layers"], each.labels["model_layers"]) for each in info.samples} == {("2", "6")}
+        assert {(sample.labels["layers"], sample.labels["model_layers"]) for sample in info.samples} == {("2", "6")}
 
 
 def test_reserved_blocks(gemma):
