@@ -388,6 +388,8 @@ def positions_of(config: Any) -> int | None:
     positions = size(text, "positions")
     if type(positions) is not int or positions < 1:
         return None
+    if "gemma3" in getattr(text, "model_type", ""):  # its positions are those of the stretched rotation
+        return positions
     stretched = [
         rope["factor"] * (rope.get("original_max_position_embeddings") or positions)
         for rope in rotations(text)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +13,30 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.argument_types import UNITS
-from kvpop_vllm.cache.accounting import (
-    CacheBytes,
-    common_pages,
-    compressing_bytes,
-    dense_request_bytes,
-    request_bytes,
-    window_bytes,
-    worst_prompts,
-)
-from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout
+from kvpop_vllm.cache.accounting import CacheBytes, compressing_bytes, request_bytes, worst_prompts
+from kvpop_vllm.cache.layer_groups import BlockSizes, Pool, StockLayers
+from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout, cdiv
 from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibration.shares import check_holds_any, has_shares
 from kvpop_vllm.calibration.statistics import CONFIG_NAME
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
-from kvpop_vllm.model_shape import (
-    ModelShape,
-    positions_of,
-    read_model_config,
-    rope_of,
-    shape_of,
-    text_config,
-)
+from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, rope_of, shape_of, text_config
 from kvpop_vllm.policies.base import Policy
+from kvpop_vllm.recurrent_states import state_bytes
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.published_checkpoint import is_published
-from kvpop_vllm.supported import CHUNKED, DTYPES, FULL, HEAD_SIZES, SLIDING, refused_beside, sliding_window, unserved
+from kvpop_vllm.supported import (
+    CHUNKED,
+    DTYPES,
+    HEAD_SIZES,
+    SLIDING,
+    recurrence,
+    recurrent_layers,
+    refused_beside,
+    sliding_window,
+    unserved,
+)
 
 SHARES = (2, 4, 8)
 """Divisors of the longest request's tokens that give the default budgets."""
@@ -55,40 +53,234 @@ def plan(options) -> None:
     Raises:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
-    config = read_model_config(options.model)
-    text, sizes = text_config(config), shape_of(config, Path(options.model) / "config.json", options.max_model_len)
-    length = options.max_model_len or positions_of(config)
-    if length is None:
-        raise ConfigError(f"{options.model}: config.json has no max_position_embeddings: give --max-model-len")
-    shape = ModelShape(**sizes, max_model_len=length, rope=rope_of(config))
-    _check_served(options.model, shape, config)
-    if shape.num_kv_heads % options.tensor_parallel_size and options.tensor_parallel_size % shape.num_kv_heads:
-        raise ConfigError(
-            f"--tensor-parallel-size {options.tensor_parallel_size} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
+    result, memory = compute(options), options.kv_memory
+    rows = [_row("dense, stock vLLM", result.model.length, result.stock, memory, result.stock)]
+    rows += [_row(*key, request, memory, result.stock) for key, request in result.requests.items()]
+    print(result.model.headline(result.pool))
+    print(_table(rows))
+    print("\n".join(result.notes), end="\n" if result.notes else "")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Numbers of a plan: what requests of a model hold.
+
+    Attributes:
+        model: the model.
+        pool: pool of an engine with a policy.
+        stock: what a request holds in stock vLLM.
+        requests: what it holds with each policy and budget.
+        notes: lines that say what is counted, and which policies have no row.
+    """
+
+    model: Planned
+    pool: Pool
+    stock: CacheBytes
+    requests: dict[tuple[str, int], CacheBytes]
+    notes: list[str]
+
+
+def compute(options) -> Result:
+    """Return what requests hold, from options of ``kvpop plan``.
+
+    Raises:
+        ConfigError: the model's config, the scorer, a budget or another option cannot work.
+    """
+    model = Planned.of(options)
+    _check_served(options.model, model.shape, model.config)
+    scorer = _scorer_kind(options, model)
+    classes, notes = _classes(options)
+    pool, requests, unused = model.pool(), {}, []
+    for budget in options.budget or sorted({-(-model.length // share) for share in SHARES}, reverse=True):
+        for cls in classes:
+            try:
+                policy = _policy(cls, budget, model, options, scorer)
+                requests[cls.name, budget], waste = _bytes_of_rank(pool, model, policy, options.prompt_length)
+            except ConfigError as error:
+                notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
+                continue
+            unused += [] if waste is None else [waste]
+    if not requests:
+        raise ConfigError(notes[-1])
+    large = _large_blocks(pool, requests, model.length) if pool.has_states else []
+    notes = [*_before(model, pool, scorer), *notes, *large, *_after(classes, unused)]
+    return Result(model, pool, model.stock_request(), requests, notes)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model, a length of requests, and how an engine lays both out.
+
+    Attributes:
+        options: options of ``kvpop plan``.
+        config: the model's config, resolved by transformers.
+        shape: shape of the layers that a policy acts on.
+        dtype: dtype of the cache.
+        heads: KV heads of a rank.
+        bounds: layers of each pipeline stage, as the model counts them.
+    """
+
+    options: Any
+    config: Any
+    shape: ModelShape
+    dtype: torch.dtype
+    heads: int
+    bounds: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, options) -> Planned:
+        """Return what options of ``kvpop plan`` describe.
+
+        Raises:
+            ConfigError: the model's config, the length, the dtype or a number of ranks cannot work.
+        """
+        config = read_model_config(options.model)
+        sizes = shape_of(config, Path(options.model) / "config.json", options.max_model_len)
+        length = options.max_model_len or positions_of(config)
+        if length is None:
+            raise ConfigError(f"{options.model}: config.json has no max_position_embeddings: give --max-model-len")
+        if options.prompt_length is not None and options.prompt_length > length:
+            raise ConfigError(
+                f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
+            )
+        shape = ModelShape(**sizes, max_model_len=length, rope=rope_of(config))
+        ranks, stages = options.tensor_parallel_size, options.pipeline_parallel_size
+        if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:
+            raise ConfigError(
+                f"--tensor-parallel-size {ranks} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
+            )
+        if stages > shape.model_layers:
+            raise ConfigError(f"--pipeline-parallel-size {stages} is more than {shape.model_layers} layers: lower it")
+        heads, dtype = max(1, shape.num_kv_heads // ranks), _dtype(options, config)
+        bounds = tuple(layers_of_stages(shape.model_layers, stages))
+        return cls(options, config, shape, dtype, heads, bounds)
+
+    @cached_property
+    def stock(self) -> tuple[StockLayers, ...]:
+        """The layers that a policy does not act on, by kind."""
+        return other_layers(
+            text_config(self.config), self.shape, self.token_bytes, self.dtype, self.options.tensor_parallel_size
         )
-    if options.pipeline_parallel_size > shape.model_layers:
-        raise ConfigError(
-            f"--pipeline-parallel-size {options.pipeline_parallel_size} is more than {shape.model_layers} layers: lower it"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of a token in a layer, on one rank."""
+        return 2 * self.heads * self.shape.head_dim * self.dtype.itemsize
+
+    @property
+    def length(self) -> int:
+        """Tokens of a request."""
+        return self.shape.max_model_len
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Layers and heads of each rank, as the policy counts them."""
+        stages = self.shape.stages(self.bounds)
+        return shards_of(stages, self.shape.num_kv_heads, self.options.tensor_parallel_size)
+
+    def stock_request(self) -> CacheBytes:
+        """Return what a request holds in stock vLLM, at its end."""
+        block, token = self.options.dense_block_size, self.token_bytes
+        pool = self._pool(BlockSizes.of(token, block, self.stock, block))
+        return pool.request(pool.full_layers * self.length * token, cdiv(self.length, pool.sizes.slots), self.length)
+
+    def pool(self) -> Pool:
+        """Return the pool of an engine with any policy."""
+        default, stock_size = (
+            16 if self.stock else BLOCK_SLOTS,
+            self.options.block_size or self.options.dense_block_size,
         )
-    heads = max(1, shape.num_kv_heads // options.tensor_parallel_size)
-    stages = shape.stages(layers_of_stages(shape.model_layers, options.pipeline_parallel_size))
-    shards, layers = shards_of(stages, shape.num_kv_heads, options.tensor_parallel_size), max(b - a for a, b in stages)
-    dtype = _dtype(options, config)
-    budgets = options.budget or sorted({-(-length // share) for share in SHARES}, reverse=True)
-    source = f"{options.model}: config.json, section kvpop"
-    section = getattr(text, "kvpop", None)
-    own = parse_config(section, source) if section is not None else None
-    given = None
-    if options.scorer is None and is_published(options.model):
-        options.scorer = options.model
-    if options.scorer:
-        config = read_scorer(options.scorer)[0]
-        check_model(config, **sizes, source=options.scorer)
-        given = config.scorer
-    if options.prompt_length is not None and options.prompt_length > length:
-        raise ConfigError(
-            f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
+        unit = self.layout(BLOCK_SLOTS).slot_bytes * self.heads
+        return self._pool(BlockSizes.of(unit, self.options.block_size or default, self.stock, stock_size))
+
+    def layout(self, slots: int, policy: Policy | None = None) -> PageLayout:
+        """Return the page layout of a layer that the policy acts on, with ``slots`` per block."""
+        floats = 0 if policy is None else policy.state_floats
+        return PageLayout(self.heads, self.shape.head_dim, self.dtype, slots, floats)
+
+    def _pool(self, sizes: BlockSizes) -> Pool:
+        layers = self.shape.layers or range(self.shape.model_layers)
+        return Pool.of(layers, self.stock, self.bounds, sizes)
+
+    def headline(self, pool: Pool) -> str:
+        """Return the first line of the output."""
+        ranks, stages = self.options.tensor_parallel_size, self.options.pipeline_parallel_size
+        parallel = f" a rank of {ranks}" if ranks > 1 else ""
+        staged = f" a stage of {stages}" if stages > 1 else ""
+        kinds = f" with full attention of {self.shape.model_layers}" if self.shape.kinds else ""
+        return (
+            f"{pool.full_layers} layers{kinds}{staged}, {self.heads} KV heads of {self.shape.head_dim}{parallel},"
+            f" {str(self.dtype).removeprefix('torch.')}; requests of {self.length} tokens, {size_text(self.options.kv_memory)} of KV memory,"
+            f" {pool.sizes.slots} slots a block"
         )
+
+
+def other_layers(
+    text: Any, shape: ModelShape, token_bytes: int, dtype: torch.dtype, ranks: int
+) -> tuple[StockLayers, ...]:
+    """Return the layers of a model that a policy does not act on and that keep something of a request, by kind.
+
+    Args:
+        text: the model's text config.
+        shape: the model's shape.
+        token_bytes: bytes of keys and values of a token in a layer, on one rank.
+        dtype: dtype of the cache.
+        ranks: number of tensor-parallel ranks.
+
+    Raises:
+        ConfigError: the size of a recurrent state is not known.
+    """
+    windows = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
+    by_kind = {kind: tuple(i for i, name in enumerate(shape.kinds) if name == kind) for kind in windows}
+    stock = [
+        StockLayers(kind, by_kind[kind], token_bytes, tokens, kind == CHUNKED)
+        for kind, tokens in windows.items()
+        if by_kind[kind]
+    ]
+    if recurrent := recurrent_layers(text, shape.model_layers):
+        stock.append(StockLayers("recurrent state", recurrent, state_bytes=state_bytes(text, dtype, ranks)))
+    return tuple(stock)
+
+
+def _scorer_kind(options, model: Planned) -> ScorerKinds:
+    """Return the kinds of the scorers that are at hand, and read the one of ``--scorer``.
+
+    Raises:
+        ConfigError: it does not fit the model.
+    """
+    source, section = f"{options.model}: config.json, section kvpop", getattr(text_config(model.config), "kvpop", None)
+    of_model = parse_config(section, source) if section is not None else None
+    folder = options.scorer or (options.model if is_published(options.model) else None)
+    if not folder:
+        return ScorerKinds(of_model)
+    config = read_scorer(folder)[0]
+    names = "model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "layers"
+    sizes = {name: size for name in names if (size := getattr(model.shape, name)) is not None}
+    check_model(config, **sizes, source=folder)
+    return ScorerKinds(of_model, folder, config.scorer)
+
+
+@dataclass(frozen=True)
+class ScorerKinds:
+    """Scorers that policies of a plan may take.
+
+    Attributes:
+        of_model: config of the scorer that is part of the model's checkpoint, or None.
+        folder: folder of the scorer of ``--scorer``, or None.
+        kind: its kind.
+    """
+
+    of_model: Any = None
+    folder: str | None = None
+    kind: str | None = None
+
+
+def _classes(options) -> tuple[list[type[Policy]], list[str]]:
+    """Return the policies that have rows, and notes on those that have none.
+
+    Raises:
+        ConfigError: the folder of ``--calibration`` holds nothing.
+    """
     classes, notes = policies.loadable()
     if options.calibration is not None:
         check_holds_any(options.calibration, CONFIG_NAME)
@@ -99,37 +291,49 @@ def plan(options) -> None:
             if cls.calibrated
         ]
         classes = [cls for cls in classes if not cls.calibrated]
-    rows, unused = [], []
-    per_block, stock_layers = options.block_size or BLOCK_SLOTS, None
-    stock = dense_request_bytes(layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size)
-    if shape.kinds:
-        stock_layers = StockLayers.of(text, shape, options, heads, dtype)
-        per_block, dense_layers = stock_layers.slots, StockLayers.of(text, shape, options, heads, dtype, policy=False)
-        stock = dense_layers.added_to(stock, layers, 0)
-        notes.insert(0, stock_layers.note(shape))
-    rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
-    for budget in budgets:
-        for cls in classes:
-            if cls.keeps_all:
-                continue
-            try:
-                policy = _policy(cls, budget, shape, options, given, own)
-                policy.check_ranks(options.tensor_parallel_size)
-                if reason := refused_beside(shape.kinds, gate=policy.gated):
-                    raise ConfigError(reason)
-            except ConfigError as error:
-                notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
-                continue
-            layout = PageLayout(heads, shape.head_dim, dtype, per_block, policy.state_floats)
-            held, waste = _bytes_of_rank(layout, layers, policy, shards, options.prompt_length)
-            unused += [] if waste is None else [waste]
-            page = heads * layout.region_bytes
-            request = held if stock_layers is None else stock_layers.added_to(held, layers, page)
-            rows.append(_row(cls.name, budget, request, options.kv_memory, stock))
-    if len(rows) == 1:
-        raise ConfigError(notes[-1])
-    parallel = f" a rank of {options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""
-    staged = f" a stage of {options.pipeline_parallel_size}" if options.pipeline_parallel_size > 1 else ""
+    return [cls for cls in classes if not cls.keeps_all], notes
+
+
+def _before(model: Planned, pool: Pool, scorer: ScorerKinds) -> list[str]:
+    """Return the notes on what all rows count."""
+    notes, length = [], model.length
+    if scorer.kind != "mlstm" and (scorer.of_model is None or scorer.of_model.scorer != "mlstm"):
+        notes.append("kvpop's state is that of a scorer of default size: give --scorer DIR for another")
+    for kind, groups, layers in pool.stock:
+        size = size_text(groups * kind.blocks(length, pool.sizes.stock) * pool.block_bytes)
+        notes.append(f"in every row are the {layers} layers of {kind.kind}, in which a request holds {size} at its end")
+    groups = pool.groups + sum(groups for _, groups, _ in pool.stock)
+    if padding := groups * pool.pages - pool.full_layers - sum(layers for *_, layers in pool.stock):
+        notes.append(f"vLLM forms {groups} cache groups of {pool.pages} layers, {padding} of which are padding")
+    return notes
+
+
+def _large_blocks(pool: Pool, requests: Mapping[tuple[str, int], CacheBytes], length: int) -> list[str]:
+    """Return the lines that say what blocks as large as a recurrent state cost.
+
+    Args:
+        pool: the pool.
+        requests: what requests hold with each policy and budget.
+        length: tokens of a request.
+    """
+    slots, stock, lines = pool.sizes.slots, pool.stock_blocks(length), []
+    alike: dict[tuple[int, CacheBytes], list[str]] = {}
+    for (name, budget), request in requests.items():
+        alike.setdefault((budget, request), []).append(name)
+    for (budget, request), names in alike.items():
+        equal = cdiv(budget, slots) * slots
+        same = f"; {equal} tokens cost the same" if equal != budget else ""
+        lines.append(
+            f"{', '.join(names)}, {budget} tokens: blocks are as large as a recurrent state ({slots} slots,"
+            f" {size_text(pool.block_bytes)}); a request holds {request.blocks - stock} for slots and {stock} for other layers,"
+            f" {100 * (1 - request.canonical / request.allocated):.0f}% of them unused{same}"
+        )
+    return lines
+
+
+def _after(classes: Sequence[type[Policy]], unused: Sequence[float]) -> list[str]:
+    """Return the notes on unequal shares and on policies that compress prompts."""
+    notes = []
     if unused:
         percent = sorted(
             {f"{100 * share:.0f}%" for share in (min(unused), max(unused))}, key=lambda text: int(text[:-1])
@@ -138,106 +342,46 @@ def plan(options) -> None:
             f"unequal shares: a request holds as many blocks in every rank, {' to '.join(percent)} of them unused; 'kvpop calibrate"
             " --tensor-parallel-size' and '--pipeline-parallel-size' balance ranks"
         )
-    print(
-        f"{layers} layers{_of_kinds(shape)}{staged}, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "
-        f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {per_block} slots a block"
-    )
-    print(_table(rows))
     if compressing := [cls.name for cls in classes if cls.compresses]:
         notes.append(
             f"{', '.join(compressing)} hold the whole prompt while it is prefilled: what they hold is that of a prompt's end"
         )
-    if given != "mlstm" and (own is None or own.scorer != "mlstm"):
-        notes.insert(0, "kvpop's state is that of a scorer of default size: give --scorer DIR for another")
-    print("\n".join(notes), end="\n" if notes else "")
+    return notes
 
 
-@dataclass(frozen=True)
-class StockLayers:
-    """Layers of a model that a policy does not act on, in a rank.
-
-    Attributes:
-        per_layer: what a request holds in each of them.
-        page: bytes of their page, by which stock vLLM's blocks are counted.
-        slots: N, slots of a policy's block, whose page is at least as large.
-    """
-
-    per_layer: list[CacheBytes]
-    page: int
-    slots: int
-
-    @classmethod
-    def of(
-        cls, text: Any, shape: ModelShape, options, heads: int, dtype: torch.dtype, policy: bool = True
-    ) -> StockLayers:
-        """Return the other layers of the pipeline stage with the most of them, next to a policy or in stock vLLM."""
-        block, multiple = options.dense_block_size, options.block_size or 16
-        if policy and options.block_size:
-            block = options.block_size
-        page, factor, count = 2 * heads * shape.head_dim * dtype.itemsize * block, 1, 1
-        if policy:
-            factor, count = common_pages(page, PageLayout(heads, shape.head_dim, dtype, multiple).region_bytes * heads)
-        tokens = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
-        bounds = layers_of_stages(shape.model_layers, options.pipeline_parallel_size)
-        kinds = max(([kind for kind in shape.kinds[slice(*stage)] if kind != FULL] for stage in bounds), key=len)
-        sizes = heads, shape.head_dim, dtype
-        per_layer = [window_bytes(*sizes, tokens[kind], shape.max_model_len, factor * block) for kind in kinds]
-        return cls(per_layer, page * factor, count * multiple)
-
-    def added_to(self, request: CacheBytes, layers: int, page: int) -> CacheBytes:
-        """Return what a request holds in all layers, in pages of equal size.
-
-        Args:
-            request: what it holds in the layers that a policy acts on.
-            layers: number of these layers.
-            page: bytes of a page of the policy, 0 for stock vLLM.
-        """
-        pages = request.blocks * layers + sum(layer.blocks for layer in self.per_layer)
-        canonical = request.canonical + sum(layer.canonical for layer in self.per_layer)
-        return CacheBytes(canonical, pages * max(page, self.page), pages)
-
-    def note(self, shape: ModelShape) -> str:
-        """Return the line that says what is counted."""
-        kinds = " and ".join(sorted({*shape.kinds} - {FULL}))
-        size = _size(sum(layer.allocated for layer in self.per_layer))
-        return (
-            f"in every row are the {len(self.per_layer)} layers of {kinds}, in which a request holds {size} at its end"
-        )
-
-
-def _of_kinds(shape: ModelShape) -> str:
-    """Return what a plan's layers are, where a policy acts on some layers of a model only."""
-    return f" with full attention of {shape.model_layers}" if shape.kinds else ""
-
-
-def _bytes_of_rank(
-    layout: PageLayout, layers: int, policy: Policy, shards: Sequence[Shard], prompt: int | None
-) -> tuple[CacheBytes, float | None]:
-    """Return the most bytes that a request of the longest length holds in a rank, and the part of them that is unused.
+def _bytes_of_rank(pool: Pool, model: Planned, policy: Policy, prompt: int | None) -> tuple[CacheBytes, float | None]:
+    """Return the most bytes that a request holds in a rank, and the part of its blocks that is unused.
 
     With unequal shares a request holds as many blocks in every rank: those of the rank that needs most.
 
     Args:
-        layout: page layout of the layers.
-        layers: layers of the stage with the most.
+        pool: pool of the engine with the policy.
+        model: the model.
         policy: resolved policy.
-        shards: layers and heads of each rank.
         prompt: tokens of the prompt, or None for the length that takes the most blocks.
 
     Returns:
         The bytes, and the part of all ranks' blocks that they need not; None if all need as many, or there is one rank.
+
+    Raises:
+        ConfigError: heads of unequal shares are in several cache groups, or a stage has none.
     """
-    length, retention, division = policy.model.max_model_len, policy.retention, policy.division(shards)
+    layout, shards, retention = model.layout(pool.sizes.slots, policy), model.shards, policy.retention
+    division = policy.division(shards)
     if division is None:
-        return _most_bytes((layout, layers, length), policy, None, prompt), None
+        layers = _most_bytes((layout, pool.full_layers, model.length), policy, None, prompt)
+        return pool.request(layers.canonical, layers.blocks, model.length), None
+    sizes = [shard.layers[1] - shard.layers[0] for shard in shards]
+    if pool.groups > 1 or not all(sizes):
+        reason = f"form {pool.groups} cache groups" if all(sizes) else "are missing in a stage"
+        raise ConfigError(f"the layers with full attention {reason}, so heads cannot have unequal shares")
     by_rank = [
-        _most_bytes((layout, shares.layers, length), policy, shares, prompt)
+        _most_bytes((layout, shares.layers, model.length), policy, shares, prompt)
         for shares in division.shares(retention.budget, retention.window)
     ]
-    sizes, blocks = [shard.layers[1] - shard.layers[0] for shard in shards], max(rank.blocks for rank in by_rank)
+    blocks = max(rank.blocks for rank in by_rank)
     needed = sum(rank.blocks * size for rank, size in zip(by_rank, sizes, strict=True))
-    per_block = layers * layout.num_kv_heads * layout.region_bytes
-    largest = CacheBytes(max(rank.canonical for rank in by_rank), blocks * per_block, blocks)
+    largest = pool.request(max(rank.canonical for rank in by_rank), blocks, model.length)
     return largest, 1 - needed / (blocks * sum(sizes)) if len(shards) > 1 else None
 
 
@@ -277,43 +421,52 @@ def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
         "encoder-decoder": getattr(config, "is_encoder_decoder", False),
         "sliding-window": getattr(config, "rswa_window", None),
     }
+    if recurrence(text) is not None:
+        features["recurrent"] = False
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
     reasons += unserved(text, features, shape.max_model_len, mixed=True)
     if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
 
 
-def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: str | None, own) -> Policy:
-    """Return the policy with its scorer.
+def _policy(cls: type[Policy], budget: int, model: Planned, options, scorer: ScorerKinds) -> Policy:
+    """Return a policy with its scorer.
 
-    The scorer is the one of ``--scorer`` if its kind ``given`` fits, else the checkpoint's ``own``, else an
-    untrained one. The last two have shapes only.
+    That is the one of ``--scorer`` if its kind fits, else the checkpoint's, else an untrained one. The last two have
+    shapes only.
+
+    Raises:
+        ConfigError: it cannot have this budget, or cannot serve this model.
     """
-    mine = options.scorer if given is not None and given == cls.scorer_kind else None
+    folder = scorer.folder if scorer.kind is not None and scorer.kind == cls.scorer_kind else None
     settings = PolicySettings(
         cls.name,
         budget,
-        scorer=mine,
+        scorer=folder,
         calibration=options.calibration if cls.calibrated or has_shares(options.calibration) else None,
         correction=options.correction,
         allocator=options.allocator,
         protect_prompt=options.protect_prompt,
     )
-    if cls.scorer_kind is None or mine:
-        return cls(settings, shape)
-    window = max(1, min(LARGEST_WINDOW, budget // 4))
-    config = (
-        own
-        if own is not None and own.scorer == cls.scorer_kind
-        else make_config(
-            vars(shape),
-            cls.scorer_kind,
-            source="kvpop plan",
-            sinks=SINKS,
-            window=window,
-            topk=max(0, budget - SINKS - window),
-        )
-    )
+    if cls.scorer_kind is None or folder:
+        policy = cls(settings, model.shape)
+    else:
+        policy = _with_scorer_of_shapes(cls, settings, model.shape, scorer)
+    policy.check_ranks(options.tensor_parallel_size)
+    if reason := refused_beside(model.shape.kinds, gate=policy.gated):
+        raise ConfigError(reason)
+    return policy
+
+
+def _with_scorer_of_shapes(
+    cls: type[Policy], settings: PolicySettings, shape: ModelShape, scorer: ScorerKinds
+) -> Policy:
+    """Return a policy with the checkpoint's scorer, or an untrained one of default size, without values."""
+    config = scorer.of_model
+    if config is None or config.scorer != cls.scorer_kind:
+        window = max(1, min(LARGEST_WINDOW, settings.budget // 4))
+        roles = {"sinks": SINKS, "window": window, "topk": max(0, settings.budget - SINKS - window)}
+        config = make_config(vars(shape), cls.scorer_kind, source="kvpop plan", **roles)
     policy = cls(settings, shape, checkpoint=config)
     with torch.device("meta"):
         policy.set_tensors(0, dict(build(config).state_dict()))
@@ -336,7 +489,7 @@ def _row(name: str, budget: int, held: CacheBytes, pool: int, stock: CacheBytes)
         return Fraction(pool // (one.allocated // one.blocks), one.blocks)
 
     more = f"{float(fit(held) / fit(stock)):.2f}" if fit(stock) else "-"
-    return name, str(budget), _size(held.canonical), _size(held.allocated), f"{float(fit(held)):.1f}", more
+    return name, str(budget), size_text(held.canonical), size_text(held.allocated), f"{float(fit(held)):.1f}", more
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
@@ -348,7 +501,8 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     )
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Return a number of bytes in the largest unit of which it has one."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= UNITS[unit[:-1]]:
             return f"{count / UNITS[unit[:-1]]:.1f} {unit}"

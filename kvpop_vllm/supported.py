@@ -170,6 +170,11 @@ def refused_beside(kinds: Sequence[str], **features: object) -> str | None:
     return f"layers without full attention cannot have {'; nor '.join(reasons)}" if kinds and reasons else None
 
 
+def recurrent_layers(text: Any, layers: int) -> tuple[int, ...]:
+    """Return the indices of the layers of a model that keep a recurrent state; arguments as of :func:`layer_kinds`."""
+    return tuple(i for i, kind in enumerate(layer_kinds(text, layers)) if kind in (RECURRENT, HYBRID, "conv"))
+
+
 def sliding_window(text: Any) -> int | None:
     """Return the tokens that a query in a model's sliding-window layers attends to, None if the config says none."""
     return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
@@ -315,3 +320,96 @@ def unserved(text: Any, features: Mapping[str, Any], tokens: int | None, mixed: 
         **features,
     }
     return list(dict.fromkeys(feature.feature for feature in refused(text, features, tokens)))
+
+
+EQUAL, UNTESTED = "equal to the oracle", "served, untested"
+"""States of families that are served: tests compare the tokens of an engine with the oracle's, or nothing does."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that are served alike, or refused for one reason.
+
+    Attributes:
+        name: the family, as its authors call it.
+        model_types: model types of the text configs.
+        architecture: vLLM's class of the language model.
+        layers: what a policy acts on.
+        state: EQUAL, UNTESTED, or the feature in REFUSED, or another reason, for which it is refused.
+        model: a model on the hub, or nothing.
+        options: options of ``vllm serve`` that the model needs.
+        limit: what an engine does not serve, or nothing.
+        read: where stock vLLM cannot run the family on a CPU, what was read instead.
+        transformers: True if ``KVpopCache`` serves it.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architecture: str
+    layers: str
+    state: str
+    model: str = ""
+    options: str = ""
+    limit: str = ""
+    read: str = ""
+    transformers: bool = True
+
+    @property
+    def served(self) -> bool:
+        """True if an engine serves it with a policy."""
+        return self.state in (EQUAL, UNTESTED)
+
+    @property
+    def command(self) -> str:
+        """A command that serves a model of the family with a policy."""
+        options = f" {self.options}" if self.options else ""
+        return f"vllm serve {self.model}{options} --kv-policy streaming-llm --kv-budget 2048"
+
+
+FAMILIES = (
+    Family("Gemma 3", ("gemma3_text",), "Gemma3ForCausalLM", "one layer of six; the others have windows", EQUAL,
+           "google/gemma-3-27b-it", "--language-model-only"),
+    Family("OLMo 3", ("olmo3",), "Olmo3ForCausalLM", "one layer of four; the others have windows", EQUAL,
+           "allenai/Olmo-3-7B-Think"),
+    Family("EXAONE 4", ("exaone4",), "Exaone4ForCausalLM", "one layer of four; the others have windows", EQUAL,
+           "LGAI-EXAONE/EXAONE-4.0-32B"),
+    Family("Llama 4", ("llama4_text",), "Llama4ForCausalLM", "one layer of four; the others have chunks", EQUAL,
+           "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
+    Family("gpt-oss", ("gpt_oss",), "GptOssForCausalLM", "every second layer; the others have windows", EQUAL,
+           "openai/gpt-oss-20b"),
+    Family("Granite with windows and sinks", ("granite_swa",), "GraniteSWAForCausalLM",
+           "one layer of four; the others have windows", EQUAL),
+    Family("Nemotron-H", ("nemotron_h",), "NemotronHForCausalLM",
+           "the attention layers; the others have Mamba2 states, or an MLP", EQUAL, "nvidia/Nemotron-H-8B-Base-8K",
+           transformers=False),
+    Family("Granite 4 hybrid", ("granitemoehybrid",), "GraniteMoeHybridForCausalLM",
+           "the attention layers; the others have Mamba2 states", EQUAL, "ibm-granite/granite-4.0-h-small", transformers=False),
+    Family("Falcon-H1", ("falcon_h1",), "FalconH1ForCausalLM",
+           "the attention of every layer, each of which has a Mamba2 state too", EQUAL, "tiiuae/Falcon-H1-34B-Instruct",
+           transformers=False),
+    Family("Qwen3-Next", ("qwen3_next",), "Qwen3NextForCausalLM", "one layer of four; the others have a gated delta net",
+           EQUAL, "Qwen/Qwen3-Next-80B-A3B-Instruct", limit="other dtypes than bfloat16 on a CPU", transformers=False),
+    Family("Qwen3.5", ("qwen3_5_text", "qwen3_5_moe_text"), "Qwen3_5ForConditionalGeneration",
+           "one layer of four; the others have a gated delta net", UNTESTED, transformers=False),
+    Family("Cohere 2", ("cohere2",), "Cohere2ForCausalLM", "one layer of four; the others have windows", UNTESTED,
+           "CohereLabs/c4ai-command-r7b-12-2024"),
+    Family("Ministral", ("ministral",), "MistralForCausalLM", "the layers of kind `full_attention`", UNTESTED),
+    Family("Qwen2 and Qwen3 with windows", ("qwen2", "qwen3"), "Qwen3ForCausalLM", "the layers of kind `full_attention`",
+           UNTESTED),
+    Family("Mistral 7B v0.1, Phi-3 with a window", ("mistral", "phi3"), "MistralForCausalLM", "all", UNTESTED,
+           "mistralai/Mistral-7B-v0.1", "--max-model-len 4096", "texts beyond the window"),
+    Family("LFM2", ("lfm2",), "Lfm2ForCausalLM", "-", "recurrent", "LiquidAI/LFM2-2.6B",
+           read="on a CPU vLLM's log-probabilities differ from transformers' by 0.5"),
+    Family("Jamba, Bamba, Zamba2 and others", ("jamba",), "JambaForCausalLM", "-", "recurrent", "ai21labs/AI21-Jamba-Mini-1.7"),
+    Family("Gemma 2", ("gemma2",), "Gemma2ForCausalLM", "-", "soft-capping", "google/gemma-2-9b-it"),
+    Family("Gemma 3n, Gemma 4 E2B and E4B", ("gemma3n_text",), "Gemma3nForCausalLM", "-", "shared KV layers",
+           "google/gemma-3n-E4B-it"),
+    Family("Gemma 4", ("gemma4_text",), "Gemma4ForCausalLM", "-", "heads of 512"),
+)  # fmt: skip
+"""Families whose layers are of several kinds, those that are refused last. docs/models.md has them (``docs/models.py``)."""
+
+
+def family_of(text: Any) -> Family | None:
+    """Return the family of a model, None if the table does not have it; ``text`` is its text config."""
+    kind = getattr(text, "model_type", None)
+    return next((family for family in FAMILIES if kind in family.model_types), None)

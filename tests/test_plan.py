@@ -69,18 +69,53 @@ def test_layers_that_a_policy_does_not_act_on(planned):
     assert lines[0].startswith("9 layers with full attention of 36, 8 KV heads of 128, bfloat16; requests of 32768")
     assert lines[0].endswith("128 slots a block")
     page, token, mib = 8 * 128 * 520, 2 * 8 * 128 * 2, 2**20
-    assert "in every row are the 27 layers of sliding_attention, in which a request holds 121.5 MiB at its end" in lines
-    canonical, pages = (9 * 2048 + 27 * 1024) * token, 9 * 16 + 27 * 9
-    fit = 2**33 // page / pages
-    stock = 9 * 256 + 27 * 9
-    assert rows["dense, stock vLLM", 32768][2] == f"{2**33 // (128 * token) / stock:.1f}"
+    assert "in every row are the 27 layers of sliding_attention, in which a request holds 123.4 MiB at its end" in lines
+    canonical, blocks = (9 * 2048 + 27 * 1024) * token, 16 + 3 * 9
+    stock = 256 + 3 * 9
+    assert rows["dense, stock vLLM", 32768][2] == f"{2**33 // (9 * 128 * token) / stock:.1f}"
     assert rows["streaming-llm", 2048][:3] == [
         f"{canonical / mib:.1f} MiB",
-        f"{pages * page / mib:.1f} MiB",
-        f"{fit:.1f}",
+        f"{9 * blocks * page / mib:.1f} MiB",
+        f"{2**33 // (9 * page) / blocks:.1f}",
     ]
+    assert not any("padding" in line for line in lines)
     assert "trimkv" not in {name for name, _ in rows}
     assert any("trimkv, 2048 tokens: layers without full attention cannot have a gate" in line for line in lines)
+
+
+def test_groups_are_padded_to_one_number_of_layers(planned):
+    """Two layers of full attention next to five of windows form one and three groups of two; one layer is padding."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"]
+    windows = {"layer_types": kinds, "num_hidden_layers": 7, "use_sliding_window": True, "sliding_window": 1024}
+    options = "--max-model-len", "32768", "--kv-memory", "8GiB", "--budget", "2048"
+    lines, rows = planned(QWEN3_8B | windows, *options)
+    page, mib = 8 * 128 * 520, 2**20
+    assert rows["streaming-llm", 2048][1] == f"{2 * (16 + 3 * 9) * page / mib:.1f} MiB"
+    assert "vLLM forms 4 cache groups of 2 layers, 1 of which are padding" in lines
+
+
+def test_stages_of_layers_of_several_kinds(planned):
+    """Numbers are those of one stage: the one with most pages in a block. Blocks are those of all groups."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    windows = {"layer_types": kinds * 9, "use_sliding_window": True, "sliding_window": 1024}
+    options = "--max-model-len", "32768", "--kv-memory", "8GiB", "--budget", "2048"
+    lines, rows = planned(QWEN3_8B | windows, *options, "--pipeline-parallel-size", "2")
+    # of layers 3, 7, .. stage 0 has 4 and stage 1 has 5; of each group of windows both have at most 5
+    page, token, mib = 8 * 128 * 520, 2 * 8 * 128 * 2, 2**20
+    assert lines[0].startswith("5 layers with full attention of 36 a stage of 2")
+    assert rows["streaming-llm", 2048][:2] == [
+        f"{(5 * 2048 + 13 * 1024) * token / mib:.1f} MiB",
+        f"{5 * (16 + 3 * 9) * page / mib:.1f} MiB",
+    ]
+
+
+def test_positions_of_gemma_3(planned):
+    """Its positions are those of the stretched rotation already, as in vLLM."""
+    text = dict(model_type="gemma3_text", num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256, dtype="bfloat16", sliding_window=512)  # fmt: skip
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    lines, _ = planned(text | {"rope_parameters": rope}, "--kv-memory", "8GiB", "--budget", "2048")
+    assert "requests of 131072 tokens" in lines[0]
 
 
 def test_positions_of_a_stretched_rotation(planned):

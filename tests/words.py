@@ -33,8 +33,8 @@ COUNTS: dict[str, int] = {
     "name both": 10,
     "name each": 113,
     "name found": 341,
-    "name given": 54,
-    "name held": 122,
+    "name given": 51,
+    "name held": 121,
     "name here": 12,
     "name kept": 87,
     "name known": 34,
@@ -43,7 +43,7 @@ COUNTS: dict[str, int] = {
     "name most": 60,
     "name of": 14,
     "name others": 23,
-    "name own": 308,
+    "name own": 306,
     "name said": 40,
     "name seen": 131,
     "name some": 8,
@@ -58,7 +58,7 @@ COUNTS: dict[str, int] = {
     "name which": 6,
     "name whole": 53,
     "prose anew": 16,
-    "prose behind": 201,
+    "prose behind": 200,
     "prose beside": 79,
 }
 """Uses of each word today: names of tracked Python files, words of docstrings, comments and documents.

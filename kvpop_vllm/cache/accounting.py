@@ -219,18 +219,6 @@ def common_pages(page: int, unit: int) -> tuple[int, int]:
     return next(few, pairs[padding.index(min(padding))])
 
 
-def window_bytes(
-    num_kv_heads: int, head_size: int, dtype: torch.dtype, tokens: int, length: int, block_size: int
-) -> CacheBytes:
-    """Return the bytes of a request of ``length`` tokens in one layer whose queries see at most ``tokens`` of them.
-
-    Blocks are those of decoding; a window may begin inside of one.
-    """
-    per_token = 2 * num_kv_heads * head_size * dtype.itemsize
-    blocks = min(cdiv(length, block_size), cdiv(tokens - 1, block_size) + 1)
-    return CacheBytes(min(tokens, length) * per_token, blocks * block_size * per_token, blocks)
-
-
 def pool_bytes(request: CacheBytes, num_blocks: int) -> PoolBytes:
     """Return the bytes of a pool with ``num_blocks`` pages per layer, filled with requests like ``request``.
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvpop_vllm.cli import main
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import (
     ARCHITECTURES,
     DTYPES,
+    EQUAL,
+    FAMILIES,
     HEAD_SIZES,
     KERNELS,
     REFUSED,
@@ -21,6 +26,20 @@ from kvpop_vllm.supported import (
 )
 
 ROOT = Path(__file__).parents[2]
+LAYERS = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 64,
+    "use_sliding_window": True,
+    "no_rope_layers": [1, 0],
+}
+"""Layers of families whose default config has full attention alone, or none."""
+STATES = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "nemotron_h": {"layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"]},
+}
 
 
 def document(name: str) -> str:
@@ -118,3 +137,36 @@ def test_a_kind_without_its_size(kind, key):
     assert unserved(SimpleNamespace(**layers, **{key: None}), {}, 100, mixed=True) == [
         REFUSED["sliding-window"].feature
     ]
+
+
+@pytest.mark.parametrize("table", ["families", "commands", "memory"])
+def test_the_document_of_models(table):
+    """`python docs/models.py --write` writes the tables, memory from the configs in docs/configs."""
+    assert runpy.run_path(str(ROOT / "docs/models.py"))[table]() in document("docs/models.md")
+
+
+def test_the_oracle_has_the_families_that_equal_it():
+    from kvpop_vllm.testing import FAMILIES as MODELS
+
+    assert {kind for family in FAMILIES if family.state == EQUAL for kind in family.model_types} == set(MODELS)
+
+
+@pytest.mark.parametrize("kind", [kind for family in FAMILIES for kind in family.model_types])
+def test_families_are_served_or_refused_as_the_table_says(tmp_path, capsys, kind):
+    """`kvpop plan` takes what engines serve. Some model types have defaults of sizes that no engine serves."""
+    (family,) = (family for family in FAMILIES if kind in family.model_types)
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_size": 256,
+        "dtype": "bfloat16",
+    }
+    layers = STATES.get(kind) or (LAYERS if family.served and family.layers != "all" else {})
+    depth = {"num_hidden_layers": 2} if layers else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | sizes | depth | layers))
+    options = ["--kv-memory", "1GiB", "--budget", "256", "--max-model-len", "4096"]
+    assert (main(["plan", "--model", str(tmp_path), *options]) == 0) == family.served, capsys.readouterr()
+    error = capsys.readouterr().err
+    feature = REFUSED[family.state].feature if family.state in REFUSED else "layers of different shapes"
+    assert not error if family.served else feature in error

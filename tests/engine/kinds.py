@@ -49,6 +49,7 @@ class Served:
     policy: OraclePolicy
     tolerance: float = TOLERANCE
     by_inputs: bool = False
+    settings: dict = field(default_factory=dict)
     runs: dict = field(default_factory=dict)
 
     def serve(self, jobs: list[Job], chunk: int | None = None, each_step=None, protect: bool | int = 0) -> dict:

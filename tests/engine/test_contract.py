@@ -39,6 +39,12 @@ def test_the_installed_vllm_has_all(capsys):
     assert len(set(contract.imported_names())) > 40
 
 
+def test_vllm_has_the_architectures_of_all_families():
+    from vllm import ModelRegistry
+
+    assert {family.architecture for family in supported.FAMILIES} <= set(ModelRegistry.get_supported_archs())
+
+
 def test_every_lack_is_found(tmp_path, capsys):
     """Every function and every imported name is found missing where its modules call it something else."""
     functions = {patch.target: patch.target.split(":") for patch in FUNCTIONS}

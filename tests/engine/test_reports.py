@@ -215,6 +215,7 @@ def test_the_policy_is_published(served):
     settings = engine.engine.vllm_config.additional_config["kv_policy"]
     assert sample.labels["policy"] == settings["policy"] and sample.labels["scorer"] == settings.get("scorer", "none")
     assert int(sample.labels["budget"]) == engine.spec.budget
+    assert sample.labels["layers"] == sample.labels["model_layers"] == "2"
     assert {metric.name for metric in engine.llm.get_metrics()} >= {f"vllm:kv_policy_{name}" for name in GAUGES}
 
 

@@ -48,8 +48,8 @@ def ties(engine) -> bool:
     return engine_policy(engine.recorder.scheduler.vllm_config).name == "kvzap"
 
 
-def turn(engine, history: list[int], seed: int, each_step=None, **options):
-    """Serve a turn of a chat and return its answer, whose prompt is the history and new tokens.
+def turn(engine, history: list[int], seed: int, each_step=None, others=(), **options):
+    """Serve a turn of a chat, next to other requests, and return its answer; its prompt is the history and new tokens.
 
     Judged is what was held from the chat's first token on: an eviction that rounding decided changes all later tokens.
     Where equal tokens tie, texts are short and without them: other tokens are tried until the answer repeats none.
@@ -59,17 +59,23 @@ def turn(engine, history: list[int], seed: int, each_step=None, **options):
     while True:
         order = torch.randperm(256, generator=torch.Generator().manual_seed(seed)).tolist()
         prompt = [*history, *sorted(order, key=set(history).__contains__)[: later if history else first]]
-        answers = engine.serve([Job(prompt=prompt, new=new, scored=False, **options)], each_step)
-        ((name, answer),) = answers.items()
+        answers = engine.serve([Job(prompt=prompt, new=new, scored=False, **options), *others], each_step)
+        name = engine.names["0"]
+        answer = answers[name]
         if not ties(engine) or len(set(whole(answer))) == len(whole(answer)):
             break
         seed += 1000
     if history:
-        ((_, earlier),) = before.items()
+        earlier = next(steps for other, steps in before.items() if other.startswith("0-"))
         for layer, steps in engine.recorder.held[name].items():
             steps[:0] = [step for step in earlier[layer] if step.seen <= answer.num_cached_tokens]
     engine.check(answers)
     return answer
+
+
+def unlike(tokens: int, seed: int) -> list[int]:
+    """Return different tokens."""
+    return torch.randperm(256, generator=torch.Generator().manual_seed(seed)).tolist()[:tokens]
 
 
 def whole(answer) -> list[int]:
@@ -79,7 +85,10 @@ def whole(answer) -> list[int]:
 
 @pytest.mark.parametrize("chunk", [None, 16, 40])
 def test_each_turn_goes_on_from_the_one_before(engine, chunk):
-    """All but the last token of an answer have been read when it ends. They are cached, and so are they after a preemption."""
+    """All but the last token of an answer have been read when it ends. They are cached, and so are they after a preemption.
+
+    Prompts are cut while another request runs.
+    """
 
     def preempt(step):
         if step == 8:
@@ -88,8 +97,13 @@ def test_each_turn_goes_on_from_the_one_before(engine, chunk):
     engine.chunk(chunk)
     history: list[int] = []
     for number in range(3):
-        answer = turn(engine, history, number, preempt if number == 1 else None)
+        filler = [] if chunk is None else [Job(prompt=unlike(60, 70 + number), new=40, scored=False)]
+        answer = turn(engine, history, number, preempt if number == 1 else None, filler)
         assert answer.num_cached_tokens == max(0, len(history) - 1)
+        if number != 1:
+            assert (max(engine.chunks(engine.names["0"])) <= (chunk or 1000)) and (
+                chunk is None or len(history) > 0 or engine.chunks(engine.names["0"])[1] > 1
+            )
         history = whole(answer)
 
 
@@ -118,11 +132,15 @@ def snapshots_of(engine):
     return engine.recorder.manager.snapshots
 
 
+def live(engine) -> set:
+    return {snapshot for alike in snapshots_of(engine)._by_key.values() for snapshot in alike}
+
+
 def test_other_requests_do_not_hit(engine):
     """Another salt, budget, number of protected tokens or last token."""
     first = turn(engine, [], seed=30, salt="a")
     history = whole(first)
-    before = len(snapshots_of(engine))
+    before = len(live(engine))
     protected = engine.judge.protect // BLOCK * BLOCK
     for asked in ({"salt": "b"}, {}, {"salt": "a", "asks": {"kv_budget": 40}}):
         answers = engine.serve([Job(prompt=[*history, 5], new=2, scored=False, **asked)])
@@ -130,7 +148,7 @@ def test_other_requests_do_not_hit(engine):
     other = [*history[:-2], (history[-2] + 1) % 256, 5, 6]
     (answer,) = engine.serve([Job(prompt=other, new=2, scored=False, salt="a")]).values()
     assert answer.num_cached_tokens == len(first.prompt_token_ids), "the prompt's end"
-    assert len(snapshots_of(engine)) > before
+    assert len(live(engine)) > before
 
 
 def test_the_pool_takes_blocks_back(engine):
@@ -140,17 +158,18 @@ def test_the_pool_takes_blocks_back(engine):
     with engine.small_pool(80):
         for number, length in enumerate(lengths):
             engine.check(engine.serve([Job(prompt=random_prompt(length, seed=100 + number), new=3, scored=False)]))
-            live = {snapshot for like in snapshots._by_key.values() for snapshot in like}
-            blocks = [block for snapshot in live for block in snapshot.blocks]
-            assert len(blocks) == len({block.block_id for block in blocks}) == len(snapshots._by_block)
-            assert len(snapshots) == len(live) and all(block.block_hash is not None for block in blocks)
-        assert snapshots.counts["lost"] and snapshots.counts["taken"] == snapshots.counts["lost"] + len(snapshots)
+            blocks = [block for snapshot in live(engine) for block in snapshot.blocks]
+            assert {block.block_id for block in blocks} == {*snapshots._by_block} and len(blocks) == len(
+                snapshots._by_block
+            )
+            assert sum(snapshots._digests.values()) == len(live(engine)) and all(block.block_hash for block in blocks)
+        assert snapshots.counts["lost"] and snapshots.counts["taken"] == snapshots.counts["lost"] + len(live(engine))
         for number, hit in ((len(lengths) - 1, True), (0, False)):
             prompt = [*random_prompt(lengths[number], seed=100 + number), 9]
             (answer,) = engine.serve([Job(prompt=prompt, new=2, scored=False)]).values()
             assert (answer.num_cached_tokens >= lengths[number]) == hit
     engine.engine.reset_prefix_cache()
-    assert len(snapshots) == 0 and not snapshots._by_key
+    assert not snapshots._by_key and not snapshots._by_block and not snapshots._digests
 
 
 def test_a_source_that_is_lost_while_a_request_waits(engine):
@@ -203,3 +222,43 @@ def test_aborted_requests_and_several_samples(engine):
         answers = engine.serve([Job(prompt=[*text, 7, *sample.outputs[0].token_ids, 8], new=4, scored=False)])
         engine.check(answers)
         assert [answer.num_cached_tokens for answer in answers.values()] == [len(text) + 15]
+
+
+def test_a_prompt_that_is_copied_in_this_step_is_not_copied_again(engine):
+    """A request that arrives in the step after another's prompt, and begins with it, is read on its own."""
+    prompt = unlike(96, 60)
+
+    def arrive(step):
+        if step == 1:
+            engine.add("1", Job(prompt=[*prompt, 201, 202, 203], new=4, scored=False))
+
+    engine.check(engine.serve([Job(prompt=prompt, new=6, scored=False)], arrive))
+    (answer,) = engine.serve([Job(prompt=[*prompt, 204], new=3, scored=False)]).values()
+    assert answer.num_cached_tokens == len(prompt)
+
+
+def test_a_resumed_request_is_not_taken_for_one_at_its_prompts_end(engine):
+    """A preempted request is read in chunks, one of which passes the end of its prompt."""
+    prompt = unlike(96, 61)
+    engine.chunk(70)
+
+    def preempt(step):
+        if step == 3:
+            preempt_all(engine.recorder.scheduler)
+
+    jobs = [Job(prompt=prompt, new=3, scored=False), Job(prompt=unlike(20, 62), new=30, scored=False)]
+    engine.serve(jobs, preempt)
+    (answer,) = engine.serve([Job(prompt=[*prompt, 205, 206], new=3, scored=False)]).values()
+    engine.check({engine.names["0"]: answer}) if not ties(engine) else None
+    assert answer.num_cached_tokens in (0, len(prompt), engine.judge.protect // BLOCK * BLOCK)
+
+
+def test_a_pool_without_room_for_copies(engine):
+    """A turn is read from its first token where its snapshot and copies of it would need more blocks than there are."""
+    history = whole(turn(engine, [], seed=63))
+    blocks = engine.spec.most_blocks(len(history) + 20) + 2
+    pool = engine.recorder.pool
+    with engine.small_pool(blocks):
+        (first,) = engine.serve([Job(prompt=history[:-20], new=20, scored=False)]).values()
+        answers = engine.serve([Job(prompt=[*whole(first), 7, 8], new=4, scored=False)])
+        assert len(answers) == 1 and pool.get_num_free_blocks() == blocks

@@ -14,15 +14,15 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache, local_layers
 from kvpop_vllm.hf.local_layers import LocalLayer, LocalPositions
 from kvpop_vllm.model_hook import CACHE_NAME
-from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
-from kvpop_vllm.testing import FAMILIES, KindsOracle, OraclePolicy, write_mixed_model, write_random_scorer
+from kvpop_vllm.supported import EQUAL, FAMILIES, FULL
+from kvpop_vllm.testing import KindsOracle, OraclePolicy, write_mixed_model, write_random_scorer
 
+SERVED = [kind for family in FAMILIES if family.state == EQUAL and family.transformers for kind in family.model_types]
 BUDGET, TOLERANCE = 56, 1e-5
-ATTENDING = [kind for kind, keys in FAMILIES.items() if {*keys["layer_types"]} <= {FULL, SLIDING, CHUNKED}]
 PROMPTS = [distinct(n) for n in (5, 64, 130, 200)]
 
 
-@pytest.fixture(scope="module", params=ATTENDING)
+@pytest.fixture(scope="module", params=SERVED)
 def family(request, tmp_path_factory):
     """Return a model of a family and its oracle."""
     folder = write_mixed_model(tmp_path_factory.mktemp(request.param), request.param)

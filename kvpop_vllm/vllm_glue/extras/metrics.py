@@ -14,7 +14,7 @@ GAUGES = {
     "blocks_held": "Blocks that running requests hold; blocks that several share are counted for each.",
     "blocks_bound": "Most blocks that running requests can come to hold, by their budgets and max_tokens.",
     "bytes_held": "Bytes of the blocks that running requests hold, with scores, state and padding, on all ranks.",
-    "dense_bytes": "Bytes of keys and values of all tokens that running requests have processed.",
+    "dense_bytes": "Bytes of keys and values of all tokens that running requests have processed, in the layers that the policy acts on.",
 }
 COUNTERS = {
     "tokens_seen": "Tokens processed by the caches of requests that have ended.",
@@ -62,11 +62,13 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         told = {
             "policy": policy.name,
             "budget": str(policy.retention.budget),
+            "layers": str(policy.model.num_layers),
+            "model_layers": str(policy.model.model_layers),
             "scorer": str(policy.settings.scorer or ("checkpoint" if policy.scorer_kind else "none")),
         }
         info = Gauge(
             "vllm:kv_policy_info",
-            "Policy of the KV cache, with B in tokens per KV head.",
+            "Policy of the KV cache, with B in tokens per KV head and the layers that it acts on.",
             [*labels, *told],
             multiprocess_mode="mostrecent",
         )

@@ -56,7 +56,7 @@ def bytes_of(blocks: int, scheduler) -> int:
 
 
 def dense_bytes_per_token(policy: Policy, spec: FixedBudgetSpec) -> int:
-    """Return the bytes of a token's keys and values in all layers and heads, which a dense cache holds at least."""
+    """Return the bytes of a token's keys and values in all layers of the policy, which a dense cache holds at least."""
     return policy.model.num_layers * policy.model.num_kv_heads * 2 * spec.head_size * spec.kv_dtype.itemsize
 
 
@@ -119,6 +119,8 @@ def report(scheduler, manager: FixedBudgetManager, request, use: CacheUse) -> di
     return by_head | {
         "policy": policy.name,
         "budget": slots.budget,
+        "layers": policy.model.num_layers,
+        "model_layers": policy.model.model_layers,
         "prompt_tokens": request.num_prompt_tokens,
         "cartridge_tokens": slots.made,
         "protected_tokens": use.protected,

@@ -72,12 +72,13 @@ def _snapshot_hit(self, request, placed: list):
     if snapshots is None or not self.prefix_cache_lookup_enabled(request):
         return None
     snapshots.begin(request)
-    snapshot = snapshots.choose(request)
+    snapshot = snapshots.longest(request)
     if snapshot is None:
         return None
     full = snapshot.key.slots.prefix // manager.block_size
     prefix = _prefix_blocks(self, request, placed, full * manager.block_size)[:full] if full else []
-    if len(prefix) < full:
-        snapshots.refuse(request.request_id)
+    blocks = [*prefix, *snapshot.blocks]
+    needed = manager.get_num_blocks_to_allocate(request.request_id, request.num_tokens, blocks) + self.watermark_blocks
+    if len(prefix) < full or needed > self.block_pool.get_num_free_blocks():  # a miss may need fewer
         return None
-    return self.create_kv_cache_blocks(([*prefix, *snapshot.blocks],)), snapshot.length, 0
+    return self.create_kv_cache_blocks((blocks,)), snapshot.length, 0

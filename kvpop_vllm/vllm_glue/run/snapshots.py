@@ -10,7 +10,6 @@ What was held at its prompt's end does.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,10 @@ if TYPE_CHECKING:
     from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 
 
+_NAME = make_block_hash_with_group_id(BlockHash(b"kvpop snapshot"), 0)
+"""Hash of all blocks of snapshots, by which nothing is looked up."""
+
+
 class Key(NamedTuple):
     """Condition of a hit: what a request and a snapshot have in common, besides the tokens after the last hashed ones.
 
@@ -35,7 +38,7 @@ class Key(NamedTuple):
         hashed: number of these tokens.
         slots: numbers of the request.
         seed: seed of its sampling where scores are drawn, else None.
-        adapter: name of its LoRA adapter, or None.
+        adapter: name and path of its LoRA adapter, or None.
         salt: salt of its prefix cache, or None.
     """
 
@@ -43,7 +46,7 @@ class Key(NamedTuple):
     hashed: int
     slots: RequestSlots
     seed: int | None
-    adapter: str | None
+    adapter: tuple[str, str] | None
     salt: str | None
 
 
@@ -83,13 +86,8 @@ class Snapshots:
         self.counts: Counter[str] = Counter()
         self._by_key: dict[Key, list[Snapshot]] = {}
         self._by_block: dict[int, Snapshot] = {}
-        self._chosen: dict[str, Snapshot] = {}
+        self._digests: Counter[bytes] = Counter()
         self._prompts: dict[str, Request] = {}
-        self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        """Return the number of snapshots."""
-        return len(set(self._by_block.values()))
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts ``taken``, ``hits`` and ``lost``, which begin at zero again."""
@@ -101,42 +99,42 @@ class Snapshots:
 
         A token that a step in flight computes counts, since the step runs before any that could read it.
         """
-        if request.num_computed_tokens <= request.num_tokens:
-            self._take(request, request.num_computed_tokens, self._tail(request))
+        length = request.num_computed_tokens
+        if length <= request.num_tokens and self._fits(request, length):
+            self._take(request, length, self._tail(request, length))
 
     def begin(self, request: Request) -> None:
         """Remember a request that is about to begin, of which a snapshot is taken at its prompt's end."""
         self._prompts[request.request_id] = request
 
-    def take_prompt(self, request_id: str, length: int, missing: int) -> None:
+    def take_prompt(self, request_id: str, missing: int) -> None:
         """Copy what a request holds at its prompt's end, if the next step begins there and the pool has room.
 
         Args:
             request_id: name of the request.
-            length: tokens that it has after the next step.
             missing: blocks that it still needs for that step.
         """
         request = self._prompts.get(request_id)
-        if request is None or length <= request.num_prompt_tokens:
+        if request is None or request.num_computed_tokens < request.num_prompt_tokens:
             return
         del self._prompts[request_id]
-        sources, pool = self._tail(request), self.manager.block_pool
-        needed = (
-            missing + 2 * len(sources) + len(self.manager.req_to_blocks)
-        )  # each request may need a block in this step
-        if length > request.num_prompt_tokens + 1 or pool.get_num_free_blocks() < needed:
+        length, pool = request.num_prompt_tokens, self.manager.block_pool
+        if request.num_computed_tokens > length or not self._fits(request, length):
             return
-        if self._fits(request, request.num_prompt_tokens):
+        sources = self._tail(request, length)
+        if (
+            pool.get_num_free_blocks() >= missing + len(sources) + self.manager.most_missing()
+        ):  # so that none is preempted
             copies = tuple(pool.get_new_blocks(len(sources)))
             pool.touch(sources)  # vLLM gives both back after the step that copies them
             self.manager._pending_cow_copies.extend(zip(sources, copies, strict=True))
-            self._take(request, request.num_prompt_tokens, copies)
+            self._take(request, length, copies)
 
-    def _tail(self, request: Request) -> tuple[KVCacheBlock, ...]:
-        """Return a request's blocks of state and tail, after the full blocks of its prefix."""
-        slots = self.manager.requests.get(request.request_id)
+    def _tail(self, request: Request, length: int) -> tuple[KVCacheBlock, ...]:
+        """Return the blocks of state and tail of a request of ``length`` tokens, after the full blocks of its prefix."""
+        slots, spec = self.manager.requests[request.request_id], self.manager.kv_cache_spec
         row = self.manager.req_to_blocks.get(request.request_id, ())
-        return () if slots is None else tuple(row[slots.prefix // self.manager.block_size :])
+        return tuple(row[slots.prefix // spec.block_size : spec.blocks(length, slots)])
 
     def _place(self, request: Request, length: int) -> tuple[Key, tuple[int, ...]]:
         """Return the key of a request of ``length`` tokens, and the tokens after the hashed ones."""
@@ -148,25 +146,25 @@ class Snapshots:
         """Return whether a snapshot of a request with ``length`` tokens can be of use, and there is none like it."""
         slots = self.manager.requests.get(request.request_id)
         if slots is None or not slots.prefix < length or slots.prefix >= request.num_prompt_tokens:
-            return False  # the tail has not begun, or a longer prompt would be protected further
+            return False  # the tail has not begun; or whole prompts are protected, and a longer one would be further
         if request.mm_features or request.prompt_embeds is not None:
             return False
         same = self._matching(*self._place(request, length), length)
         return same is None or same.length < length
 
     def _take(self, request: Request, length: int, blocks: tuple[KVCacheBlock, ...]) -> None:
-        if not blocks or not self._fits(request, length):
+        """Remember blocks as a snapshot of a request with ``length`` tokens."""
+        if not blocks:
             return
         key, tokens = self._place(request, length)
         snapshot, pool = Snapshot(key, length, tokens, blocks), self.manager.block_pool
-        number = next(self._numbers)
-        for i, block in enumerate(blocks):  # freed blocks that have a hash are the last to be used again
-            name = BlockHash(f"kvpop snapshot {number} block {i}".encode())
-            pool._insert_block_hash(make_block_hash_with_group_id(name, self.manager.kv_cache_group_id), block, length)
+        for block in blocks:
+            block.set_block_hash(_NAME, num_tokens=length)  # freed blocks with a hash are the last to be used again
             self._by_block[block.block_id] = snapshot
         pool.touch(blocks)
         pool.unpin_blocks(blocks, self._lose)
         self._by_key.setdefault(key, []).append(snapshot)
+        self._digests[key.digest] += 1
         self.counts["taken"] += 1
 
     def _lose(self, block: KVCacheBlock) -> None:
@@ -176,52 +174,46 @@ class Snapshots:
             return
         for other in snapshot.blocks:
             self._by_block.pop(other.block_id, None)
-        like = self._by_key[snapshot.key]
-        like.remove(snapshot)
-        if not like:
+        alike = self._by_key[snapshot.key]
+        alike.remove(snapshot)
+        if not alike:
             del self._by_key[snapshot.key]
+        self._digests[snapshot.key.digest] -= 1
+        if not self._digests[snapshot.key.digest]:
+            del self._digests[snapshot.key.digest]
         self.counts["lost"] += 1
 
-    def choose(self, request: Request) -> Snapshot | None:
-        """Return the longest snapshot that a waiting request can go on from, and remember it; None if there is none."""
-        self._chosen.pop(request.request_id, None)
+    def longest(self, request: Request) -> Snapshot | None:
+        """Return the longest snapshot that a waiting request can go on from, None if there is none."""
         if not self._by_key or request.mm_features or request.prompt_embeds is not None:
             return None
-        slots = self.manager.requests[request.request_id]
-        for hashes in range(len(request.block_hashes), -1, -1):
-            key = self._key(request, slots, hashes)
-            tokens = request.all_token_ids[key.hashed : key.hashed + self._longest(key)]
-            snapshot = self._matching(key, tokens, request.num_tokens - 1)
-            if snapshot is not None:
-                self._chosen[request.request_id] = snapshot
-                return snapshot
+        slots, digests = self.manager.requests[request.request_id], (b"", *request.block_hashes)
+        for hashes in range(len(digests) - 1, -1, -1):
+            if digests[hashes] in self._digests:
+                key = self._key(request, slots, hashes)
+                last = key.hashed + max((len(snapshot.tokens) for snapshot in self._by_key.get(key, ())), default=0)
+                tokens = request.all_token_ids[key.hashed : last]
+                if snapshot := self._matching(key, tokens, request.num_tokens - 1):
+                    return snapshot
         return None
-
-    def refuse(self, request_id: str) -> None:
-        """Leave the snapshot that was chosen for a request alone, since its prefix is not cached any more."""
-        self._chosen.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that ends or is preempted."""
-        self._chosen.pop(request_id, None)
         self._prompts.pop(request_id, None)
         self.lengths.pop(request_id, None)
 
-    def copies(self, request_id: str, computed: Sequence[KVCacheBlock]) -> int:
-        """Return the number of blocks that a request needs for copies, if its computed blocks are those of a snapshot."""
-        snapshot = self._chosen.get(request_id)
-        return len(snapshot.blocks) if snapshot is not None and computed else 0
+    def hit(self, computed: Sequence[KVCacheBlock]) -> Snapshot | None:
+        """Return the snapshot that a request's computed blocks end with, None if they are of a prefix alone."""
+        return self._by_block.get(computed[-1].block_id) if computed else None
 
-    def adopt(self, request_id: str, computed: Sequence[KVCacheBlock]) -> bool:
-        """Have a request go on from copies of the snapshot that was chosen; return False if none was.
+    def adopt(self, request_id: str, snapshot: Snapshot, computed: Sequence[KVCacheBlock]) -> None:
+        """Have a request go on from copies of a snapshot.
 
         Args:
             request_id: name of a request that holds no blocks.
+            snapshot: the snapshot.
             computed: its prefix blocks, followed by those of the snapshot.
         """
-        snapshot = self._chosen.pop(request_id, None)
-        if snapshot is None or not computed:
-            return False
         manager, pool = self.manager, self.manager.block_pool
         pool.touch(computed)  # vLLM gives the sources back after the step that copies them
         prefix = computed[: len(computed) - len(snapshot.blocks)]
@@ -233,7 +225,6 @@ class Snapshots:
         manager.num_cached_block[request_id] = len(prefix)
         self.lengths[request_id] = snapshot.length
         self.counts["hits"] += 1
-        return True
 
     @property
     def _unit(self) -> int:
@@ -244,18 +235,21 @@ class Snapshots:
         """Return the key of a request whose first hashes count."""
         digest = bytes(request.block_hashes[hashes - 1]) if hashes else b""
         seed = getattr(request.sampling_params, "seed", None) if self.draws else None
-        adapter = request.lora_request and request.lora_request.lora_name
+        lora = request.lora_request
+        adapter = None if lora is None else (lora.lora_name, lora.lora_path)
         return Key(digest, hashes * self._unit, slots, seed, adapter, request.cache_salt)
 
-    def _longest(self, key: Key) -> int:
-        """Return the most tokens that snapshots of a key have after the hashed ones."""
-        return max((len(snapshot.tokens) for snapshot in self._by_key.get(key, ())), default=0)
-
     def _matching(self, key: Key, tokens: Sequence[int], limit: int) -> Snapshot | None:
-        """Return the longest snapshot of a key that begins as ``tokens`` do, of at most ``limit`` tokens."""
+        """Return the longest snapshot of a key that begins as ``tokens`` do, of at most ``limit`` tokens.
+
+        One whose blocks are written by a copy of this step cannot be copied yet.
+        """
+        written = {copy.block_id for _, copy in self.manager._pending_cow_copies}
         fitting = (
             snapshot
             for snapshot in self._by_key.get(key, ())
-            if snapshot.length <= limit and tuple(tokens[: len(snapshot.tokens)]) == snapshot.tokens
+            if snapshot.length <= limit
+            and tuple(tokens[: len(snapshot.tokens)]) == snapshot.tokens
+            and snapshot.blocks[0].block_id not in written
         )
         return max(fitting, key=lambda snapshot: snapshot.length, default=None)

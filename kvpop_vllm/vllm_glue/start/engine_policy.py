@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, AUTO, ConfigError
 from kvpop_vllm.hub import local_folder
-from kvpop_vllm.supported import ARCHITECTURES, HYBRID, STOCK_ARCHITECTURES, refused_beside
+from kvpop_vllm.supported import ARCHITECTURES, EQUAL, HYBRID, STOCK_ARCHITECTURES, family_of, refused_beside
 from kvpop_vllm.vllm_glue.start import published
 
 if TYPE_CHECKING:
@@ -85,7 +85,12 @@ def describe(vllm_config: VllmConfig) -> list[str]:
         lines.insert(0, f"--kv-policy auto is {policy.name}, {best if folder is None else f'as {folder} recommends'}")
     if policy.model.kinds:
         lines.append(_layers_of(policy.model))
-    if vllm_config.cache_config.enable_prefix_caching and not policy.compresses:
+        family = family_of(vllm_config.model_config.hf_text_config)
+        if family is None or family.state != EQUAL:
+            lines.append(
+                f"no test serves models of type {policy.model.model_type} (docs/models.md): compare their answers"
+            )
+    if vllm_config.cache_config.enable_prefix_caching and not policy.compresses and policy.protect is not True:
         lines.append(
             "a prompt that goes on from an earlier request costs its new tokens (--no-enable-prefix-caching turns it off)"
             if takes_snapshots(policy)

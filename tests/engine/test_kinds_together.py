@@ -1,0 +1,201 @@
+"""Features that work together with a policy, on a model with layers of several kinds: Gemma 3.
+
+Those that need an engine of their own are slow. Other features are in test_kinds.py and test_kinds_start.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from distill.byte_tokenizer import byte_tokenizer
+from engine.driving import Job
+from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, roles, serving
+from engine.test_sharing_features import adapter
+from engine.tiny_engine import PROMPTS, complete, quick, running
+from prometheus_client import REGISTRY
+from threads import core_for_each_of_two, one_thread
+
+from kvpop_vllm.testing import KindsOracle, OraclePolicy, random_prompt
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
+
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def gemma(family, tmp_path_factory):
+    """Return the folder of the model, its oracle, and settings and policy of a random scorer."""
+    folder, oracle = family("gemma3_text")
+    return folder, oracle, *roles("kvpop", folder, tmp_path_factory.mktemp("scorer"), oracle)
+
+
+def managers(served: Served) -> list[FixedBudgetManager]:
+    """Return the block managers of the groups that the policy acts on."""
+    all_managers = served.engine.recorder.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return [manager for manager in all_managers if isinstance(manager, FixedBudgetManager)]
+
+
+def test_settings_of_requests(gemma):
+    """Budgets, protection and seeds of requests of one batch are those of the oracle, with blocks reserved.
+
+    Evictions are drawn by the index of a layer among those that the policy acts on. Reports and the inspect page have
+    what each request holds.
+    """
+    folder, oracle, *_ = gemma
+    drawn = OraclePolicy("random draw", 4, 8, BUDGET - 12)
+    settings = {"policy": "random", "budget": BUDGET, "sinks": 4, "window": 8, "protect_prompt": 0, "reserve": True}
+    settings |= {"max_budget": 72, "max_protect": 130, "inspect": True}
+    options = [
+        {},
+        {"kv_seed": 3},
+        {"kv_seed": 2**64 - 1, "kv_budget": 30},
+        {"kv_budget": 72},
+        {"kv_protect_prompt": 50},
+    ]
+    options += [{"kv_budget": 64, "kv_protect_prompt": 130, "kv_seed": 9}]
+    jobs = [Job(n, new=30, scored=False, asks=asks | {"kv_report": 1}) for n in (140, 70) for asks in options]
+    with serving(folder, settings, disable_log_stats=False) as engine:
+        served, tokens = Served(engine, oracle, drawn), set()
+        served.engine.chunk(16)
+        for name, answer in engine.serve(jobs).items():
+            asks = jobs[int(answer.request_id)].asks
+            budget, protect = asks.get("kv_budget", BUDGET), asks.get("kv_protect_prompt", 0)
+            policy = replace(drawn, topk=budget - 12, seeds=(0, asks.get("kv_seed", 0)))
+            judge = Served(engine, oracle, policy)
+            judge.check(answer, protect)
+            report, length = answer.kv_transfer_params["kv_report"], len(answer.prompt_token_ids) + 29
+            steps = {layer: steps[-1] for layer, steps in engine.recorder.held[name].items()}
+            assert sorted(steps) == [0, 1] and report["seen_tokens"] == length
+            assert report["kept_tokens_per_head"]["max"] == len(steps[0].positions[0])
+            assert (report["layers"], report["model_layers"]) == (2, 6)
+            tokens.add(tuple(answer.outputs[0].token_ids))
+        assert len(tokens) > len(jobs) // 2, "settings change answers"
+        core = engine.engine.engine_core.engine_core
+        page = core.kvpop_inspect()
+        for name in [request["id"] for request in page["requests"]]:  # the last ones to end
+            left = np.frombuffer(core.kvpop_inspect_request(name)["left"], "<i4").reshape(2, 2, -1)
+            for layer, steps in zip(left, engine.recorder.held[name].values(), strict=True):
+                assert [head.nonzero()[0].tolist() for head in layer == 0] == steps[-1].positions
+        assert len(page["requests"]) > 3 and (page["layers"], page["model_layers"]) == (2, 6)
+        (info,) = [metric for metric in REGISTRY.collect() if metric.name == "vllm:kv_policy_info"]
+        assert {(sample.labels["layers"], sample.labels["model_layers"]) for sample in info.samples} == {("2", "6")}
+
+
+def test_reserved_blocks(gemma):
+    """With `--kv-reserve` a request holds all blocks of the policy's layers from its first step on."""
+    folder, oracle, settings, exact = gemma
+    with serving(folder, settings | {"reserve": True}) as engine:
+        served, counts = Served(engine, oracle, exact), []
+        (manager,) = managers(served)
+
+        def count(step):
+            counts.extend(len(blocks) for blocks in manager.req_to_blocks.values())
+
+        served.serve([Job(20, new=60, scored=False)], each_step=count)
+        assert set(counts) == {manager.kv_cache_spec.blocks(80)}
+
+
+def test_export_is_refused(gemma, tmp_path, run_kvpop):
+    folder, _, settings, _ = gemma
+    status, _, error = run_kvpop("export", folder, settings["scorer"], tmp_path / "out")
+    assert status == 2 and "cannot carry scorers, only llama, qwen3 can: serve it with --kv-scorer" in error
+
+
+@pytest.fixture(scope="module")
+def alone(gemma):
+    """Tokens and log-probabilities of one engine of one rank, which the oracle judges."""
+    folder, oracle, settings, exact = gemma
+    with running(folder, settings, block_size=BLOCK) as llm:
+        answers = complete(llm, NEW)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = [token for token, _ in answer]
+        rows = oracle.logprobs([*prompt, *tokens[:-1]], exact)[len(prompt) - 1 :]
+        for row, (token, score) in zip(rows, answer, strict=True):
+            assert abs(float(row[token]) - score) <= TOLERANCE and float(row.max() - row[token]) <= 2 * TOLERANCE
+    return answers
+
+
+RANKS = {
+    "two ranks": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "two stages": {
+        "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "enforce_eager": False,
+        "compilation_config": {"mode": 2, "backend": "eager"},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+def test_two_workers_equal_one(gemma, alone, monkeypatch, ranks):
+    """Ranks have one KV head of each layer, stages one layer of full attention and two with windows."""
+    for name, value in core_for_each_of_two().items():
+        monkeypatch.setenv(name, value)
+    with running(gemma[0], gemma[2], block_size=BLOCK, **RANKS[ranks]) as llm:
+        for ours, one in zip(complete(llm, NEW), alone, strict=True):
+            assert [token for token, _ in ours] == [token for token, _ in one]
+            assert [score for _, score in ours] == pytest.approx([score for _, score in one], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_asynchronous_scheduling(gemma, alone, monkeypatch):
+    """A step is scheduled before the one before has its token, as in test_executors.py."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def update_and_leave_on(cls, config):
+        update(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
+    with running(gemma[0], gemma[2], block_size=BLOCK, async_scheduling=True) as llm:
+        assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
+        for ours, one in zip(complete(llm, NEW), alone, strict=True):
+            assert [token for token, _ in ours] == [token for token, _ in one]
+
+
+@pytest.mark.slow
+def test_adapters(gemma, tmp_path):
+    """A request with a LoRA adapter gets the oracle's answer on the model whose weights contain it."""
+    from vllm.lora.request import LoRARequest
+
+    folder, _, settings, exact = gemma
+    merged, lora = adapter(folder, tmp_path, seed=1)
+    with serving(folder, settings, enable_lora=True, max_lora_rank=8) as engine:
+        served = Served(engine, KindsOracle(merged), exact)
+        served.serve([Job(n, new=40, scored=False, adapter=LoRARequest("first", 1, str(lora))) for n in (49, 140)])
+
+
+@pytest.mark.slow
+def test_structured_output(gemma, tmp_path):
+    """Past the budget each token is the most probable one, by the oracle, of those that the pattern admits."""
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    folder, oracle, settings, exact = gemma
+    shutil.copytree(folder, tmp_path / "model")
+    byte_tokenizer(eos="<0x00>").save_pretrained(tmp_path / "model")
+    options = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "enforce_eager": True}
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=100,
+        structured_outputs=StructuredOutputsParams(regex="[a-f]{1,90}"),
+    )
+    prompt = [token % 128 for token in random_prompt(70, seed=3)]
+    with one_thread(), quick(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        llm = LLM(str(tmp_path / "model"), additional_config={"kv_policy": settings}, block_size=BLOCK, **options)
+        (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        llm.llm_engine.engine_core.shutdown()
+    text, tokens = answer.outputs[0].text, list(answer.outputs[0].token_ids)
+    assert re.fullmatch("[a-f]{80,90}", text)
+    admitted = [ord(letter) for letter in "abcdef"]
+    rows = oracle.logprobs([*prompt, *tokens], exact)[len(prompt) - 1 :]
+    for row, token in zip(rows, tokens[: len(text)], strict=False):
+        assert float(row[admitted].max() - row[token]) <= 2 * TOLERANCE

@@ -1,0 +1,77 @@
+"""`kvpop plan` next to stock engines of models with recurrent layers: bytes of a state, sizes of blocks, number of blocks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from engine.tiny_engine import one_thread, quick, start, stop
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from kvpop_vllm import plan
+from kvpop_vllm.cli import make_parser
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+    "dtype": "float32",
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_expand": 2}
+MODELS = {
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "num_hidden_layers": 5,
+        "hybrid_override_pattern": "M-M*M",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "n_groups": 2,
+        "ssm_state_size": 64,
+    },
+    "granitemoehybrid": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "shared_intermediate_size": 64,
+        "num_local_experts": 0,
+        **MAMBA,
+    },
+    "falcon_h1": {"architectures": ["FalconH1ForCausalLM"], "num_hidden_layers": 2, "mamba_d_ssm": 256, **MAMBA},
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_dim": 128,
+        "conv_L_cache": 3,
+        "block_dim": 128,
+    },
+}
+"""Keys of the config of each model type."""
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_stock_engines_with_recurrent_layers(tmp_path, kind):
+    """The plan's stock row has the engine's blocks, whose size follows from the bytes of a state."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | SIZES | MODELS[kind]))
+    words = ["plan", "--model", str(tmp_path), "--kv-memory", "8MiB", "--max-model-len", "1024"]
+    model = plan.Planned.of(make_parser().parse_args(words))
+    request = model.stock_request()
+    with one_thread(), quick():
+        llm = start(tmp_path, None, load_format="dummy", kv_cache_memory_bytes=8 << 20, enable_prefix_caching=False)
+        try:
+            config = llm.llm_engine.vllm_config
+            core = llm.llm_engine.engine_core.engine_core
+            groups = core.scheduler.kv_cache_config.kv_cache_groups
+            assert core.scheduler.kv_cache_config.num_blocks == (8 << 20) // (request.allocated // request.blocks)
+            specs = [group.kv_cache_spec for group in groups]
+            assert request.blocks == sum(
+                -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs
+            )
+            (states,) = {spec.state_content_size_bytes for spec in specs if isinstance(spec, MambaSpec)}
+            assert [kind.state_bytes for kind in model.stock] == [states]
+        finally:
+            stop(llm)
