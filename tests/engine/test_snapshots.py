@@ -48,7 +48,7 @@ def ties(engine) -> bool:
     return engine_policy(engine.recorder.scheduler.vllm_config).name == "kvzap"
 
 
-def turn(engine, history: list[int], seed: int, each_step=None, others=(), **options):
+def turn(engine, history: list[int], seed: int, each_step=None, fillers=(), **options):
     """Serve a turn of a chat, next to other requests, and return its answer; its prompt is the history and new tokens.
 
     Judged is what was held from the chat's first token on: an eviction that rounding decided changes all later tokens.
@@ -59,14 +59,14 @@ def turn(engine, history: list[int], seed: int, each_step=None, others=(), **opt
     while True:
         order = torch.randperm(256, generator=torch.Generator().manual_seed(seed)).tolist()
         prompt = [*history, *sorted(order, key=set(history).__contains__)[: later if history else first]]
-        answers = engine.serve([Job(prompt=prompt, new=new, scored=False, **options), *others], each_step)
+        answers = engine.serve([Job(prompt=prompt, new=new, scored=False, **options), *fillers], each_step)
         name = engine.names["0"]
         answer = answers[name]
         if not ties(engine) or len(set(whole(answer))) == len(whole(answer)):
             break
         seed += 1000
     if history:
-        earlier = next(steps for other, steps in before.items() if other.startswith("0-"))
+        earlier = next(steps for served, steps in before.items() if served.startswith("0-"))
         for layer, steps in engine.recorder.held[name].items():
             steps[:0] = [step for step in earlier[layer] if step.seen <= answer.num_cached_tokens]
     engine.check(answers)
@@ -97,8 +97,8 @@ def test_each_turn_goes_on_from_the_one_before(engine, chunk):
     engine.chunk(chunk)
     history: list[int] = []
     for number in range(3):
-        filler = [] if chunk is None else [Job(prompt=unlike(60, 70 + number), new=40, scored=False)]
-        answer = turn(engine, history, number, preempt if number == 1 else None, filler)
+        fillers = [] if chunk is None else [Job(prompt=unlike(60, 70 + number), new=40, scored=False)]
+        answer = turn(engine, history, number, preempt if number == 1 else None, fillers)
         assert answer.num_cached_tokens == max(0, len(history) - 1)
         if number != 1:
             assert (max(engine.chunks(engine.names["0"])) <= (chunk or 1000)) and (
