@@ -51,7 +51,7 @@ COMPRESSIONS = {4: (2, 4), 8: (6, 8, 12)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
 CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12,)}
 """Compressions: those at which shares are measured, each with those at which they are used."""
-CALIBRATION_ROWS = 16
+CALIBRATION_ROWS = 32
 """Validation problems that shares are measured on; as many others judge them."""
 SHARES = re.compile(r"shares-\d+-(.*)")
 """Names of records of policies with shares, with the compression at which they were measured and the policy."""
