@@ -143,7 +143,7 @@ class Planned:
             raise ConfigError(
                 f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
             )
-        shape = ModelShape(**sizes, max_model_len=length, rope=rope_of(config))
+        shape = ModelShape(**sizes, max_model_len=length, rope=rope_of(config, length))
         ranks, stages = options.tensor_parallel_size, options.pipeline_parallel_size
         if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:
             raise ConfigError(

@@ -306,6 +306,39 @@ FAULTS = {
         # all slots stay where they are
         ("sizes = {size «/ factor→»: f", "tests/calibrate/test_improve.py"),
     ],
+    "kvpop_vllm/vllm_glue/run/snapshots.py": [
+        # what is copied in this step is copied again
+        (
+            "if snapshot is not None« and snapshot.blocks[0].block_id not in written→»:",
+            "tests/engine/test_snapshots.py -k copied_in_this_step",
+        ),
+        # a resumed request that has passed its prompt's end is taken for one at its end
+        (
+            "if «request.num_computed_tokens > length or →»not self._fits(",
+            "tests/engine/test_snapshots.py -k resumed_request",
+        ),
+        # requests with other numbers, adapters or salts hit
+        (
+            "hashes * self._unit, «slots→slots._replace(budget=1)», seed",
+            "tests/engine/test_snapshots.py -k other_requests",
+        ),
+        ("seed, adapter, «request.cache_salt→None»)", "tests/engine/test_snapshots.py -k short_texts"),
+        ("seed, «adapter→None», request.cache_salt)", "tests/engine/test_snapshots.py -k short_texts"),
+        # a snapshot whose blocks were taken over is still there
+        (
+            "            «self._remove(snapshot)→pass»\n            for block in blocks:",
+            "tests/engine/test_snapshots.py -k without_room",
+        ),
+        # equal prompts are copied again and again
+        ("return same is None or same.length < length«→ or True»", "tests/engine/test_snapshots.py -k equal_prompts"),
+    ],
+    "kvpop_vllm/vllm_glue/run/manager_requests.py": [
+        # a hit waits for ever in a pool that a miss would fit
+        (
+            "snapshot, «needed <= self.block_pool.get_num_free_blocks()→True»)",
+            "tests/engine/test_snapshots.py -k without_room",
+        ),
+    ],
     "kvpop_vllm/calibrate/layers.py": [
         ("self.policy.roles.first_long + «size→0»", "tests/calibrate/test_layers.py -k evicts"),
     ],

@@ -560,8 +560,11 @@ class KVpopCache(Cache, AttentionCache):
         """Return the number of columns that a longer text need not bring again, pads included.
 
         These are all columns seen, whether their tokens are held or not. With protected prompts they are the
-        columns of the protected tokens.
+        columns of the protected tokens. Within a pass, whose layers may ask for their queries' columns, they are those
+        before it.
         """
+        if self.attended is not None:
+            return self._columns
         if not self._rows.any_protects(self.policy) or not self._lengths:
             return self._columns
         unprotected = (seen - protected for seen, protected in zip(self._lengths, self.protected, strict=True))

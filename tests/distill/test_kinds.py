@@ -207,6 +207,10 @@ def test_attention_sinks_with_what_does_not_take_them_are_refused(root, run_kvpo
             [*TRAIN, "--train-base"],
             "gradients do not pass through attention sinks: train scorers alone, with --no-train-base",
         ),
+        (
+            [*TRAIN, "--phase=uptrain"],
+            "gradients do not pass through attention sinks: train scorers alone, with --no-train-base",
+        ),
         (TRIMKV, "the model has attention sinks, which this does not take: choose another model"),
         (CALIBRATE, "the model has attention sinks, which this does not take: choose another model"),
     ):

@@ -5,6 +5,8 @@ Freed blocks are overwritten unless a snapshot or the prefix cache keeps them.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine.driving import BLOCK, Job, preempt_all, serving
@@ -254,11 +256,33 @@ def test_a_resumed_request_is_not_taken_for_one_at_its_prompts_end(engine):
 
 
 def test_a_pool_without_room_for_copies(engine):
-    """A turn is read from its first token where its snapshot and copies of it would need more blocks than there are."""
-    history = whole(turn(engine, [], seed=63))
-    blocks = engine.spec.most_blocks(len(history) + 20) + 2
-    pool = engine.recorder.pool
-    with engine.small_pool(blocks):
-        (first,) = engine.serve([Job(prompt=history[:-20], new=20, scored=False)]).values()
-        answers = engine.serve([Job(prompt=[*whole(first), 7, 8], new=4, scored=False)])
-        assert len(answers) == 1 and pool.get_num_free_blocks() == blocks
+    """A turn takes the blocks of its snapshot over where there is no room for copies of them."""
+    with engine.small_pool(engine.spec.most_blocks(200) + 2):
+        history = whole(turn(engine, [], seed=63))
+        answer = turn(engine, history, seed=64)
+        assert answer.num_cached_tokens == len(history) - 1
+        assert not any(snapshot.length < len(history) - 1 and snapshot.key.hashed > 100 for snapshot in live(engine))
+
+
+def test_equal_prompts_leave_one_snapshot(engine):
+    """Requests that end their equal prompts in one step copy them once."""
+    prompt = unlike(90, 65)
+    snapshots_of(engine).take_counts()
+    engine.check(engine.serve([Job(prompt=prompt, new=4, scored=False) for _ in range(3)]))
+    lengths = [snapshot.length for snapshot in live(engine)]
+    assert sorted(lengths) == [90, 93] and snapshots_of(engine).take_counts()["taken"] == 2
+
+
+def test_keys_of_short_texts(engine):
+    """Texts of less than a hash have no digest, so that salt, adapter, numbers and seed are told apart by themselves."""
+    manager, snapshots = engine.recorder.manager, snapshots_of(engine)
+    slots = manager.kv_cache_spec.slots()
+
+    def key(salt=None, lora=None, seed=None, **numbers):
+        adapter = lora and SimpleNamespace(lora_name=lora[0], lora_path=lora[1])
+        params = SimpleNamespace(seed=seed)
+        request = SimpleNamespace(cache_salt=salt, lora_request=adapter, sampling_params=params, block_hashes=[])
+        return snapshots._key(request, slots._replace(**numbers), 0)
+
+    others = [key(salt="a"), key(lora=("x", "one")), key(lora=("x", "two")), key(budget=9), key(seed=1), key(prefix=3)]
+    assert key() == key() and len({key(), *others}) == 6 + snapshots.draws

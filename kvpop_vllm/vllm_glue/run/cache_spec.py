@@ -17,7 +17,7 @@ from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.ranks import Division
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
-from kvpop_vllm.vllm_glue.run.snapshots import Snapshot, Snapshots
+from kvpop_vllm.vllm_glue.run.snapshots import Snapshots
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -105,17 +105,14 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             return self.block_pool.num_gpu_blocks
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         evictable = self._get_num_evictable_blocks(new_computed_blocks)
-        snapshot = self._snapshot(new_computed_blocks)
-        copies = 0 if snapshot is None else len(snapshot.blocks)
+        copies = 0 if self.snapshots is None else self.snapshots.copied(request_id, new_computed_blocks)
         return max(0, self._blocks(request_id, num_tokens) - held) + evictable + copies
-
-    def _snapshot(self, computed: Sequence) -> Snapshot | None:
-        """Return the snapshot that computed blocks end with, or None."""
-        return None if self.snapshots is None else self.snapshots.hit(computed)
 
     def most_missing(self) -> int:
         """Return the most blocks that all admitted requests together may still ask for."""
         missing = 0
+        if self.kv_cache_spec.reserve:
+            return missing
         for name, row in self.req_to_blocks.items():
             if (slots := self.requests.get(name)) is not None:
                 missing += max(0, self.kv_cache_spec.blocks(slots.prefix + slots.budget + 1, slots) - len(row))
@@ -123,7 +120,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def add_local_computed_blocks(self, request_id, new_computed_blocks, *args, **kwargs) -> None:
         """Give a request the blocks of a prefix hit, or copies of a snapshot's."""
-        snapshot = self._snapshot(new_computed_blocks)
+        snapshot = None if self.snapshots is None else self.snapshots.hit(new_computed_blocks)
         if snapshot is None:
             super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
         else:

@@ -77,8 +77,11 @@ def _snapshot_hit(self, request, placed: list):
         return None
     full = snapshot.key.slots.prefix // manager.block_size
     prefix = _prefix_blocks(self, request, placed, full * manager.block_size)[:full] if full else []
+    if len(prefix) < full:
+        return None
     blocks = [*prefix, *snapshot.blocks]
+    snapshots.share(request.request_id, snapshot, True)
     needed = manager.get_num_blocks_to_allocate(request.request_id, request.num_tokens, blocks) + self.watermark_blocks
-    if len(prefix) < full or needed > self.block_pool.get_num_free_blocks():  # a miss may need fewer
+    if not snapshots.share(request.request_id, snapshot, needed <= self.block_pool.get_num_free_blocks()):
         return None
     return self.create_kv_cache_blocks((blocks,)), snapshot.length, 0

@@ -88,6 +88,7 @@ class Snapshots:
         self._by_block: dict[int, Snapshot] = {}
         self._digests: Counter[bytes] = Counter()
         self._prompts: dict[str, Request] = {}
+        self._movers: set[str] = set()
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts ``taken``, ``hits`` and ``lost``, which begin at zero again."""
@@ -169,11 +170,14 @@ class Snapshots:
 
     def _lose(self, block: KVCacheBlock) -> None:
         """Forget the snapshot of a block that the pool uses again."""
-        snapshot = self._by_block.pop(block.block_id, None)
-        if snapshot is None:
-            return
-        for other in snapshot.blocks:
-            self._by_block.pop(other.block_id, None)
+        if (snapshot := self._by_block.get(block.block_id)) is not None:
+            self._remove(snapshot)
+            self.counts["lost"] += 1
+
+    def _remove(self, snapshot: Snapshot) -> None:
+        """Forget a snapshot."""
+        for block in snapshot.blocks:
+            del self._by_block[block.block_id]
         alike = self._by_key[snapshot.key]
         alike.remove(snapshot)
         if not alike:
@@ -181,24 +185,50 @@ class Snapshots:
         self._digests[snapshot.key.digest] -= 1
         if not self._digests[snapshot.key.digest]:
             del self._digests[snapshot.key.digest]
-        self.counts["lost"] += 1
 
     def longest(self, request: Request) -> Snapshot | None:
-        """Return the longest snapshot that a waiting request can go on from, None if there is none."""
+        """Return the longest snapshot that a waiting request can go on from, None if there is none.
+
+        One that a copy of this step writes cannot be copied yet.
+        """
         if not self._by_key or request.mm_features or request.prompt_embeds is not None:
             return None
         slots, digests = self.manager.requests[request.request_id], (b"", *request.block_hashes)
+        written = {copy.block_id for _, copy in self.manager._pending_cow_copies}
         for hashes in range(len(digests) - 1, -1, -1):
             if digests[hashes] in self._digests:
                 key = self._key(request, slots, hashes)
                 last = key.hashed + max((len(snapshot.tokens) for snapshot in self._by_key.get(key, ())), default=0)
                 tokens = request.all_token_ids[key.hashed : last]
-                if snapshot := self._matching(key, tokens, request.num_tokens - 1):
+                snapshot = self._matching(key, tokens, request.num_tokens - 1)
+                if snapshot is not None and snapshot.blocks[0].block_id not in written:
                     return snapshot
         return None
 
+    def share(self, request_id: str, snapshot: Snapshot, room: bool) -> bool:
+        """Decide whether a request goes on from copies of a snapshot or from its blocks, which no other can have then.
+
+        Args:
+            request_id: name of the request.
+            snapshot: the snapshot.
+            room: True if the pool has room for copies.
+
+        Returns:
+            False if neither is possible.
+        """
+        self._movers.discard(request_id)
+        if not room:
+            self._movers.add(request_id)
+        return room or all(block.ref_cnt == 0 for block in snapshot.blocks)
+
+    def copied(self, request_id: str, computed: Sequence[KVCacheBlock]) -> int:
+        """Return the number of blocks that copies need if a request's computed blocks end with a snapshot."""
+        snapshot = self.hit(computed)
+        return 0 if snapshot is None or request_id in self._movers else len(snapshot.blocks)
+
     def forget(self, request_id: str) -> None:
         """Forget a request that ends or is preempted."""
+        self._movers.discard(request_id)
         self._prompts.pop(request_id, None)
         self.lengths.pop(request_id, None)
 
@@ -207,7 +237,7 @@ class Snapshots:
         return self._by_block.get(computed[-1].block_id) if computed else None
 
     def adopt(self, request_id: str, snapshot: Snapshot, computed: Sequence[KVCacheBlock]) -> None:
-        """Have a request go on from copies of a snapshot.
+        """Have a request go on from copies of a snapshot, or from its blocks (:meth:`share`).
 
         Args:
             request_id: name of a request that holds no blocks.
@@ -216,12 +246,18 @@ class Snapshots:
         """
         manager, pool = self.manager, self.manager.block_pool
         pool.touch(computed)  # vLLM gives the sources back after the step that copies them
-        prefix = computed[: len(computed) - len(snapshot.blocks)]
-        copies = pool.get_new_blocks(len(snapshot.blocks))
-        for source, copy in zip(snapshot.blocks, copies, strict=True):
-            manager._pending_cow_copies.append((source, copy))
-            copy.ref_cnt += 1
-        manager.req_to_blocks[request_id].extend([*prefix, *copies])
+        prefix, blocks = computed[: len(computed) - len(snapshot.blocks)], snapshot.blocks
+        if request_id in self._movers:
+            self._movers.discard(request_id)
+            self._remove(snapshot)
+            for block in blocks:
+                block.reset_hash()
+        else:
+            blocks = pool.get_new_blocks(len(snapshot.blocks))
+            for source, copy in zip(snapshot.blocks, blocks, strict=True):
+                manager._pending_cow_copies.append((source, copy))
+                copy.ref_cnt += 1
+        manager.req_to_blocks[request_id].extend([*prefix, *blocks])
         manager.num_cached_block[request_id] = len(prefix)
         self.lengths[request_id] = snapshot.length
         self.counts["hits"] += 1
@@ -240,16 +276,10 @@ class Snapshots:
         return Key(digest, hashes * self._unit, slots, seed, adapter, request.cache_salt)
 
     def _matching(self, key: Key, tokens: Sequence[int], limit: int) -> Snapshot | None:
-        """Return the longest snapshot of a key that begins as ``tokens`` do, of at most ``limit`` tokens.
-
-        One whose blocks are written by a copy of this step cannot be copied yet.
-        """
-        written = {copy.block_id for _, copy in self.manager._pending_cow_copies}
+        """Return the longest snapshot of a key that begins as ``tokens`` do, of at most ``limit`` tokens."""
         fitting = (
             snapshot
             for snapshot in self._by_key.get(key, ())
-            if snapshot.length <= limit
-            and tuple(tokens[: len(snapshot.tokens)]) == snapshot.tokens
-            and snapshot.blocks[0].block_id not in written
+            if snapshot.length <= limit and tuple(tokens[: len(snapshot.tokens)]) == snapshot.tokens
         )
         return max(fitting, key=lambda snapshot: snapshot.length, default=None)

@@ -67,7 +67,8 @@ def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
         _cache_no_prefix(vllm_config)
     policy = engine_policy(vllm_config)
     refusals.check_kinds(vllm_config, policy)
-    if chooses_hits and takes_snapshots(policy):
+    on_gpu = vllm_config.device_config.device_type == "cuda"  # where copies of blocks were not run yet
+    if chooses_hits and takes_snapshots(policy) and not on_gpu:
         vllm_config.cache_config.enable_prefix_caching = True
     elif chooses_hits and not vllm_config.cache_config.enable_prefix_caching:
         logger.info("--kv-policy %s: prefix caching is off, nothing can be shared", policy.name)

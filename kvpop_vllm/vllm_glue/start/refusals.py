@@ -180,7 +180,9 @@ def _has_other_layers(model: Any) -> bool:
     """
     text = model.hf_text_config
     kinds = {*layer_kinds(text)}
-    if recurrence(text) is not None or (text.model_type in RECURRENCES and kinds == {FULL}):
+    if kinds <= CACHE_SPECS.keys() and (
+        recurrence(text) is not None or (text.model_type in RECURRENCES and kinds == {FULL})
+    ):
         return False
     return model.is_hybrid or model.has_inner_state or not kinds <= {FULL, *LOCAL_LAYERS}
 
