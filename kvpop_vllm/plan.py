@@ -87,7 +87,6 @@ def compute(options) -> Result:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
     model = Planned.of(options)
-    _check_served(options.model, model.shape, model.config)
     scorer = _scorer_kind(options, model)
     classes, notes = _classes(options)
     pool, requests, unused = model.pool(), {}, []
@@ -144,6 +143,7 @@ class Planned:
                 f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
             )
         shape = ModelShape(**sizes, max_model_len=length, rope=rope_of(config, length))
+        _check_served(options.model, shape, config)
         ranks, stages = options.tensor_parallel_size, options.pipeline_parallel_size
         if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:
             raise ConfigError(

@@ -130,6 +130,8 @@ def test_pages_of_all_groups(served):
 def test_the_plan_counts_the_blocks(served):
     """`kvpop plan` has the pool's blocks, and of each request those that it holds when most of them are in use."""
     folder, settings = served.engine.engine.model_config.model, served.settings
+    if served.oracle.config["model_type"] in BFLOAT16:
+        pytest.skip("a CPU keeps these states in float32, and a GPU in the model's dtype, which is counted")
     scorer = ["--scorer", settings["scorer"]] if "scorer" in settings else []
     for prompt, new in ((130, 120), (20, 30)):
         sizes = ["--kv-memory", "8MiB", "--block-size", str(BLOCK), "--budget", str(BUDGET)]

@@ -53,7 +53,7 @@ def test_policies_that_make_slots(family, tmp_path, name):
 def test_gates_are_refused(family, tmp_path, name):
     folder, _ = family(FAMILY)
     settings, *_ = policy_of(folder, tmp_path, name)
-    with pytest.raises(ConfigError, match="whose gate reads every layer: choose another policy"):
+    with pytest.raises(ConfigError, match="a gate, which vLLM's models have in every layer: choose another policy"):
         configure(folder, settings)
 
 

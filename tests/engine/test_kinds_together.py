@@ -65,7 +65,7 @@ def test_settings_of_requests(gemma):
             budget, protect = asks.get("kv_budget", BUDGET), asks.get("kv_protect_prompt", 0)
             policy = replace(drawn, topk=budget - 12, seeds=(0, asks.get("kv_seed", 0)))
             judge = Served(engine, oracle, policy)
-            judge.check(answer, protect)
+            judge.check(name, answer, protect)
             report, length = answer.kv_transfer_params["kv_report"], len(answer.prompt_token_ids) + 29
             steps = {layer: steps[-1] for layer, steps in engine.recorder.held[name].items()}
             assert sorted(steps) == [0, 1] and report["seen_tokens"] == length

@@ -137,7 +137,7 @@ ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 def random_statistics_folder(folder: Path, shape: ModelShape) -> Path:
     """Write statistics of a model's queries that are drawn at random, and return the folder's path."""
     draw = torch.Generator().manual_seed(3)
-    names = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    names = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim", "layers")
     pairs = shape.head_dim // 2
     mean = torch.randn(shape.num_layers, shape.num_heads, shape.head_dim, generator=draw)
     norm = band_norms(mean, pairs) + torch.rand(*mean.shape[:2], pairs, generator=draw)
