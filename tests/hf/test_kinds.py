@@ -17,7 +17,9 @@ from kvpop_vllm.model_hook import CACHE_NAME
 from kvpop_vllm.supported import EQUAL, FAMILIES, FULL
 from kvpop_vllm.testing import KindsOracle, OraclePolicy, write_mixed_model, write_random_scorer
 
-SERVED = [kind for family in FAMILIES if family.state == EQUAL and family.transformers for kind in family.model_types]
+SERVED = [
+    kind for family in FAMILIES if family.state == EQUAL and family.under_transformers for kind in family.model_types
+]
 BUDGET, TOLERANCE = 56, 1e-5
 PROMPTS = [distinct(n) for n in (5, 64, 130, 200)]
 

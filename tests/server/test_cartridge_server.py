@@ -92,9 +92,10 @@ def test_a_cartridge_in_the_message_of_a_chat(served, tmp_path):
     base = ask(client, "base").usage.prompt_tokens
     question = [{"role": "user", "content": "Who wrote this?"}]
     told = [{"role": "system", "content": "Be brief."}, *question]
-    assert ask(client, "usual").usage.prompt_tokens == base - len(usual) + SLOTS
+    first = ask(client, "usual").usage.prompt_tokens
+    assert first == base - len(usual) + SLOTS
     turns = [*question, {"role": "assistant", "content": "Nobody."}, {"role": "user", "content": "Why?"}]
-    assert ask(client, "usual", messages=turns).usage.prompt_tokens_details.cached_tokens == SLOTS
+    assert ask(client, "usual", messages=turns).usage.prompt_tokens_details.cached_tokens == first
     assert ask(client, "brief", messages=told).usage.prompt_tokens == base - len(usual) + SLOTS
     for name, messages in (("usual", told), ("brief", question)):
         for stream in (False, True):
