@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels.reference.masked_attention import masked_attention
 from kvpop_vllm.supported import SLIDING
 
@@ -81,18 +80,12 @@ def attend_parts(
 
 
 def _attend_with_sinks(q, k, v, mask: torch.Tensor, scale: float, sink_logits: torch.Tensor) -> torch.Tensor:
-    """Return the attention of a part, with the sinks in the softmax; arguments as of :class:`Part`.
-
-    Raises:
-        ConfigError: a gradient is required, and log-sum-exps have none.
-    """
+    """Return the attention of a part, with the sinks in the softmax; arguments as of :class:`Part`."""
     rows, heads = k.shape[:2]
     by_head = q.unflatten(1, (heads, -1)).flatten(0, 1)
     visible = mask.expand(rows, heads, -1, -1).flatten(0, 1)
     sinks = sink_logits.detach().view(heads, -1).repeat(rows, 1)
     out, _ = masked_attention(by_head, k.flatten(0, 1), v.flatten(0, 1), visible, scale, sink_logits=sinks)
-    if torch.is_grad_enabled() and out.requires_grad:
-        raise ConfigError("gradients do not pass through attention sinks: train scorers alone, with --no-train-base")
     return out.to(q.dtype).view_as(q)
 
 

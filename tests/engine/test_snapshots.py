@@ -286,5 +286,12 @@ def test_keys_of_short_texts(engine):
         request = SimpleNamespace(cache_salt=salt, lora_request=adapter, sampling_params=params, block_hashes=[])
         return snapshots._key(request, slots._replace(**numbers), 0)
 
-    others = [key(salt="a"), key(lora=("x", "one")), key(lora=("x", "two")), key(budget=9), key(seed=1), key(prefix=3)]
-    assert key() == key() and len({key(), *others}) == 6 + snapshots.draws
+    variants = [
+        key(salt="a"),
+        key(lora=("x", "one")),
+        key(lora=("x", "two")),
+        key(budget=9),
+        key(seed=1),
+        key(prefix=3),
+    ]
+    assert key() == key() and len({key(), *variants}) == 6 + snapshots.draws

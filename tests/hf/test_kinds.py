@@ -124,6 +124,21 @@ def test_rows_with_pads_are_refused_where_queries_are_scaled_by_their_column(tmp
         generate(model, cache, [distinct(40), distinct(62)], new=3)
 
 
+def test_protected_prompts_leave_the_columns_of_queries_alone(tmp_path):
+    """Llama 4 asks for its queries' columns within a pass; with nothing evicted the logits are those without a cache."""
+    tuning = {"attn_temperature_tuning": True, "floor_scale": 64, "attn_scale": 0.5}
+    model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, "llama4_text", **tuning))
+    tokens = torch.tensor([distinct(160)])
+    cache = KVpopCache(model, "streaming-llm", budget=400, protect_prompt=40)
+    with torch.no_grad():
+        parts = []
+        for first, last in ((0, 120), (120, 160)):
+            mask = torch.ones(1, last, dtype=torch.int64)
+            parts.append(model(tokens[:, first:last], attention_mask=mask, **{CACHE_NAME: cache}).logits)
+        exact = model(tokens, use_cache=False).logits
+    assert torch.allclose(torch.cat(parts, 1), exact, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["nemotron_h", "falcon_h1"])
 def test_recurrent_layers_are_refused(tmp_path, kind):
     model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, kind))

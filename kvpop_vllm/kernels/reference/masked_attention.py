@@ -26,7 +26,8 @@ def masked_attention(q, k, v, visible, scale, bias=None, sink_logits=None):
     if bias is not None:
         added[..., : bias.shape[1]] = bias.unsqueeze(1)
     added = added.masked_fill_(~visible, -torch.inf).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-    if q.device.type == "cpu":
+    differentiable = sink_logits is not None and torch.is_grad_enabled() and q.requires_grad
+    if q.device.type == "cpu" and not differentiable:  # the log-sum-exps of that kernel have no gradient
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return with_sinks(*fused(q, k, v, 0.0, False, attn_mask=added, scale=scale), sink_logits)
     q, k, v = high(q), high(k), high(v)
