@@ -1,40 +1,37 @@
 """Chats of several turns, whose requests go on from what earlier ones held, judged by the oracle on the whole text.
 
-Freed blocks are overwritten unless a snapshot or the prefix cache keeps them.
+Freed blocks are overwritten unless a snapshot or the prefix cache keeps them. Other policies are in test_snapshots_policies.py.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from engine.driving import BLOCK, Job, preempt_all, serving
-from policies.matrix import ROWS
 
 from kvpop_vllm.testing import random_prompt
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 QUICK = [("kvpop", 0), ("h2o", 0), ("streaming-llm", 40)]
 """Policies, each with the number of its protected tokens."""
-LEFT_OUT = ("dms-late", "l2norm", "full")
-"""No snapshots; no rows for engines."""
-OTHERS = [
-    (policy, protect)
-    for policy, row in ROWS.items()
-    for protect in (0, 40)
-    if not row.compresses and (policy, protect) not in QUICK and policy not in LEFT_OUT
-]
-CASES = [*QUICK, *(pytest.param(pair, marks=pytest.mark.slow) for pair in OTHERS)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda pair: f"{pair[0]}-{pair[1]}")
-def engine(request, case):
-    policy, protect = request.param
+@contextmanager
+def chats(case, policy: str, protect: int):
+    """Yield an engine of a policy that protects a number of tokens."""
     found = case("qwen3", policy, protect_prompt=protect)
     options = {"max_model_len": 1024, "num_gpu_blocks_override": 301, "enable_prefix_caching": True}
-    with serving(found._replace(settings=found.settings | {"protect_prompt": protect}), **options) as chats:
-        yield chats
+    with serving(found._replace(settings=found.settings | {"protect_prompt": protect}), **options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=QUICK, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def engine(request, case):
+    with chats(case, *request.param) as served:
+        yield served
 
 
 @pytest.fixture(autouse=True)
@@ -216,8 +213,6 @@ def test_aborted_requests_and_several_samples(engine):
     engine.check(later)
     (cached,) = (answer.num_cached_tokens for answer in later.values())
     assert len(prompt) < cached < len(text)
-    if snapshots_of(engine).draws:  # samples have seeds of their own
-        return
     samples = engine.serve([Job(prompt=[*text, 7], new=15, samples=3)])
     engine.check(samples)
     for sample in samples.values():
@@ -251,14 +246,12 @@ def test_a_resumed_request_is_not_taken_for_one_at_its_prompts_end(engine):
     jobs = [Job(prompt=prompt, new=3, scored=False), Job(prompt=unlike(20, 62), new=30, scored=False)]
     engine.serve(jobs, preempt)
     (answer,) = engine.serve([Job(prompt=[*prompt, 205, 206], new=3, scored=False)]).values()
-    engine.check({engine.names["0"]: answer}) if not ties(engine) else None
+    engine.check({engine.names["0"]: answer})
     assert answer.num_cached_tokens in (0, len(prompt), engine.judge.protect // BLOCK * BLOCK)
 
 
 def test_a_pool_without_room_for_copies(engine):
-    """A turn takes the blocks of its snapshot over where there is no room for copies of them, under any policy alike."""
-    if engine_policy(engine.recorder.scheduler.vllm_config).name not in (name for name, _ in QUICK):
-        pytest.skip("the policy does not matter")
+    """A turn takes the blocks of its snapshot over where there is no room for copies of them."""
     with engine.small_pool(engine.spec.most_blocks(200) + 2):
         history = whole(turn(engine, [], seed=63))
         answer = turn(engine, history, seed=64)
