@@ -21,7 +21,7 @@ def state_bytes(text: Any, dtype: torch.dtype, ranks: int = 1) -> int:
         ranks: number of tensor-parallel ranks.
 
     Raises:
-        ConfigError: the config does not say the sizes of a Mamba2 layer, a gated delta net or a short convolution.
+        ConfigError: the config does not say the sizes of a Mamba2 layer or a gated delta net.
     """
     try:
         convolution, state = _elements(text, ranks)
@@ -41,8 +41,6 @@ def _elements(text: Any, ranks: int) -> tuple[int, int]:
         channels = 2 * keys + text.linear_value_head_dim * text.linear_num_value_heads
         state = text.linear_num_value_heads // ranks * text.linear_value_head_dim * text.linear_key_head_dim
         return channels // ranks * (text.linear_conv_kernel_dim - 1), state
-    if hasattr(text, "conv_L_cache"):  # short convolutions
-        return getattr(text, "conv_dim", text.hidden_size) // ranks * (text.conv_L_cache - 1), 0
     if hasattr(text, "ssm_state_size"):  # Mamba2 of Nemotron-H
         heads, size, width, groups = text.mamba_num_heads, text.mamba_head_dim, text.ssm_state_size, text.n_groups
         kernel, inner = text.conv_kernel, heads * size

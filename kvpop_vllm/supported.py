@@ -172,7 +172,7 @@ def refused_beside(kinds: Sequence[str], **features: object) -> str | None:
 
 def recurrent_layers(text: Any, layers: int) -> tuple[int, ...]:
     """Return the indices of the layers of a model that keep a recurrent state; arguments as of :func:`layer_kinds`."""
-    return tuple(i for i, kind in enumerate(layer_kinds(text, layers)) if kind in (RECURRENT, HYBRID, "conv"))
+    return tuple(i for i, kind in enumerate(layer_kinds(text, layers)) if kind in (RECURRENT, HYBRID))
 
 
 def sliding_window(text: Any) -> int | None:

@@ -41,14 +41,6 @@ MODELS = {
         **MAMBA,
     },
     "falcon_h1": {"architectures": ["FalconH1ForCausalLM"], "num_hidden_layers": 2, "mamba_d_ssm": 256, **MAMBA},
-    "lfm2": {
-        "architectures": ["Lfm2ForCausalLM"],
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "conv_dim": 128,
-        "conv_L_cache": 3,
-        "block_dim": 128,
-    },
 }
 """Keys of the config of each model type."""
 
