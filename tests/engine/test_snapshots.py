@@ -235,12 +235,12 @@ def test_a_prompt_that_is_copied_in_this_step_is_not_copied_again(engine):
 
 
 def test_a_resumed_request_is_not_taken_for_one_at_its_prompts_end(engine):
-    """A preempted request is read in chunks, one of which passes the end of its prompt."""
+    """A request that is preempted after its first token is read in chunks, one of which passes the end of its prompt."""
     prompt = unlike(96, 61)
     engine.chunk(70)
 
     def preempt(step):
-        if step == 3:
+        if step == 2:
             preempt_all(engine.recorder.scheduler)
 
     jobs = [Job(prompt=prompt, new=3, scored=False), Job(prompt=unlike(20, 62), new=30, scored=False)]
@@ -256,7 +256,7 @@ def test_a_pool_without_room_for_copies(engine):
         history = whole(turn(engine, [], seed=63))
         answer = turn(engine, history, seed=64)
         assert answer.num_cached_tokens == len(history) - 1
-        assert not any(snapshot.length < len(history) - 1 and snapshot.key.hashed > 100 for snapshot in live(engine))
+        assert turn(engine, history, seed=66).num_cached_tokens < len(history) - 1, "it is gone"
 
 
 def test_equal_prompts_leave_one_snapshot(engine):
