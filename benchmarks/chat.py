@@ -47,9 +47,9 @@ def parse_arguments():
     if options.unprotected:
         check_budget(parser, options)
     options.most_requests = max(1, options.requests)
-    own = 64 + options.rounds * (options.steps + WARM_UP)
+    decoded = 64 + options.rounds * (options.steps + WARM_UP)
     options.pool_tokens = 1.3 * (
-        options.turns * options.turn + options.system + options.most_requests * (own + options.budget + 256)
+        options.turns * options.turn + options.system + options.most_requests * (decoded + options.budget + 256)
     )
     return options
 

@@ -43,7 +43,7 @@ COUNTS: dict[str, int] = {
     "name most": 60,
     "name of": 14,
     "name others": 23,
-    "name own": 306,
+    "name own": 305,
     "name said": 40,
     "name seen": 131,
     "name some": 8,
