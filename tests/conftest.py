@@ -43,25 +43,50 @@ SLOW = (
     "kernels/test_triton_interpreted.py",
 )
 """Modules that `make test` leaves out, beside tests that carry the marker ``slow`` themselves."""
+NIGHTLY = {
+    "bench/test_soak.py": ["test_a_minute_of_load"],
+    "engine/test_executors.py": ["[h2o", "[streaming-llm"],
+    "engine/test_tensor_parallel.py": [
+        "[trimkv",
+        "[kvpop-options0]",
+        "[attention-matching",
+        "[streaming-llm",
+        "[dms-query",
+    ],
+    "engine/test_traffic.py": ["[h2o]", "[snapkv]", "[momentkv]", "[vase]"],
+    "kernels/test_sanitizers.py": ["test_make_sanitize"],
+    "server/test_published_server.py": ["[two API servers]"],
+    "server/test_several_servers.py": [
+        "[two API servers]",
+        "[two engines]",
+        "test_an_engine_of_another_node",
+        "test_nodes_with_engines_and_api_servers_of_their_own",
+    ],
+    "server/test_wheel_installed.py": ["test_an_installed_wheel_serves"],
+}
+"""Parts of the names of tests that `.ci/run` leaves out, by module. They take minutes, and others make most of their claims."""
 
 
 def pytest_collection_modifyitems(items):
-    """Move the modules of `LONGEST_FIRST` to the front, and mark what is slow.
+    """Move the modules of `LONGEST_FIRST` to the front, and mark what is slow or nightly.
 
-    Slow are the modules of `SLOW`, and every test of another implementation than the fastest one here.
+    Slow are the modules of `SLOW`, every test of another implementation than the fastest one here, and what is nightly.
     """
     import torch  # noqa: F401  (the extension's libraries)
 
     from kvpop_vllm import _C
 
-    missing = [name for name in (*LONGEST_FIRST, *SLOW) if not (TESTS / name).is_file()]
-    assert not missing, f"LONGEST_FIRST and SLOW name files that are gone: {missing}"
+    missing = [name for name in (*LONGEST_FIRST, *SLOW, *NIGHTLY) if not (TESTS / name).is_file()]
+    assert not missing, f"LONGEST_FIRST, SLOW and NIGHTLY name files that are gone: {missing}"
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     slower = {"reference", *_C.isa_levels()[:-1]}
     items.sort(key=lambda item: order.get(_module(item), len(order)))
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if _module(item) in SLOW or any(isinstance(value, str) and value in slower for value in parameters):
+        nightly = any(part in item.name for part in NIGHTLY.get(_module(item), ()))
+        if nightly:
+            item.add_marker("nightly")
+        if nightly or _module(item) in SLOW or any(isinstance(value, str) and value in slower for value in parameters):
             item.add_marker("slow")
 
 
