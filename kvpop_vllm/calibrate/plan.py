@@ -21,7 +21,7 @@ from kvpop_vllm.policies.base import GATED
 from kvpop_vllm.scorers.checkpoint import files_of, is_published_scorer
 from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
 
-VERSION = 3
+VERSION = 4
 """Version of what is measured."""
 LENGTH, SHORTEST = 2048, 64
 """Default length and shortest length of a row, in tokens."""
@@ -31,9 +31,9 @@ QUERIES, EVICTING_QUERIES = 32, 4
 """The length over these is the number of queries that run again: with a window, and under a policy without prompts."""
 BUDGETS = 2, 4, 8
 """Default budgets of the report: the tokens after a prompt over these."""
-FACTORS = 2.0, 2.0**0.5, 2.0**0.25
+FACTORS = 2.0, 2.0**0.5, 2.0**0.25, 2.0**0.125
 """By how much slots change in a round of improvement, one after the other."""
-ROUNDS = 12
+ROUNDS = 16
 """Most rounds in which a table of shares is improved, under a policy other than :data:`PROBE`."""
 WINDOWS = 1 / 16, 1 / 4, 1 / 2
 """Windows that are tried for a policy, as fractions of ``B - s``."""
@@ -275,7 +275,7 @@ class Plan:
             return 0
         parts = len({shard.heads for shard in self.shards})
         units = self.shape.num_layers * parts + self.split * (self.shape.num_kv_heads - parts)
-        return 2 * units + 2 * len(self.budgets)
+        return 2 * units + 3 * len(self.budgets)
 
 
 def _sample(file: Path) -> str:

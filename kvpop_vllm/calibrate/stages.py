@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
@@ -186,49 +187,57 @@ class Stages:
         return best
 
     def _round(self, name: str, factor: float, best: str, curves: list[Curve]) -> tuple[str, float]:
-        """Return the name and the score of a table that is divided by losses around another one.
+        """Return the name and the score of the best table found by small changes of another one.
 
-        Every layer (or its heads in a rank, or head) gets ``factor`` times fewer and more slots while the others keep theirs.
-        The slots are then divided by these losses. The better one of this table and of one half way to it is returned.
+        Every layer (or its heads in a rank, or head) gets ``factor`` times fewer and more slots, at the cost of all others in
+        its rank. Tried are the best change alone, all changes that lose less at once, and these half way.
 
         Args:
             name: name of the new table.
-            factor: size of the steps, above 1.
-            best: name of the table that steps are made from.
+            factor: size of the changes, above 1.
+            best: name of the table to change.
             curves: layers and heads that differ.
         """
-        tables, topk = self.passes.tables, self._roles(self.plan.budget).topk
-        shares, around, names = tables[best], [], []
+        tables, choices = self.passes.tables, []
+        shares = tables[best]
         for layer, heads, *_ in curves:
-            size = float(shares[layer, heads[0]]) * topk
-            start = f"{name}-{layer}-{heads[0]}"
-            sizes = {size / factor: f"{start}-fewer", factor * size + (factor - 1) * topk / 8: f"{start}-more"}
-            for other, changed in sizes.items():
-                tables[changed] = shares.clone()
-                tables[changed][layer, list(heads)] = other / topk
-            sizes |= {size: best}
-            around.append(Curve(layer, heads, tuple(sorted(sizes)), ()))
-            names += [sizes[other] for other in sorted(sizes)]
-        losses = iter(self._at_budget(names))
-        around = [curve._replace(losses=tuple(next(losses) for _ in curve.sizes)) for curve in around]
-        divided = self._divided(around, topk, 0)
-        new = {name: divided, f"{name}-damped": between(divided, shares)}
-        tables |= new
-        scores = self._measured(list(new))
+            share = float(shares[layer, heads[0]])
+            sizes = {best: share}
+            for word, size in (("fewer", share / factor), ("more", factor * share + (factor - 1) / 8)):
+                changed = f"{name}-{layer}-{heads[0]}-{word}"
+                sizes[changed] = size
+                tables[changed] = self._exchanged(shares, [(layer, heads, size)])
+            choices.append(sizes)
+        names = list(dict.fromkeys(itertools.chain.from_iterable(choices)))
+        at_budget = self._kl([self._choice(self.plan.budget, changed) for changed in names])
+        losses = dict(zip(names, at_budget, strict=True))
+        better = [min(sizes, key=losses.get) for sizes in choices]
+        units = zip(curves, choices, better, strict=True)
+        tables[name] = self._exchanged(shares, [(layer, heads, sizes[at]) for (layer, heads, *_), sizes, at in units])
+        tables[f"{name}-damped"] = between(tables[name], shares)
+        scores = self._measured([name, f"{name}-damped", min(better, key=losses.get)])
         name = min(scores, key=scores.get)
         return name, scores[name]
+
+    def _exchanged(self, shares: torch.Tensor, changes: Iterable[tuple[int, tuple[int, ...], float]]) -> torch.Tensor:
+        """Return shares ``[layers, H]`` with other ones of some heads, scaled so that each rank has as many as before.
+
+        Args:
+            shares: shares before.
+            changes: layers with heads, and their new share.
+        """
+        changed = shares.clone()
+        for layer, heads, share in changes:
+            changed[layer, list(heads)] = share
+        for shard in self.plan.shards:
+            part = slice(*shard.layers), slice(*shard.heads)
+            changed[part] *= shares[part].sum() / changed[part].sum()
+        return changed
 
     def _measured(self, names: list[str]) -> dict[str, float]:
         """Return the scores of tables by measured rows under the policy that decides."""
         choices = [self._choice(budget, name) for name in names for budget in self.plan.budgets]
         return _scores(torch.tensor(self._kl(choices), dtype=torch.float64), names)
-
-    def _at_budget(self, names: list[str]) -> list[float]:
-        """Return the divergence with each table at the recommended budget; a table's mean may differ from 1."""
-        roles, tables = self._roles(self.plan.budget), self.passes.tables
-        slots = [round(float(tables[name].mean()) * roles.topk) for name in names]
-        pairs = zip(names, slots, strict=True)
-        return self._kl([Choice(self.plan.decides, roles.first_long + k, roles.window, name) for name, k in pairs])
 
     def _kl(self, choices: list[Choice]) -> list[float]:
         """Return the divergence of measured rows under choices, means over rows."""

@@ -11,7 +11,7 @@ import torch
 from kvpop_vllm.cache.ranks import Shard
 from kvpop_vllm.calibrate.division import Curve
 from kvpop_vllm.calibrate.passes import Choice
-from kvpop_vllm.calibrate.plan import ROUNDS
+from kvpop_vllm.calibrate.plan import FACTORS, ROUNDS
 from kvpop_vllm.calibrate.stages import Stages
 from kvpop_vllm.roles import Retention
 
@@ -69,37 +69,57 @@ def unlike(slots: torch.Tensor) -> torch.Tensor:
     return 0.1 * (torch.tensor([1.0, 2.0, 9.0]) / slots.clamp_min(0.1)).amax()
 
 
-@pytest.mark.parametrize("start", [[1.0, 1.0, 1.0], [2.0, 0.5, 0.5], [0.6, 0.6, 1.8]])
+@pytest.mark.parametrize("start", [[1.0, 1.0, 1.0], [2.0, 0.5, 0.5], [0.6, 0.6, 1.8], [0.01, 2.98, 0.01]])
 def test_the_best_table_of_all_rounds_is_taken(start):
     """Rounds go on while tables get better, and a worse one of the last round is not taken."""
     stages = KnownLosses(unlike, start)
     best = stages.improved()
-    tables = {name: loss for name, loss in stages.measured.items() if not name.endswith(("-fewer", "-more"))}
-    assert best != "start" and tables[best] == min(tables.values()) < tables["start"]
-    assert torch.isclose(stages.passes.tables[best].mean(), torch.tensor(1.0, dtype=torch.float64))
+    assert stages.measured[best] == min(stages.measured.values()) < 0.0045, "0.004 is possible"
+
+
+def test_no_table_has_more_slots_than_another():
+    """What a layer gets is taken from the others, also where single changes are measured."""
+    stages = KnownLosses(unlike, [0.6, 0.6, 1.8])
+    stages.improved()
+    means = torch.stack([table.mean() for table in stages.passes.tables.values()])
+    assert len(means) > 20 and torch.allclose(means, torch.ones_like(means))
+
+
+def test_each_rank_keeps_its_slots():
+    stages = KnownLosses(unlike, [1.0, 1.0, 1.0])
+    stages.plan.shards = [Shard((0, 2), (0, 1)), Shard((0, 2), (1, 2)), Shard((2, 3), (0, 2))]
+    before = torch.tensor([[1.0, 1.0], [1.0, 2.0], [0.5, 0.5]], dtype=torch.float64)
+    after = stages._exchanged(before, [(0, (0,), 3.0), (2, (0, 1), 0.25)])
+    assert after.tolist() == [[1.5, 1.0], [0.5, 2.0], [0.5, 0.5]]
 
 
 def test_a_table_that_nothing_is_better_than_stays():
     """Each table but the first one loses more."""
     stages = KnownLosses(lambda slots: 0.01 + (slots - 100).abs().sum(), [1.0, 1.0, 1.0])
     assert stages.improved() == "start"
-    assert {"layer-round-0", "layer-round-0-damped"} <= set(stages.measured)
     rounds = {name.split("-")[2] for name in stages.measured if name.startswith("layer-round")}
-    assert rounds == {"0", "1", "2"}, "each size of steps is tried once"
+    assert len(rounds) == len(FACTORS), "each size of steps is tried once"
 
 
-def test_the_half_way_table_is_taken_where_it_is_better():
-    """The first layer needs 160 slots of 300, and its measured sizes of 100 and 212 give it 200."""
-    stages = KnownLosses(lambda slots: 0.01 + ((slots[0] - 160) / 100).pow(2), [1.0, 1.0, 1.0])
-    assert stages.improved() == "layer-round-1-damped"
-    assert stages.measured["layer-round-1-damped"] == min(stages.measured.values())
+def first_needs(slots: int):
+    """Return a loss in which the first of three layers needs a number of 300 slots, and the others none."""
+    return lambda table: 0.01 + ((table[0] - slots) / 100).pow(2)
+
+
+@pytest.mark.parametrize("needed, name", [(204, ""), (152, "-damped"), (155, "-0-0-more")])
+def test_changes_are_made_alone_or_together_or_half(needed, name):
+    """The first layer gets 155 slots by a change of its own, and 204 with those of the other layers."""
+    stages = KnownLosses(first_needs(needed), [1.0, 1.0, 1.0])
+    stages.improved()
+    first = {table: loss for table, loss in stages.measured.items() if table.startswith("layer-round-0")}
+    assert min(first, key=first.get) == f"layer-round-0{name}"
 
 
 def test_small_steps_find_what_large_ones_do_not():
-    """The first layer needs 115 slots of 300: it loses more with 50 and 212, and with 71 and 147, but less with 121."""
-    stages = KnownLosses(lambda slots: 0.01 + ((slots[0] - 115) / 100).pow(2), [1.0, 1.0, 1.0])
+    """The first layer needs 104 slots of 300: it loses more with 120 and with 111, but less with 106."""
+    stages = KnownLosses(first_needs(104), [1.0, 1.0, 1.0])
     best = stages.improved()
-    assert best.startswith("layer-round-2") and stages.measured[best] < 0.02
+    assert int(best.split("-")[2]) >= 2 and stages.measured[best] < 0.0105
 
 
 def test_rounds_are_bounded(monkeypatch):
