@@ -49,7 +49,13 @@ def test_a_budget_of_the_whole_text_equals_stock(family, kind):
         assert max(abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gemma3_text",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt_oss", "olmo3", "exaone4", "llama4_text")),
+    ],
+)
 def test_hits_in_all_groups(family, tmp_path, kind):
     """Protected tokens are shared if all groups have them; answers after a hit are the oracle's, with other tails too.
 

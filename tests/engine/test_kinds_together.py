@@ -16,10 +16,11 @@ from distill.byte_tokenizer import byte_tokenizer
 from engine.driving import Job
 from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, roles, serving
 from engine.test_sharing_features import adapter
-from engine.tiny_engine import PROMPTS, complete, quick, running, scores
+from engine.tiny_engine import PROMPTS, complete, configure, quick, running, scores
 from prometheus_client import REGISTRY
 from threads import core_for_each_of_two, one_thread
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import RECURRENT
 from kvpop_vllm.testing import KindsOracle, OraclePolicy, random_prompt
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
@@ -113,6 +114,11 @@ def test_reserved_blocks(model):
         assert set(counts) == {manager.kv_cache_spec.blocks(80)}
 
 
+def test_cartridges_are_refused(model, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be combined with a cartridge, which holds a text in every layer"):
+        configure(model.folder, model.settings | {"cartridge": [f"name={tmp_path}"]})
+
+
 def test_export_is_refused(model, tmp_path, run_kvpop):
     status, _, error = run_kvpop("export", model.folder, model.settings["scorer"], tmp_path / "out")
     assert status == 2 and "cannot carry scorers, only llama, qwen3 can: serve it with --kv-scorer" in error
@@ -191,7 +197,7 @@ def test_structured_output(model, tmp_path):
     params = SamplingParams(
         temperature=0,
         max_tokens=100,
-        structured_outputs=StructuredOutputsParams(regex="[a-f]{1,90}"),
+        structured_outputs=StructuredOutputsParams(regex="[a-f]{80,90}"),
     )
     prompt = [token % 128 for token in random_prompt(70, seed=3)]
     with one_thread(), quick(), pytest.MonkeyPatch.context() as patch:
