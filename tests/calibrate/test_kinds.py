@@ -17,6 +17,7 @@ from engine.tiny_engine import PROMPTS, complete, configure, running
 from hf.prompts import generate
 from transformers import AutoModelForCausalLM
 
+from kvpop_vllm.calibrate.plan import Options, Plan
 from kvpop_vllm.calibrate.stages import Stages
 from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.calibration.statistics import read_statistics
@@ -114,6 +115,13 @@ def test_engine_and_cache_serve_a_calibration(calibrated, policy):
     assert tokens == generate(network, cache, PROMPTS, new=NEW) and torch.equal(cache.policy.shares(), shares)
     if policy == "streaming-llm":
         assert tokens != generate(network, KVpopCache(network, **settings, allocator="uniform"), PROMPTS, new=NEW)
+
+
+@pytest.mark.parametrize("kind, queries", [("gemma3_text", 8), ("nemotron_h", 128)])
+def test_states_begin_with_a_row(folder, monkeypatch, kind, queries):
+    """With recurrent layers all queries of a row run again."""
+    monkeypatch.chdir(folder)
+    assert Plan(Options(kind, "out", ("text.jsonl",), length=128, rows=8)).queries == queries
 
 
 @pytest.mark.slow
