@@ -67,7 +67,7 @@ def test_layers_that_see_everything_lose_nothing(replay):
 
 
 def test_a_row_holds_what_runs_again(replay):
-    """Of the layers' inputs those of full attention are held, of the last queries alone."""
+    """Inputs of layers with full attention are held, for the last queries alone; those of other layers are not."""
     row, _ = replay
     sizes = [tensor.untyped_storage().nbytes() for tensor in row.inputs]
     assert sizes == [row.queries * row.model.config.hidden_size * 4] * 3
