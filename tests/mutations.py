@@ -275,6 +275,8 @@ FAULTS = {
     "kvpop_vllm/vllm_glue/start/contract.py": [
         ("list(names[: len(leading)]) == leading «and→or» set(named)", f"{CONTRACT} -k parameters"),
         ("return name in code.co_names or «→True or »(late", f"{CONTRACT} -k every_lack"),
+        # a name must be in both of the modules that had it
+        ("for pair in names if not «any→all»(defines(", f"{CONTRACT} -k moved"),
     ],
     "kvpop_vllm/vllm_glue/plugin.py": [
         # a module that cannot be imported stops stock servers
@@ -286,6 +288,10 @@ FAULTS = {
     "kvpop_vllm/calibrate/division.py": [
         ("(losses[i] - losses[j]) / «(sizes[j] - sizes[i])→1»", "tests/calibrate/test_division.py"),
         ("slots[number] += «more→size»", "tests/calibrate/test_division.py"),
+    ],
+    "kvpop_vllm/calibrate/plan.py": [
+        # recurrent layers run for the last queries alone, without the state before them
+        ("            self.queries = «length→self.queries»", "tests/calibrate/test_kinds.py -k states_begin"),
     ],
     "kvpop_vllm/calibrate/stages.py": [
         # a worse table takes the place of the best one
@@ -341,6 +347,9 @@ FAULTS = {
     ],
     "kvpop_vllm/calibrate/layers.py": [
         ("self.policy.roles.first_long + «size→0»", "tests/calibrate/test_layers.py -k evicts"),
+        # inputs of whole rows stay in memory
+        ("self._last(self._input)«.clone()→»", "tests/calibrate/test_layers.py -k holds_what_runs_again"),
+        ("hidden = «self.inputs[layer]→self.inputs[0]»", "tests/calibrate/test_layers.py -k loses_what_masks"),
     ],
     "kvpop_vllm/policies/allocators.py": [
         (

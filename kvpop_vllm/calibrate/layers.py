@@ -1,8 +1,9 @@
 """Losses of one layer, or of one head, when its slots shrink: the divergence of the model's output.
 
-Layers are those with full attention. A row is read once with dense attention. The input of a layer is then known, and the model's layers from there on run again for
-the last queries of the row, with dense keys and values of everything before. Several variants run as one batch. The layer
-itself sees the first tokens and a window, or what a policy keeps by the kernels of serving.
+Layers are those with full attention. A row is read once with dense attention. The input of a layer is then known, and the
+model's layers from there on run again for the last queries of the row, with dense keys and values of everything before.
+Several variants run as one batch. The layer itself sees the first tokens and a window, or what a policy keeps by the kernels
+of serving. A recurrent layer begins a row without a state, so that with such layers all queries of a row run again.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from kvpop_vllm.local_attention import local_attention
 from kvpop_vllm.model_hook import Dense, decoder_of
 
 BATCH = 16
-"""Variants that run at once."""
+"""Most variants that run at once; their queries are at most as many as a row's, unless one variant has more."""
 POSITIONS = 256
 """Predictions whose logits over the whole vocabulary are in memory at once."""
+NORMS = "norm", "norm_f", "final_layernorm"
+"""Names of a decoder's final norm."""
 
 
 class RowReplay:
@@ -36,32 +39,43 @@ class RowReplay:
         attended: queries, keys and values of each layer with full attention.
         numbers: indices in the model of these layers.
         local_keys: keys and values of each other layer that attends, by its index in the model.
-        inputs: input of each layer of the model for the last queries, and its further arguments.
+        inputs: input of each layer with full attention for the last queries, ``[1, Q, E]``.
+        arguments: further arguments of each layer of the model, for the last queries.
         exact: ``[Q, V]``, log-probabilities of the last queries.
     """
 
     def __init__(self, model: torch.nn.Module, tokens: torch.Tensor, queries: int):
         self.model, self.queries, self.length = model, queries, len(tokens)
         decoder = decoder_of(model)
-        if not hasattr(decoder, "norm"):
+        norm = next((getattr(decoder, name) for name in NORMS if hasattr(decoder, name)), None)
+        if norm is None:
             raise ConfigError("the model's decoder has no final norm of the usual name: choose another model")
-        self.layers, self.norm = decoder.layers, decoder.norm
+        self.layers, self.norm = decoder.layers, norm
         self.attended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.numbers: list[int] = []
         self.local_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.inputs: list[tuple[torch.Tensor, dict]] = []
+        self.inputs: list[torch.Tensor] = []
+        self.arguments: list[dict] = []
+        self._input: torch.Tensor | None = None
         hooks = [layer.register_forward_pre_hook(self._note, with_kwargs=True) for layer in self.layers]
         try:
             hidden = decoder(input_ids=tokens[None], attend=_Reading(self)).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()
+        self._input = None
         self.exact = self._log_probabilities(hidden[0, -queries:])
 
     def _note(self, layer, positional, named):
-        hidden = positional[0] if positional else named["hidden_states"]
+        self._input = positional[0] if positional else named["hidden_states"]
         options = {name: self._last(value) for name, value in named.items() if name not in ("hidden_states", "attend")}
-        self.inputs.append((self._last(hidden), options))
+        self.arguments.append(options)
+
+    def note_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Note what the running layer, one with full attention, attends to, and a copy of its input for the last queries."""
+        self.attended.append((q, k, v))
+        self.numbers.append(len(self.arguments) - 1)
+        self.inputs.append(self._last(self._input).clone())
 
     def _last(self, value):
         """Return an argument of a layer for the last queries alone."""
@@ -84,10 +98,10 @@ class RowReplay:
             attend: its attention.
         """
         first, dense = self.numbers[layer], Again(self)
-        hidden = self.inputs[first][0].expand(attend.variants, -1, -1)
+        hidden = self.inputs[layer].expand(attend.variants, -1, -1)
         for number in range(first, len(self.layers)):
             function = attend if number == first or attend.everywhere else dense
-            out = self.layers[number](hidden, **self.inputs[number][1], attend=function)
+            out = self.layers[number](hidden, **self.arguments[number], attend=function)
             hidden = out[0] if isinstance(out, tuple) else out
         return self.norm(hidden)
 
@@ -113,11 +127,16 @@ class RowReplay:
     def divergence(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return KL(dense || variant) of hidden states ``[V, Q, E]``, mean over predictions, ``[V]`` float64."""
         losses = []
-        for variant in map(self._log_probabilities, hidden):
-            losses.append(
-                F.kl_div(variant, self.exact, reduction="none", log_target=True).sum(-1).double().mean().cpu()
-            )
+        for variant in hidden:
+            parts = zip(variant.split(POSITIONS), self.exact.split(POSITIONS), strict=True)
+            of_parts = [_divergences(self._log_probabilities(part), exact) for part, exact in parts]
+            losses.append(torch.cat(of_parts).double().mean().cpu())
         return torch.stack(losses).clamp_min(0)
+
+
+def _divergences(variant: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return KL(exact || variant) of log-probabilities ``[T, V]``, ``[T]``."""
+    return F.kl_div(variant, exact, reduction="none", log_target=True).sum(-1)
 
 
 class _Reading:
@@ -128,8 +147,7 @@ class _Reading:
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of a layer; see :class:`kvpop_vllm.model_hook.Attend`."""
-        self.row.attended.append((q, k, v))
-        self.row.numbers.append(len(self.row.inputs) - 1)
+        self.row.note_attention(q, k, v)
         return Dense()(layer, q, k, v, scale)
 
     def local(self, layer, q, k, v, scale, kind, size):
@@ -255,7 +273,7 @@ class Shared(Again):
 @torch.inference_mode()
 def shared_losses(row: RowReplay, first: int, windows: torch.Tensor) -> list[float]:
     """Return the KL with each table of windows ``[V, layers, H]``, in nats per token."""
-    parts = (Shared(row, first, part) for part in windows.split(BATCH))
+    parts = (Shared(row, first, part) for part in windows.split(variants_at_once(row.queries, row.length)))
     return [loss for part in parts for loss in row.divergence(row.run_from(0, part)).tolist()]
 
 
@@ -277,10 +295,20 @@ def head_losses(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -
 def _losses(row: RowReplay, layer: int, attention: Kept, variants: list) -> list[float]:
     return [
         loss
-        for part in _parts(variants)
+        for part in _parts(variants, variants_at_once(row.queries, row.length))
         for loss in row.divergence(row.run_from(layer, Shrunk(row, attention, part))).tolist()
     ]
 
 
-def _parts(variants: list) -> Iterator[list]:
-    return (variants[i : i + BATCH] for i in range(0, len(variants), BATCH))
+def variants_at_once(queries: int, length: int) -> int:
+    """Return the number of variants that run at once.
+
+    Args:
+        queries: number of last queries of a row that run again.
+        length: tokens of the row.
+    """
+    return min(BATCH, max(1, length // queries))
+
+
+def _parts(variants: list, count: int) -> Iterator[list]:
+    return (variants[i : i + count] for i in range(0, len(variants), count))

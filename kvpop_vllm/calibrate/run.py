@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import __version__, policies
-from kvpop_vllm.calibrate.layers import BATCH, POSITIONS, layer_losses
+from kvpop_vllm.calibrate.layers import POSITIONS, layer_losses, variants_at_once
 from kvpop_vllm.calibrate.passes import EQUAL, Passes
 from kvpop_vllm.calibrate.plan import Options, Plan
 from kvpop_vllm.calibrate.records import Records
@@ -141,10 +141,12 @@ def dry_run(options: Options) -> None:
 def memory(plan: Plan) -> int:
     """Return the bytes that a calibration needs besides weights, about.
 
-    These are the keys and values of a row in all layers, of a batch of variants in one, their hidden states, and logits.
+    These are the keys and values of a row in all layers, of a batch of variants in one, the inputs of layers with full
+    attention, hidden states of the variants, and logits.
     """
     shape, size = plan.shape, torch.empty((), dtype=plan.dtype).element_size()
+    variants = variants_at_once(plan.queries, plan.length)
     layer = 2 * plan.length * shape.num_kv_heads * shape.head_dim * size
-    inner = 16 * BATCH * plan.queries * (shape.hidden_size or 0) * size
-    logits = 4 * plan.vocabulary * (2 * plan.length // plan.stride + 4 * POSITIONS)
-    return layer * (shape.model_layers + 2 * BATCH) + inner + logits
+    inner = (shape.num_layers + 16 * variants) * plan.queries * (shape.hidden_size or 0) * size
+    logits = 4 * plan.vocabulary * (max(plan.queries, 2 * plan.length // plan.stride) + 4 * POSITIONS)
+    return layer * (shape.model_layers + 2 * variants) + inner + logits

@@ -61,7 +61,7 @@ def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> Q
     """
     shape, rope = shape_of(model.config, "the model's config"), rope_of(model.config)
     if rope is None:
-        raise ConfigError(f"layers of this model have different rotary embeddings: {ADVICE}")
+        raise ConfigError(f"layers of this model have different rotary embeddings, or none: {ADVICE}")
     check_rope(rope, "the model's config")
     check_rotation(model, rope)
     sums = QuerySums(rope)

@@ -10,26 +10,28 @@ from kvpop_vllm.calibrate.layers import Evicting, RowReplay, Windowed, head_loss
 from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.testing import random_prompt, write_mixed_model, write_tiny_model
+from kvpop_vllm.testing import FAMILIES, random_prompt, write_mixed_model, write_tiny_model
 
 LENGTH, QUERIES, FIRST, WINDOWS = 96, 24, 4, [2, 9, 40]
-KINDS = {"qwen3": 2, "llama": 4, "olmo3": 2}
-"""KV heads of each model. OLMo 3 has a layer with a window between three with full attention."""
+KINDS = {"qwen3": 2, "llama": 4, "olmo3": 2, "falcon_h1": 2}
+"""KV heads of each model. OLMo 3 has a layer with a window between three with full attention; Falcon-H1 has states, so that
+all queries run again.
+"""
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def replay(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / request.param
-    if request.param == "olmo3":
+    if request.param in FAMILIES:
         write_mixed_model(folder, request.param)
     else:
         write_tiny_model(folder, request.param, layers=3, kv_heads=KINDS[request.param])
     model, tokens = load_model(folder, torch.float32).eval(), torch.tensor(random_prompt(LENGTH))
     with torch.inference_mode():
-        return RowReplay(model, tokens, QUERIES), tokens
+        return RowReplay(model, tokens, LENGTH if request.param == "falcon_h1" else QUERIES), tokens
 
 
-def naive(windows: torch.Tensor):
+def naive(windows: torch.Tensor, queries: int):
     """Return an attention whose last queries see windows ``[layers, H]``; those before them are dense."""
 
     def attend(layer, q, k, v, scale):
@@ -38,7 +40,7 @@ def naive(windows: torch.Tensor):
         out = torch.empty_like(q)
         for head in range(q.shape[1]):
             for p in range(q.shape[2]):
-                window = int(windows[layer, head // group]) if p >= LENGTH - QUERIES else LENGTH
+                window = int(windows[layer, head // group]) if p >= LENGTH - queries else LENGTH
                 visible = [t for t in range(p + 1) if t < FIRST or t > p - window]
                 weights = torch.softmax(q[0, head, p] @ k[0, head, visible].T * scale, -1)
                 out[0, head, p] = weights @ v[0, head, visible]
@@ -47,11 +49,12 @@ def naive(windows: torch.Tensor):
     return attend
 
 
-def divergence(model, tokens, windows: torch.Tensor) -> float:
+def divergence(row, tokens, windows: torch.Tensor) -> float:
     """Return KL(dense || windows) of the last queries' predictions."""
+    model, queries = row.model, row.queries
     with torch.inference_mode():
         dense, windowed = (
-            model(tokens[None], attend=naive(table)).logits[0, -QUERIES:].double().log_softmax(-1)
+            model(tokens[None], attend=naive(table, queries)).logits[0, -queries:].double().log_softmax(-1)
             for table in (torch.full_like(windows, LENGTH), windows)
         )
     return float(F.kl_div(windowed, dense, reduction="none", log_target=True).sum(-1).mean())
@@ -61,6 +64,16 @@ def test_layers_that_see_everything_lose_nothing(replay):
     row, _ = replay
     for layer in range(3):
         assert max(layer_losses(row, layer, Windowed(FIRST), [LENGTH, 2 * LENGTH])) < 1e-8
+
+
+def test_a_row_holds_what_runs_again(replay):
+    """Inputs of layers with full attention are held, for the last queries alone; those of other layers are not."""
+    row, _ = replay
+    sizes = [tensor.untyped_storage().nbytes() for tensor in row.inputs]
+    assert sizes == [row.queries * row.model.config.hidden_size * 4] * 3
+    arguments = [value for options in row.arguments for value in options.values() if isinstance(value, torch.Tensor)]
+    assert len(row.arguments) == row.model.config.num_hidden_layers
+    assert not any(value.shape[-1] == row.model.config.hidden_size for value in arguments)
 
 
 def of_all(row) -> torch.Tensor:
@@ -73,7 +86,7 @@ def test_a_layer_loses_what_masks_say(replay, layer):
     for window, loss in zip(WINDOWS, layer_losses(row, layer, Windowed(FIRST), WINDOWS), strict=True):
         windows = of_all(row)
         windows[layer] = window
-        assert loss == pytest.approx(divergence(row.model, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-6
+        assert loss == pytest.approx(divergence(row, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-6
 
 
 def test_a_head_loses_what_masks_say(replay):
@@ -84,14 +97,14 @@ def test_a_head_loses_what_masks_say(replay):
         for window, loss in zip(WINDOWS, of_head, strict=True):
             windows = of_all(row)
             windows[1, head] = window
-            assert loss == pytest.approx(divergence(row.model, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-7
+            assert loss == pytest.approx(divergence(row, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-7
 
 
 def test_tables_lose_what_masks_say(replay):
     row, tokens = replay
     tables = torch.randint(2, 60, (3, *of_all(row).shape), generator=torch.Generator().manual_seed(0))
     for table, loss in zip(tables, shared_losses(row, FIRST, tables), strict=True):
-        assert loss == pytest.approx(divergence(row.model, tokens, table), rel=1e-3)
+        assert loss == pytest.approx(divergence(row, tokens, table), rel=1e-3)
 
 
 def smallest_norms(layer: int, head: int | None, slots: int):

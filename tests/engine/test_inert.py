@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+from kvpop_vllm.testing import write_mixed_model, write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue import plugin
 from kvpop_vllm.vllm_glue.ledger import EVERY, FRONT_END, LEDGER, REGISTERED, SCHEDULER, WORKER
 from kvpop_vllm.vllm_glue.start import flags
@@ -47,12 +47,12 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """Write a model whose first layer has a sliding window, and return its folder."""
+    """Write a model whose first layer has a sliding window and one with recurrent layers, and return their folders."""
     folder = write_tiny_model(tmp_path_factory.mktemp("model") / "mixed")
     kinds = {"model_type": "ministral", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | kinds | {"architectures": ["MistralForCausalLM"]}))
-    return folder
+    return folder, write_mixed_model(tmp_path_factory.mktemp("model") / "recurrent", "nemotron_h")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def fresh_processes(model, mixed, tmp_path_factory):
     for name, plugins in (("with", None), ("without", "")):
         environment = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
         environment |= {"PYTHONPATH": str(TESTS)} | ({} if plugins is None else {"VLLM_PLUGINS": plugins})
-        command = [sys.executable, "-m", "engine.stock_run", str(out / name), str(model), str(mixed)]
+        command = [sys.executable, "-m", "engine.stock_run", str(out / name), str(model), *map(str, mixed)]
         runs[name] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for run in runs.values():
         printed, _ = run.communicate(timeout=600)

@@ -1,4 +1,4 @@
-"""Features that work together with a policy, on a model with layers of several kinds: Gemma 3.
+"""Features that work together with a policy, on models with layers of several kinds: Gemma 3, and Nemotron-H with states.
 
 Those that need an engine of their own are slow. Other features are in test_kinds.py and test_kinds_start.py.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,21 +16,39 @@ from distill.byte_tokenizer import byte_tokenizer
 from engine.driving import Job
 from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, roles, serving
 from engine.test_sharing_features import adapter
-from engine.tiny_engine import PROMPTS, complete, quick, running
+from engine.tiny_engine import PROMPTS, complete, configure, quick, running, scores
 from prometheus_client import REGISTRY
 from threads import core_for_each_of_two, one_thread
 
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.supported import RECURRENT
 from kvpop_vllm.testing import KindsOracle, OraclePolicy, random_prompt
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 
 NEW = 24
 
 
-@pytest.fixture(scope="module")
-def gemma(family, tmp_path_factory):
-    """Return the folder of the model, its oracle, and settings and policy of a random scorer."""
-    folder, oracle = family("gemma3_text")
-    return folder, oracle, *roles("kvpop", folder, tmp_path_factory.mktemp("scorer"), oracle)
+class Model(NamedTuple):
+    """A model, its oracle, and settings and policy of a random scorer."""
+
+    kind: str
+    folder: str
+    oracle: KindsOracle
+    settings: dict
+    exact: OraclePolicy
+
+    def served(self, engine, policy: OraclePolicy | None = None, oracle: KindsOracle | None = None) -> Served:
+        """Return the judge of an engine; after recurrent layers it decides by the engine's queries, keys and values."""
+        recurrent = RECURRENT in self.oracle.kinds
+        return Served(engine, oracle or self.oracle, policy or self.exact, by_inputs=recurrent)
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "nemotron_h"])
+def model(request, family, tmp_path_factory):
+    """Return each model; both have six layers, two of them with full attention."""
+    folder, oracle = family(request.param)
+    settings, exact = roles("kvpop", folder, tmp_path_factory.mktemp("scorer"), oracle)
+    return Model(request.param, folder, oracle, settings, exact)
 
 
 def managers(served: Served) -> list[FixedBudgetManager]:
@@ -38,13 +57,12 @@ def managers(served: Served) -> list[FixedBudgetManager]:
     return [manager for manager in all_managers if isinstance(manager, FixedBudgetManager)]
 
 
-def test_settings_of_requests(gemma):
+def test_settings_of_requests(model):
     """Budgets, protection and seeds of requests of one batch are those of the oracle, with blocks reserved.
 
     Evictions are drawn by the index of a layer among those that the policy acts on. Reports and the inspect page have
     what each request holds.
     """
-    folder, oracle, *_ = gemma
     drawn = OraclePolicy("random draw", 4, 8, BUDGET - 12)
     settings = {"policy": "random", "budget": BUDGET, "sinks": 4, "window": 8, "protect_prompt": 0, "reserve": True}
     settings |= {"max_budget": 72, "max_protect": 130, "inspect": True}
@@ -57,15 +75,14 @@ def test_settings_of_requests(gemma):
     ]
     options += [{"kv_budget": 64, "kv_protect_prompt": 130, "kv_seed": 9}]
     jobs = [Job(n, new=30, scored=False, asks=asks | {"kv_report": 1}) for n in (140, 70) for asks in options]
-    with serving(folder, settings, disable_log_stats=False) as engine:
-        served, tokens = Served(engine, oracle, drawn), set()
-        served.engine.chunk(16)
+    with serving(model.folder, settings, disable_log_stats=False) as engine:
+        tokens = set()
+        engine.chunk(16)
         for name, answer in engine.serve(jobs).items():
             asks = jobs[int(answer.request_id)].asks
             budget, protect = asks.get("kv_budget", BUDGET), asks.get("kv_protect_prompt", 0)
             policy = replace(drawn, topk=budget - 12, seeds=(0, asks.get("kv_seed", 0)))
-            judge = Served(engine, oracle, policy)
-            judge.check(name, answer, protect)
+            model.served(engine, policy).check(name, answer, protect)
             report, length = answer.kv_transfer_params["kv_report"], len(answer.prompt_token_ids) + 29
             steps = {layer: steps[-1] for layer, steps in engine.recorder.held[name].items()}
             assert sorted(steps) == [0, 1] and report["seen_tokens"] == length
@@ -84,11 +101,10 @@ def test_settings_of_requests(gemma):
         assert {(sample.labels["layers"], sample.labels["model_layers"]) for sample in info.samples} == {("2", "6")}
 
 
-def test_reserved_blocks(gemma):
+def test_reserved_blocks(model):
     """With `--kv-reserve` a request holds all blocks of the policy's layers from its first step on."""
-    folder, oracle, settings, exact = gemma
-    with serving(folder, settings | {"reserve": True}) as engine:
-        served, counts = Served(engine, oracle, exact), []
+    with serving(model.folder, model.settings | {"reserve": True}) as engine:
+        served, counts = model.served(engine), []
         (manager,) = managers(served)
 
         def count(step):
@@ -98,24 +114,22 @@ def test_reserved_blocks(gemma):
         assert set(counts) == {manager.kv_cache_spec.blocks(80)}
 
 
-def test_export_is_refused(gemma, tmp_path, run_kvpop):
-    folder, _, settings, _ = gemma
-    status, _, error = run_kvpop("export", folder, settings["scorer"], tmp_path / "out")
+def test_cartridges_are_refused(model, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be combined with a cartridge, which holds a text in every layer"):
+        configure(model.folder, model.settings | {"cartridge": [f"name={tmp_path}"]})
+
+
+def test_export_is_refused(model, tmp_path, run_kvpop):
+    status, _, error = run_kvpop("export", model.folder, model.settings["scorer"], tmp_path / "out")
     assert status == 2 and "cannot carry scorers, only llama, qwen3 can: serve it with --kv-scorer" in error
 
 
 @pytest.fixture(scope="module")
-def alone(gemma):
+def alone(model):
     """Tokens and log-probabilities of one engine of one rank, which the oracle judges."""
-    folder, oracle, settings, exact = gemma
-    with running(folder, settings, block_size=BLOCK) as llm:
-        answers = complete(llm, NEW)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        tokens = [token for token, _ in answer]
-        rows = oracle.logprobs([*prompt, *tokens[:-1]], exact)[len(prompt) - 1 :]
-        for row, (token, score) in zip(rows, answer, strict=True):
-            assert abs(float(row[token]) - score) <= TOLERANCE and float(row.max() - row[token]) <= 2 * TOLERANCE
-    return answers
+    with serving(model.folder, model.settings) as engine:
+        jobs = [Job(prompt=prompt, new=NEW, scored=False) for prompt in PROMPTS]
+        return [scores(answer) for answer in model.served(engine).serve(jobs).values()]
 
 
 RANKS = {
@@ -131,18 +145,18 @@ RANKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_two_workers_equal_one(gemma, alone, monkeypatch, ranks):
-    """Ranks have one KV head of each layer, stages one layer of full attention and two with windows."""
+def test_two_workers_equal_one(model, alone, monkeypatch, ranks):
+    """Ranks have one KV head of each layer, stages one layer of full attention and two others."""
     for name, value in core_for_each_of_two().items():
         monkeypatch.setenv(name, value)
-    with running(gemma[0], gemma[2], block_size=BLOCK, **RANKS[ranks]) as llm:
+    with running(model.folder, model.settings, block_size=BLOCK, **RANKS[ranks]) as llm:
         for ours, one in zip(complete(llm, NEW), alone, strict=True):
             assert [token for token, _ in ours] == [token for token, _ in one]
             assert [score for _, score in ours] == pytest.approx([score for _, score in one], abs=1e-3)
 
 
 @pytest.mark.slow
-def test_asynchronous_scheduling(gemma, alone, monkeypatch):
+def test_asynchronous_scheduling(model, alone, monkeypatch):
     """A step is scheduled before the one before has its token, as in test_executors.py."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -154,48 +168,46 @@ def test_asynchronous_scheduling(gemma, alone, monkeypatch):
         config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
-    with running(gemma[0], gemma[2], block_size=BLOCK, async_scheduling=True) as llm:
+    with running(model.folder, model.settings, block_size=BLOCK, async_scheduling=True) as llm:
         assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
         for ours, one in zip(complete(llm, NEW), alone, strict=True):
             assert [token for token, _ in ours] == [token for token, _ in one]
 
 
 @pytest.mark.slow
-def test_adapters(gemma, tmp_path):
+def test_adapters(model, tmp_path):
     """A request with a LoRA adapter gets the oracle's answer on the model whose weights contain it."""
     from vllm.lora.request import LoRARequest
 
-    folder, _, settings, exact = gemma
-    merged, lora = adapter(folder, tmp_path, seed=1)
-    with serving(folder, settings, enable_lora=True, max_lora_rank=8) as engine:
-        served = Served(engine, KindsOracle(merged), exact)
+    merged, lora = adapter(model.folder, tmp_path, seed=1)
+    with serving(model.folder, model.settings, enable_lora=True, max_lora_rank=8) as engine:
+        served = model.served(engine, oracle=KindsOracle(merged))
         served.serve([Job(n, new=40, scored=False, adapter=LoRARequest("first", 1, str(lora))) for n in (49, 140)])
 
 
 @pytest.mark.slow
-def test_structured_output(gemma, tmp_path):
+def test_structured_output(model, tmp_path):
     """Past the budget each token is the most probable one, by the oracle, of those that the pattern admits."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    folder, oracle, settings, exact = gemma
-    shutil.copytree(folder, tmp_path / "model")
+    shutil.copytree(model.folder, tmp_path / "model")
     byte_tokenizer(eos="<0x00>").save_pretrained(tmp_path / "model")
     options = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "enforce_eager": True}
     params = SamplingParams(
         temperature=0,
         max_tokens=100,
-        structured_outputs=StructuredOutputsParams(regex="[a-f]{1,90}"),
+        structured_outputs=StructuredOutputsParams(regex="[a-f]{80,90}"),
     )
     prompt = [token % 128 for token in random_prompt(70, seed=3)]
     with one_thread(), quick(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        llm = LLM(str(tmp_path / "model"), additional_config={"kv_policy": settings}, block_size=BLOCK, **options)
+        llm = LLM(str(tmp_path / "model"), additional_config={"kv_policy": model.settings}, block_size=BLOCK, **options)
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         llm.llm_engine.engine_core.shutdown()
     text, tokens = answer.outputs[0].text, list(answer.outputs[0].token_ids)
     assert re.fullmatch("[a-f]{80,90}", text)
     admitted = [ord(letter) for letter in "abcdef"]
-    rows = oracle.logprobs([*prompt, *tokens], exact)[len(prompt) - 1 :]
+    rows = model.oracle.logprobs([*prompt, *tokens], model.exact)[len(prompt) - 1 :]
     for row, token in zip(rows, tokens[: len(text)], strict=False):
         assert float(row[admitted].max() - row[token]) <= 2 * TOLERANCE

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
-from vllm.v1.engine.core import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec, MambaSpec
 
 from kvpop_vllm.cache.accounting import common_pages
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -88,8 +91,7 @@ def _check_one_group(vllm_config, specs: dict[str, KVCacheSpec]) -> None:
     config = copy.copy(vllm_config)
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.kv_cache_layout = KVCacheLayout.LBHNC.name  # which vLLM sets later; our backends take no other
-    planning = sys.modules[get_kv_cache_configs.__module__]  # its place differs between versions
-    groups = (group.kv_cache_spec for group in planning.get_kv_cache_groups(config, specs))
+    groups = (group.kv_cache_spec for group in get_kv_cache_groups(config, specs))
     count = sum(isinstance(spec, FixedBudgetSpec) for spec in groups)
     if count > 1:
         raise ConfigError(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvpop_vllm.vllm_glue.ledger import Patch
 
 GLUE = Path(__file__).parents[1]
+MOVED = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")
+"""Modules of which the first has names up to vLLM 0.32 that the second has since."""
 
 
 def check_version(version: str) -> None:
@@ -70,8 +72,14 @@ def missing_functions(vllm: Path, ledger: Iterable[Patch]) -> list[str]:
 
 
 def missing_names(vllm: Path) -> list[str]:
-    """Return the names that the glue imports from vLLM and vLLM lacks."""
-    return [f"{module}.{name}" for module, name in sorted(set(imported_names())) if not defines(vllm, module, name)]
+    """Return the names that the glue imports from vLLM and vLLM lacks; a name that it imports from both of MOVED has either."""
+    names = set(imported_names())
+
+    def places(module: str, name: str) -> list[str]:
+        return [place for place in (MOVED if module in MOVED else (module,)) if (place, name) in names]
+
+    lacking = (pair for pair in names if not any(defines(vllm, place, pair[1]) for place in places(*pair)))
+    return [f"{module}.{name}" for module, name in sorted(lacking)]
 
 
 def fits(takes: str, names: Sequence[str] | None) -> bool:
