@@ -10,7 +10,7 @@ import torch
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import SCALED_BY_POSITION
 
-STATIC = ("default", "linear", "llama3", "yarn")
+STATIC = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotations by an angle in proportion to the position, so that a turned key is the key of another position."""
 UNROTATED = "unrotated_layers"
 """Key of the indices of layers without rotary embeddings, next to the rope parameters of the others."""

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 from engine.tiny_engine import complete, running
+from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+from kvpop_vllm.testing import write_mixed_model, write_random_scorer, write_tiny_model
 
 NEW = 24
 
 
-def check(model, other, settings: dict) -> None:
+def check(model, other, settings: dict, **options) -> None:
     """Check that an engine answers as one of the other weights once it has loaded them, and as before with its first."""
-    with running(model, settings) as llm:
+    with running(model, settings, **options) as llm:
         first = complete(llm, NEW)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         reloaded = complete(llm, NEW)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
         assert complete(llm, NEW) == first
-    with running(other, settings) as llm:
+    with running(other, settings, **options) as llm:
         assert complete(llm, NEW) == reloaded
     assert [tokens for tokens, _ in first[3]] != [tokens for tokens, _ in reloaded[3]]
 
@@ -29,6 +30,16 @@ def test_other_weights_under_the_same_scorer(case, tmp_path, policy):
     """Scorers and gates of a folder stay, though the new weights have none."""
     matrix_case = case("qwen3", policy)
     check(matrix_case.model, write_tiny_model(tmp_path / "other", "qwen3", seed=7), matrix_case.settings)
+
+
+def test_attention_sinks_are_those_of_the_new_weights(tmp_path):
+    """They alone differ between the two models."""
+    folders = [write_mixed_model(tmp_path / name, "gpt_oss") for name in ("model", "other")]
+    weights = load_file(folders[1] / "model.safetensors")
+    for name in [name for name in weights if name.endswith("sinks")]:
+        weights[name] = weights[name] + 3
+    save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
+    check(*folders, {"policy": "h2o", "budget": 64}, block_size=32)
 
 
 @pytest.mark.parametrize("policy, scorer", [("kvpop", "mlstm"), ("dms", "dms")])
