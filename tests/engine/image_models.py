@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -102,6 +102,7 @@ def without_images() -> Iterator[None]:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(modules[parent], child, module)
+    modules["torchvision.transforms.v2.functional"].InterpolationMode = SimpleNamespace(BICUBIC=3)
     sys.modules.update(modules)  # what is imported meanwhile stays
     try:
         with mock.patch.object(registry, "_run_in_subprocess", lambda look: look()):

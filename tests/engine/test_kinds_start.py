@@ -87,6 +87,9 @@ def test_hits_in_states(family, tmp_path, chunk):
             job = Job(prompt=prompt, new=20, scored=False, asks={"kv_protect_prompt": protect})
             (answer,) = served.serve([job], chunk, protect=True if protect == "all" else protect).values()
             assert answer.num_cached_tokens == hit, (len(prompt), protect)
+        served.settings = settings
+        for prompt, new in ((700, 20), (70, 20)):  # two states of the longer one
+            served.check_plan(prompt, new, "--protect-prompt", "all")
 
 
 @pytest.mark.slow
