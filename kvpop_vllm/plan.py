@@ -188,7 +188,7 @@ class Planned:
     def stock_request(self) -> CacheBytes:
         """Return what a request holds in stock vLLM, at its end."""
         block, token = self.options.dense_block_size, self.token_bytes
-        pool = self._pool(BlockSizes.of(token, block, self.stock, block))
+        pool = self._pool(BlockSizes.of_stock(token, block, self.stock))
         pool = replace(pool, states=2 if self.options.enable_prefix_caching else 1)
         return pool.request(pool.full_layers * self.length * token, cdiv(self.length, pool.sizes.slots), self.length)
 

@@ -102,6 +102,22 @@ class BlockSizes:
         factor, count = common_pages(page, slot_bytes * multiple) if page else (1, 1)
         return cls(slot_bytes * multiple * count, multiple * count, stock_size * factor)
 
+    @classmethod
+    def of_stock(cls, token_bytes: int, block: int, stock: Sequence[StockLayers]) -> BlockSizes:
+        """Return the sizes of a pool of stock vLLM, whose smaller pages take more tokens if they divide the largest, or padding.
+
+        Args:
+            token_bytes: bytes of a token in a layer of full attention, all heads of a rank together.
+            block: tokens per block, before they are made more.
+            stock: the other layers.
+        """
+        if any(layers.state_bytes for layers in stock):
+            return cls.of(token_bytes, block, stock, block)
+        tokens = [token_bytes, *(layers.token_bytes for layers in stock)]
+        largest = max(tokens)
+        sizes = [block * (1 if largest % size else largest // size) for size in tokens]
+        return cls(largest * block, sizes[0], sizes[-1])
+
 
 @dataclass(frozen=True)
 class Pool:

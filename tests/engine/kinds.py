@@ -17,12 +17,13 @@ from kvpop_vllm.cli import make_parser
 from kvpop_vllm.supported import POLICY_LAYERS
 from kvpop_vllm.testing import BFLOAT16, KindsOracle, OraclePolicy, write_random_scorer
 
-BUDGET, BLOCK, TOLERANCE = 56, 32, 1e-5
+BUDGET, BLOCK, TOLERANCE, MEMORY = 56, 32, 1e-5, 32 << 20
 
 
 def options_of(kind: str) -> dict:
     """Return the options of engines of a family."""
-    return {"block_size": BLOCK, "dtype": "bfloat16" if kind in BFLOAT16 else "float32"}
+    dtype = "bfloat16" if kind in BFLOAT16 else "float32"
+    return {"block_size": BLOCK, "dtype": dtype, "kv_cache_memory_bytes": MEMORY}
 
 
 @contextmanager
@@ -86,7 +87,7 @@ class Served:
             words: further options of the plan.
         """
         config = self.engine.engine.vllm_config
-        sizes = ["--kv-memory", "8MiB", "--block-size", str(BLOCK), "--budget", str(BUDGET)]
+        sizes = ["--kv-memory", str(MEMORY), "--block-size", str(BLOCK), "--budget", str(BUDGET)]
         sizes += ["--max-model-len", str(prompt + new), "--prompt-length", str(prompt), *words]
         if (dtype := config.cache_config.mamba_ssm_cache_dtype) != "auto":  # which depends on the processor
             sizes += ["--mamba-ssm-cache-dtype", dtype]
@@ -96,7 +97,7 @@ class Served:
         self.engine.engine.reset_prefix_cache()
         self.serve([Job(prompt, new=new, scored=False)], protect="--protect-prompt" in words)
         pool, steps = self.engine.recorder.pool, self.engine.recorder.blocks
-        assert pool.num_gpu_blocks == (8 << 20) // planned.pool.block_bytes
+        assert pool.num_gpu_blocks == MEMORY // planned.pool.block_bytes
         blocks = max(pool.num_gpu_blocks - 1 - step.free for step in steps[2:])  # after the prompt's
         assert blocks == planned.requests[self.settings["policy"], BUDGET].blocks, (prompt, new)
 

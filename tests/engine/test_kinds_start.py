@@ -338,7 +338,7 @@ GEMMA_4 = {
     "changes, message",
     [
         ({"per_layer_config": {"01": {"head_dim": 64}, "03": {"head_dim": 128}}}, "layers of different shapes"),
-        ({"global_head_dim": 48}, "head size 48"),
+        ({"global_head_dim": 48, "head_dim": 64}, "head size 48"),
         ({"num_kv_shared_layers": 2}, "cross-layer KV sharing"),
     ],
 )
@@ -351,6 +351,11 @@ def test_layers_of_two_shapes_are_refused(tmp_path, capsys, changes, message):
     options = ["--kv-memory", "1GiB", "--budget", "64", "--max-model-len", "256"]
     assert main(["plan", "--model", str(tmp_path), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_other_layers_have_heads_of_any_size(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_4 | {"head_dim": 48}))
+    assert engine_policy(configure(tmp_path, STREAMING)).model.head_dim == ModelShape.of(tmp_path, 256).head_dim == 64
 
 
 def test_texts_as_short_as_a_window(tmp_path, mixed):
