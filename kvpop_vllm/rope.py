@@ -73,7 +73,12 @@ def check_rope(rope: object, source: str) -> None:
             f"{source}: rotary embeddings of type {kind!r} change with the length of a text, and keys cannot be"
             f" turned: choose a model with one of {', '.join(STATIC)}"
         )
-    needed = {"default": (), "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
+    needed = {
+        "default": (),
+        "proportional": (),
+        "linear": ("factor",),
+        "yarn": ("factor", "original_max_position_embeddings"),
+    }
     llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     for name in ("rope_theta", *needed.get(kind, llama3)):
         value = rope.get(name)
