@@ -338,8 +338,8 @@ def _sizes_of_layers(text: Any, layers: Iterable[int] | None, source: str | Path
     by_layer = [text]
     if getattr(text, "is_heterogeneous", False):
         by_layer = [text.per_layer_config[layer] for layer in layers or range(len(text.per_layer_config))]
-    sizes, *others = map(_layer_sizes, by_layer)
-    if any(other != sizes for other in others):
+    sizes = _layer_sizes(by_layer[0])
+    if any(_layer_sizes(layer) != sizes for layer in by_layer[1:]):
         raise ConfigError(f"{source}: {OTHER_SHAPES}: {_raise_length(text, tokens) or ADVICE}")
     return sizes
 

@@ -146,8 +146,8 @@ def _check(vllm_config: Any, policy: Any) -> None:
     custom = AttentionBackendEnum.CUSTOM
     path = custom.get_path() if custom.is_overridden() else None
     lacking = _ops_without_kernels(vllm_config.model_config.dtype, policy.model.head_dim)
-    others = policy.model.kinds  # layers that have the backend of the config, which some models choose
-    allowed = chosen != "CUSTOM" if others else chosen in (None, "CUSTOM")
+    mixed = bool(policy.model.kinds)  # then the config's backend, which some models choose, is that of the other layers
+    allowed = chosen != "CUSTOM" if mixed else chosen in (None, "CUSTOM")
     refuse(
         {
             f"the attention backend {chosen}: leave --attention-backend out": not allowed,
