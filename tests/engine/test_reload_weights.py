@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from engine.tiny_engine import complete, running
 from safetensors.torch import load_file, save_file
 
@@ -32,14 +33,38 @@ def test_other_weights_under_the_same_scorer(case, tmp_path, policy):
     check(matrix_case.model, write_tiny_model(tmp_path / "other", "qwen3", seed=7), matrix_case.settings)
 
 
-def test_attention_sinks_are_those_of_the_new_weights(tmp_path):
-    """They alone differ between the two models."""
-    folders = [write_mixed_model(tmp_path / name, "gpt_oss") for name in ("model", "other")]
-    weights = load_file(folders[1] / "model.safetensors")
-    for name in [name for name in weights if name.endswith("sinks")]:
-        weights[name] = weights[name] + 3
-    save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
-    check(*folders, {"policy": "h2o", "budget": 64}, block_size=32)
+@pytest.fixture
+def other_sinks(tmp_path):
+    """Return ``make(kind)``, which writes two models of a family that differ in their attention sinks alone."""
+
+    def make(kind: str) -> list:
+        folders = [write_mixed_model(tmp_path / name, kind) for name in ("model", "other")]
+        weights = load_file(folders[1] / "model.safetensors")
+        weights |= {name: weight + 3 for name, weight in weights.items() if name.endswith("sinks")}
+        save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
+        return folders
+
+    return make
+
+
+SINKS = {"policy": "h2o", "budget": 64}
+
+
+def test_attention_sinks_are_those_of_the_new_weights(other_sinks):
+    check(*other_sinks("granite_swa"), SINKS, block_size=32)
+
+
+def test_attention_sinks_are_those_of_vllms_layers(other_sinks):
+    """VLLM 0.32 leaves those of gpt-oss as they were when it reloads weights: its loader copies them to nowhere."""
+    model, other = other_sinks("gpt_oss")
+    with running(model, SINKS, block_size=32) as llm:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        executor = llm.llm_engine.engine_core.engine_core.model_executor
+        layers = [layer.attn for layer in executor.driver_worker.worker.model_runner.model.model.layers]
+        ours = [layer for layer in layers if hasattr(layer.attn.impl, "attention")]
+        assert len(ours) == 2
+        for layer in ours:
+            assert torch.equal(layer.attn.impl.attention.sink_logits, layer.sinks.float())
 
 
 @pytest.mark.parametrize("policy, scorer", [("kvpop", "mlstm"), ("dms", "dms")])
