@@ -186,6 +186,7 @@ def test_models_with_recurrent_layers(tmp_path, name, layers, slots, hits):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | {"dtype": "bfloat16"} | architectures))
     with without_images():  # vLLM's module of Qwen3.5 has its models with images too
         config = configure(tmp_path, STREAMING | {"protect_prompt": "all" if hits else 0}, block_size=None)
+        cls, _ = ModelRegistry.resolve_model_cls(config.model_config.architecture, model_config=config.model_config)
     attention, cache, model = config.attention_config, config.cache_config, config.model_config
     assert attention.backend_per_kind == {"full_attention": AttentionBackendEnum.CUSTOM} and attention.backend is None
     assert len(engine_policy(config).model.layers) == layers
@@ -193,7 +194,6 @@ def test_models_with_recurrent_layers(tmp_path, name, layers, slots, hits):
     size, heads = model.get_head_size(), model.get_num_kv_heads(config.parallel_config)
     backend = chosen(config, size=size, dtype=torch.bfloat16)
     assert backend.get_name() == "CUSTOM"
-    cls, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
     shapes, dtypes = cls.get_mamba_state_shape_from_config(config), cls.get_mamba_state_dtype_from_config(config)
     plain = FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=size, dtype=torch.bfloat16)
     with only_rank(config):
