@@ -24,6 +24,8 @@ ADDITIONAL_CONFIG_KEY = "kv_policy"
 DEFAULT_SINKS = 4
 MAX_BUDGET = 2**24
 """Largest B in tokens, because positions and slots are int32 in the pages."""
+RAISE_LENGTH = "raise --max-model-len above the window of {} tokens, up to which windows count as full attention"
+"""Advice for texts that are so short that layers with windows count as layers with full attention."""
 
 CORRECTIONS, ALLOCATORS = (settings_of(ENGINE)[name].choices for name in ("correction", "allocator"))
 

@@ -8,6 +8,7 @@ is taken by hooks on the model.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +48,8 @@ CACHE_NAME = "cache" if Version(transformers.__version__) >= Version("5.24") els
 """Argument under which this version of transformers passes a cache to a model."""
 POSITIONS = 512
 """Positions whose logits over the whole vocabulary are in memory at once."""
+_KINDS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+"""Kinds of the layers of a model, by its attention blocks, which find them once."""
 SHIFT = 100
 """Position at which :func:`check_rotation` compares queries and keys with those at position 0."""
 
@@ -127,8 +130,17 @@ def _place(module: torch.nn.Module, attend: Attend) -> tuple[str, int]:
     Raises:
         ConfigError: the layer attends, and no layer of its kind does in models that are served.
     """
-    layer, kinds = module.layer_idx, getattr(attend, "kinds", None)
-    kinds = kinds_of(module.config) if kinds is None else kinds
+    kinds = getattr(attend, "kinds", None)
+    if kinds is None:
+        if module not in _KINDS:
+            _KINDS[module] = kinds_of(module.config)
+        kinds = _KINDS[module]
+    return _place_among(module.layer_idx, kinds)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place_among(layer: int, kinds: tuple[str, ...]) -> tuple[str, int]:
+    """Return the kind of a layer and its index, as :func:`_place`, by the kinds of the model's layers."""
     if not kinds:
         return FULL, layer
     if kinds[layer] in POLICY_LAYERS:

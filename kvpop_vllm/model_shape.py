@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import RAISE_LENGTH, ConfigError
 from kvpop_vllm.files import read_json
 from kvpop_vllm.rope import model_rope
 from kvpop_vllm.supported import (
@@ -68,6 +68,8 @@ class ModelShape:
         kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if all have full attention
             alone.
         layers: indices in the model of the layers that the policy acts on, empty if these are all.
+        wide_window: tokens of the windows that count as full attention because no text is longer, in a model that has
+            other layers with full attention; None if there are no such windows.
     """
 
     model_type: str
@@ -80,6 +82,7 @@ class ModelShape:
     rope: Mapping | None = field(default=None, hash=False)
     kinds: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
+    wide_window: int | None = None
 
     @property
     def model_layers(self) -> int:
@@ -129,9 +132,9 @@ class ModelShape:
         if isinstance(model, str | PathLike):
             model, source = read_model_config(model), Path(model) / "config.json"
         config = resolve(model, source)
-        return cls(
-            **shape_of(config, source, max_model_len), max_model_len=max_model_len, rope=rope_of(config, max_model_len)
-        )
+        sizes = shape_of(config, source, max_model_len)
+        window = _wide_window(text_config(config), max_model_len)
+        return cls(**sizes, max_model_len=max_model_len, rope=rope_of(config, max_model_len), wide_window=window)
 
     @classmethod
     def in_context(cls, model: Any, tokens: int) -> ModelShape:
@@ -164,7 +167,8 @@ class ModelShape:
         names = "total_num_kv_heads", "head_size", "total_num_attention_heads"
         shapes = {tuple(getattr(layer, name) for name in names) for layer in by_layer}
         if len(shapes) > 1:
-            raise ConfigError(f"{model.model}: {OTHER_SHAPES}: leave --kv-policy out")
+            remedy = _raise_length(text, model.max_model_len) or "leave --kv-policy out"
+            raise ConfigError(f"{model.model}: {OTHER_SHAPES}: {remedy}")
         ((num_kv_heads, head_dim, num_heads),) = shapes
         return cls(
             model_type=text.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),
@@ -175,6 +179,7 @@ class ModelShape:
             hidden_size=model.get_hidden_size(),
             num_heads=num_heads,
             rope=rope_of(text, model.max_model_len),
+            wide_window=_wide_window(text, model.max_model_len),
             **mixed,
         )
 
@@ -285,26 +290,69 @@ def shape_of(config: Mapping | Any, source: str | Path, tokens: int | None = Non
     """
     text = text_config(resolve(config, source))
     try:
-        heads, hidden = size(text, "num_heads"), size(text, "hidden_size")
-        sizes = {
-            "num_layers": size(text, "num_layers"),
-            "num_heads": heads,
-            "head_dim": size(text, "head_dim") or (hidden and heads and hidden // heads),
-            "num_kv_heads": _kv_heads(text, heads),
-            **({} if hidden is None else {"hidden_size": hidden}),
-        }
+        count = size(text, "num_layers")
+        mixed = {}
+        if type(count) is int:
+            mixed = _layers(text, count, positions_of(text) if tokens is None else tokens)
+        sizes = _sizes_of_layers(text, mixed.get("layers"), source, tokens)
     except TypeError:
         raise ConfigError(f"{source} is not a model's config: {ADVICE}") from None
-    except RuntimeError as error:  # transformers' refusal to return a size that layers differ in
+    except RuntimeError as error:  # transformers' refusal to return what layers differ in
         raise ConfigError(f"{source}: {OTHER_SHAPES} ({str(error).split('.')[0]}): {ADVICE}") from None
+    sizes = {"num_layers": count} | sizes
     for name, number in sizes.items():
         if number is None:
             raise ConfigError(f"{source} has no {NAMES[name][0]!r}: {ADVICE}")
         if type(number) is not int or number < 1:
             raise ConfigError(f"{source}: {name} is {number!r}: {ADVICE}")
-    mixed = _layers(text, sizes["num_layers"], positions_of(text) if tokens is None else tokens)
     sizes["num_layers"] = len(mixed.get("layers", ())) or sizes["num_layers"]
     return {"model_type": text.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX)} | sizes | mixed
+
+
+def attention_sizes(text: Any, layers: Iterable[int]) -> tuple[int, int]:
+    """Return the number of KV heads and the head size of some layers of a model.
+
+    Args:
+        text: the model's text config.
+        layers: indices of layers.
+
+    Raises:
+        ConfigError: the layers have different shapes.
+    """
+    sizes = _sizes_of_layers(text, layers, "the model's config")
+    return sizes["num_kv_heads"], sizes["head_dim"]
+
+
+def _sizes_of_layers(text: Any, layers: Iterable[int] | None, source: str | Path, tokens: int | None = None) -> dict:
+    """Return the sizes of attention in some layers, by default in all, and of what layers have in common.
+
+    Args:
+        text: the model's text config.
+        layers: indices of layers.
+        source: its name in errors.
+        tokens: tokens of the longest text, None if nothing bounds it.
+
+    Raises:
+        ConfigError: the layers have different shapes.
+    """
+    by_layer = [text]
+    if getattr(text, "is_heterogeneous", False):
+        by_layer = [text.per_layer_config[layer] for layer in layers or range(len(text.per_layer_config))]
+    sizes = _layer_sizes(by_layer[0])
+    if any(_layer_sizes(layer) != sizes for layer in by_layer[1:]):
+        raise ConfigError(f"{source}: {OTHER_SHAPES}: {_raise_length(text, tokens) or ADVICE}")
+    return sizes
+
+
+def _layer_sizes(text: Any) -> dict:
+    """Return the sizes of attention in a layer, and of what layers have in common, from the layer's config."""
+    heads, hidden = size(text, "num_heads"), size(text, "hidden_size")
+    return {
+        "num_heads": heads,
+        "head_dim": size(text, "head_dim") or (hidden and heads and hidden // heads),
+        "num_kv_heads": _kv_heads(text, heads),
+        **({} if hidden is None else {"hidden_size": hidden}),
+    }
 
 
 def _layers(text: Any, count: int, tokens: int | None) -> dict[str, tuple]:
@@ -314,6 +362,18 @@ def _layers(text: Any, count: int, tokens: int | None) -> dict[str, tuple]:
     if not layers or set(kinds) == {FULL}:
         return {}
     return {"kinds": kinds, "layers": layers if len(layers) < len(kinds) else ()}
+
+
+def _wide_window(text: Any, tokens: int | None) -> int | None:
+    """Return the ``wide_window`` of a :class:`ModelShape` for texts of at most ``tokens``."""
+    kinds = layer_kinds(text)
+    return sliding_window(text) if {*kinds} & POLICY_LAYERS and layer_kinds(text, tokens=tokens) != kinds else None
+
+
+def _raise_length(text: Any, tokens: int | None) -> str | None:
+    """Return the advice to serve longer texts if windows count as full attention because texts are short, or None."""
+    window = _wide_window(text, tokens)
+    return None if window is None else RAISE_LENGTH.format(window)
 
 
 def kinds_of(config: Any) -> tuple[str, ...]:

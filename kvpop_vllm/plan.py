@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,15 @@ from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibration.shares import check_holds_any, has_shares
 from kvpop_vllm.calibration.statistics import CONFIG_NAME
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
-from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, rope_of, shape_of, text_config
+from kvpop_vllm.model_shape import (
+    ModelShape,
+    attention_sizes,
+    positions_of,
+    read_model_config,
+    rope_of,
+    shape_of,
+    text_config,
+)
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.recurrent_states import state_bytes
 from kvpop_vllm.scorers import build, make_config, parse_config
@@ -89,19 +97,20 @@ def compute(options) -> Result:
     model = Planned.of(options)
     scorer = _scorer_kind(options, model)
     classes, notes = _classes(options)
-    pool, requests, unused = model.pool(), {}, []
+    pool, requests, pools, unused = model.pool(), {}, {}, []
     for budget in options.budget or sorted({-(-model.length // share) for share in SHARES}, reverse=True):
         for cls in classes:
             try:
                 policy = _policy(cls, budget, model, options, scorer)
-                requests[cls.name, budget], waste = _bytes_of_rank(pool, model, policy, options.prompt_length)
+                used = pools[cls.name, budget] = replace(pool, states=2 if _caches_prefixes(policy, model) else 1)
+                requests[cls.name, budget], waste = _bytes_of_rank(used, model, policy, options.prompt_length)
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
             unused += [] if waste is None else [waste]
     if not requests:
         raise ConfigError(notes[-1])
-    large = _large_blocks(pool, requests, model.length) if pool.has_states else []
+    large = _large_blocks(pools, requests, model.length) if pool.has_states else []
     notes = [*_before(model, pool, scorer), *notes, *large, *_after(classes, unused)]
     return Result(model, pool, model.stock_request(), requests, notes)
 
@@ -158,13 +167,11 @@ class Planned:
     @cached_property
     def stock(self) -> tuple[StockLayers, ...]:
         """The layers that a policy does not act on, by kind."""
-        return other_layers(
-            text_config(self.config), self.shape, self.token_bytes, self.dtype, self.options.tensor_parallel_size
-        )
+        return other_layers(text_config(self.config), self.shape, self.dtype, self.options)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values of a token in a layer, on one rank."""
+        """Bytes of keys and values of a token in a layer that the policy acts on, on one rank."""
         return 2 * self.heads * self.shape.head_dim * self.dtype.itemsize
 
     @property
@@ -181,7 +188,8 @@ class Planned:
     def stock_request(self) -> CacheBytes:
         """Return what a request holds in stock vLLM, at its end."""
         block, token = self.options.dense_block_size, self.token_bytes
-        pool = self._pool(BlockSizes.of(token, block, self.stock, block))
+        pool = self._pool(BlockSizes.of_stock(token, block, self.stock))
+        pool = replace(pool, states=2 if self.options.enable_prefix_caching else 1)
         return pool.request(pool.full_layers * self.length * token, cdiv(self.length, pool.sizes.slots), self.length)
 
     def pool(self) -> Pool:
@@ -215,30 +223,30 @@ class Planned:
         )
 
 
-def other_layers(
-    text: Any, shape: ModelShape, token_bytes: int, dtype: torch.dtype, ranks: int
-) -> tuple[StockLayers, ...]:
+def other_layers(text: Any, shape: ModelShape, dtype: torch.dtype, options: Any) -> tuple[StockLayers, ...]:
     """Return the layers of a model that a policy does not act on and that keep something of a request, by kind.
 
     Args:
         text: the model's text config.
         shape: the model's shape.
-        token_bytes: bytes of keys and values of a token in a layer, on one rank.
         dtype: dtype of the cache.
-        ranks: number of tensor-parallel ranks.
+        options: options of ``kvpop plan``.
 
     Raises:
-        ConfigError: the size of a recurrent state is not known.
+        ConfigError: the size of a recurrent state is not known, or layers of one kind have different shapes.
     """
+    ranks = options.tensor_parallel_size
     windows = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
     by_kind = {kind: tuple(i for i, name in enumerate(shape.kinds) if name == kind) for kind in windows}
-    stock = [
-        StockLayers(kind, by_kind[kind], token_bytes, tokens, kind == CHUNKED)
-        for kind, tokens in windows.items()
-        if by_kind[kind]
-    ]
+    stock = []
+    for kind, tokens in windows.items():
+        if layers := by_kind[kind]:
+            heads, size = attention_sizes(text, layers)
+            token_bytes = 2 * max(1, heads // ranks) * size * dtype.itemsize
+            stock.append(StockLayers(kind, layers, token_bytes, tokens, kind == CHUNKED))
+    named = options.mamba_ssm_cache_dtype and getattr(torch, options.mamba_ssm_cache_dtype)
     if recurrent := recurrent_layers(text, shape.model_layers):
-        stock.append(StockLayers("recurrent state", recurrent, state_bytes=state_bytes(text, dtype, ranks)))
+        stock.append(StockLayers("recurrent state", recurrent, state_bytes=state_bytes(text, dtype, ranks, named)))
     return tuple(stock)
 
 
@@ -300,27 +308,34 @@ def _before(model: Planned, pool: Pool, scorer: ScorerKinds) -> list[str]:
     if scorer.kind != "mlstm" and (scorer.of_model is None or scorer.of_model.scorer != "mlstm"):
         notes.append("kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     for kind, groups, layers in pool.stock:
-        size = size_text(groups * kind.blocks(length, pool.sizes.stock) * pool.block_bytes)
-        notes.append(f"in every row are the {layers} layers of {kind.kind}, in which a request holds {size} at its end")
+        size = size_text(groups * pool.blocks_of(kind, length) * pool.block_bytes)
+        twice = (
+            ", and as much again where prefixes are cached" if kind.state_bytes and length > pool.sizes.slots else ""
+        )
+        notes.append(
+            f"in every row are the {layers} layers of {kind.kind}, in which a request holds {size} at its end{twice}"
+        )
     groups = pool.groups + sum(groups for _, groups, _ in pool.stock)
     if padding := groups * pool.pages - pool.full_layers - sum(layers for *_, layers in pool.stock):
         notes.append(f"vLLM forms {groups} cache groups of {pool.pages} layers, {padding} of which are padding")
     return notes
 
 
-def _large_blocks(pool: Pool, requests: Mapping[tuple[str, int], CacheBytes], length: int) -> list[str]:
+def _large_blocks(
+    pools: Mapping[tuple[str, int], Pool], requests: Mapping[tuple[str, int], CacheBytes], length: int
+) -> list[str]:
     """Return the lines that say what blocks as large as a recurrent state cost.
 
     Args:
-        pool: the pool.
+        pools: pool of an engine with each policy and budget.
         requests: what requests hold with each policy and budget.
         length: tokens of a request.
     """
-    slots, stock, lines = pool.sizes.slots, pool.stock_blocks(length), []
-    alike: dict[tuple[int, CacheBytes], list[str]] = {}
+    lines, alike = [], {}
     for (name, budget), request in requests.items():
-        alike.setdefault((budget, request), []).append(name)
-    for (budget, request), names in alike.items():
+        alike.setdefault((budget, request, pools[name, budget]), []).append(name)
+    for (budget, request, pool), names in alike.items():
+        slots, stock = pool.sizes.slots, pool.stock_blocks(length)
         equal = cdiv(budget, slots) * slots
         same = f"; {equal} tokens cost the same" if equal != budget else ""
         lines.append(
@@ -424,7 +439,7 @@ def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
     if recurrence(text) is not None:
         features["recurrent"] = False
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
-    reasons += unserved(text, features, shape.max_model_len, mixed=True)
+    reasons += unserved(text, features, shape.max_model_len)
     if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
 
@@ -471,6 +486,13 @@ def _with_scorer_of_shapes(
     with torch.device("meta"):
         policy.set_tensors(0, dict(build(config).state_dict()))
     return policy
+
+
+def _caches_prefixes(policy: Policy, model: Planned) -> bool:
+    """Return whether an engine with a policy caches prefixes: as the options say, else where it protects prompts."""
+    if (chosen := model.options.enable_prefix_caching) is not None:
+        return chosen
+    return policy.compresses or protected_tokens(policy.protect, model.length) > 0
 
 
 def _dtype(options, config: Any) -> torch.dtype:

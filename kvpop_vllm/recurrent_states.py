@@ -12,13 +12,14 @@ import torch
 from kvpop_vllm.config import ConfigError
 
 
-def state_bytes(text: Any, dtype: torch.dtype, ranks: int = 1) -> int:
+def state_bytes(text: Any, dtype: torch.dtype, ranks: int = 1, state_dtype: torch.dtype | None = None) -> int:
     """Return the bytes of the convolution and the recurrent state of one layer on one tensor-parallel rank.
 
     Args:
         text: the model's text config, with its keys as attributes.
         dtype: dtype of the model.
         ranks: number of tensor-parallel ranks.
+        state_dtype: dtype of the recurrent state, None for that of the config, else of the model.
 
     Raises:
         ConfigError: the config does not say the sizes of a Mamba2 layer or a gated delta net.
@@ -30,7 +31,7 @@ def state_bytes(text: Any, dtype: torch.dtype, ranks: int = 1) -> int:
             f"the size of this model's recurrent states is not known ({error}): choose another model"
         ) from None
     named = getattr(text, "mamba_ssm_cache_dtype", None) or getattr(text, "mamba_ssm_dtype", None)
-    state_dtype = getattr(torch, named) if isinstance(named, str) else dtype
+    state_dtype = state_dtype or (getattr(torch, named) if isinstance(named, str) else dtype)
     return convolution * dtype.itemsize + state * state_dtype.itemsize
 
 

@@ -10,7 +10,7 @@ import torch
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import SCALED_BY_POSITION
 
-STATIC = ("default", "linear", "llama3", "yarn")
+STATIC = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotations by an angle in proportion to the position, so that a turned key is the key of another position."""
 UNROTATED = "unrotated_layers"
 """Key of the indices of layers without rotary embeddings, next to the rope parameters of the others."""
@@ -73,7 +73,12 @@ def check_rope(rope: object, source: str) -> None:
             f"{source}: rotary embeddings of type {kind!r} change with the length of a text, and keys cannot be"
             f" turned: choose a model with one of {', '.join(STATIC)}"
         )
-    needed = {"default": (), "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
+    needed = {
+        "default": (),
+        "proportional": (),
+        "linear": ("factor",),
+        "yarn": ("factor", "original_max_position_embeddings"),
+    }
     llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     for name in ("rope_theta", *needed.get(kind, llama3)):
         value = rope.get(name)

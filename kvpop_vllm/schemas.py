@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpop_vllm.config import MAX_BUDGET, ConfigError
+from kvpop_vllm.config import MAX_BUDGET, RAISE_LENGTH, ConfigError
 
 Rule = tuple[Callable[[Any], bool], str]
 """Function that says whether a value is right, and what a right value is, in words."""
@@ -38,7 +38,7 @@ def check_same_model(made_for: Mapping, model: Mapping, source: str, remedy: str
 
     Args:
         made_for: properties of the model that it was made for; those of ``rope``, if it is there, are compared one by one.
-        model: properties of the model.
+        model: properties of the model, with ``wide_window`` of :class:`kvpop_vllm.model_shape.ModelShape` if it has one.
         source: name of the file in errors.
         remedy: what to give instead.
         name: name of the model in errors.
@@ -50,6 +50,8 @@ def check_same_model(made_for: Mapping, model: Mapping, source: str, remedy: str
     if "rope" in made_for:
         ours, theirs = made_for["rope"], model["rope"]
         properties += [("rotary embeddings", key, ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})]
+    if made_for.get("layers") and model.get("wide_window"):
+        remedy = RAISE_LENGTH.format(model["wide_window"])
     for kind, key, ours, theirs in properties:
         if ours != theirs:
             raise ConfigError(f"{source} was made for {kind} with {key} = {ours!r}, {name} has {theirs!r}: {remedy}")

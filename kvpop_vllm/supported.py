@@ -18,7 +18,7 @@ VLLM = ">=0.32,<0.34"
 TRANSFORMERS = ">=5.16,<5.25"
 """Versions of transformers that are served, as in ``pyproject.toml``."""
 
-HEAD_SIZES = (32, 64, 80, 96, 128, 256)
+HEAD_SIZES = (32, 64, 80, 96, 128, 256, 512)
 """Head sizes that are served, by C++ and by Triton."""
 
 DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("float16", "bfloat16", "float32")}
@@ -43,7 +43,7 @@ class Kernels:
 KERNELS = {
     "reference": Kernels(),
     "cpp": Kernels(16, None, DTYPES["cpu"]),
-    "triton": Kernels(16, 256, DTYPES["cuda"]),
+    "triton": Kernels(16, 512, DTYPES["cuda"]),
 }
 """Head sizes and dtypes of each implementation; HEAD_SIZES are those that are tested, in C++ and in Triton."""
 
@@ -112,7 +112,8 @@ Scorers read keys as vLLM has them, even channels before odd ones.
 """
 
 
-def _has_sinks(text: Any) -> bool:
+def has_sinks(text: Any) -> bool:
+    """Return whether a model's attention has sinks of its own; ``text`` is its text config, with its keys as attributes."""
     kind = getattr(text, "model_type", None)
     if kind in ("granite", "granite_swa", "granitemoe", "granitemoe_swa"):  # as in vLLM
         return bool(getattr(text, "attention_sinks", getattr(text, "layer_types", None) is not None))
@@ -301,24 +302,17 @@ def refused(text: Any, seen: Mapping[str, Any], tokens: int | None = None) -> li
     return [feature for name, feature in REFUSED.items() if seen.get(name) or feature.declared(text, tokens)]
 
 
-def unserved(text: Any, features: Mapping[str, Any], tokens: int | None, mixed: bool = False) -> list[str]:
+def unserved(text: Any, features: Mapping[str, Any], tokens: int | None) -> list[str]:
     """Return the refused features of a model of transformers, as errors call them; see :func:`refused`.
 
-    Layers of kinds that are not served are among them. An engine finds those by their state instead.
+    Layers of kinds other than LOCAL_LAYERS and full attention are among them. An engine finds those by their state instead.
 
     Args:
         text: as in :func:`refused`.
         features: the features that the caller sees, see :func:`refused`.
         tokens: as in :func:`refused`.
-        mixed: True if layers in LOCAL_LAYERS are served next to those of full attention, and attention sinks are.
     """
-    served = {FULL, *(LOCAL_LAYERS if mixed else ())}
-    sinks = not mixed and _has_sinks(text)
-    features = {
-        "recurrent": not served.issuperset(layer_kinds(text, tokens=tokens)),
-        "attention sinks": sinks,
-        **features,
-    }
+    features = {"recurrent": not {FULL, *LOCAL_LAYERS}.issuperset(layer_kinds(text, tokens=tokens)), **features}
     return list(dict.fromkeys(feature.feature for feature in refused(text, features, tokens)))
 
 
@@ -391,6 +385,8 @@ FAMILIES = (
            EQUAL, "Qwen/Qwen3-Next-80B-A3B-Instruct", limit="other dtypes than bfloat16 on a CPU", under_transformers=False),
     Family("Qwen3.5", ("qwen3_5_text", "qwen3_5_moe_text"), "Qwen3_5ForConditionalGeneration",
            "one layer of four; the others have a gated delta net", UNTESTED, under_transformers=False),
+    Family("Gemma 4", ("gemma4_text",), "Gemma4ForCausalLM", "one layer of six, with heads of 512; the others have windows",
+           EQUAL, "google/gemma-4-31B-it", "--language-model-only"),
     Family("Cohere 2", ("cohere2",), "Cohere2ForCausalLM", "one layer of four; the others have windows", UNTESTED,
            "CohereLabs/c4ai-command-r7b-12-2024"),
     Family("Ministral", ("ministral",), "MistralForCausalLM", "the layers of kind `full_attention`", UNTESTED),
@@ -404,7 +400,6 @@ FAMILIES = (
     Family("Gemma 2", ("gemma2",), "Gemma2ForCausalLM", "-", "soft-capping", "google/gemma-2-9b-it"),
     Family("Gemma 3n, Gemma 4 E2B and E4B", ("gemma3n_text",), "Gemma3nForCausalLM", "-", "shared KV layers",
            "google/gemma-3n-E4B-it"),
-    Family("Gemma 4", ("gemma4_text",), "Gemma4ForCausalLM", "-", "heads of 512"),
 )  # fmt: skip
 """Families whose layers are of several kinds, those that are refused last. docs/models.md has them (``docs/models.py``)."""
 

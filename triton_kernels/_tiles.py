@@ -22,19 +22,25 @@ DECODE = {
     (False, 128): Tile(16, 64, 4, 5),
     (False, 256): Tile(16, 32, 4, 5),
     (True, 64): Tile(16, 32, 4, 5),
+    (False, 512): Tile(16, 16, 8, 5),
     (True, 256): Tile(16, 16, 4, 5),
+    (True, 512): Tile(16, 16, 8, 2),
 }
 """Tiles of decoding, by whether products are in float32 and by the largest head size D.
 
-With D <= 128 two programs fit on a multiprocessor of an A100.
+In two bytes, two programs fit on a multiprocessor of an A100.
 """
 PREFILL = {
     (False, 128): Tile(128, 64, 8, 5),
     (False, 256): Tile(64, 32, 8, 5),
     (True, 128): Tile(32, 32, 4, 5),
+    (False, 512): Tile(32, 16, 8, 5),
     (True, 256): Tile(16, 16, 4, 5),
+    (True, 512): Tile(16, 16, 8, 2),
 }
 """Tiles of prefill, by the same."""
+LARGE = 256
+"""Head size D above which a program of other kernels has twice as many warps, for its registers."""
 BACKWARD = {
     (False, 64): Tile(64, 64, 4, 2),
     (False, 128): Tile(64, 64, 8, 2),

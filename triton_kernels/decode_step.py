@@ -11,7 +11,7 @@ from kvpop_vllm.kernels.triton._serving_attend import MASSES, _attend, _correct,
 from kvpop_vllm.kernels.triton._serving_pages import MARKS, Cache, KernelConfig, Step, Weights, view
 from kvpop_vllm.kernels.triton._serving_retain import _evict_and_insert, _products
 from kvpop_vllm.kernels.triton._serving_scores import CELLS, COLUMNS, DEPTH, ROWS, SLOTS, _cells, _project, _residuals
-from kvpop_vllm.kernels.triton._tiles import DECODE, tile_of
+from kvpop_vllm.kernels.triton._tiles import DECODE, LARGE, tile_of
 
 from kvpop_vllm.kernels.dispatch import TRITON_DTYPES
 
@@ -147,7 +147,7 @@ def decode_step(
     cache, before = cache_of(pages, page_table), prefix_of(prefix)
     step = Step(*views, cache, before, weights, rule.log_gamma, scale, out, lse, work, flags, sink_logits)
     of_all = {"P": config, "launch_pdl": config.dependent}
-    own = of_all | {"num_warps": 4}
+    own = of_all | {"num_warps": 8 if config.size > LARGE else 4}
     if config.parts:
         _project[triton.cdiv(requests, ROWS.value), config.parts, heads](step, requests, **own)
     if config.scorer == "mlstm":

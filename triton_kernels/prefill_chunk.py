@@ -12,7 +12,7 @@ from kvpop_vllm.kernels.triton._prefill_plan import LAST, ROWS, Piece, pieces_of
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
 from kvpop_vllm.kernels.triton._prefill_steps import _steps
 from kvpop_vllm.kernels.triton._serving_pages import Step, View, state_places, view
-from kvpop_vllm.kernels.triton._tiles import DECODE, tile_of
+from kvpop_vllm.kernels.triton._tiles import DECODE, LARGE, tile_of
 from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, kernel_config, prefix_of, weights_of
 from kvpop_vllm.kernels.triton.delayed_mlstm import mlstm_of_segments
 from kvpop_vllm.kernels.triton.online_topk import eviction_times
@@ -158,7 +158,10 @@ class _Prefill:
         work = torch.empty(*self.right.shape, config.work, dtype=torch.float32, device=self.device)
         of_layer = self.cache, self.before, weights, self.rule.log_gamma, self.scale
         step = Step(*of_tokens, *of_requests, *of_layer, self.out, self.lse, work, sink_logits=self.sink_logits)
-        options = {"P": config, "num_warps": 8, "num_stages": tile_of(DECODE, config.wide, config.size).stages}
+        stages = tile_of(DECODE, config.wide, config.size).stages
+        if config.residual and config.size > LARGE:  # no block of 64 KiB of products is loaded ahead
+            stages = 2
+        options = {"P": config, "num_warps": 8, "num_stages": stages}
         _steps[(1, *self.right.T.shape)](step, tokens, counts, self.right, **options, enable_fp_fusion=False)
 
     def _numbers(self) -> torch.Tensor:

@@ -47,10 +47,16 @@ class StockLayers:
     aligned: bool = False
     state_bytes: int = 0
 
-    def blocks(self, length: int, block_size: int) -> int:
-        """Return the most blocks that a request of ``length`` tokens holds in each group while it decodes."""
+    def blocks(self, length: int, block_size: int, states: int = 1) -> int:
+        """Return the most blocks that a request of ``length`` tokens holds in each group while it decodes.
+
+        Args:
+            length: tokens of the request.
+            block_size: tokens per block.
+            states: as in :class:`Pool`.
+        """
         if self.state_bytes:
-            return 1
+            return min(states, cdiv(length, block_size))
         if self.tokens is None or length < self.tokens:
             return cdiv(length, block_size)
         straddles = 0 if self.aligned else 1  # a window may begin inside of a block
@@ -96,6 +102,22 @@ class BlockSizes:
         factor, count = common_pages(page, slot_bytes * multiple) if page else (1, 1)
         return cls(slot_bytes * multiple * count, multiple * count, stock_size * factor)
 
+    @classmethod
+    def of_stock(cls, token_bytes: int, block: int, stock: Sequence[StockLayers]) -> BlockSizes:
+        """Return the sizes of a pool of stock vLLM, whose smaller pages take more tokens if they divide the largest, or padding.
+
+        Args:
+            token_bytes: bytes of a token in a layer of full attention, all heads of a rank together.
+            block: tokens per block, before they are made more.
+            stock: the other layers.
+        """
+        if any(layers.state_bytes for layers in stock):
+            return cls.of(token_bytes, block, stock, block)
+        tokens = [token_bytes, *(layers.token_bytes for layers in stock)]
+        largest = max(tokens)
+        sizes = [block * (1 if largest % size else largest // size) for size in tokens]
+        return cls(largest * block, sizes[0], sizes[-1])
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -107,6 +129,7 @@ class Pool:
         full_layers: number of these layers in the stage.
         stock: layers of the other kinds, each with the number of its groups and its layers in the stage.
         pages: pages of a block, those of layers that fill up a group included.
+        states: most states that a request holds in a recurrent layer: 2 where prefixes are cached, else 1.
     """
 
     sizes: BlockSizes
@@ -114,6 +137,7 @@ class Pool:
     full_layers: int
     stock: tuple[tuple[StockLayers, int, int], ...]
     pages: int
+    states: int = 1
 
     @classmethod
     def of(
@@ -153,7 +177,12 @@ class Pool:
 
     def stock_blocks(self, length: int) -> int:
         """Return the blocks that a request of ``length`` tokens holds in the groups that no policy acts on."""
-        return sum(groups * kind.blocks(length, self.sizes.stock) for kind, groups, _ in self.stock)
+        return sum(groups * self.blocks_of(kind, length) for kind, groups, _ in self.stock)
+
+    def blocks_of(self, kind: StockLayers, length: int) -> int:
+        """Return the blocks in each group of a kind; a block in which a state is cached has the policy's number of tokens."""
+        size = self.sizes.slots if kind.state_bytes else self.sizes.stock
+        return kind.blocks(length, size, self.states)
 
     def request(self, canonical: int, blocks: int, length: int) -> CacheBytes:
         """Return what a request holds.

@@ -83,6 +83,7 @@ class Calibration:
         compared = [name for name in (*SIZES, "rope") if None not in (getattr(self, name), getattr(model, name))]
         compared += [] if self.layers is None else ["layers"]
         ours, theirs = ({name: getattr(shape, name, ()) for name in compared} for shape in (self, model))
+        theirs["wide_window"] = getattr(model, "wide_window", None)
         check_same_model(ours, theirs, f"--kv-calibration {source}", "run 'kvpop calibrate' on this model")
         if self.shares is not None:
             check_head_shares(self.shares, model.num_layers, model.num_kv_heads, source)

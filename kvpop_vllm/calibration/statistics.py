@@ -104,11 +104,11 @@ class QueryStatistics:
 
         Args:
             source: name of the folder in errors.
-            model: sizes of the model and ``rope``, by the names of the attributes.
+            model: sizes of the model and ``rope``, by the names of the attributes, and its ``wide_window``.
         """
         if model["rope"] is None:
             raise ConfigError("layers of this model have different rotary embeddings, or none: choose another policy")
-        made_for = {name: getattr(self, name) for name in model}
+        made_for = {name: getattr(self, name) for name in model if name != "wide_window"}
         check_same_model(made_for, model, source, "calibrate this model, or give its folder with --kv-calibration")
 
 

@@ -33,7 +33,7 @@ from kvpop_vllm.hub import local_folder
 from kvpop_vllm.model_shape import positions_of, read_model_config, shape_of, text_config
 from kvpop_vllm.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.schemas import NAME, Rule, Schema, check_same_model, integer
-from kvpop_vllm.supported import unserved
+from kvpop_vllm.supported import FULL, has_sinks, layer_kinds, unserved
 from kvpop_vllm.tensor_files import reading, write_folder
 
 __all__ = [
@@ -389,8 +389,10 @@ def check_attention(config) -> None:
     Raises:
         ConfigError: one has not.
     """
-    if features := unserved(text_config(config), {}, positions_of(config)):
-        raise ConfigError(f"a cartridge cannot serve a model with {features[0]}: choose another model")
+    text, positions = text_config(config), positions_of(config)
+    features = {"recurrent": {*layer_kinds(text, tokens=positions)} != {FULL}, "attention sinks": has_sinks(text)}
+    if reasons := unserved(text, features, positions):
+        raise ConfigError(f"a cartridge cannot serve a model with {reasons[0]}: choose another model")
 
 
 def base_of(folder: str | Path) -> dict:

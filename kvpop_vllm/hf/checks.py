@@ -45,7 +45,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     }
     length, limit = positions_of(model.config) if max_length is None else max_length, long_rotation(model)
     tokens = length if isinstance(length, int) else positions_of(model.config)
-    reasons = unserved(text, features, tokens, mixed=True)
+    reasons = unserved(text, features, tokens)
     if not model._can_set_attn_implementation():
         reasons.append("attention that transformers cannot exchange")
     if not reasons and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):

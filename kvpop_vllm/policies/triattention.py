@@ -56,7 +56,7 @@ class TriAttention(Policy):
                 " calibrate' writes"
             )
         self.statistics = read_statistics(folder)
-        names = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim", "layers", "rope")
+        names = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim", "layers", "rope", "wide_window")
         self.statistics.check_model(folder, **{name: getattr(self.model, name) for name in names})
 
     def rule(self, layer, heads):

@@ -188,6 +188,8 @@ def write_random_scorer(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model = json.loads((Path(model_dir) / "config.json").read_text())
+    by_layer = {int(layer): keys for layer, keys in (model.get("per_layer_config") or {}).items()}
+    model |= by_layer.get(layers[0], {}) if layers else {}
     dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     config = {
         "format": "kvpop-scorer",

@@ -42,6 +42,15 @@ FAMILIES = {
         "moe_layers": [],
         "attn_temperature_tuning": False,  # as vLLM sets it for texts of up to 32,768 tokens
     },
+    "gemma4_text": {
+        "layer_types": [S, S, F, S, S, F],
+        "sliding_window": 48,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
     "gpt_oss": {"layer_types": [S, F, S, F], "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {"layer_types": [F, S, S, F], "sliding_window": 48, "attention_multiplier": 32**-0.5},
     "nemotron_h": {
@@ -131,6 +140,9 @@ def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(_drawn(name, weight, generator))
+        for block in model.modules():
+            if getattr(block, "scaling", None) == 1.0:  # queries are scaled by their norm alone
+                block.q_norm.weight *= block.head_dim**-0.5
         embeddings = model.get_input_embeddings()
         embeddings.weight /= float(getattr(embeddings, "embed_scale", 1.0))  # layers add to vectors of unit mean square
     if kind in BFLOAT16:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from kvpop_vllm.cli import main
+from kvpop_vllm.compaction.cartridge import check_attention
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import (
     ARCHITECTURES,
@@ -114,9 +116,10 @@ def test_what_only_the_reader_or_an_unknown_key_says():
     [{"use_attention_sinks": True}, {"model_type": "gpt_oss"}, {"model_type": "granite", "layer_types": ["attention"]}],
 )
 def test_attention_sinks_are_refused_by_compaction_alone(config):
-    """Engines, plans and the cache for transformers say ``mixed``."""
-    assert unserved(SimpleNamespace(**config), {}, 64) == [REFUSED["attention sinks"].feature]
-    assert unserved(SimpleNamespace(**config), {}, 64, mixed=True) == []
+    text = SimpleNamespace(**{"model_type": "llama", "max_position_embeddings": 64} | config)
+    assert unserved(text, {}, 64) == []
+    with pytest.raises(ConfigError, match="a model with attention sinks of its own: choose another model"):
+        check_attention(text)
 
 
 @pytest.mark.parametrize("name", ["layer_types", "layers_block_type"])
@@ -133,10 +136,8 @@ def test_layers_of_kinds_that_are_not_served(name):
 )
 def test_a_kind_without_its_size(kind, key):
     layers = {"layer_types": ["full_attention", kind]}
-    assert unserved(SimpleNamespace(**layers, **{key: 64}), {}, 100, mixed=True) == []
-    assert unserved(SimpleNamespace(**layers, **{key: None}), {}, 100, mixed=True) == [
-        REFUSED["sliding-window"].feature
-    ]
+    assert unserved(SimpleNamespace(**layers, **{key: 64}), {}, 100) == []
+    assert unserved(SimpleNamespace(**layers, **{key: None}), {}, 100) == [REFUSED["sliding-window"].feature]
 
 
 @pytest.mark.parametrize("table", ["families", "commands", "memory"])
@@ -168,5 +169,4 @@ def test_families_are_served_or_refused_as_the_table_says(tmp_path, capsys, kind
     options = ["--kv-memory", "1GiB", "--budget", "256", "--max-model-len", "4096"]
     assert (main(["plan", "--model", str(tmp_path), *options]) == 0) == family.served, capsys.readouterr()
     error = capsys.readouterr().err
-    feature = REFUSED[family.state].feature if family.state in REFUSED else "layers of different shapes"
-    assert not error if family.served else feature in error
+    assert not error if family.served else REFUSED[family.state].feature in error

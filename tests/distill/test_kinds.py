@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from threads import one_thread
 from transformers import AutoModelForCausalLM, GraniteConfig, Qwen3NextConfig, Starcoder2Config
 
+from kvpop_vllm import model_hook
 from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
@@ -21,7 +22,8 @@ from kvpop_vllm.distill.sparse_attention import Sparse
 from kvpop_vllm.evaluation.output import read_records
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.local_attention import local_attention
-from kvpop_vllm.model_hook import CACHE_NAME, Dense, load_model
+from kvpop_vllm.model_hook import CACHE_NAME, Dense, check_rotation, load_model
+from kvpop_vllm.model_shape import kinds_of, rope_of
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import build
 from kvpop_vllm.scorers.checkpoint import read_scorer
@@ -87,6 +89,25 @@ def test_layers_that_a_policy_does_not_act_on_attend_as_in_transformers(root, ki
     attend.takes_sinks = True
     torch.testing.assert_close(model(tokens, attend=attend).logits, expected.logits, rtol=1e-4, atol=1e-5)
     assert layers == list(range(FAMILIES[kind]["layer_types"].count(FULL)))
+
+
+def test_the_rotation_of_gemma_4(root):
+    """A part of the channels rotates, over the whole head, by angles in proportion to the position."""
+    model = load_model(root / "gemma4_text", torch.float32)
+    rope = rope_of(model.config)
+    assert (rope["rope_type"], rope["partial_rotary_factor"]) == ("proportional", 0.25)
+    check_rotation(model, rope)
+    with pytest.raises(ConfigError, match="layer 0 of the model does not rotate queries and keys as its config says"):
+        check_rotation(model, rope | {"rope_type": "default"})
+
+
+def test_layers_find_their_kind_once(root, monkeypatch):
+    """Not in every pass."""
+    model, blocks = load_model(root / "gemma3_text", torch.float32), []
+    monkeypatch.setattr(model_hook, "kinds_of", lambda config: blocks.append(config) or kinds_of(config))
+    for _ in range(3):
+        model(torch.tensor([distinct(20)]), attend=Dense())
+    assert len(blocks) == len(model.model.layers)
 
 
 def test_a_scorer_has_tensors_for_layers_with_full_attention_and_says_which(trained):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -25,6 +25,13 @@ QWEN = {"image_token_id": 256, "video_token_id": 257, "vision_start_token_id": 2
 LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
 KINDS = {
     "gemma3": {"vision_config": VISION | LAYERS, "mm_tokens_per_image": 4} | IMAGE,
+    "gemma4": {
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 14, "position_embedding_size": 16,
+        },
+        "audio_config": None, "image_token_id": 250, "boi_token_id": 251, "eoi_token_id": 252,
+    },
     "llama4": {
         "vision_config": VISION
         | LAYERS
@@ -53,6 +60,8 @@ def write_image_model(folder: Path, kind: str, text: str | Path) -> Path:
     if kind.startswith("qwen"):
         config["rope_parameters"] |= {"mrope_section": [4, 6, 6]}
         del config["model_type"]
+    if kind == "gemma4":
+        config["use_bidirectional_attention"] = "vision"
     config = CONFIG_MAPPING[kind](text_config=config, tie_word_embeddings=False, **KINDS[kind])
     config.dtype = torch.float32
     model = AutoModelForImageTextToText.from_config(config).float()
@@ -93,6 +102,7 @@ def without_images() -> Iterator[None]:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(modules[parent], child, module)
+    modules["torchvision.transforms.v2.functional"].InterpolationMode = SimpleNamespace(BICUBIC=3)
     sys.modules.update(modules)  # what is imported meanwhile stays
     try:
         with mock.patch.object(registry, "_run_in_subprocess", lambda look: look()):

@@ -12,15 +12,18 @@ import torch
 from engine.driving import Job, Watched, watched
 from engine.tiny_engine import answers, running
 
+from kvpop_vllm import plan
+from kvpop_vllm.cli import make_parser
 from kvpop_vllm.supported import POLICY_LAYERS
 from kvpop_vllm.testing import BFLOAT16, KindsOracle, OraclePolicy, write_random_scorer
 
-BUDGET, BLOCK, TOLERANCE = 56, 32, 1e-5
+BUDGET, BLOCK, TOLERANCE, MEMORY = 56, 32, 1e-5, 32 << 20
 
 
 def options_of(kind: str) -> dict:
     """Return the options of engines of a family."""
-    return {"block_size": BLOCK, "dtype": "bfloat16" if kind in BFLOAT16 else "float32"}
+    dtype = "bfloat16" if kind in BFLOAT16 else "float32"
+    return {"block_size": BLOCK, "dtype": dtype, "kv_cache_memory_bytes": MEMORY}
 
 
 @contextmanager
@@ -74,6 +77,29 @@ class Served:
         for i, token in enumerate(out.token_ids):
             row = exact[len(prompt) - 1 + i]
             assert float(row.max() - row[token]) <= 2 * self.tolerance
+
+    def check_plan(self, prompt: int, new: int, *words: str) -> None:
+        """Serve a request, and compare the pool's blocks, and the most that the request held, with those of `kvpop plan`.
+
+        Args:
+            prompt: tokens of the prompt.
+            new: tokens of the answer.
+            words: further options of the plan.
+        """
+        config = self.engine.engine.vllm_config
+        sizes = ["--kv-memory", str(MEMORY), "--block-size", str(BLOCK), "--budget", str(BUDGET)]
+        sizes += ["--max-model-len", str(prompt + new), "--prompt-length", str(prompt), *words]
+        if (dtype := config.cache_config.mamba_ssm_cache_dtype) != "auto":  # which depends on the processor
+            sizes += ["--mamba-ssm-cache-dtype", dtype]
+        if "scorer" in self.settings:
+            sizes += ["--scorer", self.settings["scorer"]]
+        planned = plan.compute(make_parser().parse_args(["plan", "--model", config.model_config.model, *sizes]))
+        self.engine.engine.reset_prefix_cache()
+        self.serve([Job(prompt, new=new, scored=False)], protect="--protect-prompt" in words)
+        pool, steps = self.engine.recorder.pool, self.engine.recorder.blocks
+        assert pool.num_gpu_blocks == MEMORY // planned.pool.block_bytes
+        blocks = max(pool.num_gpu_blocks - 1 - step.free for step in steps[2:])  # after the prompt's
+        assert blocks == planned.requests[self.settings["policy"], BUDGET].blocks, (prompt, new)
 
     def inputs(self, name: str, length: int) -> dict[int, tuple]:
         """Return queries, keys and values of a request in each layer of the policy, as the engine had them last."""

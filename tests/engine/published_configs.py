@@ -359,6 +359,22 @@ CONFIGS = {
         num_hidden_layers=72,
         vocab_size=261120,
     ),  # fmt: skip
+    "gemma-4-31b": dict(
+        architectures=["Gemma4ForCausalLM"],
+        model_type="gemma4_text",
+        hidden_size=5376,
+        attention_k_eq_v=True,
+        head_dim=256,
+        global_head_dim=512,
+        hidden_size_per_layer_input=0,
+        layer_types=[*(["sliding_attention"] * 5), "full_attention"] * 10,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+        num_hidden_layers=60,
+        sliding_window=1024,
+        vocab_size=262144,
+    ),  # fmt: skip
     "qwen3-next-80b": dict(
         architectures=["Qwen3NextForCausalLM"],
         model_type="qwen3_next",
@@ -369,6 +385,17 @@ CONFIGS = {
         num_hidden_layers=48,
         partial_rotary_factor=0.25,
         vocab_size=151936,
+    ),  # fmt: skip
+    "qwen3.5-35b": dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="qwen3_5_moe_text",
+        hidden_size=2048,
+        head_dim=256,
+        mamba_ssm_dtype="float32",
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        num_hidden_layers=40,
+        vocab_size=248320,
     ),  # fmt: skip
 }
 """Name -> config. Of the first twelve, each says the number of KV heads in a way of its own."""

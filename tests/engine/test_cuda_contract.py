@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from engine.cuda_engine import GROUP, HEADS, SIZE, SLOTS, STREAMING, chosen, configure, group_of, only_rank
+from engine.image_models import without_images
 from engine.published_configs import CONFIGS
 from policies.matrix import random_statistics_folder
 from vllm import ModelRegistry
@@ -23,8 +24,9 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
+from kvpop_vllm.cache.accounting import MOST_PADDING
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import ModelShape
@@ -139,12 +141,52 @@ def test_models_with_attention_sinks(tmp_path, kind):
     assert "--kv-policy snapkv" in refusal(folder, {"policy": "snapkv", "budget": 64})
 
 
-@pytest.mark.parametrize("name, layers, slots", [("nemotron-h-8b", 4, 1024), ("qwen3-next-80b", 12, 544)])
+@pytest.mark.parametrize("newer", [False, True])
+def test_gemma_4(tmp_path, monkeypatch, newer):
+    """Heads of 512 ask for CUSTOM; windows have the backend that the model's config chooses, or the user, but CUSTOM."""
+    monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.is_fa_version_supported", lambda version: newer)
+    published = CONFIGS["gemma-4-31b"] | {"dtype": "bfloat16", "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    options = {"max_model_len": 4096, "block_size": None}
+    config, stock = configure(tmp_path, **options), configure(tmp_path, None, **options)
+    attention, model = config.attention_config, engine_policy(config).model
+    theirs = None if newer else AttentionBackendEnum.TRITON_ATTN
+    assert attention.backend is stock.attention_config.backend is theirs
+    assert attention.flash_attn_version == stock.attention_config.flash_attn_version == (4 if newer else None)
+    assert attention.backend_per_kind == {"full_attention": AttentionBackendEnum.CUSTOM}
+    assert (len(model.layers), model.num_kv_heads, model.head_dim) == (10, 4, 512)
+    backend, window = chosen(config, size=512, dtype=torch.bfloat16), {"size": 256, "has_sliding_window": True}
+    assert backend.get_name() == "CUSTOM"
+    assert chosen(config, dtype=torch.bfloat16, **window) is chosen(stock, dtype=torch.bfloat16, **window)
+    sizes = {"block_size": 16, "dtype": torch.bfloat16}
+    with only_rank(config):
+        ours = backend.customize_spec(FullAttentionSpec(num_kv_heads=4, head_size=512, **sizes))
+    windows = SlidingWindowSpec(num_kv_heads=16, head_size=256, sliding_window=1024, **sizes)
+    (specs,) = with_block_sizes([{"layers.0.attn": windows, "layers.5.attn": ours}], config)
+    assert {name: spec.block_size for name, spec in specs.items()} == {"layers.0.attn": 16, "layers.5.attn": 32}
+    assert (
+        0 <= specs["layers.5.attn"].page_size_bytes - windows.page_size_bytes < MOST_PADDING * windows.page_size_bytes
+    )
+    config = configure(tmp_path, attention_backend="FLEX_ATTENTION", **options)
+    assert chosen(config, dtype=torch.bfloat16, **window).get_name() == "FLEX_ATTENTION"
+    assert chosen(config, size=512, dtype=torch.bfloat16).get_name() == "CUSTOM"
+    message = refusal(tmp_path, STREAMING, attention_backend="CUSTOM", **options)
+    assert "the attention backend CUSTOM: leave --attention-backend out" in message
+    (tmp_path / "config.json").write_text(json.dumps(published | {"num_kv_shared_layers": 20}))
+    assert "cross-layer KV sharing" in refusal(tmp_path, STREAMING, **options)
+
+
+@pytest.mark.parametrize(
+    "name, layers, slots", [("nemotron-h-8b", 4, 1024), ("qwen3-next-80b", 12, 544), ("qwen3.5-35b", 10, 1040)]
+)
 @pytest.mark.parametrize("hits", [False, True])
 def test_models_with_recurrent_layers(tmp_path, name, layers, slots, hits):
     """VLLM chooses a block by the bytes of one slot, and a policy's page is the least of vLLM's that holds a state."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | {"dtype": "bfloat16"}))
-    config = configure(tmp_path, STREAMING | {"protect_prompt": "all" if hits else 0}, block_size=None)
+    architectures = {"architectures": ["Qwen3_5MoeForCausalLM"]} if name == "qwen3.5-35b" else {}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | {"dtype": "bfloat16"} | architectures))
+    with without_images():  # vLLM's module of Qwen3.5 has its models with images too
+        config = configure(tmp_path, STREAMING | {"protect_prompt": "all" if hits else 0}, block_size=None)
+        cls, _ = ModelRegistry.resolve_model_cls(config.model_config.architecture, model_config=config.model_config)
     attention, cache, model = config.attention_config, config.cache_config, config.model_config
     assert attention.backend_per_kind == {"full_attention": AttentionBackendEnum.CUSTOM} and attention.backend is None
     assert len(engine_policy(config).model.layers) == layers
@@ -152,7 +194,6 @@ def test_models_with_recurrent_layers(tmp_path, name, layers, slots, hits):
     size, heads = model.get_head_size(), model.get_num_kv_heads(config.parallel_config)
     backend = chosen(config, size=size, dtype=torch.bfloat16)
     assert backend.get_name() == "CUSTOM"
-    cls, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
     shapes, dtypes = cls.get_mamba_state_shape_from_config(config), cls.get_mamba_state_dtype_from_config(config)
     plain = FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=size, dtype=torch.bfloat16)
     with only_rank(config):

@@ -14,7 +14,13 @@ from kvpop_vllm.testing import OracleModel, OraclePolicy, write_tiny_model
 
 POLICY = {"policy": "streaming-llm", "budget": 56, "sinks": 4}
 ORACLE = OraclePolicy.streaming(4, 52, 0)
-TEXTS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+TEXTS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+}
 """Model types of the language models."""
 
 
@@ -23,7 +29,7 @@ def image_model(request, family, tmp_path):
     """Return ``make(kind)``, which writes a model and returns its folder and log-probabilities by the oracle."""
 
     def make(kind: str):
-        if kind in ("gemma3", "llama4"):
+        if kind in ("gemma3", "gemma4", "llama4"):
             text, oracle = family(TEXTS[kind])
             return write_image_model(tmp_path / "model", kind, text), lambda fed: oracle.logprobs(fed, ORACLE)
         text = write_tiny_model(tmp_path / "text", TEXTS[kind], hidden=128, vocab=264)
@@ -45,9 +51,10 @@ def test_text_equals_the_oracle(image_model, kind):
             assert abs(float(row[token]) - score) <= TOLERANCE and float(row.max() - row[token]) <= 2 * TOLERANCE
 
 
-def test_images_of_gemma_3_are_refused(image_model):
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_images_of_gemma_are_refused(image_model, kind):
     """The line names the flag with which text is served."""
-    folder, _ = image_model("gemma3")
+    folder, _ = image_model(kind)
     with without_images(), pytest.raises(ConfigError, match="serve text alone with --language-model-only") as caught:
         configure(folder, POLICY)
     assert "bidirectional image attention" in str(caught.value) and "\n" not in str(caught.value)

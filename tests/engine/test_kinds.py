@@ -13,9 +13,7 @@ from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, distance_of_engine, r
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvpop_vllm import plan
 from kvpop_vllm.cache.accounting import MOST_PADDING
-from kvpop_vllm.cli import make_parser
 from kvpop_vllm.supported import CACHE_SPECS, HYBRID, RECURRENT
 from kvpop_vllm.testing import BFLOAT16, FAMILIES, KindsOracle, random_prompt, require_distant_kinds
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
@@ -129,16 +127,5 @@ def test_pages_of_all_groups(served):
 
 def test_the_plan_counts_the_blocks(served):
     """`kvpop plan` has the pool's blocks, and of each request those that it holds when most of them are in use."""
-    folder, settings = served.engine.engine.model_config.model, served.settings
-    if served.oracle.config["model_type"] in BFLOAT16:
-        pytest.skip("a CPU keeps these states in float32, and a GPU in the model's dtype, which is counted")
-    scorer = ["--scorer", settings["scorer"]] if "scorer" in settings else []
     for prompt, new in ((130, 120), (20, 30)):
-        sizes = ["--kv-memory", "8MiB", "--block-size", str(BLOCK), "--budget", str(BUDGET)]
-        words = ["plan", "--model", folder, *sizes, "--max-model-len", str(prompt + new), *scorer]
-        result = plan.compute(make_parser().parse_args(words))
-        served.serve([Job(prompt, new=new, scored=False)])
-        pool, steps = served.engine.recorder.pool, served.engine.recorder.blocks
-        assert pool.num_gpu_blocks == (8 << 20) // result.pool.block_bytes
-        blocks = max(pool.num_gpu_blocks - 1 - step.free for step in steps[2:])  # after the prompt's
-        assert blocks == result.requests[settings["policy"], BUDGET].blocks, (prompt, new)
+        served.check_plan(prompt, new)

@@ -13,11 +13,14 @@ from engine.driving import Job
 from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, distance_of_engine, roles, serving
 from engine.own_backend import OwnBackendForCausalLM
 from engine.tiny_engine import configure, generate
+from transformers import AutoModelForCausalLM
 from vllm import ModelRegistry
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kvpop_vllm.cache.accounting import MOST_PADDING, common_pages
+from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.supported import CHUNKED, FULL, HYBRID, RECURRENT, SLIDING
 from kvpop_vllm.testing import BFLOAT16, FAMILIES, random_prompt, write_random_scorer, write_tiny_model
@@ -92,6 +95,9 @@ def test_hits_in_states(family, tmp_path, chunk):
             job = Job(prompt=prompt, new=20, scored=False, asks={"kv_protect_prompt": protect})
             (answer,) = served.serve([job], chunk, protect=True if protect == "all" else protect).values()
             assert answer.num_cached_tokens == hit, (len(prompt), protect)
+        served.settings = settings
+        for prompt, new in ((500, 30), (70, 20)):  # the longer one has two states where its answer begins a block
+            served.check_plan(prompt, new, "--protect-prompt", "all")
 
 
 @pytest.mark.slow
@@ -340,14 +346,40 @@ GEMMA_4 = {
     "changes, message",
     [
         ({"per_layer_config": {"01": {"head_dim": 64}, "03": {"head_dim": 128}}}, "layers of different shapes"),
-        ({"global_head_dim": 512}, "head size 512"),
+        ({"global_head_dim": 48, "head_dim": 64}, "head size 48"),
+        ({"num_kv_shared_layers": 2}, "cross-layer KV sharing"),
     ],
 )
-def test_layers_of_two_shapes_are_refused(tmp_path, changes, message):
-    """So are full-attention layers of a size that is not served, while the others' is. `kvpop plan` refuses both."""
+def test_layers_of_two_shapes_are_refused(tmp_path, capsys, changes, message):
+    """So are full-attention layers of a size that is not served, and layers that share a cache. `kvpop plan` refuses them too."""
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_4 | changes))
     with pytest.raises(ConfigError, match=message) as caught:
         configure(tmp_path, STREAMING)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="layers of different shapes"):
-        ModelShape.of(tmp_path, 256)
+    options = ["--kv-memory", "1GiB", "--budget", "64", "--max-model-len", "256"]
+    assert main(["plan", "--model", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_layers_have_heads_of_any_size(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_4 | {"head_dim": 48}))
+    assert engine_policy(configure(tmp_path, STREAMING)).model.head_dim == ModelShape.of(tmp_path, 256).head_dim == 64
+
+
+def test_texts_as_short_as_a_window(tmp_path, mixed):
+    """A window counts as full attention then; what does not fit is told to serve longer texts, not to take another scorer."""
+    advice = "raise --max-model-len above the window of 48 tokens, up to which windows count as full attention"
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_4 | {"global_head_dim": 128}))
+    scorer = write_random_scorer(tmp_path / "scorer", folder := mixed(SLIDING, FULL), layers=[1])
+    for model, settings in (
+        (tmp_path, STREAMING | {"budget": 32}),
+        (folder, {"policy": "kvpop", "scorer": str(scorer)}),
+    ):
+        configure(model, settings, max_model_len=49)
+        with pytest.raises(ConfigError, match=advice) as caught:
+            configure(model, settings, max_model_len=48)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=advice):
+        ModelShape.of(tmp_path, 48)
+    with pytest.raises(ConfigError, match="max_length above the window"):
+        KVpopCache(AutoModelForCausalLM.from_pretrained(folder), "kvpop", scorer=scorer, max_length=48)

@@ -67,3 +67,38 @@ def test_stock_engines_with_recurrent_layers(tmp_path, kind):
             assert [kind.state_bytes for kind in model.stock] == [states]
         finally:
             stop(llm)
+
+
+WINDOWS = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 256,
+    "sliding_window": 256,
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "architectures": ["Gemma4ForCausalLM"],
+}
+
+
+@pytest.mark.parametrize(
+    "sizes, tokens", [((2, 64, 2, 128), (128, 256)), ((2, 96, 2, 128), (128, 128)), ((4, 128, 1, 256), (256, 128))]
+)
+def test_stock_engines_whose_windows_have_another_shape(tmp_path, sizes, tokens):
+    """Blocks of layers with the smaller page have more tokens, or padding if it does not divide the other."""
+    names = "num_key_value_heads", "head_dim", "num_global_key_value_heads", "global_head_dim"
+    config = {"model_type": "gemma4_text"} | SIZES | WINDOWS | dict(zip(names, sizes, strict=True))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--model", str(tmp_path), "--kv-memory", "16MiB", "--max-model-len", "1024"]
+    request = plan.Planned.of(make_parser().parse_args(words)).stock_request()
+    with one_thread(), quick():
+        llm = start(tmp_path, None, load_format="dummy", kv_cache_memory_bytes=16 << 20)
+        try:
+            cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+            assert {group.kv_cache_spec.block_size for group in cache.kv_cache_groups} == {*tokens}
+            assert cache.num_blocks == (16 << 20) // (request.allocated // request.blocks)
+        finally:
+            stop(llm)
+    full, windows = (1024 // size for size in tokens)
+    assert request.blocks == full + 2 * min(windows, -(-255 // tokens[1]) + 1)

@@ -22,7 +22,8 @@ from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_shape import ModelShape
 
-LENGTH = 256
+LENGTHS = dict.fromkeys(CONFIGS, 256) | {"gemma-4-31b": 2048}
+"""Tokens of the longest text by model. Those of Gemma 4 are longer than its windows, whose layers have another shape."""
 
 
 def write(folder: Path, config: dict) -> Path:
@@ -43,8 +44,8 @@ def shapes(folders) -> dict[str, ModelShape]:
     code = f"""
 import dataclasses, json
 from kvpop_vllm.model_shape import ModelShape
-folders = {dict(zip(folders, map(str, folders.values()), strict=True))!r}
-print(json.dumps({{name: dataclasses.asdict(ModelShape.of(folder, {LENGTH})) for name, folder in folders.items()}}))
+folders, lengths = {dict(zip(folders, map(str, folders.values()), strict=True))!r}, {LENGTHS!r}
+print(json.dumps({{name: dataclasses.asdict(ModelShape.of(folders[name], lengths[name])) for name in folders}}))
 """
     process = subprocess.run([sys.executable, "-c", BLOCK + code], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
@@ -55,7 +56,7 @@ print(json.dumps({{name: dataclasses.asdict(ModelShape.of(folder, {LENGTH})) for
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_engines_shape(folders, shapes, name):
-    engine = ModelShape.of_engine(configure(folders[name], None, max_model_len=LENGTH).model_config)
+    engine = ModelShape.of_engine(configure(folders[name], None, max_model_len=LENGTHS[name]).model_config)
     if name == "step3p5":  # vLLM's config has one rotation, and its layers another list of them
         assert shapes[name].rope is None
         engine = dataclasses.replace(engine, rope=None)

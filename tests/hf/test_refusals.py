@@ -441,7 +441,7 @@ def test_gradients_and_attention_weights(model):
             {"dtype": torch.float64},
             "no GPU kernels for keys of torch.float64 and size 64: .* change the model's",
         ),
-        ("cuda", {"size": 512}, "no GPU kernels for keys of torch.bfloat16 and size 512"),
+        ("cuda", {"size": 1024}, "no GPU kernels for keys of torch.bfloat16 and size 1024"),
         ("cuda", {"capability": (7, 5)}, "GPU kernels are for NVIDIA's from compute capability 8.0 on"),
         ("cuda", {"rounds": Redundancy(2)}, "scores anew in rounds, which only a CPU does: move the model to the CPU"),
         (

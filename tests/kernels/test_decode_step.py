@@ -46,7 +46,7 @@ def check_budgets(p: Problem):
     requests=st.integers(1, 5),
     heads=st.integers(1, 3),
     group=st.integers(1, 5),
-    size=st.sampled_from([32, 64, 80, 96, 128, 256]),
+    size=st.sampled_from([32, 64, 80, 96, 128, 256, 512]),
     slots=st.sampled_from([16, 32, 64]),
     sinks=st.integers(0, 4),
     window=st.integers(1, 12),
@@ -77,6 +77,7 @@ def test_several_tiles_and_blocks(dtype, slots):
         ("mass-newest", 96, 5, 16, (torch.bfloat16, torch.float32)),
         ("mlstm-corrected", 128, 2, 32, (torch.bfloat16,) * 2),
         ("moment", 256, 1, 16, (torch.float32,) * 2),
+        ("mass-newest", 512, 4, 16, (torch.bfloat16, torch.float32)),
     ],
 )
 def test_biases_of_some_prefixes(case, size, group, slots, dtypes):

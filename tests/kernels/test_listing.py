@@ -65,7 +65,7 @@ def test_every_instruction_set_of_this_processor_is_there():
     assert sources == set(needed)
 
 
-LARGEST = {"decode_step": 256, "prefill_chunk": 256, "sparse_attention": 128, "future_attention_mass": 128}
+LARGEST = {"decode_step": 512, "prefill_chunk": 512, "sparse_attention": 128, "future_attention_mass": 128}
 """Largest head size of Triton's kernels."""
 
 

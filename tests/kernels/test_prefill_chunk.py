@@ -195,7 +195,7 @@ def test_pieces_longer_than_one(case, roles, length, chunks, impl):
     "size, group, q_dtype, protect",
     [
         *((64, 3, BF16, 0), (128, 4, BF16, 200), (80, 7, BF16, 0), (96, 3, BF16, 333), (32, 5, BF16, 97)),
-        *((32, 1, BF16, 0), (96, 1, torch.float32, 0), (80, 2, torch.float32, 200)),
+        *((32, 1, BF16, 0), (96, 1, torch.float32, 0), (80, 2, torch.float32, 200), (512, 8, BF16, 40)),
     ],
 )
 def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype, protect):

@@ -38,7 +38,7 @@ def test_every_kernel_compiles(compiled):
     ]
     written = {kernel for kernels in launched for kernel in kernels}
     assert len(written) == 10 + 8 + 9
-    rows = [row for row in compiled["rows"] if row["op"] != "biased"]
+    rows = [row for row in compiled["rows"] if row["op"] not in ("biased", "large")]
     found = {(row["arch"], row["dtype"], row["size"]): set() for row in rows}
     for row in rows:
         found[row["arch"], row["dtype"], row["size"]].add(row["kernel"])
@@ -56,6 +56,21 @@ def test_attention_with_biases_and_sinks_compiles(compiled):
     assert found == {(*target, *kind) for target in targets for kind in kinds}
     decode = [row for row in rows if row["kernel"] == "_attend"]
     assert [row for row in decode if row["stack"] > 64 or 2 * row["shared"] > SHARED[row["arch"]]] == []
+
+
+def test_heads_of_512_fit_a_multiprocessor(compiled):
+    """Attention spills nothing, and two programs of decoding fit on an A100; products of moments and steps one by one spill."""
+    rows = [row for row in compiled["rows"] if row["op"] == "large"]
+    kernels = {(row["kernel"], row["scorer"]) for row in rows}
+    assert kernels == {
+        *(("_attend", "stored"), ("_attend", "mlstm"), ("_attend_keys", "any")),
+        *(("_products", "any"), ("_residuals", "any"), ("_steps", "residual")),
+    }
+    assert {row["arch"] for row in rows} == {*SHARED} and len(rows) == len(SHARED) * len(kernels)
+    attention = [row for row in rows if row["kernel"] in ("_attend", "_attend_keys")]
+    assert [row for row in attention if row["stack"]] == []
+    programs = {"_attend": 2}
+    assert [row for row in rows if programs.get(row["kernel"], 1) * row["shared"] > SHARED[row["arch"]]] == []
 
 
 @pytest.mark.parametrize(
@@ -85,7 +100,12 @@ def test_loads_of_attention_overlap_its_products(compiled):
     assert found == {
         *(("_attend", op, arch) for op in ("decode_step", "prefix") for arch in (80, 90)),
         *(("_attend_keys", op, arch) for op in ("prefill_chunk", "training") for arch in (80, 90)),
-        *((kernel, "biased", arch) for kernel in ("_attend", "_attend_keys") for arch in (80, 90, 100)),
+        *(
+            (kernel, op, arch)
+            for kernel in ("_attend", "_attend_keys")
+            for op in ("biased", "large")
+            for arch in SHARED
+        ),
     }
     assert [row for row in rows if not row["waits"] or min(row["waits"]) == 0] == []
 

@@ -20,6 +20,7 @@ from kvpop_vllm.testing import assert_within_budget, eager_runs
 F16, SHORT = torch.float16, (2, 3, 13)
 SHAPES = {
     "three query heads of 48": ("mlp", [34, 1, 9], 0, dict(group=3, size=48)),
+    "heads of 512": ("linear", [30, 10], 18, dict(dtype=F16, group=4, size=512, heads=1)),
     "one query head of 80": ("key-norm", [34, 1, 9], 0, dict(group=1, size=80, slots=32)),
     "no sinks, window 1": ("linear", [34, 1, 9], 0, dict(roles=(0, 1, 5), step=3)),
     "own decays": ("gate_scores-ages", [34, 1, 9], 0, dict(roles=(3, 6, 12))),

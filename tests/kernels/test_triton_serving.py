@@ -47,6 +47,7 @@ SERVED = {
     ),
     "biases, mlstm whose state begins behind them": dict(case="mlstm", biased=BIASED),
     "biases, moments": dict(case="moment-corrected", biased=BIASED),
+    "heads of 512": dict(case="mass-newest", dtype=F16, group=4, size=512),
     "sinks, three query heads of 80": dict(case="none", heads=2, group=3, size=80, has_sinks=True),
     "sinks, mean mass, biases": dict(case="mass-mean", heads=2, biased=BIASED, has_sinks=True),
     "sinks, newest mass, float16": dict(case="mass-newest", dtype=F16, group=3, has_sinks=True),

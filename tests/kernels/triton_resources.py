@@ -4,7 +4,7 @@ The process compiles the kernels through their own launches. ``python tests/kern
 prints registers, bytes of stack and of shared memory, whether products and sums may be fused, and the waits for
 loads within loops, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints
 one op alone (of prefill its own kernels only; ``prefix`` is a decode step behind a protected prefix, ``biased`` are
-attention's kernels behind a prefix with biases, for sm_100 too), ``--json few`` what tests look at. For a decode step and a prefill it also records launches and the torch ops that ran, and for these and
+attention's kernels behind a prefix with biases, for sm_100 too, ``large`` kernels with heads of 512), ``--json few`` what tests look at. For a decode step and a prefill it also records launches and the torch ops that ran, and for these and
 the beginning of a tail the reads of a tensor's values.
 """
 
@@ -41,6 +41,10 @@ FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16"
 """Cases of decode steps by GPU, dtype and head size."""
 BIASED = dict.fromkeys(((100, "bfloat16", 128), *FEW), ("moment", "mlstm"))
 """Cases behind prefixes with biases."""
+LARGE = dict.fromkeys(((80, "bfloat16", 512), (90, "bfloat16", 512), (100, "bfloat16", 512)), STEPS)
+"""Cases with heads of 512."""
+OF_LARGE = "_attend", "_attend_keys", "_products", "_residuals", "_steps"
+"""Kernels whose blocks grow with the size of a head."""
 CHUNKS = {
     "mlstm": 500,
     "gate_scores-ages": 500,
@@ -53,7 +57,7 @@ CHUNKS = {
 BEHIND = "mlstm", "mass-mean"
 """Cases that are also prefilled behind a prefix of :data:`PREFIX` tokens."""
 PREFIX = 200
-OPS = "decode_step", "prefix", "biased", "prefill_chunk", "training"
+OPS = "decode_step", "prefix", "biased", "large", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 OWN = "online_topk", "_prefill_attend", "_prefill_slots", "_prefill_steps"
@@ -78,6 +82,8 @@ def compile_only(self, *args, grid, warmup, **options):
     if op == "prefill_chunk" and self.fn.__module__.rpartition(".")[2] not in OWN:
         return
     if op == "biased" and self.fn.__name__ not in ("_attend", "_attend_keys", "_steps"):
+        return
+    if op == "large" and self.fn.__name__ not in OF_LARGE:
         return
     if op == "training":  # all variants, by their hashes
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
@@ -286,6 +292,11 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
             notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests) for case in CHUNKS]
             notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in BEHIND]
         notes["begun"].append([begin(steps[0], DTYPES[dtype], size, requests) for requests in (2, 5)])
+    elif op == "large":
+        for case in steps:
+            serve(case, DTYPES[dtype], size)
+        for case in ("mlstm", "moment-corrected"):
+            prefill(case, DTYPES[dtype], size, 1)
     else:
         if op == "biased":
             for requests in (1, 5):
@@ -297,8 +308,8 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
 
 def cases_of(wanted: str | None) -> dict:
     """Return the cases of the current op, by GPU, dtype and head size."""
-    if op == "biased":
-        return BIASED
+    if op in ("biased", "large"):
+        return BIASED if op == "biased" else LARGE
     return FEW if wanted == "few" else ALL
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -102,7 +103,7 @@ def _token_seconds(policy: Any, model: Any) -> float:
     """
     from kvpop_vllm.policies.base import Order
 
-    size = model.get_head_size()
+    size = policy.model.head_dim
     slot = 2 * size * model.dtype.itemsize / READ_RATE
     if policy.order is Order.COUPLED and policy.layer_rule(0, slice(None)).scorer.keeps_moments:
         slot += 3 * 2 * size**2 / RESIDUAL_RATE  # three products of TF32 for one of float32
@@ -144,10 +145,12 @@ def _check(vllm_config: Any, policy: Any) -> None:
     chosen = getattr(attention.backend, "name", None)
     custom = AttentionBackendEnum.CUSTOM
     path = custom.get_path() if custom.is_overridden() else None
-    lacking = _ops_without_kernels(vllm_config.model_config)
+    lacking = _ops_without_kernels(vllm_config.model_config.dtype, policy.model.head_dim)
+    mixed = bool(policy.model.kinds)  # then the config's backend, which some models choose, is that of the other layers
+    allowed = chosen != "CUSTOM" if mixed else chosen in (None, "CUSTOM")
     refuse(
         {
-            f"the attention backend {chosen}: leave --attention-backend out": chosen not in (None, "CUSTOM"),
+            f"the attention backend {chosen}: leave --attention-backend out": not allowed,
             "attention backends by kind of layer: leave backend_per_kind out": attention.backend_per_kind,
             f"the attention backend CUSTOM of another plugin ({path}): set VLLM_PLUGINS=kvpop": path != BACKEND,
             "an installation without Triton: install the package triton": importlib.util.find_spec("triton") is None,
@@ -163,16 +166,15 @@ def _check(vllm_config: Any, policy: Any) -> None:
     )
 
 
-def _ops_without_kernels(model: Any) -> list[str]:
-    """Return the serving ops without a Triton kernel for this model.
+def _ops_without_kernels(dtype: torch.dtype, size: int) -> list[str]:
+    """Return the serving ops without a Triton kernel for heads of this dtype and size.
 
     They would run as the reference, which waits for the device at every step.
     """
     from kvpop_vllm.kernels.dispatch import TRITON_DTYPES, TRITON_LARGEST_HEAD
 
-    size = model.get_head_size()
     return [
-        f"{op} of {str(model.dtype).removeprefix('torch.')} heads of {size}"
+        f"{op} of {str(dtype).removeprefix('torch.')} heads of {size}"
         for op in ("decode_step", "prefill_chunk")
-        if model.dtype not in TRITON_DTYPES.get(op, ()) or size > TRITON_LARGEST_HEAD.get(op, size)
+        if dtype not in TRITON_DTYPES.get(op, ()) or size > TRITON_LARGEST_HEAD.get(op, size)
     ]

@@ -23,6 +23,7 @@ from kvpop_vllm.supported import (
     LOCAL_LAYERS,
     MAMBA2,
     NEEDS_FULL,
+    POLICY_LAYERS,
     RECURRENCES,
     REFUSED,
     Refused,
@@ -101,7 +102,7 @@ def check_config(vllm_config: Any) -> None:
     }
     features = refused(model.hf_text_config, model_features, model.max_model_len)
     cache, model_dtype = _cache_dtype(vllm_config), str(model.dtype).removeprefix("torch.")
-    platform, size = _platform(vllm_config), model.get_head_size()
+    platform, sizes = _platform(vllm_config), _head_sizes(model)
     refuse(
         {f"{feature.models}: {_remedy(feature, model)}": True for feature in features}
         | {
@@ -130,8 +131,8 @@ def check_config(vllm_config: Any) -> None:
                 and vllm_config.parallel_config.pipeline_parallel_size > 1
                 and vllm_config.compilation_config.mode == CompilationMode.NONE
             ),
-            f"head size {size}: sizes {HEAD_SIZES} are supported": size not in HEAD_SIZES,
         }
+        | {f"head size {size}: sizes {HEAD_SIZES} are supported": size not in HEAD_SIZES for size in sizes}
     )
 
 
@@ -171,6 +172,13 @@ def has_no_hits(vllm_config: Any) -> bool:
     """Return whether an engine has a prefix cache where vLLM stops at the first request: of Mamba2 layers on a CPU."""
     caches = vllm_config.cache_config.enable_prefix_caching and vllm_config.device_config.device_type == "cpu"
     return bool(caches and recurrence(vllm_config.model_config.hf_text_config) == MAMBA2)
+
+
+def _head_sizes(model: Any) -> list[int]:
+    """Return the head sizes of a model's layers with full attention, of all where layers have no kinds."""
+    kinds, sizes = layer_kinds(model.hf_text_config, tokens=model.max_model_len), model.model_arch_config
+    layers = [layer for layer, kind in enumerate(kinds) if kind in POLICY_LAYERS and len(kinds) > 1]
+    return sorted({sizes[layer].head_size for layer in layers} or {model.get_head_size()})
 
 
 def _has_other_layers(model: Any) -> bool:
