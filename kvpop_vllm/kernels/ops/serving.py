@@ -131,8 +131,8 @@ def verify_step(
 
     Of a request with a prefix, all tokens below p, drafts included, are stored in the prefix pages before, as for
     :func:`decode_step`; the caller writes them again when it knows better. Only tokens from p on are staged or taken back.
-    The op runs :func:`begin_tail` itself in the step of token p, also if that is a commit or a draft; if it is a draft,
-    state is put back too. A caller may have run it before a step at p, but not in a later one.
+    Call :func:`begin_tail` before a step with ``c <= p <= c + d``, once the tokens below p are written. If drafts below p
+    are refused, the next step begins at or below p, and so it is called again; a step at c > p must not be preceded by it.
 
     Rounds and the compression of a prompt lie between two steps, so the caller cuts drafts there. A token after which a
     round is due, or at which a prompt is compressed, is the token at c of its step, without drafts.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.cache.pages import Pages, StagedDraft
-from kvpop_vllm.kernels.reference.begin_tail import begin_tail
 from kvpop_vllm.kernels.reference.decode_step import decode_step
 from kvpop_vllm.kernels.reference.paging import check_staged, protected
 
@@ -35,9 +34,7 @@ def verify_step(
             "sink_logits": sink_logits,
         }
 
-        def step(t, *token, scores, table=table, begins=begins, of_request=of_request, r=r):
-            if t == begins > 0 and rule.replays:
-                begin_tail(pages, table, of_request["prefix"], rule=rule)
+        def step(t, *token, scores, table=table, of_request=of_request, r=r):
             at = torch.tensor([t]), budgets[r : r + 1]
             return decode_step(*token, pages, table, *at, gate_scores=scores, **of_request)
 
