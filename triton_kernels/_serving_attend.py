@@ -47,7 +47,7 @@ def _walk(
 def merged(values, tops, part, stride, parts, present, P: tl.constexpr):
     """Return maxima, totals and sums of all parts of a head's attention.
 
-    Those of its rows begin at ``part``, and those of the next part lie ``stride`` behind them. Other programs have written
+    Those of its rows begin at ``part``, and those of the next part lie ``stride`` further on. Other programs have written
     the parts, so they are not read through this one's cache.
     """
     column = tl.arange(0, P.padded)

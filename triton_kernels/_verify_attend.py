@@ -1,4 +1,4 @@
-"""Attention of a verifying step: a token and its drafts are rows of one tile, each with its own visible keys."""
+"""Attention of a verifying step: a token and its drafts are rows of one tile, each with its sum_row visible keys."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _walk(
     rows, scale, sums,
     P: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Run softmax attention over some blocks of slots; a row does not see what drafts up to its own have evicted."""
+    """Run softmax attention over some blocks of slots; a row does not see what drafts up to its sum_row have evicted."""
     for block in range(begin, end):
         first = block * P.block
         slot = first + tl.arange(0, P.block)
-        there = slot < used
+        inside = slot < used
         page = page_of(cache, r, h, first_page + first // P.slots)
         place = page * cache.rows + h * cache.rows_head + first % P.slots * P.size + tl.arange(0, P.block) * P.size
-        visible = there[None, :] & (slot[None, :] < limit[:, None])
+        visible = inside[None, :] & (slot[None, :] < limit[:, None])
         if gone is not None:
             for i in tl.static_range(S.drafts):
                 visible = visible & ((slot != tl.load(gone + i))[None, :] | (rank <= i)[:, None])
@@ -34,7 +34,7 @@ def _walk(
         if biased is not None:
             words = cache.score + h * cache.words_head + page * cache.words + slot % P.slots
             bias = tl.load(words, mask=slot < biased, other=0.0)
-        _, sums = add_keys(cache.k + place, cache.v + place, there, bias, visible, rows, scale, sums, P)
+        _, sums = add_keys(cache.k + place, cache.v + place, inside, bias, visible, rows, scale, sums, P)
     return sums
 
 
@@ -80,27 +80,42 @@ def _attend_drafts(
             step.prefix, r, h, 0, begin, last, until, biased, None, rank, c + 1 + rank, rows, step.scale, sums, P, S
         )
         begin, end = tl.maximum(begin - ahead, 0), end - ahead
-    at = gone + (r * heads + h) * S.drafts
+    victims = gone + (r * heads + h) * S.drafts
     sums = _walk(
-        step.cache, r, h, P.state_pages, begin, end, used, None, at, rank, used + 0 * rank, rows, step.scale, sums, P, S
+        step.cache,
+        r,
+        h,
+        P.state_pages,
+        begin,
+        end,
+        used,
+        None,
+        victims,
+        rank,
+        used + 0 * rank,
+        rows,
+        step.scale,
+        sums,
+        P,
+        S,
     )
     if part == 0:
         i = tl.arange(0, S.padded)
-        there = (i > 0) & (i <= tl.where(right, number, 0)) & (c + i >= before)
-        place = token + tl.where(there, i, 0)
-        visible = there[None, :] & (i[None, :] <= rank[:, None])
+        inside = (i > 0) & (i <= tl.where(right, number, 0)) & (c + i >= before)
+        place = token + tl.where(inside, i, 0)
+        visible = inside[None, :] & (i[None, :] <= rank[:, None])
         key, value = element_at(step.k, place, h), element_at(step.v, place, h)
-        _, sums = add_keys(key, value, there, None, visible, rows, step.scale, sums, P)
+        _, sums = add_keys(key, value, inside, None, visible, rows, step.scale, sums, P)
     if CUT:
         top, total, acc = sums
-        own = ((r * heads + h) * parts + part) * P.rows + row
-        store_rows(values + own * P.size, acc, present, P)
-        tl.store(tops + own * 2, top, mask=present)
-        tl.store(tops + own * 2 + 1, total, mask=present)
+        sum_row = ((r * heads + h) * parts + part) * P.rows + row
+        store_rows(values + sum_row * P.size, acc, present, P)
+        tl.store(tops + sum_row * 2, top, mask=present)
+        tl.store(tops + sum_row * 2 + 1, total, mask=present)
         tl.debug_barrier()  # all threads have written the part
         if tl.atomic_add(flags + 4, 1) != parts - 1:
             return
-        sums = merged(values, tops, own - part * P.rows, P.rows, parts, present, P)
+        sums = merged(values, tops, sum_row - part * P.rows, P.rows, parts, present, P)
     if step.sink_logits is not None:
         sums = add_sinks(step.sink_logits + head, present, sums)
     top, total, acc = sums

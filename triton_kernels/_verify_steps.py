@@ -99,18 +99,18 @@ def _collect(
     c, number = pages.position_of(step, r), tl.load(element_at(drafts, r, 0)).to(tl.int32)
     protected, _, _ = pages.roles_of(step, r, P)
     i, column = tl.arange(0, S.padded), tl.arange(0, P.padded)
-    seen, right, staged = c, c >= 0, tl.full([], 0, tl.int32)
+    count, right, staged = c, c >= 0, tl.full([], 0, tl.int32)
     if c > protected:
-        seen = tl.load(step.cache.position + word_at(step.cache, r, h, 0, P))
-        staged = tl.minimum(tl.maximum(c - seen, 0), S.drafts)
-        _, _, at = _staged_at(step.cache, r, h, tl.minimum(i, S.drafts - 1), P, S)
-        found = tl.load(step.cache.position + at, mask=i < staged, other=-1)
-        right = (c - seen == staged) & (tl.sum(((i < staged) & (found != seen + i)).to(tl.int32), 0) == 0)
-    begin = tl.where(c > protected, tl.maximum(seen, protected), c)
+        count = tl.load(step.cache.position + word_at(step.cache, r, h, 0, P))
+        staged = tl.minimum(tl.maximum(c - count, 0), S.drafts)
+        _, _, places = _staged_at(step.cache, r, h, tl.minimum(i, S.drafts - 1), P, S)
+        position = tl.load(step.cache.position + places, mask=i < staged, other=-1)
+        right = (c - count == staged) & (tl.sum(((i < staged) & (position != count + i)).to(tl.int32), 0) == 0)
+    begin = tl.where(c > protected, tl.maximum(count, protected), c)
     committed = tl.where(right, c - begin, 0)
     fits = column < P.size
     for j in range(0, committed):
-        row, word, _ = _staged_at(step.cache, r, h, begin - seen + j, P, S)
+        row, word, _ = _staged_at(step.cache, r, h, begin - count + j, P, S)
         to = (r * S.steps + j) * heads + h
         tl.store(k + to * P.size + column, tl.load(step.cache.k + row + column, mask=fits), mask=fits)
         tl.store(v + to * P.size + column, tl.load(step.cache.k + row + P.size + column, mask=fits), mask=fits)
@@ -118,9 +118,9 @@ def _collect(
             tl.store(gate_scores + to, tl.load(step.cache.state + word))
     new = right & (number >= 0)
     token, to = tl.load(element_at(first_tokens, r, 0), mask=new, other=0), (r * S.steps + committed) * heads + h
-    there = column < tl.where(new, P.size, 0)
-    tl.store(k + to * P.size + column, tl.load(element_at(step.k, token, h) + column, mask=there), mask=there)
-    tl.store(v + to * P.size + column, tl.load(element_at(step.v, token, h) + column, mask=there), mask=there)
+    new_column = column < tl.where(new, P.size, 0)
+    tl.store(k + to * P.size + column, tl.load(element_at(step.k, token, h) + column, mask=new_column), mask=new_column)
+    tl.store(v + to * P.size + column, tl.load(element_at(step.v, token, h) + column, mask=new_column), mask=new_column)
     if gate_scores is not None:
         tl.store(gate_scores + to, tl.load(element_at(step.gate_scores, token, h), mask=new), mask=new)
     counts += (r * heads + h) * COUNTS
@@ -198,21 +198,21 @@ def _draft_cells(step, counts, first_tokens, drafts, work, P: tl.constexpr, S: t
     column, f = tl.program_id(0) * scores.CELLS + tl.arange(0, scores.CELLS), tl.arange(0, P.padded_features)
     fits = column < P.values
     inside = (f < P.features)[:, None] & fits[None, :]
-    at = state_at(step.cache, r, h, f[:, None] * P.values + column[None, :], inside, P)
+    address = state_at(step.cache, r, h, f[:, None] * P.values + column[None, :], inside, P)
     number = tl.where(c >= protected, number, 0)  # before a tail begins, nothing leaves the window
-    there = (f < tl.where(number > 0, P.features, 0))[:, None] & fits[None, :]
-    cells = tl.load(at, mask=there, other=0.0)
+    present = (f < tl.where(number > 0, P.features, 0))[:, None] & fits[None, :]
+    cells = tl.load(address, mask=present, other=0.0)
     m = tl.load(state_at(step.cache, r, h, P.state_words - 1, True, P), mask=number > 0, other=0.0)
     for i in range(0, number):
-        row, own = token + 1 + i, work + ((r * S.drafts + i) * heads + h) * P.work
+        row, draft_work = token + 1 + i, work + ((r * S.drafts + i) * heads + h) * P.work
         m, keep, gain = gates_of(step, m, row, h, c + 1 + i, P)
         if step.weights.v_proj is not None:
-            value = tl.load(own + 2 * P.columns + column, mask=fits, other=0.0)
+            value = tl.load(draft_work + 2 * P.columns + column, mask=fits, other=0.0)
         else:
             value = tl.load(element_at(step.v, row, h) + column, mask=fits, other=0.0).to(tl.float32)
-        write = features_of(own + P.columns, P) * gain
+        write = features_of(draft_work + P.columns, P) * gain
         cells = cells * keep + write[:, None] * value[None, :]
-        tl.store(own + P.numerators + column, tl.sum(features_of(own, P)[:, None] * cells, 0), mask=fits)
+        tl.store(draft_work + P.numerators + column, tl.sum(features_of(draft_work, P)[:, None] * cells, 0), mask=fits)
 
 
 @triton.jit
@@ -220,16 +220,16 @@ def _lowest(step, r, h, q, first, end, gone, P: tl.constexpr):
     """Return the lowest effective score at q of slots ``[first, end)`` that are not in ``gone``, and its slot or -1."""
     cache = step.cache
     gamma, key = pages.decay_and_key(step, r, h, P)
-    best, oldest, where = none_yet(P.searched)
+    best, oldest, place = none_yet(P.searched)
     for start in range(first, end, P.searched):
         slot = start + tl.arange(0, P.searched)
         left = tl.max((slot[:, None] == gone[None, :]).to(tl.int32), 1)
         inside = (slot < end) & (left == 0)
-        at = word_at(cache, r, h, tl.where(inside, slot, 0), P)
-        raw = tl.load(cache.score + at, mask=inside, other=0.0)
-        token = tl.load(cache.position + at, mask=inside, other=0)
-        best, oldest, where = lower_of(best, oldest, where, raw, token, slot, inside, q, gamma, raw, key, P)
-    return lowest_of(best, oldest, where)
+        word = word_at(cache, r, h, tl.where(inside, slot, 0), P)
+        raw = tl.load(cache.score + word, mask=inside, other=0.0)
+        token = tl.load(cache.position + word, mask=inside, other=0)
+        best, oldest, place = lower_of(best, oldest, place, raw, token, slot, inside, q, gamma, raw, key, P)
+    return lowest_of(best, oldest, place)
 
 
 @triton.jit
@@ -264,10 +264,10 @@ def _plan(
         m = tl.load(state_at(cache, r, h, P.state_words - 1, True, P), mask=state > 0, other=0.0)
     for i in range(0, number):
         q, since = c + 1 + i, tail.since + i
-        own = work + ((r * S.drafts + i) * heads + h) * P.work
+        draft_work = work + ((r * S.drafts + i) * heads + h) * P.work
         if P.scorer == "mlstm" and P.delayed:
             m, keep, gain = gates_of(step, m, token + 1 + i, h, q, P)
-            z = z * keep + features_of(own + P.columns, P) * gain
+            z = z * keep + features_of(draft_work + P.columns, P) * gain
         if (state > 0) & (since >= tail.first_long):
             u, slot = q - tail.window, pages.ring_slot(since, tail.sinks, tail.window)
             fits = column < P.size
@@ -276,22 +276,22 @@ def _plan(
             value = tl.load(cache.v + place, mask=fits, other=0.0).to(tl.float32)
             raw = tl.load(cache.score + word_at(cache, r, h, slot, P))
             if P.scorer != "mlstm":
-                raw = stateless_score(step, own, h, key, value, raw, P)
+                raw = stateless_score(step, draft_work, h, key, value, raw, P)
             elif P.delayed:
-                raw = read_mlstm(step, own, z, m, h, key, value, P)
+                raw = read_mlstm(step, draft_work, z, m, h, key, value, P)
             leaves, enters, removed = tl.full([], -1, tl.int32), tl.full([], 1, tl.int32), tl.full([], -1, tl.int32)
             if used >= tail.budget:
                 gamma, draws = pages.decay_and_key(step, r, h, P)
-                least, victim = _lowest(step, r, h, q, tail.first_long, filled, out, P)
-                best, oldest, where = none_yet(S.padded)
-                best, oldest, where = lower_of(
-                    best, oldest, where, raws, left, lane, entered > 0, q, gamma, raws, draws, P
+                lowest, victim = _lowest(step, r, h, q, tail.first_long, filled, out, P)
+                best, oldest, nearest = none_yet(S.padded)
+                best, oldest, nearest = lower_of(
+                    best, oldest, nearest, raws, left, lane, entered > 0, q, gamma, raws, draws, P
                 )
-                newer, newest = lowest_of(best, oldest, where)
-                if newer < least:  # of equal scores the older token leaves, which is in a long-range slot
-                    least, removed = newer, newest
+                newer, newest = lowest_of(best, oldest, nearest)
+                if newer < lowest:  # of equal scores the older token leaves, which is in a long-range slot
+                    lowest, removed = newer, newest
                     victim = pages.ring_slot(tail.since + newest, tail.sinks, tail.window)
-                if (victim < 0) | (effective(raw, u, q, gamma, raw, draws, P) < least):
+                if (victim < 0) | (effective(raw, u, q, gamma, raw, draws, P) < lowest):
                     victim, enters, removed = slot, tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
                 leaves = victim
             if P.threshold is not None:
@@ -315,8 +315,8 @@ def _stage(step, counts, first_tokens, drafts, P: tl.constexpr, S: tl.constexpr)
     right = tl.load(counts + (r * heads + h) * COUNTS + 2) > 0
     protected, _, _ = pages.roles_of(step, r, P)
     if right & (c + number >= protected) & (i <= number):
-        row, word, at = _staged_at(step.cache, r, h, i, P, S)
-        tl.store(step.cache.position + at, tl.where(i < number, c + 1 + i, -1))
+        row, word, position = _staged_at(step.cache, r, h, i, P, S)
+        tl.store(step.cache.position + position, tl.where(i < number, c + 1 + i, -1))
         if i < number:
             column = tl.arange(0, P.padded)
             fits, token = column < P.size, tl.load(element_at(first_tokens, r, 0)) + 1 + i

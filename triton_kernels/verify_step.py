@@ -77,9 +77,9 @@ def verify_step(
     firsts, numbers = view(first_tokens), view(drafts)
     of_all = {"P": config, "S": staging, "launch_pdl": config.dependent, "num_warps": 4}
     exact = of_all | {"enable_fp_fusion": False}
-    each = 1, heads, requests
-    _collect[each](step, firsts, numbers, new_k, new_v, new_scores, counts, **of_all)
-    _advance[each](step._replace(**of_new), counts, **exact)
+    grid = 1, heads, requests
+    _collect[grid](step, firsts, numbers, new_k, new_v, new_scores, counts, **of_all)
+    _advance[grid](step._replace(**of_new), counts, **exact)
     if config.parts and (config.delayed or config.scorer != "mlstm"):
         lanes = requests * staging.drafts
         _project_drafts[triton.cdiv(lanes, ROWS.value), config.parts, heads](
@@ -90,7 +90,7 @@ def verify_step(
             step, counts, firsts, numbers, work, **exact
         )
     gone = torch.empty(requests, heads, staging.drafts, dtype=torch.int32, device=q.device)
-    _plan[each](step, counts, firsts, numbers, work, gone, **exact)
+    _plan[grid](step, counts, firsts, numbers, work, gone, **exact)
     tile = tile_of(DECODE, config.wide, config.size)
     rows = max(tile.rows, triton.next_power_of_2(staging.steps * group))
     of_rows = replace(config, rows=rows)

@@ -131,14 +131,14 @@ class Pool:
                 p.begin(self.pages, [r], use(impl))
             self.seen[r] += count >= 0
         q, k, v = (torch.cat(x) for x in zip(*tokens, strict=True))
-        own = dict(gate_scores=given_scores(p.rule, k), windows=p.windows[requests], prefix=self.prefix(requests))
+        options = dict(gate_scores=given_scores(p.rule, k), windows=p.windows[requests], prefix=self.prefix(requests))
         if p.rule.draws:
-            own["seeds"] = p.seeds[requests]
+            options["seeds"] = p.seeds[requests]
         lengths = torch.tensor([len(token[0]) for token in tokens])
         starts = torch.tensor([self.seen[r] - (count >= 0) for r, count in counts.items()])
         drafts = torch.tensor(list(counts.values()), dtype=torch.int32)
-        where = self.pages, self.table[requests], starts, lengths.cumsum(0) - lengths, drafts, self.budgets[requests]
-        return *ops.verify_step(q, k, v, *where, **own, **self.told(requests[0], impl)), (q, k, v)
+        place = self.pages, self.table[requests], starts, lengths.cumsum(0) - lengths, drafts, self.budgets[requests]
+        return *ops.verify_step(q, k, v, *place, **options, **self.told(requests[0], impl)), (q, k, v)
 
     def drafted(self, r: int, cut: slice, right: int) -> list[torch.Tensor]:
         """Return the tokens ``cut`` of a request, of which only the first and ``right`` more are right, and write them."""
@@ -149,7 +149,7 @@ class Pool:
         return tokens
 
     def accept(self, r: int, count: int) -> None:
-        """Go on behind so many of the drafts that have been verified, which are right then, also in a prefix."""
+        """Go on after so many of the drafts that have been verified, which are right then, also in a prefix."""
         cut = slice(self.seen[r], self.seen[r] + count)
         self.p.write(self.pages, [r] * count, range(cut.start, cut.stop), *(x[r][cut] for x in self.p.texts[1:]))
         self.seen[r] += count

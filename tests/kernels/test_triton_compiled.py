@@ -149,11 +149,11 @@ def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
 
 def test_a_verifying_step_reads_nothing_back_and_takes_few_launches(compiled):
     """Launches do not depend on what is accepted; torch fills outputs, and allocates."""
-    most = {"mlstm": 7, "mlp": 6}
-    assert {step["case"] for step in compiled["verified"]} == most.keys()
+    launches = {"mlstm": 7, "mlp": 6}
+    assert {step["case"] for step in compiled["verified"]} == launches.keys()
     for step in compiled["verified"]:
         padding, tokens = step["found"]
-        assert padding == tokens and len(padding["launches"]) == most[step["case"]]
+        assert padding == tokens and len(padding["launches"]) == launches[step["case"]]
         assert not [name for name, _ in padding["ops"] if not re.match(r"aten\.(empty|new_empty|zeros|fill)", name)]
 
 

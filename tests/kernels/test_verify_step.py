@@ -23,7 +23,7 @@ def fork(pool: Pool) -> Pool:
     """Return a pool with the same tokens and a copy of the pages."""
     other = Pool(pool.p)
     other.pages.raw.copy_(pool.pages.raw)
-    other.seen = list(pool.seen)
+    other.seen[:] = pool.seen
     return other
 
 
@@ -46,12 +46,12 @@ def replace_texts(p: Problem, texts) -> Problem:
     return other
 
 
-def compare(found, expected, atol: float) -> None:
+def compare(actual, expected, atol: float) -> None:
     """Compare two tensors, to the bit if ``atol`` is 0."""
     if atol:
-        torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=atol)
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=atol)
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 def check_steps(p: Problem, impl: str, rounds: list[dict[int, tuple[int, int]]], starts: list[int], atol: float = 0):
@@ -64,15 +64,15 @@ def check_steps(p: Problem, impl: str, rounds: list[dict[int, tuple[int, int]]],
         starts: tokens that each request has seen before.
         atol: tolerance of outputs and of pages' numbers; 0 compares bits.
     """
-    expected, found, base = Pool(p), Pool(p), "reference" if impl == "triton" else impl
-    for pool in (expected, found):
+    expected, actual, base = Pool(p), Pool(p), "reference" if impl == "triton" else impl
+    for pool in (expected, actual):
         for r, start in enumerate(starts):
             for _ in range(start):
                 pool.decode([r], base)
-    staging = torch.stack([found.staging(r) for r in range(p.requests)]).any(0)
+    staging = torch.stack([actual.staging(r) for r in range(p.requests)]).any(0)
     for step in rounds:
         counts, right = ({r: pair[i] for r, pair in step.items()} for i in (0, 1))
-        out, lse, tokens = found.verify(counts, impl, right)
+        out, lse, tokens = actual.verify(counts, impl, right)
         first = 0
         for r, count in counts.items():
             cut = slice(first, first + count + 1)
@@ -83,29 +83,29 @@ def check_steps(p: Problem, impl: str, rounds: list[dict[int, tuple[int, int]]],
             compare(out[cut], results[0], atol)
             compare(lse[cut], results[1], atol)
             expected.decode([r], base)
-        same_pages(p, found, expected, staging, atol)
+        same_pages(p, actual, expected, staging, atol)
         for r, accepted in right.items():
             for _ in range(accepted):
                 expected.decode([r], base)
-            found.accept(r, accepted)
-            assert found.seen[r] == expected.seen[r]
-    assert found.untouched()
+            actual.accept(r, accepted)
+            assert actual.seen[r] == expected.seen[r]
+    assert actual.untouched()
 
 
-def same_pages(p: Problem, found: Pool, expected: Pool, staging: torch.Tensor, atol: float) -> None:
+def same_pages(p: Problem, actual: Pool, expected: Pool, staging: torch.Tensor, atol: float) -> None:
     """Check that all bytes but staged drafts are equal, of requests whose tail has begun; and those of prefixes."""
     if atol:
         for r in range(p.requests):
-            if found.seen[r] > p.protects(r):
-                assert torch.equal(found.held(r), expected.held(r))
+            if actual.seen[r] > p.protects(r):
+                assert torch.equal(actual.held(r), expected.held(r))
         return
-    differs = (found.pages.raw != expected.pages.raw) & ~staging
+    differs = (actual.pages.raw != expected.pages.raw) & ~staging
     for r in range(p.requests):
-        if found.seen[r] <= p.protects(r):  # nothing is read there, except what a step writes at the end of a prefix
+        if actual.seen[r] <= p.protects(r):  # nothing is read there, except what a step writes at the end of a prefix
             differs[p.table[r].flatten().long()] = False
     if p.protected:
         for r in range(p.requests):  # drafts have been written into prefixes
-            cut = torch.arange(min(found.seen[r], p.protects(r)), p.protects(r))
+            cut = torch.arange(min(actual.seen[r], p.protects(r)), p.protects(r))
             differs[p.prefix_table[r, cut // p.slots].long()] = False
     assert not differs.any(), differs.nonzero()[:5]
 
@@ -178,17 +178,17 @@ if not INTERPRETED:
         """A request of which all right drafts are accepted is served as the float64 loop serves it."""
         p, (exact,) = decided(case, drafts=MOST)
         pool, rows = Pool(p), []
-        while (seen := pool.seen[0]) < p.length:
-            count = min(MOST, p.length - seen - 1)
-            right = seen % (count + 1)
+        while pool.seen[0] < p.length:
+            count = min(MOST, p.length - pool.seen[0] - 1)
+            right = pool.seen[0] % (count + 1)
             out, lse, _ = pool.verify({0: count}, impl, {0: right})
             rows.append((out[: right + 1], lse[: right + 1]))
             pool.accept(0, right)
         pool.verify({0: -1}, impl)
         out, lse = (torch.cat(x) for x in zip(*rows, strict=True))
         eager = p.lse(exact.held)
-        found = Served(out, lse, {p.length: pool.held(0)}, torch.zeros(p.length, dtype=torch.bool))
-        check_exact(p, exact, eager, found)
+        served = Served(out, lse, {p.length: pool.held(0)}, torch.zeros(p.length, dtype=torch.bool))
+        check_exact(p, exact, eager, served)
 
     @pytest.mark.parametrize("threads", [2, 5])
     def test_threads_change_nothing(threads):
@@ -210,8 +210,8 @@ if not INTERPRETED:
         p = verified("mlstm")
         for accepted in range(MOST + 1):
             pool, other = Pool(p), Pool(p)
-            for each in (pool, other):
-                each.chunk(0, 22, "cpp")
+            pool.chunk(0, 22, "cpp")
+            other.chunk(0, 22, "cpp")
             pool.verify({0: MOST}, "cpp", {0: accepted})
             pool.accept(0, accepted)
             other.decode([0], "cpp")
@@ -234,15 +234,15 @@ if not INTERPRETED:
         for r in (0, 1):
             pool.chunk(r, 20, impl)
         pool.verify({0: 2, 1: MOST}, impl)
-        before, seen = pool.pages.raw.clone(), list(pool.seen)
+        before, tokens = pool.pages.raw.clone(), list(pool.seen)
         for wrong in (-1, 3, 4):
-            pool.seen = [seen[0] + wrong, seen[1]]
+            pool.seen[:] = [tokens[0] + wrong, tokens[1]]
             with pytest.raises(ops.StepOrderError, match=r"has seen 21 tokens and holds 2 staged drafts"):
                 pool.verify({1: 1, 0: 1}, impl)
             assert torch.equal(pool.pages.raw, before)
-        pool.seen = [seen[0] + 2, seen[1] + MOST]
+        pool.seen[:] = [tokens[0] + 2, tokens[1] + MOST]
         pool.verify({0: 1, 1: 0}, impl)
-        pool.seen = [pool.seen[0], pool.seen[1] + 1]
+        pool.seen[:] = [pool.seen[0], pool.seen[1] + 1]
         with pytest.raises(ops.StepOrderError, match="holds 0 staged drafts"):
             pool.verify({0: 0, 1: 0}, impl)
 
@@ -251,9 +251,9 @@ if not INTERPRETED:
         p = verified("none")
         pool = Pool(p)
         pool.verify({0: MOST}, impl)
-        pool.seen = [0]
+        pool.seen[:] = [0]
         pool.verify({0: 0}, impl)
-        pool.seen = [2]
+        pool.seen[:] = [2]
         with pytest.raises(ops.StepOrderError, match="has seen 1 tokens and holds 0 staged drafts"):
             pool.verify({0: 0}, impl)
 
@@ -279,10 +279,10 @@ def test_places_of_staged_drafts():
     """Staged drafts lie after the state, apart from each other, and each within a block; one more block holds them."""
     for floats, dtype, queries in ((0, BF16, 0), (4161, BF16, 0), (64 * 66, BF16, 4 * 128), (5, F32, 3 * 128)):
         without = PageLayout(2, 64, dtype, 64, floats)
-        for most in (1, 4, 8):
-            layout = replace(without, drafts=most, draft_query_bytes=queries)
+        for drafts in (1, 4, 8):
+            layout = replace(without, drafts=drafts, draft_query_bytes=queries)
             assert layout.draft_bytes == 16 * -(-(2 * 64 * dtype.itemsize + 8 + queries) // 16)
-            places = [layout.draft_place(i) for i in range(most)]
+            places = [layout.draft_place(i) for i in range(drafts)]
             begins = [block * layout.region_bytes + byte for block, byte in places]
             assert begins[0] >= 4 * floats and all(
                 byte + layout.draft_bytes <= layout.region_bytes for _, byte in places
@@ -334,7 +334,7 @@ if INTERPRETED:
             pool.chunk(r, 20, "reference")
         pool.verify(dict.fromkeys(range(4), 2), "triton")
         before = pool.pages.raw.clone()
-        pool.seen = [24, 22, 20, 21]
+        pool.seen[:] = [24, 22, 20, 21]
         table, positions = p.table, torch.tensor([24, 22, 20, -1])
         pool.table = table.clone()
         pool.table[3] = 2**30

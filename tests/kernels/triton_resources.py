@@ -181,24 +181,24 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
 
 
 def verify(case: str, dtype: torch.dtype, size: int) -> list:
-    """Return launches and ops of a verifying step of padding and of one behind a prefix, which must be the same."""
+    """Return launches and ops of a verifying step of padding and of one after a prefix, which must be the same."""
     from kvpop_vllm.kernels.triton import decode_step as module
     from kvpop_vllm.kernels.triton.verify_step import verify_step
 
     module._dependent = lambda device: arch >= 90
     sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900, drafts=DRAFTS)
-    p, found = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare(), []
+    p, results = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare(), []
     pages, (q, k, v) = poisoned_pages(p.layout, p.num_blocks), (x.repeat(4, 1, 1) for x in p.inputs(range(3)))
     firsts, drafts = 4 * torch.arange(3), torch.full((3,), DRAFTS, dtype=torch.int32)
     prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), torch.tensor([0, 16, 2500]))
     for start in (-1, 8):
         launches.clear()
-        own = dict(rule=p.rule, scale=p.scale, prefix=prefix, windows=p.windows)
-        with noted_reads() as reads, Asked() as asked:
-            verify_step(q, k, v, pages, p.table, torch.full((3,), start), firsts, drafts, p.budgets, **own)
+        options = dict(rule=p.rule, scale=p.scale, prefix=prefix, windows=p.windows)
+        with noted_reads() as reads, Asked() as torch_ops:
+            verify_step(q, k, v, pages, p.table, torch.full((3,), start), firsts, drafts, p.budgets, **options)
         assert not reads, f"Tensor.{reads[0]} waits for the device"
-        found.append({"launches": list(launches), "ops": asked.ops})
-    return found
+        results.append({"launches": list(launches), "ops": torch_ops.ops})
+    return results
 
 
 def sinks_of(q: torch.Tensor) -> torch.Tensor | None:

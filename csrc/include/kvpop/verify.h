@@ -114,7 +114,7 @@ struct TokensOfHead {
     TokensOfHead(const TokensOfHead&) = delete;  // `step` points to `position`
 
     int64_t begin() const { return c <= prefix ? c : seen > prefix ? seen : prefix; }
-    // Chooses the token at position t. results: unused outputs and log-sum-exps of committed tokens.
+    // Chooses the token at position t. outputs, log_sums: [Hq, D] and [Hq], which get the results of committed tokens.
     void at(int64_t t, float* outputs, float* log_sums) {
         const DecodeStep& all = v.step;
         const int64_t q_bytes = all.q_is_bf16 ? 2 : 4;

@@ -22,7 +22,7 @@ def verify_step(
                 f"request {r}: {count} drafts after token {first} of {len(q)} tokens do not fit: at most"
                 f" {pages.layout.drafts} can be staged"
             )
-    for r, seen in enumerate(check_staged(pages, page_table, starts, prefix)):
+    for r, tokens_seen in enumerate(check_staged(pages, page_table, starts, prefix)):
         one, begins = slice(r, r + 1), protected(prefix, r)
         table, own_prefix = page_table[one], None if prefix is None else prefix.of(one)
         of_request = {
@@ -35,20 +35,20 @@ def verify_step(
         }
 
         def step(t, *token, scores, table=table, of_request=of_request, r=r):
-            at = torch.tensor([t]), budgets[r : r + 1]
-            return decode_step(*token, pages, table, *at, gate_scores=scores, **of_request)
+            place = torch.tensor([t]), budgets[r : r + 1]
+            return decode_step(*token, pages, table, *place, gate_scores=scores, **of_request)
 
         start, first, count = starts[r], firsts[r], counts[r]
-        for t in range(max(seen, begins), start):
-            *token, scores = _staged(pages, table[0], t - seen, q)
+        for t in range(max(tokens_seen, begins), start):
+            *token, scores = _staged(pages, table[0], t - tokens_seen, q)
             step(t, *token, scores=None if gate_scores is None else scores)
         before = None
         for i in range(count + 1):
-            at = slice(first + i, first + i + 1)
-            scores = None if gate_scores is None else gate_scores[at]
+            row = slice(first + i, first + i + 1)
+            scores = None if gate_scores is None else gate_scores[row]
             if i == 1:
                 before = _blocks(pages, table)
-            out[at], lse[at] = step(start + i, q[at], k[at], v[at], scores=scores)
+            out[row], lse[row] = step(start + i, q[row], k[row], v[row], scores=scores)
         if before is not None:
             blocks, content = before
             _regions(pages)[blocks] = content
