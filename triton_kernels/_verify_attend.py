@@ -99,13 +99,12 @@ def _attend_drafts(
         P,
         S,
     )
-    if part == 0:
-        i = tl.arange(0, S.padded)
-        inside = (i > 0) & (i <= tl.where(right, number, 0)) & (c + i >= before)
-        place = token + tl.where(inside, i, 0)
-        visible = inside[None, :] & (i[None, :] <= rank[:, None])
-        key, value = element_at(step.k, place, h), element_at(step.v, place, h)
-        _, sums = add_keys(key, value, inside, None, visible, rows, step.scale, sums, P)
+    i = tl.arange(0, S.padded)
+    inside = (i > 0) & (i <= tl.where(right & (part == 0), number, 0)) & (c + i >= before)
+    place = token + tl.where(inside, i, 0)
+    visible = inside[None, :] & (i[None, :] <= rank[:, None])
+    key, value = element_at(step.k, place, h), element_at(step.v, place, h)
+    _, sums = add_keys(key, value, inside, None, visible, rows, step.scale, sums, P)
     if CUT:
         top, total, acc = sums
         sum_row = ((r * heads + h) * parts + part) * P.rows + row

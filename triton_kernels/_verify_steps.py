@@ -103,14 +103,14 @@ def _collect(
     if c > protected:
         count = tl.load(step.cache.position + word_at(step.cache, r, h, 0, P))
         staged = tl.minimum(tl.maximum(c - count, 0), S.drafts)
-        _, _, places = _staged_at(step.cache, r, h, tl.minimum(i, S.drafts - 1), P, S)
-        position = tl.load(step.cache.position + places, mask=i < staged, other=-1)
+        places = _staged_at(step.cache, r, h, tl.minimum(i, S.drafts - 1), P, S)
+        position = tl.load(step.cache.position + places[2], mask=i < staged, other=-1)
         right = (c - count == staged) & (tl.sum(((i < staged) & (position != count + i)).to(tl.int32), 0) == 0)
     begin = tl.where(c > protected, tl.maximum(count, protected), c)
     committed = tl.where(right, c - begin, 0)
     fits = column < P.size
     for j in range(0, committed):
-        row, word, _ = _staged_at(step.cache, r, h, begin - count + j, P, S)
+        row, word, place = _staged_at(step.cache, r, h, begin - count + j, P, S)
         to = (r * S.steps + j) * heads + h
         tl.store(k + to * P.size + column, tl.load(step.cache.k + row + column, mask=fits), mask=fits)
         tl.store(v + to * P.size + column, tl.load(step.cache.k + row + P.size + column, mask=fits), mask=fits)
@@ -138,7 +138,7 @@ def _advance(step, counts, P: tl.constexpr, S: tl.constexpr):
     h, r, work, flags = place_of(step, P)
     counts += (r * tl.num_programs(1) + h) * COUNTS
     begin, right = tl.load(counts + 1), tl.load(counts + 2)
-    used, protected = tl.where(right < 0, REFUSED, PADDING), 0
+    used, protected = tl.where(right < 0, REFUSED, PADDING), tl.full([], 0, tl.int32)
     for i in tl.range(0, tl.load(counts), num_stages=1):
         row, q = r * S.steps + i, begin + i
         if P.parts > 0:
@@ -153,7 +153,7 @@ def _advance(step, counts, P: tl.constexpr, S: tl.constexpr):
                     scores.update_cells(step, work, row, r, h, q, column, P)
                 tl.debug_barrier()
         victim = scores.victim_of(step, work, r, h, q, P)
-        used, _, _, protected = retain(step, work, victim, row, r, h, q, P)
+        used, evicted, gone, protected = retain(step, work, victim, row, r, h, q, P)
         tl.debug_barrier()
     tl.store(flags, used)
     tl.store(flags + 3, protected)

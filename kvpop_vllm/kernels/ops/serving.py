@@ -164,6 +164,8 @@ def verify_step(
             written. The Triton implementation returns NaN for that request instead, as :func:`decode_step` does.
         ValueError: as in :func:`decode_step`; d exceeds m or tokens lie outside of ``[0, T)``; or the layout has no room
             for the rule's queries.
+        NotImplementedError: in Triton, a rule that reads attention or corrects outputs. It also takes m <= w alone
+            (ValueError, by the rule's w), because a draft must not leave the window before it is accepted.
     """
     run = resolve("verify_step", impl, q)
     _check_sinks(sink_logits, q)
