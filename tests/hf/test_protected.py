@@ -22,7 +22,7 @@ def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, pr
     settings = found.settings | {"protect_prompt": protect}
     prompts, cache = [random_prompt(n, seed=n) for n in LENGTHS], KVpopCache(model, **settings)
     together, held = generate(model, cache, prompts, 40, **options), [cache.held(row) for row in range(3)]
-    protected = [n if protect is True else min(protect, n) for n in LENGTHS]
+    protected = [n if protect is True else protect for n in LENGTHS]
     assert cache.protected == protected
     texts = [[*each, *more, *random_prompt(20, seed=5)] for each, more in zip(prompts, together, strict=True)]
     later = generate(model, cache, texts, 30)
