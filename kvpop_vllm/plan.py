@@ -401,9 +401,10 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
         at_its_end = compressing_bytes(*lengths[:2], prompt, *kept)
         at_the_end = request_bytes(*lengths, retention, shares, prompt, policy.compression)
         return max(at_its_end, at_the_end, key=lambda held: held.blocks)
-    if prompt is not None or policy.protect is not True:
+    longest = protected_tokens(policy.protect, length)
+    if prompt is not None or not longest:
         return request_bytes(*lengths, retention, shares, protected_tokens(policy.protect, prompt or 0))
-    prompts = worst_prompts(length, length, lengths[0].block_slots)
+    prompts = worst_prompts(min(length, longest), length, lengths[0].block_slots)  # a request may ask for less
     return max((request_bytes(*lengths, retention, shares, own) for own in prompts), key=lambda held: held.blocks)
 
 

@@ -8,10 +8,17 @@ from __future__ import annotations
 import pytest
 from engine.driving import BLOCK, Job, Judges, preempt_all, serving
 from engine.judge import Judge
-from engine.test_snapshots import nothing_is_left, turn, unlike, whole  # noqa: F401
+from engine.test_snapshots import live, nothing_is_left, turn, unlike, whole  # noqa: F401
 
 CASES = {"kvpop": {}, "h2o": {"reserve": True}}
-SLOW = {"streaming-llm": {"reserve": True}, "dms-query": {}, "momentkv": {}, "vase": {}, "random": {}, "h2o-pyramid": {}}
+SLOW = {
+    "streaming-llm": {"reserve": True},
+    "dms-query": {},
+    "momentkv": {},
+    "vase": {},
+    "random": {},
+    "h2o-pyramid": {},
+}
 POLICIES = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 FIRST, ANSWER, LATER = 95, 20, 45
 """Tokens of a first prompt, of an answer, and of what a later prompt adds."""
@@ -87,6 +94,18 @@ def test_requests_of_one_batch(engine):
         for name, answer in answers.items():
             judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.held)
     judges.check_near_ties()
+
+
+def test_a_long_protection_leaves_room_for_snapshots(engine):
+    """Requests are expected to end at their largest length, where that is below N, so that a prompt's end can be copied."""
+    judged(engine, 0)
+    jobs = [Job(prompt=unlike(60, 81), new=40, scored=False, asks={"kv_protect_prompt": 400})]
+    jobs.append(Job(prompt=unlike(96, 82), new=6, scored=False))
+    with engine.small_pool(30):
+        answers = engine.serve(jobs)
+    engine.check({engine.names["1"]: answers[engine.names["1"]]})
+    if engine.recorder.manager.snapshots is not None:
+        assert 96 in {snapshot.length for snapshot in live(engine)}
 
 
 def test_an_answer_is_shared_while_it_is_written(engine):
