@@ -37,24 +37,21 @@ def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, pr
 @pytest.mark.parametrize("policy", ["streaming-llm", "kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv"])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}])
 def test_protected_tokens_of_answers(case, policy, options):
-    """N lies in a row's prompt, beyond another's turn, and in the third's answer; the oracle judges both turns.
-
-    Pages are there for the tokens of the turn alone.
-    """
+    """N lies in a row's prompt, beyond another's turn, and in the third's answer; the oracle judges both turns."""
     protect = 80
     model, found = case("qwen3", policy, protect_prompt=protect)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
     cache = KVpopCache(model, **found.settings)
-    for new in (40, 30):
-        answers = generate(model, cache, prompts, new, **options)
+    for new, more in ((40, options), (30, {})):
+        answers = generate(model, cache, prompts, new, **more)
         assert cache.protected == [protect] * 3
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             run = found.judge.reference([*prompt, *answer[:-1]], prompt=len(prompt)).exact
             assert answer == run.logprobs.argmax(-1)[len(prompt) - 1 :].tolist()
             held = cache.held(row)
             assert all(torch.equal(held[layer], run.visible[layer][:, -1]) for layer in range(len(held)))
-        more = random_prompt(20, seed=5)
-        prompts = [[*prompt, *answer, *more] for prompt, answer in zip(prompts, answers, strict=True)]
+        question = random_prompt(20, seed=5)
+        prompts = [[*prompt, *answer, *question] for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def test_pages_of_protected_tokens_come_as_the_text_grows(case):
