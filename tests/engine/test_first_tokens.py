@@ -103,7 +103,7 @@ def test_a_long_protection_leaves_room_for_snapshots(engine):
     jobs.append(Job(prompt=unlike(96, 82), new=6, scored=False))
     with engine.small_pool(30):
         answers = engine.serve(jobs)
-    engine.check({engine.names["1"]: answers[engine.names["1"]]})
+        engine.check({engine.names["1"]: answers[engine.names["1"]]})
     if engine.recorder.manager.snapshots is not None:
         assert 96 in {snapshot.length for snapshot in live(engine)}
 
