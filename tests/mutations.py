@@ -358,7 +358,7 @@ FAULTS = {
     "kvpop_vllm/hf/cache.py": [
         # rows are decoded whose tails have not begun
         ("in_tails = [seen > 0« and seen >= p→» for", "tests/hf/test_protected.py -k 'of_answers and h2o'"),
-        # an answer is protected like the rest of a prompt, while a row beside it is below its N
+        # an answer is protected like the rest of a prompt, while another row is below its N
         ("p == seen and «(length > 1 or seen == made)→True»", "tests/hf/test_rows.py -k of_their_own"),
         # pages for all N tokens at once
         ("max(map(«min, protected, after→max, protected, protected»))", "tests/hf/test_protected.py -k come_as"),

@@ -273,7 +273,7 @@ class KVpopCache(Cache, AttentionCache):
         recorded = recording(inputs.device)
         if recorded and not (decoding and len(self._layers) == len(self)):
             raise RuntimeError(
-                "a CUDA graph can hold a pass of one token a row only, not the first and not of protected tokens: let the prompt, the"
+                "a CUDA graph can hold a pass of one token a row only, and not the first or one of protected tokens: let the prompt, the"
                 " protected tokens and a token pass before it"
             )
         # on an accelerator, reading the mask makes the host wait

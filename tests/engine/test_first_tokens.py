@@ -31,11 +31,11 @@ PROTECTS = [40, FIRST, FIRST + 1, FIRST + 9, END, END + 1, END + 16, END + LATER
 @pytest.fixture(scope="module", params=POLICIES)
 def engine(request, case):
     policy, more = request.param, (CASES | SLOW)[request.param]
-    found = case("qwen3", policy)
-    settings = found.settings | {"protect_prompt": 0, "max_protect": "all"} | more
+    tested = case("qwen3", policy)
+    settings = tested.settings | {"protect_prompt": 0, "max_protect": "all"} | more
     options = {"max_model_len": 1024, "num_gpu_blocks_override": 301, "enable_prefix_caching": True}
-    with serving(found._replace(settings=settings), **options) as engine:
-        engine.case, engine.policy, engine.judges = found, policy, {}
+    with serving(tested._replace(settings=settings), **options) as engine:
+        engine.case, engine.policy, engine.judges = tested, policy, {}
         yield engine
         for judge in engine.judges.values():
             judge.check_near_ties()
@@ -74,10 +74,10 @@ def test_turns(engine, protect, chunk):
     for number in range(3):
         fillers = [] if chunk is None else [Job(prompt=unlike(60, 70 + number), new=40, scored=False, asks=asks)]
         answer = turn(engine, history, number, preempt if number == 1 else None, fillers, asks=asks)
-        seen = max(0, len(history) - 1)
-        shared = min(seen, protect - 1) // BLOCK * BLOCK if seen else 0
-        goes_on = seen > protect and engine.recorder.manager.snapshots is not None
-        assert answer.num_cached_tokens == (seen if goes_on else shared)
+        before = max(0, len(history) - 1)
+        shared = min(before, protect - 1) // BLOCK * BLOCK if before else 0
+        goes_on = before > protect and engine.recorder.manager.snapshots is not None
+        assert answer.num_cached_tokens == (before if goes_on else shared)
         check_report(answer, protect)
         history = whole(answer)
 

@@ -192,7 +192,7 @@ def test_metrics_of_ended_requests(served):
     grown = {name: published(name) - before[name] for name in names}
     assert grown["tokens_seen"] == sum(seen for seen, _ in counts) > 500
     protect = PROTECTED if "protected" in case else 0
-    assert grown["protected_tokens"] == sum(min(protect, seen) for seen, _ in counts)
+    assert grown["protected_tokens"] == sum(min(protect, tokens) for tokens, _ in counts)
     if case == "dms":
         all_names = {metric.name for metric in REGISTRY.collect()}
         assert not all_names & {f"vllm:kv_policy_{name}" for name in (*KEPT, "retained_share")}

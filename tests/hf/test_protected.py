@@ -39,24 +39,24 @@ def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, pr
 def test_protected_tokens_of_answers(case, policy, options):
     """N lies in a row's prompt, beyond another's turn, and in the third's answer; the oracle judges both turns."""
     protect = 80
-    model, found = case("qwen3", policy, protect_prompt=protect)
+    model, matrix_case = case("qwen3", policy, protect_prompt=protect)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
-    cache = KVpopCache(model, **found.settings)
+    cache = KVpopCache(model, **matrix_case.settings)
     for new, more in ((40, options), (30, {})):
         answers = generate(model, cache, prompts, new, **more)
         assert cache.protected == [protect] * 3
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            run = found.judge.reference([*prompt, *answer[:-1]], prompt=len(prompt)).exact
+            run = matrix_case.judge.reference([*prompt, *answer[:-1]], prompt=len(prompt)).exact
             assert answer == run.logprobs.argmax(-1)[len(prompt) - 1 :].tolist()
-            held = cache.held(row)
-            assert all(torch.equal(held[layer], run.visible[layer][:, -1]) for layer in range(len(held)))
+            masks = cache.held(row)
+            assert all(torch.equal(masks[layer], run.visible[layer][:, -1]) for layer in range(len(masks)))
         question = random_prompt(20, seed=5)
         prompts = [[*prompt, *answer, *question] for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def test_pages_of_protected_tokens_come_as_the_text_grows(case):
-    model, found = case("qwen3", "h2o")
-    cache, prompt = KVpopCache(model, **found.settings, protect_prompt=1000), random_prompt(100)
+    model, matrix_case = case("qwen3", "h2o")
+    cache, prompt = KVpopCache(model, **matrix_case.settings, protect_prompt=1000), random_prompt(100)
     answer = generate(model, cache, [prompt], 20)[0]
     before = cache.allocated_bytes()
     assert cache.protected == [1000] and cache.get_seq_length() == 119 and bool(cache.held().all())
