@@ -347,7 +347,7 @@ def drawn(draw: random.Random, load: dict) -> tuple[str, dict]:
     if load["budgets"][1] and draw.random() < 0.6:
         asks |= {"kv_budget": draw.randint(*load["budgets"])}
     if load["protects"] and draw.random() < 0.4:
-        asks |= {"kv_protect_prompt": draw.choice(("all", draw.randint(0, prompt)))}
+        asks |= {"kv_protect_prompt": draw.choice(("all", draw.randint(0, 2 * prompt)))}
     if load["draws"] and draw.random() < 0.5:
         asks |= {"kv_seed": draw.randrange(2**63)}
     if load["policy"] and draw.random() < 0.3:

@@ -92,10 +92,10 @@ class PolicySettings:
         calibration: folder of ``kvpop calibrate``, or a JSON file with the shares of all heads.
         correction: correction of the outputs for evicted tokens, one of CORRECTIONS.
         allocator: distribution of the budget over layers and heads, one of ALLOCATORS.
-        protect_prompt: tokens of each prompt that are never evicted: True for all, N for the first N, 0 or
-            False for none.
+        protect_prompt: tokens that are never evicted: True for each prompt, N for the first N tokens of a conversation,
+            answers included, 0 or False for none.
         max_budget: largest budget that a request may ask for; by default the server's own.
-        max_protect: most prompt tokens that a request may protect; by default the server's own.
+        max_protect: most tokens that a request may protect; by default the server's own.
         reserve: True to begin a request only when all blocks that it will ever hold are free.
         inspect: True to serve the inspect page.
         cartridge: folder of each cartridge, by name.
@@ -214,7 +214,7 @@ def check_head_shares(shares: object, layers: int, heads: int, source: str) -> N
 
 
 def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool | int | None:
-    """Return the parsed number of protected prompt tokens; True for the whole prompt, None if not given.
+    """Return the parsed number of protected tokens; True for the whole prompt, None if not given.
 
     Args:
         value: bool, number of tokens, "all", a decimal string, or None.
@@ -233,8 +233,11 @@ def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool |
 
 
 def protected_tokens(protect: bool | int, prompt: int) -> int:
-    """Return p for a prompt of ``prompt`` tokens; ``protect`` is True for all, or a number."""
-    return prompt if protect is True else min(int(protect), prompt)
+    """Return p of a request; ``protect`` is True for the ``prompt`` tokens of its prompt, or a number of first tokens.
+
+    A number does not depend on the prompt, so that all turns of a conversation have the same p.
+    """
+    return prompt if protect is True else int(protect)
 
 
 @dataclass(frozen=True)

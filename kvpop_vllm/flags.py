@@ -27,7 +27,7 @@ class Setting:
         least: smallest number; None if any finite number will do.
         choices: allowed strings.
         files_go_to: flag that takes files of this kind, if a file was once allowed instead of a choice.
-        protects: True for a number of protected prompt tokens, or ``all``.
+        protects: True for a number of protected tokens, or ``all`` for the prompt.
         where: where it applies.
     """
 
@@ -104,15 +104,17 @@ SETTINGS = (
         choices=("uniform", "pyramid", "ada"), files_go_to="--kv-calibration",
     ),
     Setting(
-        "protect_prompt", str, "all|N", "Never evict the prompt, or its first N tokens",
-        "all under random, vase and rkv, 0 elsewhere", "; these are shared by vLLM's prefix cache", protects=True,
+        "protect_prompt", str, "all|N", "Never evict the prompt, or the first N tokens of a conversation, answers included",
+        "all under random, vase and rkv, 0 elsewhere",
+        "; these are shared by vLLM's prefix cache. For chats give N, the length of the system prompt rounded up: under 'all' "
+        "a later turn never goes on from an earlier one, whose answers it computes again", protects=True,
     ),
     Setting(
         "max_budget", int, "B", "Largest budget that a request may ask for (kv_budget)", "the server's own",
         where=(ENGINE,),
     ),
     Setting(
-        "max_protect", str, "all|N", "Most prompt tokens that a request may ask to protect (kv_protect_prompt)",
+        "max_protect", str, "all|N", "Most tokens that a request may ask to protect (kv_protect_prompt)",
         "what --kv-protect-prompt says", protects=True, where=(ENGINE,),
     ),
     Setting(
@@ -136,7 +138,7 @@ SETTINGS = (
         where=(REQUEST,),
     ),
     Setting(
-        "kv_protect_prompt", str, '"all" or an integer', "Tokens of this prompt that are never evicted", protects=True,
+        "kv_protect_prompt", str, '"all" or an integer', "This prompt, or the first tokens of prompt and answer, are never evicted", protects=True,
         where=(REQUEST,),
     ),
     Setting(

@@ -418,9 +418,8 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
         return max(at_its_end, at_the_end, key=lambda held: held.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:
-        own = protected_tokens(policy.protect, prompt or 0)
-        return request_bytes(*lengths, retention, shares, own)
-    prompts = worst_prompts(longest, length, lengths[0].block_slots)
+        return request_bytes(*lengths, retention, shares, protected_tokens(policy.protect, prompt or 0))
+    prompts = worst_prompts(min(length, longest), length, lengths[0].block_slots)  # a request may ask for less
     return max((request_bytes(*lengths, retention, shares, own) for own in prompts), key=lambda held: held.blocks)
 
 

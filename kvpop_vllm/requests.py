@@ -80,7 +80,8 @@ class RequestSlots(NamedTuple):
     """Slots of one request, from its admission to the plan of a step.
 
     Attributes:
-        prefix: p, tokens of the protected prefix, those of cartridges included. Where prompts are compressed, the prompt.
+        prefix: p, tokens of the protected prefix, those of cartridges included; the request may be shorter. Where prompts
+            are compressed, the prompt.
         made: number of the prefix's first tokens that are made slots with biases, not tokens.
         budget: B, in tokens.
         window: w, in tokens.
@@ -161,6 +162,17 @@ def of_request(params: object, server: ServerSlots, prompt: int) -> RequestSlots
     if (record := of_params(params)) is not None:
         return record
     return RequestSlots(protected_tokens(server.protect, prompt), 0, server.budget, server.window)
+
+
+def protects_prompt(params: object, server: ServerSlots) -> bool:
+    """Return whether a request protects its whole prompt, so that a later turn of its conversation protects more.
+
+    Args:
+        params: its sampling parameters.
+        server: slots of requests that ask for nothing.
+    """
+    value = (getattr(params, "extra_args", None) or {}).get(PROTECT)
+    return (server.protect if value is None else protection(value, PROTECT)) is True
 
 
 def wants_report(params: object) -> bool:

@@ -24,6 +24,7 @@ REFERENCE, KERNELS = "kvpop_vllm/kernels/reference", "kvpop_vllm/kernels"
 CPP, TRITON = "csrc", "triton_kernels"
 DECODE, PREFILL = "tests/kernels/test_decode_step.py", "tests/kernels/test_prefill_chunk.py"
 PREFIX, PRODUCT = "tests/kernels/test_prefix.py", "tests/policies/test_product.py"
+CHATS = "tests/engine/test_first_tokens.py"
 CONTRACT, FAIL_SAFE = "tests/engine/test_contract.py", "tests/engine/test_fail_safe.py"
 SERVING, TRITON_PREFILL = "tests/kernels/test_triton_serving.py", "tests/kernels/test_triton_prefill.py"
 GPU = "KVPOP_PRETEND_CUDA=1 TRITON_INTERPRET=1 -p engine.cuda_platform tests/engine"
@@ -32,6 +33,11 @@ DRIVERS = {
         "tests/engine/test_fidelity.py -k 'test_chunks and sharing and 16'",
         f"{GPU}/test_cuda_interpreted.py -k 'protected_prompts and V1'",
         "tests/hf/test_protected.py -k 'alone and kvpop'",
+    ),
+    "answers": (
+        f"{CHATS} -k 'test_turns and h2o and 400'",
+        f"{GPU}/test_cuda_interpreted.py -k 'protected_prompts and V1 and 20'",
+        "tests/hf/test_protected.py -k 'of_answers and h2o'",
     ),
     "sizes": (
         "tests/engine/test_requests.py -k sixteen -m 'not slow'",
@@ -262,6 +268,11 @@ FAULTS = {
         *(("[«record→slots[0]».window for record in slots],", tests) for tests in DRIVERS["sizes"]),
     ],
     "kvpop_vllm/attention/shifted_scores.py": [
+        # a row below its prefix's end writes to what may be another request's page
+        (
+            "device=there.device), «there.int().argmax()→torch.arange(len(there))»)",
+            "tests/attention/test_shifted_scores.py",
+        ),
         # a score too few is moved
         ("length - «1→2»] = gate_scores[first + 1 : first + length«→ - 1»]", f"{PRODUCT} -k 'dms-late'"),
     ],
@@ -313,6 +324,11 @@ FAULTS = {
         ("sizes = {size «/ factor→»: f", "tests/calibrate/test_improve.py"),
     ],
     "kvpop_vllm/vllm_glue/run/snapshots.py": [
+        # a number of tokens beyond the prompt counts as "all"
+        (
+            "if protects_prompt(request.sampling_params, self.manager.kv_cache_spec)«→ or slots.prefix >= request.num_prompt_tokens»:",
+            f"{CHATS} -k 'test_turns and 104'",
+        ),
         # what is copied in this step is copied again
         (
             "if snapshot is not None« and snapshot.blocks[0].block_id not in written→»:",
@@ -337,6 +353,28 @@ FAULTS = {
         ),
         # equal prompts are copied again and again
         ("return same is None or same.length < length«→ or True»", "tests/engine/test_snapshots.py -k equal_prompts"),
+    ],
+    "kvpop_vllm/config.py": [
+        # answers are not protected; for each of the drivers
+        *(
+            ("prompt if protect is True else «int(protect)→min(int(protect), prompt)»", tests)
+            for tests in DRIVERS["answers"]
+        ),
+    ],
+    "kvpop_vllm/hf/cache.py": [
+        # rows are decoded whose tails have not begun
+        ("in_tails = [seen > 0« and seen >= p→» for", "tests/hf/test_protected.py -k 'of_answers and h2o'"),
+        # an answer is protected like the rest of a prompt, while another row is below its N
+        ("p == seen and «(length > 1 or seen == made)→True»", "tests/hf/test_rows.py -k of_their_own"),
+        # pages for all N tokens at once
+        ("max(map(«min, protected, after→max, protected, protected»))", "tests/hf/test_protected.py -k come_as"),
+    ],
+    "kvpop_vllm/vllm_glue/run/cache_spec.py": [
+        # a request is expected to reach N
+        (
+            "length = «min(slots.prefix + slots.budget + 1, self.final[name])→slots.prefix + slots.budget + 1»",
+            f"{CHATS} -k leaves_room",
+        ),
     ],
     "kvpop_vllm/vllm_glue/run/manager_requests.py": [
         # a hit waits for ever in a pool that a miss would fit

@@ -134,7 +134,7 @@ class ResolvedPolicy:
 
     def protected(self, length: int, prompt: int | None = None) -> int:
         """Return the protected tokens of a request of ``length`` tokens; its prompt is all of them unless given."""
-        return 0 if self.policy.compresses else protected_tokens(self.policy.protect, prompt or length)
+        return 0 if self.policy.compresses else min(length, protected_tokens(self.policy.protect, prompt or length))
 
     def request_bytes(self, length: int, dtype: torch.dtype, prompt: int | None = None) -> CacheBytes:
         """Return the bytes of a request of ``length`` tokens in pages of the default number of slots.

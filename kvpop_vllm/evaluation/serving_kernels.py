@@ -61,7 +61,7 @@ def attend_and_keep(
     """
     device, length, rule = q.device, q.shape[2], policy.rules[layer]
     q, k, v = (x.detach().cpu() for x in (q, k, v))
-    protected = protected_tokens(policy.protect, length)
+    protected = min(length, protected_tokens(policy.protect, length))
     budgets = policy.budgets(layer) if budgets is None else budgets
     settings = {"protected": protected, "shifted": policy.policy.shifted, "seed": policy.spec.seed}
     settings["row_budget"] = policy.roles.budget

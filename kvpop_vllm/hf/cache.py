@@ -53,8 +53,8 @@ class KVpopCache(Cache, AttentionCache):
     ``generate()`` fed them, and cannot be continued without them. Rows whose turns differ in length cannot be
     continued together.
 
-    With ``protect_prompt``, the text of a call of ``generate()``, or its first N tokens, is never evicted. A
-    later call must bring the whole text so far, including earlier answers. Everything after the protected
+    With ``protect_prompt``, the text of a call of ``generate()``, or the first N tokens of text and answers, is never
+    evicted. A later call must bring the whole text so far, including earlier answers. Everything after the protected
     tokens is then computed again; the protected tokens are not. The cache grows with the protected tokens.
 
     A policy that compresses prompts holds the text of a call of ``generate()`` until its end. What it does not
@@ -93,7 +93,7 @@ class KVpopCache(Cache, AttentionCache):
         text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins, or None.
         next_text: ``[R, L]`` ids of the text of a call of ``generate()`` until its first pass, else None.
         policy: policy, resolved as in an engine.
-        protected: p of each row.
+        protected: p of each row, which may be shorter.
         head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
         gates: gate of each layer, None where the kernels score tokens.
         borrows: True if a query channel is removed from the queries in passes with this cache.
@@ -171,6 +171,7 @@ class KVpopCache(Cache, AttentionCache):
         self.text: torch.Tensor | None = None
         self.next_text: torch.Tensor | None = None
         self.protected: list[int] = []
+        self._most_protected = 0
 
     @property
     def _protects(self) -> bool:
@@ -266,13 +267,14 @@ class KVpopCache(Cache, AttentionCache):
         self._rows.check_number(rows)
         columns, lengths = self._begins_at(mask, positions, length)
         made = self._made.count
-        in_prompt = any(seen < (self._rows.prompt or 0) for seen in lengths)
-        decoding = length == 1 and columns == self._columns and len(lengths) > 0 and all(lengths) and not in_prompt
+        in_tails = [seen > 0 and seen >= p for seen, p in zip(lengths, self.protected, strict=True)]
+        decoding = length == 1 and columns == self._columns and len(lengths) > 0 and all(in_tails)
         lengths = lengths or [made] * rows
         recorded = recording(inputs.device)
         if recorded and not (decoding and len(self._layers) == len(self)):
             raise RuntimeError(
-                "a CUDA graph can hold a pass of one token a row only, and not the first: let the prompt and a token pass before it"
+                "a CUDA graph can hold a pass of one token a row only, and not the first or one of protected tokens: let the prompt, the"
+                " protected tokens and a token pass before it"
             )
         # on an accelerator, reading the mask makes the host wait
         look = not recorded and (inputs.device.type == "cpu" or not decoding)
@@ -293,9 +295,11 @@ class KVpopCache(Cache, AttentionCache):
         else:
             shift = torch.tensor([end - length for end in after]).unsqueeze(1)
             position_ids, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
-            # a prompt, or the rest of one
+            # a prompt, or the rest of one; a single token is an answer's
             protected = [
-                made + protected_tokens(protect, end - made) if columns < self._columns or p == seen else p
+                made + protected_tokens(protect, end - made)
+                if columns < self._columns or p == seen and (length > 1 or seen == made)
+                else p
                 for protect, p, seen, end in zip(
                     self._rows.protects(self.policy, rows), protected, lengths, after, strict=True
                 )
@@ -305,8 +309,9 @@ class KVpopCache(Cache, AttentionCache):
         if self.text is not None and self.next_text is not None and len(self.text) == len(self.next_text):
             check_text(self.next_text, self.text, mask, columns)
         self.next_text = None
+        self._most_protected = max(map(min, protected, after))
         for layer in self._layers.values():
-            self._make_room(layer, protected)
+            self._make_room(layer)
         self._before = self._columns, self._lengths, self.protected
         self._go_to(columns, lengths, protected)
         self.attended = set()
@@ -355,16 +360,16 @@ class KVpopCache(Cache, AttentionCache):
             )
         return reusable, [max(0, seen - (self._columns - reusable)) for seen in self._lengths]
 
-    def _make_room(self, layer: LayerPages, protected: list[int]) -> None:
-        """Allocate pages for the protected tokens in a layer.
+    def _make_room(self, layer: LayerPages) -> None:
+        """Allocate pages for the protected tokens in a layer, up to the end of the pass.
 
         Raises:
             ValueError: as :meth:`_check_unrecorded`, if the pages must be moved.
         """
-        if self._recorded and max(protected, default=0) > layer.prefix_room:
+        if self._recorded and self._most_protected > layer.prefix_room:
             self._check_unrecorded()
         with torch.inference_mode(False):
-            layer.protect(max(protected, default=0))
+            layer.protect(self._most_protected)
 
     def _check_unrecorded(self) -> None:
         """Check that no CUDA graph writes to the pages, before they are replaced.
@@ -452,7 +457,7 @@ class KVpopCache(Cache, AttentionCache):
                 self._layers[index] = pages = LayerPages(rule, budgets, *options)
                 if self._made.count:
                     pages.place(*(part.to(k.device) for part in self._made.layers[index]))
-            self._make_room(self._layers[index], self.protected)
+            self._make_room(self._layers[index])
         return self._layers[index]
 
     def local_layer(self, index: int, size: int) -> LocalLayer:
@@ -488,7 +493,7 @@ class KVpopCache(Cache, AttentionCache):
         if not step.recorded:  # a recorded pass has not been executed
             self._count(step.length, step.counts)
         if self.policy.compresses:  # a prompt that goes on has not been evicted from
-            self.protected = [p if p == seen else 0 for p, seen in zip(self.protected, self._lengths, strict=True)]
+            self.protected = [p if seen <= p else 0 for p, seen in zip(self.protected, self._lengths, strict=True)]
         for sequence_lengths in self._lengths_by_device.values():
             sequence_lengths.advance(step.counts)
 
@@ -568,7 +573,7 @@ class KVpopCache(Cache, AttentionCache):
         if not self._rows.any_protects(self.policy) or not self._lengths:
             return self._columns
         unprotected = (seen - protected for seen, protected in zip(self._lengths, self.protected, strict=True))
-        return self._columns - max(unprotected)
+        return self._columns - max(0, *unprotected)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the largest number of tokens: the budget under the policy ``full``, else -1 for none."""

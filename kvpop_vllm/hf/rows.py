@@ -83,7 +83,7 @@ class Rows:
             )
 
     def protects(self, policy: Policy, rows: int) -> list[bool | int]:
-        """Return the number of protected prompt tokens of each row; True for the whole prompt."""
+        """Return the number of protected tokens of each row; True for the whole prompt."""
         if _several(self.protect_prompt):
             return self.protect_prompt
         return [policy.protect if self.prompt is None else self.prompt] * rows

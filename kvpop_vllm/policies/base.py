@@ -202,7 +202,7 @@ class Policy(Declaration):
 
     @property
     def protect(self) -> bool | int:
-        """Number of protected tokens of each prompt (``--kv-protect-prompt``): True for all, 0 for none."""
+        """Number of protected tokens of each conversation (``--kv-protect-prompt``): True for each prompt, 0 for none."""
         protected = self.settings.protect_prompt
         return self.default_protect if protected is None else protected
 
@@ -219,7 +219,7 @@ class Policy(Declaration):
 
     @property
     def max_protect(self) -> bool | int:
-        """Most prompt tokens that a request may protect (``--kv-max-protect``): True for all, 0 for none."""
+        """Most tokens that a request may protect (``--kv-max-protect``): True for all of a prompt, 0 for none."""
         limit = self.settings.max_protect
         return self.protect if limit is None else limit
 

@@ -154,12 +154,12 @@ class OraclePolicy:
     def protecting(self, asked: bool | int, prompt: int, made: int = 0) -> OraclePolicy:
         """Return the policy for a prompt of ``prompt`` tokens, behind ``made`` slots of cartridges.
 
-        The first ``asked`` tokens are protected, True for all, and so are the slots. If the prompt votes, it is
-        held until its end instead.
+        The first ``asked`` tokens of prompt and answer are protected, True for the prompt, and so are the slots. If the
+        prompt votes, it is held until its end instead.
         """
         if self.scorer == PROMPT_VOTES:
             return replace(self, prompt=prompt)
-        return replace(self, protect=made + (prompt if asked is True else min(asked, prompt)), made=made)
+        return replace(self, protect=made + (prompt if asked is True else asked), made=made)
 
     def decay(self, layer: int, heads: int) -> list[float]:
         """Return ``log gamma`` of each head of one layer."""

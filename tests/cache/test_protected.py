@@ -103,13 +103,12 @@ def make_spec(budget, sinks, slots, state, protect, shares=None, max_budget=None
 
 @pytest.mark.parametrize("protect", [0, 1, 5, 16, 33, True])
 def test_blocks_and_most_blocks(protect):
-    """``blocks`` is right for every prompt and ``most_blocks`` is the largest of them, at every length."""
+    """``blocks`` is right for all that may be protected and ``most_blocks`` is the largest of them, at every length."""
     for budget, sinks, slots, state in SHAPES:
         spec = make_spec(budget, sinks, slots, state, protect)
         worst = 0
         for length in range(1, 90):
-            for prompt in range(length + 1):  # 0: a request may protect nothing
-                p = protected_tokens(protect, prompt)
+            for p in range(length + 1 if protect is True else protect + 1):  # a request may ask for less, or nothing
                 assert spec.blocks(length, spec.slots(p)) == counted(length, p, budget, sinks, slots, state), (
                     length,
                     p,
@@ -124,7 +123,8 @@ def test_most_blocks_of_what_requests_may_ask(most):
     for budget, sinks, slots, state in SHAPES[::5]:
         spec = make_spec(budget, sinks, slots, state, most, max_budget=2 * budget)
         for length in range(1, 70):
-            asked = itertools.product(range(protected_tokens(most, length) + 1), range(sinks + 2, 2 * budget + 1))
+            longest = min(length, protected_tokens(most, length))
+            asked = itertools.product(range(longest + 1), range(sinks + 2, 2 * budget + 1))
             assert spec.most_blocks(length) == max(spec.blocks(length, spec.slots(p, own)) for p, own in asked)
             for p, own in ((0, 2 * budget), (min(5, length), sinks + 2)):
                 assert spec.blocks(length, spec.slots(p, own)) == counted(length, p, own, sinks, slots, state)
@@ -142,7 +142,7 @@ def test_most_blocks_of_unequal_shares(protect):
         for length in range(1, 90):
             counts = []
             for prompt in range(1, length + 1):
-                p = protected_tokens(protect, prompt)
+                p = min(length, protected_tokens(protect, prompt))
                 own = length - p
                 pages = sum(state + -(-min(own, budget - (sinks if p else 0)) // 16) for budget in (30, 30, 12, 12))
                 counts.append(spec.blocks(length, spec.slots(p)))

@@ -40,7 +40,7 @@ def test_what_may_be_protected():
 
 
 def test_how_much_of_a_prompt_is_protected():
-    for protect, kept in ((True, (1, 5, 900)), (False, (0, 0, 0)), (0, (0, 0, 0)), (5, (1, 5, 5)), (1, (1, 1, 1))):
+    for protect, kept in ((True, (1, 5, 900)), (False, (0, 0, 0)), (0, (0, 0, 0)), (5, (5, 5, 5)), (1, (1, 1, 1))):
         assert tuple(protected_tokens(protect, prompt) for prompt in (1, 5, 900)) == kept
 
 

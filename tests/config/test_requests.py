@@ -50,7 +50,7 @@ def test_protection():
     assert resolve(server(max_protect=True), {"kv_protect_prompt": "all"}, 10) == RequestSlots(10, 0, 64, kept.window)
     assert resolve(server(max_protect=True), {"kv_protect_prompt": True}, 10).prefix == 10
     assert resolve(server(max_protect=20), {"kv_protect_prompt": "all"}, 20).prefix == 20
-    assert resolve(server(max_protect=20), {"kv_protect_prompt": 20}, 5).prefix == 5
+    assert resolve(server(max_protect=20), {"kv_protect_prompt": 20}, 5).prefix == 20
     assert resolve(server(protect_prompt=8), {"kv_protect_prompt": 0}, 50).prefix == 0
     assert resolve(server(protect_prompt=8), {"kv_budget": 64}, 50).prefix == 8
     assert resolve(server("random"), {"kv_seed": -3}, 50) == RequestSlots(

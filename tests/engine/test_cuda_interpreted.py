@@ -232,8 +232,8 @@ def test_equal_to_the_cpus_path(serve, name, version):
 def test_protected_prompts(serve, name, version):
     """The paths are equal for protected prompts.
 
-    Chunks lie inside a prompt, across its end and behind it. The last token of a prompt is a row of a graph.
-    Tails begin in decode rows, in a graph and beside chunks.
+    Chunks lie inside a prompt, across its end and behind it. The last token of a prompt is a row of a graph, and so are the
+    protected tokens of an answer. Tails begin in decode rows, in a graph and beside chunks.
     """
     served = serve(name, {"a": 9, "b": 30, "c": 21, "d": 10}, version)
     assert (served.layers.gpu[:, 1:] == 255).all(), "recording has written"
@@ -244,6 +244,11 @@ def test_protected_prompts(serve, name, version):
     served.requests.finish("b")
     served.check(a=1, c=7, d=18)
     served.check(graph=True, a=1, c=1, d=1)
+    if served.requests.spec.protect == 20:  # tokens of the first answer are protected too
+        for _ in range(8):
+            served.check(graph=True, a=1, c=1, d=1)
+        served.check(a=1, c=1, d=3)
+        assert served.requests.lengths["a"] == 23
     assert served.layers.same_pages()
 
 

@@ -52,6 +52,15 @@ def test_a_budget_of_the_whole_text_equals_stock(family, kind):
         assert max(abs(a - b) for (_, a), (_, b) in zip(ours, theirs, strict=True)) <= TOLERANCE
 
 
+def _hit_of_second_turn(served, prompt: list[int], new: int, protect: int) -> int:
+    """Return the tokens that the second turn of a chat hits, whose answers are protected too; the oracle judges both turns."""
+    for more in ([], random_prompt(30, seed=10)):
+        job = Job(prompt=[*prompt, *more], new=new, scored=False, asks={"kv_protect_prompt": protect})
+        (answer,) = served.serve([job], protect=protect).values()
+        prompt = [*job.prompt, *answer.outputs[0].token_ids]
+    return answer.num_cached_tokens
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -77,6 +86,9 @@ def test_hits_in_all_groups(family, tmp_path, kind):
             job = Job(prompt=prompt, new=70, scored=False, asks={"kv_protect_prompt": protect})
             (answer,) = served.serve([job], protect=True if protect == "all" else protect).values()
             assert answer.num_cached_tokens == hit, (len(prompt), protect)
+        assert _hit_of_second_turn(served, random_prompt(100, seed=9), 70, 250) == 96, (
+            "windows stay for a prompt's end alone"
+        )
 
 
 @pytest.mark.slow
@@ -95,6 +107,7 @@ def test_hits_in_states(family, tmp_path, chunk):
             job = Job(prompt=prompt, new=20, scored=False, asks={"kv_protect_prompt": protect})
             (answer,) = served.serve([job], chunk, protect=True if protect == "all" else protect).values()
             assert answer.num_cached_tokens == hit, (len(prompt), protect)
+        assert _hit_of_second_turn(served, random_prompt(500, seed=9), 20, 600) == 512
         served.settings = settings
         for prompt, new in ((500, 30), (70, 20)):  # the longer one has two states where its answer begins a block
             served.check_plan(prompt, new, "--protect-prompt", "all")

@@ -1,4 +1,4 @@
-"""`KVpopCache` with protected prompts: rows, turns, prompts in chunks, first N tokens."""
+"""`KVpopCache` with protected prompts: rows, turns, prompts in chunks, first N tokens of prompts and answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, pr
     settings = found.settings | {"protect_prompt": protect}
     prompts, cache = [random_prompt(n, seed=n) for n in LENGTHS], KVpopCache(model, **settings)
     together, held = generate(model, cache, prompts, 40, **options), [cache.held(row) for row in range(3)]
-    protected = [n if protect is True else min(protect, n) for n in LENGTHS]
+    protected = [n if protect is True else protect for n in LENGTHS]
     assert cache.protected == protected
     texts = [[*each, *more, *random_prompt(20, seed=5)] for each, more in zip(prompts, together, strict=True)]
     later = generate(model, cache, texts, 30)
@@ -32,6 +32,41 @@ def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, pr
         assert bool(own.held()[..., : protected[row]].all())
         assert generate(model, own, [text], 30)[0] == generate(model, anew, [text], 30)[0] == later[row]
         assert torch.equal(own.held(), anew.held()) and torch.equal(own.held(), cache.held(row))
+
+
+@pytest.mark.parametrize("policy", ["streaming-llm", "kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv"])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}])
+def test_protected_tokens_of_answers(case, policy, options):
+    """N lies in a row's prompt, beyond another's turn, and in the third's answer; the oracle judges both turns."""
+    protect = 80
+    model, matrix_case = case("qwen3", policy, protect_prompt=protect)
+    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
+    cache = KVpopCache(model, **matrix_case.settings)
+    for new, more in ((40, options), (30, {})):
+        answers = generate(model, cache, prompts, new, **more)
+        assert cache.protected == [protect] * 3
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            run = matrix_case.judge.reference([*prompt, *answer[:-1]], prompt=len(prompt)).exact
+            assert answer == run.logprobs.argmax(-1)[len(prompt) - 1 :].tolist()
+            masks = cache.held(row)
+            assert all(torch.equal(masks[layer], run.visible[layer][:, -1]) for layer in range(len(masks)))
+        question = random_prompt(20, seed=5)
+        prompts = [[*prompt, *answer, *question] for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def test_pages_of_protected_tokens_come_as_the_text_grows(case):
+    model, matrix_case = case("qwen3", "h2o")
+    cache, prompt = KVpopCache(model, **matrix_case.settings, protect_prompt=1000), random_prompt(100)
+    answer = generate(model, cache, [prompt], 20)[0]
+    before = cache.allocated_bytes()
+    assert cache.protected == [1000] and cache.get_seq_length() == 119 and bool(cache.held().all())
+    text = [*prompt, *answer]
+    more = generate(model, cache, [text], 30)[0]
+    assert cache.lengths == [149] and bool(cache.held().all())
+    block = 64 * (2 * 32 * 4 + 8) * cache.policy.model.num_layers * cache.policy.model.num_kv_heads
+    assert block <= cache.allocated_bytes() - before < 1.1 * block
+    dense = model.generate(torch.tensor([text]), max_new_tokens=30, do_sample=False)
+    assert more == dense[0, len(text) :].tolist()
 
 
 def test_the_budget_bounds_what_is_not_protected(case):

@@ -170,7 +170,7 @@ def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy, optio
     """Each row equals a cache of one row with its options, also after a reset and with unequal heads."""
     model, found = case("qwen3", policy, **options)
     settings = {name: value for name, value in found.settings.items() if name not in ("budget", "protect_prompt")}
-    own = {"budget": [40, 72, 56], "protect_prompt": [True, 0, 20]}
+    own = {"budget": [40, 72, 56], "protect_prompt": [True, 0, LENGTHS[2] + 25]}  # the last ends in an answer
     if policy == "random":
         own["seed"] = [5, 6, 5]
     prompts = [random_prompt(n, seed=n + i) for i, n in enumerate(LENGTHS)]
@@ -179,7 +179,7 @@ def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy, optio
     for row, prompt in enumerate(prompts):
         tokens, alone_cache = alone(model, settings | {name: each[row] for name, each in own.items()}, prompt, 60)
         assert together[row] == tokens and torch.equal(cache.held(row), alone_cache.held())
-        protected = (LENGTHS[0], 0, 20)[row]
+        protected = (LENGTHS[0], 0, LENGTHS[2] + 25)[row]
         assert cache.protected[row] == protected
         assert cache.held(row).sum() <= 4 * (own["budget"][row] + protected)
         assert found.allocator != "uniform" or cache.held(row).sum(-1).max() <= own["budget"][row] + protected

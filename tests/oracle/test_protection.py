@@ -70,6 +70,6 @@ def test_a_state_begins_with_the_last_tokens_of_the_prefix(model, tmp_path, repl
 
 def test_how_much_of_a_prompt_is_asked_for():
     policy = OraclePolicy.streaming(4, 8, 12)
-    for asked, prompt, protect in ((True, 7, 7), (5, 7, 5), (9, 7, 7), (0, 7, 0), (1, 7, 1)):
+    for asked, prompt, protect in ((True, 7, 7), (5, 7, 5), (9, 7, 9), (0, 7, 0), (1, 7, 1)):
         assert policy.protecting(asked, prompt).protect == protect
     assert policy.protecting(0, 7).never_evicted == 4 and policy.protecting(2, 7).never_evicted == 2

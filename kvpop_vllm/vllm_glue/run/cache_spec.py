@@ -30,7 +30,7 @@ def longest_prefix(length: int, max_protect: bool | int, cartridges: Sequence[in
 
     Args:
         length: tokens of the request.
-        max_protect: most prompt tokens that a request may protect, True for whole prompts.
+        max_protect: most tokens that a request may protect, True for whole prompts.
         cartridges: slots of each cartridge.
         loads: True if others may be loaded.
     """
@@ -47,7 +47,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec, *args, **kwargs):
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.requests: dict[str, RequestSlots] = {}
-        self.final: dict[str, int] = {}  # final length of each request, where blocks are reserved
+        self.final: dict[str, int] = {}  # largest length of each request
         self.placed: set[str] = set()  # requests that begin with cartridges
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
         self.cartridges = None  # set by the engine, after the scheduler is made
@@ -61,7 +61,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
             fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, kv_cache_spec.slots(protected))
-            logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
+            sizes = TYPICAL, min(protected, TYPICAL)
+            logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, *sizes)
 
     def admit(self, request) -> list:
         """Keep the slots of a request. Where blocks are reserved, it is counted with its final length from the start.
@@ -73,8 +74,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         for other in self.placed - set(self.req_to_blocks) - {name}:
             self._forget_cartridges(other)  # a request that was not admitted must not hold what others wait for
         self.requests[name] = slots
-        if self.kv_cache_spec.reserve:
-            self.final[name] = request.num_prompt_tokens + request.max_tokens
+        self.final[name] = request.num_prompt_tokens + request.max_tokens
         return self._place(name, slots) if slots.cartridges else []
 
     def slots(self, request) -> RequestSlots:
@@ -96,7 +96,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             self.cartridges.release(request_id)
 
     def _blocks(self, request_id: str, num_tokens: int) -> int:
-        length = max(self.final.get(request_id, 0), num_tokens)
+        length = max(self.final.get(request_id, 0), num_tokens) if self.kv_cache_spec.reserve else num_tokens
         return self.kv_cache_spec.blocks(length, self.requests.get(request_id))
 
     def get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, *args, **kwargs) -> int:
@@ -115,7 +115,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             return missing
         for name, row in self.req_to_blocks.items():
             if (slots := self.requests.get(name)) is not None:
-                missing += max(0, self.kv_cache_spec.blocks(slots.prefix + slots.budget + 1, slots) - len(row))
+                length = min(slots.prefix + slots.budget + 1, self.final[name])
+                missing += max(0, self.kv_cache_spec.blocks(length, slots) - len(row))
         return missing
 
     def add_local_computed_blocks(self, request_id, new_computed_blocks, *args, **kwargs) -> None:
@@ -139,7 +140,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         return blocks
 
     def reusable(self, request_id: str) -> int:
-        """Return the number of prompt tokens that a request may take from the prefix cache.
+        """Return the number of tokens that a request may take from the prefix cache.
 
         These are all protected tokens but the last. The request computes the last one itself, in a step
         before the one in which its tail begins, because the blocks of a hit may be written by another request
@@ -218,7 +219,7 @@ class FixedBudgetSpec(AttentionSpec):
         state_floats: float32 values in the state of one head.
         protect: value of ``--kv-protect-prompt``, True for whole prompts.
         max_budget: largest budget that a request may ask for.
-        max_protect: most prompt tokens that a request may ask to protect, True for whole prompts.
+        max_protect: most tokens that a request may ask to protect, True for whole prompts.
         window: w of the server.
         max_window: w of a request with the largest budget.
         compression: way in which prompts are compressed at their end, None if they are not.
@@ -284,7 +285,7 @@ class FixedBudgetSpec(AttentionSpec):
 
         The prompt may have any length up to ``length``, and the request may ask for anything that is allowed.
         """
-        longest = protected_tokens(self.max_protect, length)  # a prompt may have this length
+        longest = min(length, protected_tokens(self.max_protect, length))  # a prompt may have this length
         prompts = worst_prompts(longest, length, self.block_size)
         largest = self.largest or ((self.max_budget, self.max_window),)
         most = max(self.blocks(length, self.slots(prompt, *sizes)) for prompt in prompts for sizes in largest)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.requests import RequestSlots, protects_prompt
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -146,8 +146,10 @@ class Snapshots:
     def _fits(self, request: Request, length: int) -> bool:
         """Return whether a snapshot of a request with ``length`` tokens can be of use, and there is none like it."""
         slots = self.manager.requests.get(request.request_id)
-        if slots is None or not slots.prefix < length or slots.prefix >= request.num_prompt_tokens:
-            return False  # the tail has not begun; or whole prompts are protected, and a longer one would be further
+        if slots is None or not slots.prefix < length:
+            return False  # the tail has not begun
+        if protects_prompt(request.sampling_params, self.manager.kv_cache_spec):
+            return False  # a longer prompt would be protected further
         if request.mm_features or request.prompt_embeds is not None:
             return False
         same = self._matching(*self._place(request, length), length)

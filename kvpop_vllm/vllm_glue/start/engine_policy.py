@@ -99,10 +99,9 @@ def describe(vllm_config: VllmConfig) -> list[str]:
     if policy.compresses:
         lines.append("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
     elif policy.protect:
-        part = "all" if policy.protect is True else f"the first {policy.protect} tokens"
+        part = "each prompt" if policy.protect is True else f"the first {policy.protect} tokens of each conversation"
         lines.append(
-            f"protected: {part} of each prompt (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is"
-            " too small"
+            f"protected: {part} (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is too small"
         )
     return lines
 

@@ -270,7 +270,7 @@ def check_pipeline(vllm_config: Any, policy: Any) -> None:
 
 
 def most_protected(policy: Any, settings: Any) -> bool | int:
-    """Return how much of a prompt may be protected, which vLLM's prefix cache shares block by block.
+    """Return how much of a request may be protected, which vLLM's prefix cache shares block by block.
 
     Args:
         policy: the policy class.
