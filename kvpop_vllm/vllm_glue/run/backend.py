@@ -235,13 +235,15 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.after = compression and functools.lru_cache(maxsize=4096)(compression.after)
         self.padding = self._record(None, 0)
         self.requests: list[RequestSlots] | None = None  # slots of the step's requests, set before each build
+        self.drafts: list[int] | None = None  # drafts of these requests, with speculative decoding
 
-    def take_requests(self, params: list, prompts: list[int]) -> None:
+    def take_requests(self, params: list, prompts: list[int], drafts: list[int] | None = None) -> None:
         """Take the slots of the next step's requests. The record of a request is made in its first step.
 
         Args:
             params: sampling parameters of each request, or None.
             prompts: tokens of each prompt.
+            drafts: drafts of each request, -1 for a chunk of a prompt; None without speculative decoding.
         """
         records, requests = {}, []
         for sampling, prompt in zip(params, prompts, strict=True):
@@ -249,6 +251,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
             entry = records[key] = self.records.get(key) or (sampling, self._record(sampling, prompt))
             requests.append(entry[1])
         self.records, self.requests = records, requests
+        self.drafts = None if drafts is None else [max(0, number) for number in drafts]
 
     def _record(self, sampling, prompt: int) -> RequestSlots:
         """Return the slots of a request, with the seed of its draws if there are any."""
@@ -282,7 +285,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         counts = (starts[1:] - starts[:-1]).tolist()
         slots = self.slots(len(counts))
         after = self.after and [self.after(record) for record in slots]
-        plan = plan_batch(self.layout, slots, counts, lengths, common.block_table_tensor, after)
+        plan = plan_batch(self.layout, slots, counts, lengths, common.block_table_tensor, after, self.drafts)
         return FixedBudgetMetadata(plan, int(starts[-1]))
 
 
