@@ -6,6 +6,11 @@ One vLLM block holds, per layer and KV head, ``N * C`` contiguous bytes, ``C = 2
     slot block   K [N, D] | V [N, D] | score float32 [N] | position int32 [N]
     state block  float32 [N * C / 4]
 
+If drafts of speculative decoding are verified, the state blocks also hold up to m **staged drafts**, after the state
+floats: of each draft K [D] | V [D] | queries | score float32 | position int32, at a multiple of 16 bytes and within one
+block. Queries are only staged for rules that read attention. The draft at index i is staged if its position is
+``tokens_seen + i`` and those before it are staged.
+
 The page-table row of a request (of its tail, if it has a protected prefix) is
 ``[state blocks..., slot blocks...]``. Slots have fixed roles: sinks ``[0, s)``, ring ``[s, s + w)``,
 long-range slots ``[s + w, B)``. In general only long-range slots use the score and position fields. Two cases
@@ -20,6 +25,7 @@ of slot 1 holds the number of filled long-range slots.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -52,9 +58,12 @@ class PageLayout:
         dtype: element type of K and V.
         block_slots: N, slots per block; a multiple of 16 so that each array starts at a multiple of 16 bytes.
         state_floats: number of float32 values in the recurrent state of one head; 0 for stateless policies.
+        drafts: m, largest number of drafts of a step; 0 without speculative decoding.
+        draft_query_bytes: bytes of the queries that are staged with each draft of a KV head, 0 if none are
+            (:meth:`kvpop_vllm.kernels.ops.RetentionRule.draft_query_bytes`).
 
     Raises:
-        ValueError: ``block_slots`` is not a positive multiple of 16.
+        ValueError: ``block_slots`` is not a positive multiple of 16, or a draft does not fit into a block.
     """
 
     num_kv_heads: int
@@ -62,11 +71,18 @@ class PageLayout:
     dtype: torch.dtype
     block_slots: int = BLOCK_SLOTS
     state_floats: int = 0
+    drafts: int = 0
+    draft_query_bytes: int = 0
 
     def __post_init__(self):
         if self.block_slots <= 0 or self.block_slots % 16:
             raise ValueError(
                 f"slots per block must be a positive multiple of 16, got {self.block_slots}: change --block-size"
+            )
+        if self.drafts and self.draft_bytes > self.region_bytes:
+            raise ValueError(
+                f"a staged draft of {self.draft_bytes} bytes does not fit into a block of {self.region_bytes} bytes:"
+                " increase --block-size"
             )
 
     @property
@@ -81,8 +97,24 @@ class PageLayout:
 
     @property
     def state_blocks(self) -> int:
-        """Number of blocks that hold a request's recurrent state; they precede its slot blocks."""
+        """Number of blocks that hold a request's state and staged drafts; they precede its slot blocks."""
+        if self.drafts:
+            return self.draft_place(self.drafts - 1)[0] + 1
         return cdiv(4 * self.state_floats, self.region_bytes)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Size of a staged draft of one head, in bytes: K, V, queries, score and position, at a multiple of 16."""
+        return 16 * cdiv(self.slot_bytes + self.draft_query_bytes, 16)
+
+    def draft_place(self, index: int) -> tuple[int, int]:
+        """Return the state block and the byte in it at which the staged draft at ``index`` begins."""
+        region, size = self.region_bytes, self.draft_bytes
+        block, byte = divmod(16 * cdiv(4 * self.state_floats, 16), region)
+        if index < (fit := (region - byte) // size):
+            return block, byte + index * size
+        more, index = divmod(index - fit, region // size)
+        return block + 1 + more, index * size
 
     def blocks(self, length: int, budget: int) -> int:
         """Return the number of blocks of a request of ``length`` tokens: state blocks and slot blocks."""
@@ -110,6 +142,23 @@ class PageLayout:
             raw.storage_offset(),
         )
         return Pages(self, flat)
+
+
+class StagedDraft(NamedTuple):
+    """Views of a draft of one head that is staged in the pages.
+
+    Attributes:
+        k, v: ``[D]`` in the layout's dtype.
+        q: ``[draft_query_bytes]`` uint8, the queries of the head's group.
+        score: ``[1]`` float32, gate score.
+        position: ``[1]`` int32, position of the draft; -1 if none is staged here.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    q: torch.Tensor
+    score: torch.Tensor
+    position: torch.Tensor
 
 
 class Pages:
@@ -173,6 +222,16 @@ class Pages:
             array[:, 0][at[0], at[2]] = values
         else:
             array[at] = values
+
+    def draft(self, row: torch.Tensor, head: int, index: int) -> StagedDraft:
+        """Return the staged draft at ``index`` of a head whose page-table row is ``row [P]``."""
+        layout, (column, byte) = self.layout, self.layout.draft_place(index)
+        data = self.raw[int(row[column]), head, byte : byte + layout.draft_bytes]
+        size, queries = layout.head_size * layout.dtype.itemsize, layout.draft_query_bytes
+        k, v, q, words = data[: 2 * size + queries + 8].split([size, size, queries, 8])
+        return StagedDraft(
+            k.view(layout.dtype), v.view(layout.dtype), q, words[:4].view(torch.float32), words[4:].view(torch.int32)
+        )
 
     def load_states(self, rows: torch.Tensor, heads: torch.Tensor, weights) -> tuple[torch.Tensor, ...]:
         """Return the mLSTM states of heads: C ``[1, H, F, Dv]``, z ``[1, H, F]`` and m ``[1, H]``.

@@ -83,7 +83,8 @@ class Problem:
     With ``unequal``, heads have their own budgets and blocks, and requests their own windows. With
     ``protected``, request r has a prefix of ``protected[r]`` tokens, whose blocks lie in the same pool, and a
     scorer's state begins ``replay`` tokens before its end. The logits of the first ``biased[r]`` of these tokens get a
-    bias, a number for each KV head. With ``has_sinks`` query heads have attention sinks.
+    bias, a number for each KV head. With ``has_sinks`` query heads have attention sinks. With ``drafts`` the pages stage
+    up to so many.
     """
 
     case: str = "mlstm"
@@ -106,6 +107,7 @@ class Problem:
     replay: int = ops.RetentionRule.replay
     length: int = 100
     has_sinks: bool = False
+    drafts: int = 0
     prefix_blocks: torch.Tensor = field(default=None, init=False)
 
     def prepare(self):
@@ -122,7 +124,9 @@ class Problem:
             self.window = max(2, self.window)
         roles = self.sinks, self.window, self.generator, self.step
         self.rule = replace(random_rule(scorer, self.heads, *roles, correction), replay=self.replay)
-        self.layout = PageLayout(self.heads, self.size, self.dtype, self.slots, self.rule.state_floats(self.size))
+        staged = self.drafts, self.rule.draft_query_bytes(self.group, self.size, self.q_dtype)
+        floats = self.rule.state_floats(self.size)
+        self.layout = PageLayout(self.heads, self.size, self.dtype, self.slots, floats, *staged)
         shape = self.requests, self.heads
         shares = torch.randint(0, self.topk + 1, shape, generator=self.generator, dtype=torch.int32)
         self.windows = torch.full((self.requests,), self.window, dtype=torch.int32)

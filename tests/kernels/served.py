@@ -115,6 +115,31 @@ class Pool:
         where = self.pages, self.table[requests], torch.tensor(at), self.budgets[requests]
         return ops.decode_step(q, k, v, *where, **own, **self.told(requests[0], impl))
 
+    def verify(self, counts: dict[int, int], impl: str, wrong: dict[int, int] | None = None):
+        """Advance these requests by one token each and verify so many drafts, -1 to commit staged ones alone.
+
+        Drafts are the next tokens, but the last ``wrong[r]`` of a request are others.
+        """
+        p, requests, generator = self.p, list(counts), torch.Generator().manual_seed(sum(self.seen))
+        starts, tokens, firsts = [self.seen[r] for r in requests], [], []
+        for r, count in counts.items():
+            cut = slice(self.seen[r], self.seen[r] + count + 1)
+            token = [x[r][cut].clone() for x in p.texts]
+            for x in token:
+                others = x[len(x) - (wrong or {}).get(r, 0) :]
+                others.copy_(torch.randn(others.shape, generator=generator))
+            firsts.append(sum(len(x[0]) for x in tokens))
+            tokens.append(token)
+            p.write(self.pages, [r] * len(token[1]), range(cut.start, cut.stop), *token[1:])
+            self.seen[r] += count >= 0
+        q, k, v = (torch.cat(x) for x in zip(*tokens, strict=True))
+        own = dict(gate_scores=given_scores(p.rule, k), windows=p.windows[requests], prefix=self.prefix(requests))
+        if p.rule.draws:
+            own["seeds"] = p.seeds[requests]
+        where = self.pages, self.table[requests], torch.tensor(starts), torch.tensor(firsts)
+        more = torch.tensor(list(counts.values()), dtype=torch.int32), self.budgets[requests]
+        return ops.verify_step(q, k, v, *where, *more, **own, **self.told(requests[0], impl))
+
     def held(self, r: int) -> torch.Tensor:
         """Return the mask of retained tokens, ``[H, seen]``."""
         p, rule = self.p, replace(self.p.rule, window=int(self.p.windows[r]))

@@ -7,6 +7,7 @@ Axes in all docstrings::
     Hq = H * G query heads; KV head h serves query heads h * G .. h * G + G - 1
     D  head size                         B  budget: slots per head          N  slots per block
     p  tokens of a protected prefix      F  blocks of a protected prefix
+    m  largest number of drafts          d  drafts of a request
     P  entries of a page-table row       M  hidden width of the MLP scorer
     F  features of the mLSTM             Dv value width of the mLSTM
     in training: B sequences, N samples
@@ -38,7 +39,7 @@ from kvpop_vllm.kernels.ops.rules import (
     StepOrderError,
     TokenScorer,
 )
-from kvpop_vllm.kernels.ops.serving import begin_tail, decode_step, online_topk, prefill_chunk
+from kvpop_vllm.kernels.ops.serving import begin_tail, decode_step, online_topk, prefill_chunk, verify_step
 from kvpop_vllm.kernels.ops.training import (
     boundary_loss,
     delayed_mlstm,

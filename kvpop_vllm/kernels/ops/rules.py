@@ -468,6 +468,18 @@ class RetentionRule(Retention):
         queries = sum(part.state_floats(head_size) for part in (self.compression, self.rounds) if part is not None)
         return self.scorer.state_floats + moments + queries
 
+    def draft_query_bytes(self, group: int, head_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the queries that are staged with a draft of one KV head.
+
+        Only a rule that reads attention needs them.
+
+        Args:
+            group: G.
+            head_size: D.
+            dtype: dtype of the queries.
+        """
+        return group * head_size * dtype.itemsize if self.coupled else 0
+
 
 def _moved(part, device: torch.device | str):
     """Return a dataclass with its tensors on ``device``."""

@@ -90,6 +90,95 @@ def decode_step(
     return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
 
 
+def verify_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    first_tokens: torch.Tensor,
+    drafts: torch.Tensor,
+    budgets: torch.Tensor,
+    *,
+    rule: RetentionRule,
+    scale: float,
+    gate_scores: torch.Tensor | None = None,
+    prefix: Prefix | None = None,
+    seeds: torch.Tensor | None = None,
+    windows: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advance each of R requests by one token, and show its drafts what they would see if they were accepted.
+
+    A request brings a token at position c, which is accepted, and d <= m drafts at ``c + 1 .. c + d``. The drafts of
+    its previous step are staged in its pages (:class:`kvpop_vllm.cache.pages.PageLayout`). For each request and head:
+
+    1. **Commit.** The ``c - tokens_seen`` first staged drafts have been accepted. Each enters the cache by an ordinary
+       step (:func:`decode_step`), without outputs. The other staged drafts are dropped.
+    2. **Token.** The token at c takes an ordinary step.
+    3. **Drafts.** The d drafts take ordinary steps. Then pages are put back to the bit: slots, scores, positions, state,
+       moments and counts.
+    4. **Stage.** The drafts' keys, values, gate scores, and queries if the rule reads attention, are staged.
+
+    Then ``tokens_seen = c + 1``, and outputs and pages are those of ordinary steps. Between steps pages hold drafts in
+    the staging region alone, so that a request may end, be preempted or be copied at any time. Staged drafts are
+    dropped by :func:`decode_step` and :func:`prefill_chunk`, which know nothing of them, and by a step at or below p.
+
+    A request with ``drafts = -1`` brings no token: step 1 runs alone, and ``tokens_seen = c``. This comes before a chunk
+    of prefill that begins at c. A request whose drafts have all been refused, or that has none, has d = 0.
+
+    Of a request with a prefix, all tokens below p, drafts included, are stored in the prefix pages before, as for
+    :func:`decode_step`; the caller writes them again when it knows better. Only tokens from p on are staged or taken back.
+    The op runs :func:`begin_tail` itself in the step of token p, also if that is a commit or a draft; if it is a draft,
+    state is put back too. A caller may have run it before a step at p, but not in a later one.
+
+    Rounds and the compression of a prompt lie between two steps, so the caller cuts drafts there. A token after which a
+    round is due, or at which a prompt is compressed, is the token at c of its step, without drafts.
+
+    Args:
+        q: ``[T, Hq, D]``, last axis contiguous.
+        k, v: ``[T, H, D]`` in the cache's dtype, last axis contiguous.
+        pages: the layer's cache, whose layout has ``drafts`` and ``draft_query_bytes``; written in place.
+        page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is allowed.
+        positions: ``[R]`` int64, c of each request.
+        first_tokens: ``[R]`` int64, index in ``[0, T)`` of the token at c, which its drafts follow.
+        drafts: ``[R]`` int32, d of each request, or -1.
+        budgets: ``[R, H]`` int32, B of each head.
+        rule: retention rule of the layer.
+        scale: factor on q . k.
+        gate_scores: ``[T, H]`` float32, as in :func:`decode_step`.
+        prefix: protected tokens of the R requests, with its ``tokens`` and ``biased`` as in :func:`decode_step`, or None.
+        seeds: ``[R]`` int64, as in :func:`decode_step`.
+        windows: ``[R]`` int32, w of each request; by default the rule's.
+        sink_logits: ``[Hq]`` float32, as in :func:`decode_step`.
+        impl: implementation.
+
+    Returns:
+        ``out [T, Hq, D]`` in q's dtype, and ``lse [T, Hq]`` float32, as in :func:`decode_step`. A token that belongs to
+            no request has outputs 0 and log-sum-exps of -inf.
+
+    Raises:
+        StepOrderError: not ``tokens_seen <= c <= tokens_seen + staged`` for some request with c > p; nothing has been
+            written. The Triton implementation returns NaN for that request instead, as :func:`decode_step` does.
+        ValueError: as in :func:`decode_step`; d exceeds m or tokens lie outside of ``[0, T)``; or the layout has no room
+            for the rule's queries.
+    """
+    run = resolve("verify_step", impl, q)
+    _check_sinks(sink_logits, q)
+    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(positions),))
+    if windows is None:
+        windows = torch.full((len(positions),), rule.window, dtype=torch.int32, device=k.device)
+    needed = rule.draft_query_bytes(q.shape[1] // k.shape[1], k.shape[2], q.dtype)
+    if pages.layout.draft_query_bytes < needed:
+        raise ValueError(
+            f"the layout stages {pages.layout.draft_query_bytes} bytes of queries, the rule needs {needed}"
+        )
+    more |= {"windows": windows, "sink_logits": sink_logits, "rule": rule, "scale": scale, "prefix": prefix}
+    return run(q, k, v, pages, page_table, positions, first_tokens, drafts, budgets, **more)
+
+
 def _check_sinks(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
     """Check logits of attention sinks.
 

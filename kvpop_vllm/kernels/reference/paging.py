@@ -33,6 +33,29 @@ def check_tokens_seen(pages: Pages, page_table: torch.Tensor, starts: list[int],
                 )
 
 
+def check_staged(pages: Pages, page_table: torch.Tensor, starts: list[int], prefix: Prefix | None) -> list[int]:
+    """Check that the drafts before each request's first position are staged, and return each ``tokens_seen``.
+
+    A step at or below the end of the prefix (position 0 without one) may start on pages with any content. It counts as
+    one whose cache has seen all tokens before it.
+
+    Raises:
+        StepOrderError: a start is not in ``[tokens_seen, tokens_seen + staged]`` of a head; nothing has been written.
+    """
+    first, most, found = pages.layout.state_blocks, pages.layout.drafts, list(starts)
+    for r, start in enumerate(starts):
+        for h in range(pages.layout.num_kv_heads if start > protected(prefix, r) else 0):
+            found[r] = seen = int(pages.position[page_table[r, h, first], h, 0])
+            places = (int(pages.draft(page_table[r, h], h, i).position) for i in range(most))
+            staged = next((i for i, position in enumerate(places) if position != seen + i), most)
+            if not seen <= start <= seen + staged:
+                raise StepOrderError(
+                    f"request {r}: step starts at position {start}, but its cache has seen {seen} tokens and holds"
+                    f" {staged} staged drafts"
+                )
+    return found
+
+
 class HeadSlots:
     """Slots and state of one KV head of one request.
 
