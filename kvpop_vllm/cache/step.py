@@ -306,7 +306,11 @@ class StepPlan:
                 (singles if decoded else chunked).extend(parts)
         resumed = [span for span in chunked if span.start > span.slots.prefix] if layout.drafts else []
         if rows is None:
-            rows = DecodeRows.with_drafts(singles, resumed, blocks) if layout.drafts else DecodeRows.of_spans(singles, blocks)
+            rows = (
+                DecodeRows.with_drafts(singles, resumed, blocks)
+                if layout.drafts
+                else DecodeRows.of_spans(singles, blocks)
+            )
         self.rows = rows
         self.tails = rows_of(blocks.tails, [span.request for span in chunked])
         follows = [i > 0 and span.request == chunked[i - 1].request for i, span in enumerate(chunked)]

@@ -107,6 +107,8 @@ class Recorder:
         batch, starts = self.runner.input_batch, self.runner.query_start_loc.np.tolist()
         for i, name in enumerate(batch.req_ids):
             first, last = starts[i], starts[i + 1]
+            if self.runner.speculative_config is not None:  # drafts are taken back
+                last -= max(0, int(self.runner.num_decode_draft_tokens.np[i]))
             seen = int(batch.num_computed_tokens_cpu[i]) + last - first
             for part, tensor in given.items():
                 self.tensors[name, impl.layer, part].append(tensor[first:last].clone())

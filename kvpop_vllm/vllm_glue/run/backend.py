@@ -56,6 +56,7 @@ class FixedBudgetBackend(AttentionBackend):
 
     policy: ClassVar = None
     block_slots: ClassVar[int] = BLOCK_SLOTS
+    drafts: ClassVar[int] = 0
     stages: ClassVar[list[tuple[int, int]]] = []
 
     forward_includes_kv_cache_update = True
@@ -125,6 +126,8 @@ class FixedBudgetBackend(AttentionBackend):
             budget=cls.policy.retention.budget,
             sinks=cls.policy.retention.sinks,
             state_floats=layout.state_floats,
+            drafts=layout.drafts,
+            draft_query_bytes=layout.draft_query_bytes,
             shares=cls.division(),
             largest=tuple((largest.budget, largest.window) for largest in cls.policy.largest_retentions()),
             protect=cls.policy.protect,
@@ -169,17 +172,18 @@ class FixedBudgetBackend(AttentionBackend):
     @classmethod
     def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
         """Return the page layout of one layer on this rank, before the slots per block are chosen for all groups of layers."""
-        return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats)
+        queries = cls.policy.draft_query_bytes(dtype) if cls.drafts else 0
+        return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats, cls.drafts, queries)
 
 
 def for_config(vllm_config, base: type[FixedBudgetBackend] = FixedBudgetBackend) -> type[FixedBudgetBackend]:
-    """Return the backend class of one engine, with its policy and its slots per block."""
+    """Return the backend class of one engine, with its policy, its slots per block and its number of drafts."""
     cache = vllm_config.cache_config
     slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
     policy, stages = engine_policy(vllm_config), vllm_config.parallel_config.pipeline_parallel_size
     bounds = (get_pp_indices(policy.model.model_layers, stage, stages) for stage in range(stages))
-    layers = policy.model.stages(bounds)
-    return type(base.__name__, (base,), {"policy": policy, "block_slots": slots, "stages": layers})
+    layers, drafts = policy.model.stages(bounds), vllm_config.num_speculative_tokens
+    return type(base.__name__, (base,), {"policy": policy, "block_slots": slots, "drafts": drafts, "stages": layers})
 
 
 def cartridge_room(policy) -> tuple[tuple[int, ...], bool]:
@@ -285,7 +289,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         counts = (starts[1:] - starts[:-1]).tolist()
         slots = self.slots(len(counts))
         after = self.after and [self.after(record) for record in slots]
-        plan = plan_batch(self.layout, slots, counts, lengths, common.block_table_tensor, after, self.drafts)
+        drafts = self.drafts and self.drafts + [0] * (len(counts) - len(self.drafts))
+        plan = plan_batch(self.layout, slots, counts, lengths, common.block_table_tensor, after, drafts)
         return FixedBudgetMetadata(plan, int(starts[-1]))
 
 
