@@ -195,8 +195,11 @@ class Planned:
 
     def layout(self, slots: int, policy: Policy | None = None) -> PageLayout:
         """Return the page layout of a layer that the policy acts on, with ``slots`` per block."""
-        floats = 0 if policy is None else policy.state_floats
-        return PageLayout(self.heads, self.shape.head_dim, self.dtype, slots, floats)
+        sizes = self.heads, self.shape.head_dim, self.dtype, slots
+        if policy is None:
+            return PageLayout(*sizes)
+        drafts = self.options.drafts
+        return PageLayout(*sizes, policy.state_floats, drafts, policy.draft_query_bytes(self.dtype) if drafts else 0)
 
     def _pool(self, sizes: BlockSizes) -> Pool:
         layers = self.shape.layers or range(self.shape.model_layers)

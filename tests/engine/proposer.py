@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 DRAFTS = 4
 CONFIG = {"method": "custom_class", "model": "engine.proposer.ForcedDrafts", "num_speculative_tokens": DRAFTS}
@@ -15,12 +18,10 @@ class ForcedDrafts:
     Attributes:
         texts: whole texts. Nothing is drafted after others.
         counts: endless numbers of right tokens, one for each draft; further tokens are wrong.
-        proposed: number of drafted tokens of each step and request.
     """
 
     texts: Iterable[list[int]] = ()
     counts: Iterator[int] = iter(())
-    proposed: list[int] = []  # noqa: RUF012 - shared with the tests
 
     def __init__(self, vllm_config):
         pass
@@ -37,8 +38,21 @@ class ForcedDrafts:
 
     def _draft(self, tokens: list[int]) -> list[int]:
         rest = next((text[len(tokens) :] for text in self.texts if text[: len(tokens)] == tokens), [])[:DRAFTS]
-        if not rest:
-            return []
-        right = next(self.counts)
-        self.proposed.append(len(rest))
+        right = next(self.counts) if rest else 0
         return [token if i < right else (token + 1) % 256 for i, token in enumerate(rest)]
+
+
+@contextmanager
+def drafting(texts: Iterable[list[int]], counts: Iterator[int]):
+    """Have the proposer draft what follows in texts, with these numbers of right tokens."""
+    ForcedDrafts.texts, ForcedDrafts.counts = [*texts], counts
+    try:
+        yield
+    finally:
+        ForcedDrafts.texts, ForcedDrafts.counts = (), iter(())
+
+
+def mixed(seed: int = 0) -> Iterator[int]:
+    """Return endless numbers of right drafts, from none to all."""
+    draw = random.Random(seed)
+    return (draw.randint(0, DRAFTS) for _ in itertools.count())

@@ -6,13 +6,13 @@ Drafts are those of a proposer that knows how texts go on, so that every number 
 from __future__ import annotations
 
 import itertools
-import random
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
-from engine.driving import BLOCK, Job, preempt_all, serving
+from engine.driving import BLOCK, Job, Judges, preempt_all, serving
 from engine.matrix import BUDGET
-from engine.proposer import CONFIG, DRAFTS, ForcedDrafts
+from engine.proposer import CONFIG, DRAFTS, drafting, mixed
 
 from kvpop_vllm.testing import random_prompt
 
@@ -39,82 +39,298 @@ SLOW = {
     "gate over hidden states": ("llama", "kvzap-early", {}),
 }
 CASES = QUICK | SLOW
+LENGTHS = [1, 5, 16, 33, 40, 41, BUDGET - 1, BUDGET, 90, 130]
 
 
 @contextmanager
-def speculating(case, kind: str, policy: str, **options):
-    """Yield an engine of a case with a proposer."""
-    extra = options.pop("engine", {})
-    found = case(kind, policy, **options)
-    with serving(found, num_gpu_blocks_override=301, speculative_config=CONFIG, **extra) as engine:
+def speculating(found, **options):
+    """Yield an engine of a case with the proposer."""
+    with serving(found, **{"num_gpu_blocks_override": 301, "speculative_config": CONFIG} | options) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module", params=[*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def served(request, case):
     kind, policy, options = CASES[request.param]
-    with speculating(case, kind, policy, **options) as engine:
+    with speculating(case(kind, policy, **options)) as engine:
         yield engine
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request):
-    ForcedDrafts.texts, ForcedDrafts.counts = (), iter(())
-    ForcedDrafts.proposed.clear()
-    if "served" not in request.fixturenames:
-        yield
-        return
-    engine = request.getfixturevalue("served")
-    engine.chunk(None)
-    engine.engine.reset_prefix_cache()
+    engine = request.getfixturevalue("served") if "served" in request.fixturenames else None
+    if engine is not None:
+        engine.chunk(None)
+        engine.engine.reset_prefix_cache()
     yield
-    assert not engine.leaks()
+    assert engine is None or not engine.leaks()
 
 
 def whole(answer) -> list[int]:
     return [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
 
 
-def mixed(seed: int = 0):
-    """Return endless numbers of right drafts, from none to all."""
-    draw = random.Random(seed)
-    return (draw.randint(0, DRAFTS) for _ in itertools.count())
+def jobs_of(lengths, new: int) -> list[Job]:
+    return [Job(length, new=new, scored=False) for length in lengths]
 
 
-def texts_of(engine, jobs: list[Job]) -> list[list[int]]:
-    """Serve jobs without drafts, and return the whole texts."""
-    ForcedDrafts.texts = ()
-    return [whole(answer) for answer in engine.serve(jobs).values()]
+def plain(engine, jobs: list[Job]) -> list[list[int]]:
+    """Return the whole texts of jobs without drafts, by number of the job, and forget what was cached."""
+    answers = engine.serve(jobs)
+    engine.engine.reset_prefix_cache()
+    return [whole(answers[engine.names[str(i)]]) for i in range(len(jobs))]
 
 
 def forced(engine, jobs: list[Job], counts, each_step=None) -> dict:
-    """Serve jobs without and with drafts, check both, and return the latter's answers."""
-    plain = engine.serve(jobs)
-    engine.check(plain)
-    engine.engine.reset_prefix_cache()
-    ForcedDrafts.texts, ForcedDrafts.counts = [whole(answer) for answer in plain.values()], counts
-    answers = engine.serve(jobs, each_step)
-    engine.check(answers)
+    """Serve jobs without and with drafts, check the latter and return their answers."""
+    with drafting(plain(engine, jobs), counts):
+        answers = engine.serve(jobs, each_step)
     return answers
-
-
-LENGTHS = [1, 5, 16, 33, 40, 41, BUDGET - 1, BUDGET, 90, 130]
 
 
 @pytest.mark.parametrize("right", [0, 1, DRAFTS])
 def test_as_many_are_accepted(served, right):
     """All drafts of a step are refused, some are accepted, or all of them."""
-    jobs = [Job(length, new=30, scored=False) for length in (5, 33, BUDGET, 90)]
-    answers = forced(served, jobs, itertools.repeat(right))
+    answers = forced(served, jobs_of((5, 33, BUDGET, 90), 30), itertools.repeat(right))
+    served.check(answers)
     for name in answers:
         assert max(served.chunks(name)[1:]) == 1 and len(served.chunks(name)) == 1 + -(-29 // (1 + right))
 
 
 def test_mixed_numbers(served):
-    forced(served, [Job(length, new=40, scored=False) for length in LENGTHS], mixed())
+    """Requests of one step have other numbers of right drafts. Answers are those without drafts."""
+    jobs = jobs_of(LENGTHS, 40)
+    texts = plain(served, jobs)
+    with drafting(texts, mixed()):
+        answers = served.serve(jobs)
+    served.check(answers)
+    assert [whole(answers[served.names[str(i)]]) for i in range(len(jobs))] == texts
 
 
 def test_chunks(served):
-    """Prompts in chunks, next to others' drafts."""
+    """Prompts are read in chunks next to others' drafts."""
     served.chunk(7)
-    forced(served, [Job(1, new=50, scored=False), *(Job(length, scored=False) for length in (29, 57, 130))], mixed(1))
+    jobs = [Job(1, new=50, scored=False), *jobs_of((29, 57, 130), 12)]
+    answers = forced(served, jobs, mixed(1))
+    served.check(answers)
+    assert served.chunks(served.names["3"])[:19] == [7] * 18 + [4]
+
+
+def test_preemption(served):
+    """Requests with accepted drafts that are not in their caches yet start over."""
+
+    def preempt(step):
+        if step == 5:
+            served.engine.reset_prefix_cache(reset_running_requests=True)
+        if step == 12:
+            preempt_all(served.recorder.scheduler)
+
+    answers = forced(served, jobs_of((3, 40, 90, 130), 40), mixed(2), preempt)
+    assert [served.recorder.preemptions[name] for name in answers] == [2] * 4
+    served.check(answers)
+
+
+def test_aborts(served):
+    aborted = {3: ["2"], 6: ["0"]}
+    answers = forced(
+        served, jobs_of((3, 40, 90, 130), 40), mixed(3), lambda step: served.engine.abort_request(aborted.get(step, []))
+    )
+    finished = {name: answer for name, answer in answers.items() if answer.outputs[0].finish_reason == "length"}
+    assert {answer.request_id for answer in finished.values()} == {"1", "3"}
+    served.check(finished)
+
+
+def test_a_small_pool(served):
+    """Requests outgrow the pool with their drafts."""
+    jobs = jobs_of(range(9, 15), 60)
+    texts = plain(served, jobs)
+    with served.small_pool(2 * (2 + served.spec.blocks(BUDGET))), drafting(texts, mixed(4)):
+        answers = served.serve(jobs)
+        assert sum(served.recorder.preemptions.values()) > 0 and len(answers) == 6
+        served.check(answers)
+
+
+def test_a_prompt_that_is_hit_but_for_its_last_token(served):
+    """Such a request has as many drafts as it may have, all of them wrong. Its tail begins among them."""
+    if served.judge.protect is not True:
+        pytest.skip("needs the prompts of whole protection")
+    scheduled, schedule = [], served.recorder.scheduler.schedule
+    jobs = [Job(prompt=random_prompt(length, seed=length), new=20, scored=False) for length in (17, 33, 65, 97)]
+    first = Job(7, new=40, scored=False)
+    texts = plain(served, [first, *jobs])
+    served.serve(jobs)
+
+    def recorded():
+        scheduled.append(schedule())
+        return scheduled[-1]
+
+    with pytest.MonkeyPatch.context() as patch, drafting(texts, mixed(5)):
+        patch.setattr(served.recorder.scheduler, "schedule", recorded)
+        added = []
+
+        def arrive(step):
+            if step in (2, 4, 6, 8):
+                added.append(str(1 + len(added)))
+                served.add(added[-1], jobs[len(added) - 1])
+
+        answers = served.serve([first], arrive)
+    padded = [tokens for step in scheduled for tokens in step.scheduled_spec_decode_tokens.values() if tokens[0] == -1]
+    assert padded == [[-1] * DRAFTS] * len(jobs)
+    assert sorted(answer.num_cached_tokens for answer in answers.values()) == [0, 16, 32, 64, 96]
+    served.check(answers)
+
+
+# Conversations
+
+
+@pytest.fixture(scope="module", params=[("kvpop", 0), ("h2o", 40), ("momentkv", 0)], ids=str)
+def chats(request, case):
+    """Yield an engine whose requests go on from snapshots."""
+    policy, protect = request.param
+    found = case("llama" if policy == "momentkv" else "qwen3", policy, protect_prompt=protect)
+    with speculating(found, max_model_len=1024, enable_prefix_caching=True) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("right, last", [(0, 1), (1, 0), (2, 0), (DRAFTS, 0)])
+def test_each_turn_goes_on_from_the_one_before(chats, right, last):
+    """Drafts that were accepted in the last step of an answer are in its snapshot, though not in its cache yet.
+
+    An answer of 20 tokens ends with a draft, unless none is right. A draft that is right beyond its end does not count.
+    """
+    prompt, more = random_prompt(95, seed=right), random_prompt(45, seed=100 + right)
+    asks = {"kv_report": 1}
+    (first,) = plain(chats, [Job(prompt=prompt, new=20, scored=False)])
+    (second,) = plain(chats, [Job(prompt=[*first, *more], new=20, scored=False)])
+    with drafting([first, second], itertools.repeat(right)):
+        (answer,) = chats.serve([Job(prompt=prompt, new=20, scored=False, asks=asks)]).values()
+        before = {layer: [*steps] for layer, steps in chats.recorder.held[chats.names["0"]].items()}
+        assert whole(answer) == first
+        length = len(first) - last
+        assert answer.kv_transfer_params["kv_report"]["seen_tokens"] == length
+        answers = chats.serve([Job(prompt=[*first, *more], new=20, scored=False)])
+    (later,) = answers.values()
+    assert later.num_cached_tokens == length
+    for layer, steps in chats.recorder.held[chats.names["0"]].items():
+        steps[:0] = before[layer]
+    chats.check(answers)
+    assert whole(later) == second
+
+
+@pytest.mark.parametrize("new", range(14, 19))
+def test_an_answer_that_ends_within_drafts(chats, new):
+    """The text goes on after the answer, so that drafts beyond its end are right; a chat goes on from its end."""
+    prompt, more = random_prompt(70, seed=new), random_prompt(30, seed=200 + new)
+    (text,) = plain(chats, [Job(prompt=prompt, new=30, scored=False)])
+    first = text[: 70 + new]
+    (second,) = plain(chats, [Job(prompt=[*first, *more], new=12, scored=False)])
+    with drafting([second, text], itertools.repeat(DRAFTS)):
+        (answer,) = chats.serve([Job(prompt=prompt, new=new, scored=False, asks={"kv_report": 1})]).values()
+        before = {layer: [*steps] for layer, steps in chats.recorder.held[chats.names["0"]].items()}
+        assert whole(answer) == first
+        (later,) = (answers := chats.serve([Job(prompt=[*first, *more], new=12, scored=False)])).values()
+    # 1 + 5 i tokens are there after i steps with drafts
+    expected = len(first) - (new % (1 + DRAFTS) == 1)
+    assert answer.kv_transfer_params["kv_report"]["seen_tokens"] == later.num_cached_tokens == expected
+    for layer, steps in chats.recorder.held[chats.names["0"]].items():
+        steps[:0] = before[layer]
+    chats.check(answers)
+    assert whole(later) == second
+
+
+def test_settings_of_requests(case):
+    """Requests of one batch have other budgets and protect other numbers of tokens."""
+    found, text = case("qwen3", "kvpop"), random_prompt(150, seed=96)
+    asks = (
+        None,
+        {"kv_budget": 26},
+        {"kv_budget": 72},
+        {"kv_protect_prompt": 50},
+        {"kv_budget": 64, "kv_protect_prompt": 7},
+    )
+    jobs = [
+        Job(new=40, prompt=text[:length], asks=ask, scored=False)
+        for length, ask in zip((3, BLOCK, 41, 60, 90), asks, strict=True)
+    ]
+    judges = Judges("kvpop", found)
+    settings = found.settings | {"max_budget": 72, "max_protect": 50}
+    with speculating(found._replace(settings=settings), max_model_len=512) as engine:
+        answers = forced(engine, jobs, mixed(6))
+        engine.check_blocks()
+        for name, answer in answers.items():
+            judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.held)
+
+
+def test_the_inspect_page(case):
+    """It shows what caches hold after each step, without drafts."""
+    from engine.test_inspector import left, recorded
+
+    found = case("qwen3", "streaming-llm")
+    with speculating(found._replace(settings=found.settings | {"inspect": True})) as engine:
+        answers = forced(engine, [Job(7, new=9), Job(90, new=40), Job(150, new=6)], mixed(7))
+        for name in answers:
+            shown, numbers = recorded(engine.llm, name)
+            assert numbers["error"] is None and numbers["seen_tokens"] == engine.recorder.held[name][0][-1].seen
+            assert (shown == left(engine, name)).all()
+
+
+OTHERS = [("qwen3", "l2norm"), ("qwen3", "full"), ("qwen3", "trimkv-kv"), ("qwen3", "kvzap"), ("qwen3", "dms")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, policy", OTHERS)
+def test_policies_that_no_oracle_judges_here(case, kind, policy):
+    """Answers with drafts are those without."""
+    found, jobs = case(kind, policy), jobs_of((5, 33, 90, 130), 40)
+    with speculating(found) as engine:
+        texts = plain(engine, jobs)
+        with drafting(texts, mixed(8)):
+            answers = engine.serve(jobs)
+        assert [whole(answers[engine.names[str(i)]]) for i in range(len(jobs))] == texts
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def test_drafts_of_n_grams(case):
+    """Answers with drafts of vLLM are the oracle's and those of an engine without speculation, in fewer steps."""
+    found = case("qwen3", "kvpop")
+    phrase = random_prompt(12, seed=3)
+    jobs = [
+        Job(prompt=phrase * 9, new=60, scored=False),
+        Job(prompt=[*random_prompt(30, seed=4), *phrase * 3], new=60, scored=False),
+    ]
+    with serving(found, num_gpu_blocks_override=301) as engine:
+        texts = plain(engine, jobs)
+    with speculating(found, speculative_config=NGRAM) as engine:
+        answers = engine.serve(jobs)
+        engine.check(answers)
+        assert [whole(answers[engine.names[str(i)]]) for i in range(len(jobs))] == texts
+        assert min(len(engine.chunks(name)) for name in answers) < 60
+
+
+def test_seeds_are_treated_as_stock_treats_them(case):
+    """Where nothing is evicted, sampled answers are those of a stock engine with the same drafts."""
+    found = case("qwen3", "full")
+    jobs = [replace(job, temperature=1.0) for job in jobs_of((5, 33, 90), 30)]
+    with speculating(found) as engine:
+        greedy = plain(engine, jobs_of((5, 33, 90), 30))
+        sampled = drawn(engine, jobs, greedy)
+    with stock(found) as engine:
+        assert drawn(engine, jobs, greedy) == sampled != greedy
+
+
+def drawn(engine, jobs: list[Job], texts: list[list[int]]) -> list[list[int]]:
+    """Return the whole texts of sampled jobs, with drafts from other texts."""
+    with drafting(texts, mixed(9)):
+        answers = engine.serve(jobs)
+    return [whole(answers[engine.names[str(i)]]) for i in range(len(jobs))]
+
+
+@contextmanager
+def stock(found):
+    """Yield a stock engine with the proposer."""
+    from engine.driving import watched
+
+    with watched(found.model, None, None, speculative_config=CONFIG) as engine:
+        yield engine
