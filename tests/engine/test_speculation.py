@@ -6,13 +6,17 @@ Drafts are those of a proposer that knows how texts go on, so that every number 
 from __future__ import annotations
 
 import itertools
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from engine.driving import BLOCK, Job, Judges, preempt_all, serving
+from distill.byte_tokenizer import byte_tokenizer
+from engine.driving import BLOCK, Job, Judges, preempt_all, serving, watched
 from engine.matrix import BUDGET
 from engine.proposer import CONFIG, DRAFTS, drafting, mixed
+from engine.tiny_engine import quick
+from threads import one_thread
 
 from kvpop_vllm.testing import random_prompt
 
@@ -312,25 +316,60 @@ def test_drafts_of_n_grams(case):
 def test_seeds_are_treated_as_stock_treats_them(case):
     """Where nothing is evicted, sampled answers are those of a stock engine with the same drafts."""
     found = case("qwen3", "full")
-    jobs = [replace(job, temperature=1.0) for job in jobs_of((5, 33, 90), 30)]
+    jobs = [*(replace(job, temperature=1.0) for job in jobs_of((5, 33, 90), 30)), Job(40, new=30, samples=3)]
     with speculating(found) as engine:
-        greedy = plain(engine, jobs_of((5, 33, 90), 30))
+        greedy = plain(engine, jobs_of((5, 33, 90, 40), 30))
         sampled = drawn(engine, jobs, greedy)
-    with stock(found) as engine:
-        assert drawn(engine, jobs, greedy) == sampled != greedy
+    with watched(found.model, None, None, speculative_config=CONFIG) as engine:
+        assert drawn(engine, jobs, greedy) == sampled
+    assert len(sampled) == 6 and not any(text in greedy for text in sampled)
 
 
 def drawn(engine, jobs: list[Job], texts: list[list[int]]) -> list[list[int]]:
     """Return the whole texts of sampled jobs, with drafts from other texts."""
     with drafting(texts, mixed(9)):
-        answers = engine.serve(jobs)
-    return [whole(answers[engine.names[str(i)]]) for i in range(len(jobs))]
+        return sorted(whole(answer) for answer in engine.serve(jobs).values())
 
 
-@contextmanager
-def stock(found):
-    """Yield a stock engine with the proposer."""
-    from engine.driving import watched
+def test_options_of_requests(case, tmp_path, monkeypatch):
+    """Stop strings within drafts, penalties, forms and words that are not allowed give the answers without drafts."""
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
-    with watched(found.model, None, None, speculative_config=CONFIG) as engine:
-        yield engine
+    found, model = case("qwen3", "streaming-llm"), tmp_path / "model"
+    shutil.copytree(found.model, model)
+    byte_tokenizer(eos="<0x00>").save_pretrained(model)
+    options = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "enforce_eager": True}
+    prompt = {"prompt_token_ids": [token % 128 for token in random_prompt(70, seed=3)]}
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    with one_thread(), quick():
+        llm = LLM(
+            str(model),
+            additional_config={"kv_policy": found.settings},
+            block_size=BLOCK,
+            speculative_config=CONFIG,
+            **options,
+        )
+
+        def answer(texts, **asked) -> tuple[list[int], str]:
+            with drafting(texts, itertools.repeat(DRAFTS)):
+                (output,) = llm.generate([prompt], SamplingParams(**greedy | asked), use_tqdm=False)
+            return output.outputs[0].token_ids, output.outputs[0].text, output.outputs[0].finish_reason
+
+        tokens, text, _ = answer(())
+        form = {"structured_outputs": StructuredOutputsParams(regex="[a-f]{30,90}")}
+        for asked in (
+            {"stop": [text[21:23]]},
+            {"stop_token_ids": [tokens[17]]},
+            {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+            {"bad_words": [text[5]]},
+            {"min_tokens": 30, "stop_token_ids": [tokens[3], tokens[33]]},
+            form,
+        ):
+            expected = answer((), **asked)
+            texts = [[*prompt["prompt_token_ids"], *ids] for ids in (expected[0], tokens)]
+            assert answer(texts, **asked) == expected, asked
+            assert answer(texts[1:], **asked) == expected, asked
+            assert (expected[2] == "stop") == any(name.startswith("stop") for name in asked), asked
+        llm.llm_engine.engine_core.shutdown()

@@ -33,11 +33,11 @@ from kvpop_vllm.supported import (
 )
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
-DRAFT_METHODS = "ngram", "custom_class", "suffix"
-"""Methods of speculative decoding that are served: their drafts come from layers without a KV cache."""
+DRAFT_METHODS = "ngram", "custom_class"
+"""Methods of speculative decoding that are served: their drafts need no KV cache."""
 METHODS_SERVED = (
-    f"choose the method {', '.join(DRAFT_METHODS[:-1])} or {DRAFT_METHODS[-1]} in --speculative-config, or leave it out"
-    " (a checkpoint with a draft model: serve its base model)"
+    f"choose the method {' or '.join(DRAFT_METHODS)} in --speculative-config, or leave it out (of a checkpoint with a draft"
+    " model serve the base model)"
 )
 
 
