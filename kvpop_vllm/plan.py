@@ -94,6 +94,7 @@ def compute(options) -> Result:
         for cls in classes:
             try:
                 policy = _policy(cls, budget, model, options, scorer)
+                _check_drafts(policy, options.drafts)
                 requests[cls.name, budget], waste = _bytes_of_rank(pool, model, policy, options.prompt_length)
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
@@ -243,6 +244,17 @@ def other_layers(
     if recurrent := recurrent_layers(text, shape.model_layers):
         stock.append(StockLayers("recurrent state", recurrent, state_bytes=state_bytes(text, dtype, ranks)))
     return tuple(stock)
+
+
+def _check_drafts(policy: Policy, drafts: int) -> None:
+    """Check that an engine takes the drafts of ``--drafts``.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    reason = "its model has layers of several kinds" if policy.model.kinds else policy.no_drafts
+    if drafts and reason:
+        raise ConfigError(f"no speculative decoding, since {reason}")
 
 
 def _scorer_kind(options, model: Planned) -> ScorerKinds:

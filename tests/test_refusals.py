@@ -606,9 +606,9 @@ SPECULATION = [
         {"long_prefill_token_threshold": 4},
     ),
     ("--kv-reserve: leave it out", STREAMING | {"reserve": True}, {}),
-    ("rkv, whose rounds lie between steps", {"policy": "rkv", "budget": 256}, {}),
-    ("vase, whose rounds lie between steps", {"policy": "vase", "budget": 256}, {}),
-    ("snapkv, which compresses prompts", {"policy": "snapkv", "budget": 64}, {}),
+    ("rkv, since it evicts in rounds", {"policy": "rkv", "budget": 256}, {}),
+    ("vase, since it evicts in rounds", {"policy": "vase", "budget": 256}, {}),
+    ("snapkv, since it compresses prompts", {"policy": "snapkv", "budget": 64}, {}),
 ]
 
 

@@ -184,8 +184,6 @@ def check_speculation(vllm_config: Any, policy: Any) -> None:
     Raises:
         ConfigError: one line with every reason.
     """
-    from kvpop_vllm.policies import Order
-
     if (speculation := vllm_config.speculative_config) is None:
         return
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
@@ -194,13 +192,7 @@ def check_speculation(vllm_config: Any, policy: Any) -> None:
     refuse(
         {
             "a GPU yet: leave --speculative-config out": vllm_config.device_config.device_type != "cpu",
-            f"--kv-policy {policy.name}, whose rounds lie between steps: choose another policy": (
-                policy.order is Order.ROUNDS
-            ),
-            f"--kv-policy {policy.name}, which compresses prompts: choose another policy": policy.compresses,
-            f"--kv-policy {policy.name} with a shifted gate, whose scores come a token late: choose another policy": (
-                policy.shifted
-            ),
+            f"--kv-policy {policy.name}, since {policy.no_drafts}: choose another policy": policy.no_drafts is not None,
             "models with layers of several kinds: leave --speculative-config out": bool(policy.model.kinds),
             "prompts as embeddings: leave --enable-prompt-embeds out": model.enable_prompt_embeds,
             "LoRA: leave --enable-lora out": vllm_config.lora_config is not None,
