@@ -78,7 +78,7 @@ class Recorder:
 
         def recorded_forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs):
             result = forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
-            if metadata is not None:
+            if metadata is not None and impl.vllm_config is self.llm.llm_engine.vllm_config:
                 given = {"query": query, "key": key, "value": value, "out": output}
                 self._after_layer(impl, kv_cache, metadata, given)
             return result

@@ -127,9 +127,9 @@ def test_preemption(served):
     """Requests with accepted drafts that are not in their caches yet start over."""
 
     def preempt(step):
-        if step == 5:
+        if step == 3:
             served.engine.reset_prefix_cache(reset_running_requests=True)
-        if step == 12:
+        if step == 6:
             preempt_all(served.recorder.scheduler)
 
     answers = forced(served, jobs_of((3, 40, 90, 130), 40), mixed(2), preempt)
