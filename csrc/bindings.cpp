@@ -4,9 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <map>
 #include <optional>
@@ -16,6 +18,7 @@
 #include "kvpop/online_topk.h"
 #include "kvpop/prefill_chunk.h"
 #include "kvpop/running_topk.h"
+#include "kvpop/verify_step.h"
 
 namespace {
 
@@ -269,10 +272,11 @@ void fill_prefix(DecodeStep& step, const PrefixTensors& prefix) {
     }
 }
 
-// Checks that a step of `tokens` tokens per request reads nothing out of bounds, and sets mass_row.
-void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t num_blocks) {
+// Checks that a step of `tokens_of(r)` tokens of each request reads nothing out of bounds, and sets mass_row.
+template <class F>
+void check_requests(DecodeStep& step, const F& tokens_of, int64_t entries, int64_t num_blocks) {
     for (int64_t r = 0; r < step.requests; r++) {
-        const int64_t q = step.position(r), since = q + tokens - step.prefix(r), ring_end = step.roles_of(r).first_long();
+        const int64_t tokens = tokens_of(r), q = step.position(r), since = q + tokens - step.prefix(r), ring_end = step.roles_of(r).first_long();
         TORCH_CHECK_VALUE(q >= 0 && q + tokens <= INT32_MAX, "request ", r, ": position ", q, " is out of range");
         for (int64_t h = 0; since > 0 && h < step.heads; h++) {
             const int64_t budget = step.budget(r, h);
@@ -288,17 +292,41 @@ void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t n
     }
 }
 
+// Checks that slots in use of a head that has seen as many tokens as its step's position can be.
+void check_filled(const DecodeStep& step, int64_t r, int64_t h) {
+    const int64_t q = step.position(r), first = step.roles_of(r).first_long(), used = step.in_use(r, h), since = q - step.prefix(r);
+    TORCH_CHECK_VALUE(used >= std::min(since, first) && used <= std::min(since, step.budget(r, h)), "request ", r, ", head ", h,
+                      ": its cache says that ", used - first, " long-range slots are filled, which cannot be at position ", q);
+}
+
+std::string out_of_order(int64_t r, int64_t position, int64_t seen) {
+    return "request " + std::to_string(r) + ": step starts at position " + std::to_string(position) +
+           ", but its cache has seen " + std::to_string(seen) + " tokens";
+}
+
 void check_order(const DecodeStep& step) {
     for (int64_t r = 0; r < step.requests; r++) {
         const int64_t q = step.positions[r * step.positions_stride];
         for (int64_t h = 0; q > step.prefix(r) && h < step.heads; h++) {
             const int64_t seen = *step.tokens_seen(r, h);
-            if (seen != q)
-                throw StepOrder("request " + std::to_string(r) + ": step starts at position " + std::to_string(q) +
-                                ", but its cache has seen " + std::to_string(seen) + " tokens");
-            const int64_t first = step.roles_of(r).first_long(), used = step.in_use(r, h), since = q - step.prefix(r);
-            TORCH_CHECK_VALUE(used >= std::min(since, first) && used <= std::min(since, step.budget(r, h)), "request ", r, ", head ", h,
-                              ": its cache says that ", used - first, " long-range slots are filled, which cannot be at position ", q);
+            if (seen != q) throw StepOrder(out_of_order(r, q, seen));
+            check_filled(step, r, h);
+        }
+    }
+}
+
+// Checks that the drafts before each request's position are staged.
+void check_staged(const kvpop::VerifyStep& verified) {
+    const DecodeStep& step = verified.step;
+    for (int64_t r = 0; r < step.requests; r++) {
+        const int64_t q = step.position(r), prefix = step.prefix(r);
+        for (int64_t h = 0; q > prefix && h < step.heads; h++) {
+            const int64_t seen = *step.tokens_seen(r, h), staged = verified.staged_count(r, h, seen);
+            if (seen > q || seen + staged < q)
+                throw StepOrder(out_of_order(r, q, seen) + " and holds " + std::to_string(staged) + " staged drafts");
+            DecodeStep before = step;
+            before.positions = &seen - r * step.positions_stride;
+            if (seen > prefix) check_filled(before, r, h);
         }
     }
 }
@@ -320,13 +348,17 @@ void fill_sinks(DecodeStep& step, const std::optional<Tensor>& sink_logits) {
     step.sink_logits = sink_logits->data_ptr<float>();
 }
 
-// Allocates the output, shaped like q, and its log-sum-exps, and sets the step's pointers to them.
-std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
-    Tensor out = at::empty(q.sizes(), q.options().requires_grad(false).memory_format(at::MemoryFormat::Contiguous));
-    Tensor lse = at::empty({q.size(0), q.size(1)}, out.options().dtype(at::kFloat));
+// Sets the step's pointers to the output and its log-sum-exps, and returns both.
+std::tuple<Tensor, Tensor> results_in(DecodeStep& step, Tensor out, Tensor lse) {
     step.out = out.data_ptr();
     step.lse = lse.data_ptr<float>();
     return {out, lse};
+}
+
+// Allocates the output, shaped like q, and its log-sum-exps, and sets the step's pointers to them.
+std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
+    Tensor out = at::empty(q.sizes(), q.options().requires_grad(false).memory_format(at::MemoryFormat::Contiguous));
+    return results_in(step, out, at::empty({q.size(0), q.size(1)}, out.options().dtype(at::kFloat)));
 }
 
 std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
@@ -344,10 +376,59 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
     fill_inputs(step, given, {step.requests, step.heads}, keys);
     fill_sinks(step, sink_logits);
     fill_prefix(step, prefix);
-    check_requests(step, 1, page_table.size(2), raw.size(0));
+    check_requests(step, [](int64_t) { return 1; }, page_table.size(2), raw.size(0));
     check_order(step);
     const auto results = allocate_results(step, q);
     kvpop::decode_step(step);
+    return results;
+}
+
+// staging: most drafts, and begin and sizes of staged drafts (VerifyStep).
+std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
+                                       int64_t block_slots, int64_t state_blocks, const std::array<int64_t, 4>& staging,
+                                       const Tensor& page_table, const Tensor& positions, const Tensor& first_tokens,
+                                       const Tensor& drafts, const Tensor& budgets, const Tensor& windows, const Rule& rule,
+                                       double scale, const std::optional<Tensor>& given,
+                                       const PrefixTensors& prefix, const std::optional<Tensor>& keys,
+                                       const std::optional<Tensor>& sink_logits) {
+    kvpop::VerifyStep verified{};
+    DecodeStep& step = verified.step;
+    fill_tokens(step, q, k, v);
+    const int64_t tokens = step.requests, requests = step.requests = positions.size(0);
+    fill_rule(step, rule, scale);
+    fill_pages(step, raw, block_slots, state_blocks, rule);
+    check(first_tokens, "first_tokens", at::kLong, {requests});
+    check(drafts, "drafts", at::kInt, {requests});
+    verified.first_tokens = first_tokens.data_ptr<int64_t>(), verified.first_tokens_stride = first_tokens.stride(0);
+    verified.drafts = drafts.data_ptr<int32_t>(), verified.drafts_stride = drafts.stride(0);
+    verified.most_drafts = staging[0];
+    verified.staged_begin = staging[1], verified.staged_bytes = staging[2], verified.query_bytes = staging[3];
+    const int64_t queries = step.scorer.coupled() ? step.group * step.size * (step.q_is_bf16 ? 2 : 4) : 0;
+    const int64_t moments = step.keeps_moments() ? step.size * (step.size + 2) : 0;
+    int64_t byte = 0;
+    TORCH_CHECK_VALUE(staging[0] >= 0 && staging[1] >= 4 * (rule.scorer().state_floats() + moments) && staging[1] % 4 == 0 &&
+                          staging[2] % 4 == 0 && staging[2] <= step.region_bytes && staging[3] >= queries && staging[3] % 4 == 0 &&
+                          staging[2] >= 2 * verified.row_bytes() + staging[3] + 8 &&
+                          (staging[0] == 0 || verified.place(staging[0] - 1, byte) < state_blocks),
+                      "the layout has no room for ", staging[0], " staged drafts");
+    for (int64_t r = 0; r < requests; r++) {
+        const int64_t first = verified.first_token(r), many = verified.drafts_of(r);
+        TORCH_CHECK_VALUE(many >= -1 && many <= staging[0] && (many < 0 || (first >= 0 && first < tokens - many)), "request ", r, ": ", many,
+                          " drafts after token ", first, " of ", tokens, " tokens do not fit: at most ", staging[0], " can be staged");
+    }
+    fill_inputs(step, given, {tokens, step.heads}, keys);
+    fill_sinks(step, sink_logits);
+    const Tensor last = positions.add(drafts.clamp_min(0));
+    fill_requests(step, page_table, last, budgets);
+    fill_windows(step, windows);
+    fill_prefix(step, prefix);
+    fill_requests(step, page_table, positions, budgets);
+    check_requests(step, [&](int64_t r) { return std::max(verified.drafts_of(r), int64_t(0)) + 1; }, page_table.size(2), raw.size(0));
+    check_staged(verified);
+    const auto options = q.options().requires_grad(false);
+    const auto results = results_in(step, at::zeros(q.sizes(), options),
+                                    at::full({q.size(0), q.size(1)}, -std::numeric_limits<double>::infinity(), options.dtype(at::kFloat)));
+    kvpop::verify_step(verified);
     return results;
 }
 
@@ -372,7 +453,7 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
     fill_requests(step, page_table.unsqueeze(0), position, budgets.unsqueeze(0));
     fill_prefix(step, prefix);
     TORCH_CHECK_VALUE(start >= step.prefix(0), "a chunk begins at ", start, ", within its prefix of ", step.prefix(0), " tokens");
-    check_requests(step, chunk.length, page_table.size(1), raw.size(0));
+    check_requests(step, [&](int64_t) { return chunk.length; }, page_table.size(1), raw.size(0));
     check_order(step);
     const auto results = allocate_results(step, q);
     kvpop::prefill_chunk(chunk);
@@ -465,6 +546,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true,
              arg("mean") = false, arg("uses_moment_correction") = false, arg("ages") = false, arg("threshold") = py::none());
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
+    module.def("verify_step", &verify_step, nogil, "See kvpop_vllm.kernels.ops.verify_step.");
     module.def("begin_tail", &begin_tail, nogil, "See kvpop_vllm.kernels.ops.begin_tail.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");
     module.def("prefix_attention", &prefix_attention, nogil, "Attention to tokens of a protected prefix (kvpop_vllm/kernels/cpp/prefill_chunk.py).");

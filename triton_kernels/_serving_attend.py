@@ -44,18 +44,19 @@ def _walk(
 
 
 @triton.jit
-def _merged(values, tops, part, parts, present, P: tl.constexpr):
-    """Return maxima, totals and sums of all parts of a head's attention; those of its query heads begin at ``part``.
+def merged(values, tops, part, stride, parts, present, P: tl.constexpr):
+    """Return maxima, totals and sums of all parts of a head's attention.
 
-    Other programs have written the parts, so they are not read through this one's cache.
+    Those of its rows begin at ``part``, and those of the next part lie ``stride`` further on. Other programs have written
+    the parts, so they are not read through this one's cache.
     """
     column = tl.arange(0, P.padded)
     inside = row_mask(present, P)
     top, total, acc = nothing_yet(P.rows, P.padded)
     for i in range(parts):
-        own_top = tl.load(tops + (part + i) * 2, mask=present, other=0.0, cache_modifier=".cg")
-        own_total = tl.load(tops + (part + i) * 2 + 1, mask=present, other=1.0, cache_modifier=".cg")
-        own = values + (part + i)[:, None] * P.size + column[None, :]
+        own_top = tl.load(tops + (part + i * stride) * 2, mask=present, other=0.0, cache_modifier=".cg")
+        own_total = tl.load(tops + (part + i * stride) * 2 + 1, mask=present, other=1.0, cache_modifier=".cg")
+        own = values + (part + i * stride)[:, None] * P.size + column[None, :]
         new_top = tl.maximum(top, own_top)
         pivot, fade = faded(top, new_top)
         gain = tl.exp2(own_top - pivot)
@@ -141,7 +142,7 @@ def _attend(
         tl.debug_barrier()  # all threads have written the part
         if tl.atomic_add(flags + 4, 1) != splits - 1:
             return
-        sums = _merged(values, tops, row - part, splits, present, P)
+        sums = merged(values, tops, row - part, 1, splits, present, P)
     finish(step, work, head, h, sums, used, protected, P)
 
 

@@ -27,7 +27,7 @@ def _output(hidden, weight, bias, h, length, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _read_mlstm(step, work, z, m, h, x_key, x_value, P: tl.constexpr):
+def read_mlstm(step, work, z, m, h, x_key, x_value, P: tl.constexpr):
     """Return the score of a token from the state's products with its read features, in the workspace of this head."""
     bounded = tl.minimum(tl.maximum(m, -60.0), 60.0)
     denominator = tl.sum(features_of(work, P) * z, 0) + EPS * tl.exp(-bounded)
@@ -42,7 +42,7 @@ def _read_mlstm(step, work, z, m, h, x_key, x_value, P: tl.constexpr):
 
 
 @triton.jit
-def _stateless(step, work, h, x_key, x_value, stored, P: tl.constexpr):
+def stateless_score(step, work, h, x_key, x_value, stored, P: tl.constexpr):
     """Return the score of a token leaving the window, whose score field is ``stored``, for scorers without state."""
     score = stored
     if P.scorer == "none":
@@ -68,7 +68,7 @@ def _take_in(step, work, row, r, h, q, P: tl.constexpr):
     z_at = state_at(cache, r, h, P.features * P.values + f, inside, P)
     m_at = state_at(cache, r, h, P.state_words - 1, True, P)
     z = tl.load(z_at, mask=f < tl.where(q > 0, P.features, 0), other=0.0)
-    m, keep, gain = gates_of(step, m_at, row, h, q, P)
+    m, keep, gain = gates_of(step, tl.load(m_at), row, h, q, P)
     z = z * keep + features_of(work + P.columns, P) * gain
     tl.debug_barrier()  # all threads have read the values, which several threads may hold
     tl.store(z_at, z, mask=inside)
@@ -109,7 +109,7 @@ def _replace(step, work, victim, row, r, h, q, tail, P: tl.constexpr):
         z, m = _take_in(step, work, row, r, h, q, P)
         if not P.delayed:
             x_key, x_value = new_token(step, row, h, P)
-            inserted = _read_mlstm(step, work, z, m, h, x_key, x_value, P)
+            inserted = read_mlstm(step, work, z, m, h, x_key, x_value, P)
 
     slot = pages.ring_slot(tail.since, tail.sinks, tail.window)
     place, word = row_at(cache, r, h, slot, P) + column, word_at(cache, r, h, slot, P)
@@ -121,9 +121,9 @@ def _replace(step, work, victim, row, r, h, q, tail, P: tl.constexpr):
         value = tl.load(cache.v + place, mask=fits, other=0.0)
         raw, x_key, x_value = tl.load(cache.score + word), key.to(tl.float32), value.to(tl.float32)
         if P.scorer != "mlstm":
-            raw = _stateless(step, work, h, x_key, x_value, raw, P)
+            raw = stateless_score(step, work, h, x_key, x_value, raw, P)
         elif P.delayed:
-            raw = _read_mlstm(step, work, z, m, h, x_key, x_value, P)
+            raw = read_mlstm(step, work, z, m, h, x_key, x_value, P)
         target = used
         if used >= tail.budget:
             gone = 1

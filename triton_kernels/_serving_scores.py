@@ -141,14 +141,14 @@ def _softcap(a, P: tl.constexpr):
 
 
 @triton.jit
-def gates_of(step, m_at, row, h, q, P: tl.constexpr):
-    """Return the new m of an mLSTM, whose old one is at ``m_at``, and the factors of old cells and of the new token."""
+def gates_of(step, m, row, h, q, P: tl.constexpr):
+    """Return the new m of an mLSTM, whose old one is ``m``, and the factors of old cells and of the new token."""
     key, value = new_token(step, row, h, P)
     w = step.weights
     igate = _softcap(dot(key, value, w.igate_weight, h, P) + tl.load(w.igate_bias + h), P).to(tl.float32)
     fgate = _softcap(dot(key, value, w.fgate_weight, h, P) + tl.load(w.fgate_bias + h), P)
     log_f = tl.minimum(fgate, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(fgate)))
-    old = log_f.to(tl.float32) + tl.where(q > 0, tl.load(m_at), -1e30)
+    old = log_f.to(tl.float32) + tl.where(q > 0, m, -1e30)
     m = tl.maximum(old, igate)
     return m, tl.exp(old - m), tl.exp(igate - m)
 
@@ -169,7 +169,7 @@ def update_cells(step, work, row, r, h, q, first, P: tl.constexpr):
     there = (f < tl.where(q > 0, P.features, 0))[:, None] & fits[None, :]
     c = tl.load(at, mask=there, other=0.0)
     m_at = state_at(cache, r, h, P.state_words - 1, True, P)
-    _, keep, gain = gates_of(step, m_at, row, h, q, P)
+    _, keep, gain = gates_of(step, tl.load(m_at), row, h, q, P)
     if step.weights.v_proj is not None:
         value = tl.load(work + 2 * P.columns + column, mask=fits, other=0.0)
     else:

@@ -108,7 +108,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _splits(config: KernelConfig, protected: int, programs: int, device: torch.device) -> int:
+def splits_of(config: KernelConfig, protected: int, programs: int, device: torch.device) -> int:
     """Return the number of parts into which a head's slots and ``protected`` tokens are split.
 
     There are enough parts for two programs per multiprocessor. The number depends on shapes alone.
@@ -137,12 +137,12 @@ def decode_step(
     requests, heads = len(q), k.shape[1]
     check_step(q, k, v, pages, rule, weights, prefix, requests, rule.window, "decode_step")
     config = kernel_config(pages, page_table, q, rule, options)
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), floats(q.device, *q.shape[:2])
     if not requests:
         return out, lse
     of_prefix = (None, None) if prefix is None else (prefix.tokens, prefix.biased)
     views = map(view, (q, k, v, gate_scores, positions, budgets, windows, keys, *of_prefix))
-    work = _floats(q.device, requests, heads, config.work)
+    work = floats(q.device, requests, heads, config.work)
     flags = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=q.device)
     cache, before = cache_of(pages, page_table), prefix_of(prefix)
     step = Step(*views, cache, before, weights, rule.log_gamma, scale, out, lse, work, flags, sink_logits)
@@ -159,10 +159,10 @@ def decode_step(
         _products[triton.cdiv(config.size, DEPTH.value), heads, requests](step, **own)
     tile = tile_of(DECODE, config.wide, config.size)
     protected = 0 if prefix is None else before.table.shape[1] * config.slots
-    splits = _splits(config, protected, requests * heads, q.device)
+    splits = splits_of(config, protected, requests * heads, q.device)
     sums = tops = lse
     if splits > 1:
-        sums, tops = _floats(q.device, *lse.shape, splits, config.size), _floats(q.device, *lse.shape, splits, 2)
+        sums, tops = floats(q.device, *lse.shape, splits, config.size), floats(q.device, *lse.shape, splits, 2)
     _attend[splits, heads, requests](
         step, sums, tops, CUT=splits > 1, num_warps=tile.warps, num_stages=tile.stages, **of_all
     )
@@ -188,6 +188,6 @@ def prefix_of(prefix) -> Cache:
     return Cache(*arrays, *pages.k.stride()[:2], *pages.score.stride()[:2], prefix.table, row, 0, page)
 
 
-def _floats(device, *shape) -> torch.Tensor:
+def floats(device, *shape) -> torch.Tensor:
     """Return an uninitialised float32 tensor."""
     return torch.empty(shape, dtype=torch.float32, device=device)

@@ -107,10 +107,15 @@ class PageLayout:
         """Size of a staged draft of one head, in bytes: K, V, queries, score and position, at a multiple of 16."""
         return 16 * cdiv(self.slot_bytes + self.draft_query_bytes, 16)
 
+    @property
+    def draft_start(self) -> int:
+        """Number of bytes of a request's state before the first staged draft, a multiple of 16."""
+        return 16 * cdiv(4 * self.state_floats, 16)
+
     def draft_place(self, index: int) -> tuple[int, int]:
         """Return the state block and the byte in it at which the staged draft at ``index`` begins."""
         region, size = self.region_bytes, self.draft_bytes
-        block, byte = divmod(16 * cdiv(4 * self.state_floats, 16), region)
+        block, byte = divmod(self.draft_start, region)
         if index < (fit := (region - byte) // size):
             return block, byte + index * size
         more, index = divmod(index - fit, region // size)

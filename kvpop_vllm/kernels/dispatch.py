@@ -57,7 +57,7 @@ def _implementation(op: str, impl: str) -> Callable:
         raise NotImplementedError(f"op {op!r} has no {impl!r} implementation: use impl='reference'") from None
 
 
-SERVING = "begin_tail", "decode_step", "prefill_chunk"
+SERVING = "begin_tail", "decode_step", "prefill_chunk", "verify_step"
 """Ops whose head sizes and dtypes are those of :data:`kvpop_vllm.supported.KERNELS`."""
 
 _SERVED = {name: tuple(getattr(torch, dtype) for dtype in own.dtypes or ()) for name, own in KERNELS.items()}

@@ -21,6 +21,19 @@ def test_a_bounded_request():
     assert request_bytes(layout, 30, 65, Retention(1024, 4, 64)) == CacheBytes(65 * 256 * 90, 3 * 64 * 264 * 90, 3)
 
 
+def test_staged_drafts_take_one_more_block_or_none():
+    """Four drafts of 272 bytes lie in a block of their own after a full state, and in what is left of a larger one."""
+    state = dict(state_floats=64 * 64 + 64 + 1, drafts=4)
+    layout = PageLayout(3, 64, torch.bfloat16, 64, **state)
+    assert layout.draft_bytes == 272
+    assert request_bytes(layout, 30, 5000, Retention(1024, 4, 64)) == CacheBytes(
+        1024 * 256 * 90, 18 * 64 * 264 * 90, 18
+    )
+    assert PageLayout(3, 64, torch.bfloat16, 128, **state).state_blocks == 1
+    mass = PageLayout(3, 64, torch.bfloat16, 64, drafts=8, draft_query_bytes=4 * 128)  # h2o with four query heads
+    assert request_bytes(mass, 30, 5000, Retention(1024, 4, 64)).blocks == 17
+
+
 def test_a_dense_request_is_rounded_to_its_own_block_size():
     for block, blocks in ((128, 6), (64, 11), (16, 44)):
         expected = CacheBytes(700 * 256 * 90, blocks * block * 256 * 90, blocks)

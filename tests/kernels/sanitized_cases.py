@@ -14,6 +14,7 @@ from kernels import sanitized
 from kernels import test_decode_step as decode
 from kernels import test_prefill_chunk as prefill
 from kernels import test_running_topk as running
+from kernels import test_verify_step as verify
 from kernels.problems import CASES, Problem, problem
 from kernels.served import ISAS, Pool, check_same, serve
 from kernels.test_decode_step import (  # noqa: F401  (tests and fixtures that run here too)
@@ -61,7 +62,13 @@ def no_slack(monkeypatch):
     def copied(q, k, v, *rest, **options):
         return chunk(q.clone(), k.clone(), v.clone(), *rest, **options)
 
+    verified = ops.verify_step
+
+    def copied_drafts(q, k, v, *rest, **options):
+        return verified(q.clone(), k.clone(), v.clone(), *rest, **options)
+
     monkeypatch.setattr(ops, "prefill_chunk", copied)
+    monkeypatch.setattr(ops, "verify_step", copied_drafts)
     for module in ("factories", "problems", "served", "test_decode_step"):
         monkeypatch.setattr(f"kernels.{module}.poisoned_pages", apart)
     torch.set_num_threads(2)
@@ -106,6 +113,17 @@ def test_decode_step(case, shape):
     (sinks, window, topk), (dtype, q_dtype) = shape.pop("roles"), shape.pop("dtypes")
     roles = dict(sinks=sinks, window=window, topk=topk)
     decode.check_budgets(Problem(case, **roles, dtype=dtype, q_dtype=q_dtype, **shape, seed=1))
+
+
+@pytest.mark.parametrize("case, shape", shapes([*prefill.SOME_CASES]))
+def test_verify_step(case, shape):
+    """Commits, tokens, drafts and what is taken back lie in the memory of the pages and of the scratch."""
+    protect, (dtype, q_dtype), roles = shape["group"] % 3 * 17, shape.pop("dtypes"), shape.pop("roles")
+    names = dict(zip(("sinks", "window", "topk"), roles, strict=True))
+    p = Problem(case, protected=(0, protect), drafts=7, length=80, dtype=dtype, q_dtype=q_dtype, **names, **shape)
+    rounds = [{0: (7, accepted), 1: (7 - accepted, 2)} for accepted in (5, 0, 3)]
+    for isa in ISAS:
+        verify.check_steps(p.prepare(), isa, rounds, [6, max(protect - 3, 20)])
 
 
 PIECES = {

@@ -115,30 +115,53 @@ class Pool:
         where = self.pages, self.table[requests], torch.tensor(at), self.budgets[requests]
         return ops.decode_step(q, k, v, *where, **own, **self.told(requests[0], impl))
 
-    def verify(self, counts: dict[int, int], impl: str, wrong: dict[int, int] | None = None):
-        """Advance these requests by one token each and verify so many drafts, -1 to commit staged ones alone.
+    def verify(self, counts: dict[int, int], impl: str, right: dict[int, int] | None = None):
+        """Advance these requests by one token each and verify so many drafts, or with -1 commit staged ones alone.
 
-        Drafts are the next tokens, but the last ``wrong[r]`` of a request are others.
+        The first ``right[r]`` drafts of a request, by default all, are its next tokens; the others are not.
+
+        Returns:
+            Outputs and log-sum-exps, and queries, keys and values, of all tokens.
         """
-        p, requests, generator = self.p, list(counts), torch.Generator().manual_seed(sum(self.seen))
-        starts, tokens, firsts = [self.seen[r] for r in requests], [], []
+        p, requests, tokens = self.p, list(counts), []
         for r, count in counts.items():
             cut = slice(self.seen[r], self.seen[r] + count + 1)
-            token = [x[r][cut].clone() for x in p.texts]
-            for x in token:
-                others = x[len(x) - (wrong or {}).get(r, 0) :]
-                others.copy_(torch.randn(others.shape, generator=generator))
-            firsts.append(sum(len(x[0]) for x in tokens))
-            tokens.append(token)
-            p.write(self.pages, [r] * len(token[1]), range(cut.start, cut.stop), *token[1:])
+            tokens.append(self.drafted(r, cut, count if right is None else right[r]))
+            if p.protects(r) and cut.start <= p.protects(r) < cut.stop:
+                p.begin(self.pages, [r], use(impl))
             self.seen[r] += count >= 0
         q, k, v = (torch.cat(x) for x in zip(*tokens, strict=True))
-        own = dict(gate_scores=given_scores(p.rule, k), windows=p.windows[requests], prefix=self.prefix(requests))
+        options = dict(gate_scores=given_scores(p.rule, k), windows=p.windows[requests], prefix=self.prefix(requests))
         if p.rule.draws:
-            own["seeds"] = p.seeds[requests]
-        where = self.pages, self.table[requests], torch.tensor(starts), torch.tensor(firsts)
-        more = torch.tensor(list(counts.values()), dtype=torch.int32), self.budgets[requests]
-        return ops.verify_step(q, k, v, *where, *more, **own, **self.told(requests[0], impl))
+            options["seeds"] = p.seeds[requests]
+        lengths = torch.tensor([len(token[0]) for token in tokens])
+        starts = torch.tensor([self.seen[r] - (count >= 0) for r, count in counts.items()])
+        drafts = torch.tensor(list(counts.values()), dtype=torch.int32)
+        place = self.pages, self.table[requests], starts, lengths.cumsum(0) - lengths, drafts, self.budgets[requests]
+        return *ops.verify_step(q, k, v, *place, **options, **self.told(requests[0], impl)), (q, k, v)
+
+    def drafted(self, r: int, cut: slice, right: int) -> list[torch.Tensor]:
+        """Return the tokens ``cut`` of a request, of which only the first and ``right`` more are right, and write them."""
+        generator, tokens = torch.Generator().manual_seed(cut.start), [x[r][cut].clone() for x in self.p.texts]
+        for x in tokens:
+            x[right + 1 :] = torch.randn(x[right + 1 :].shape, generator=generator).to(x.dtype)
+        self.p.write(self.pages, [r] * len(tokens[1]), range(cut.start, cut.stop), *tokens[1:])
+        return tokens
+
+    def accept(self, r: int, count: int) -> None:
+        """Go on after so many of the drafts that have been verified, which are right then, also in a prefix."""
+        cut = slice(self.seen[r], self.seen[r] + count)
+        self.p.write(self.pages, [r] * count, range(cut.start, cut.stop), *(x[r][cut] for x in self.p.texts[1:]))
+        self.seen[r] += count
+
+    def staging(self, r: int) -> torch.Tensor:
+        """Return the mask ``[blocks, H, bytes]`` of the bytes of a request's pages where drafts are staged."""
+        layout, mask = self.p.layout, torch.zeros(self.pages.raw.shape, dtype=torch.bool)
+        for i in range(layout.drafts):
+            column, byte = layout.draft_place(i)
+            for h in range(self.p.heads):
+                mask[int(self.table[r, h, column]), h, byte : byte + layout.draft_bytes] = True
+        return mask
 
     def held(self, r: int) -> torch.Tensor:
         """Return the mask of retained tokens, ``[H, seen]``."""

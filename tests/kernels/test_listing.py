@@ -65,7 +65,8 @@ def test_every_instruction_set_of_this_processor_is_there():
     assert sources == set(needed)
 
 
-LARGEST = {"decode_step": 256, "prefill_chunk": 256, "sparse_attention": 128, "future_attention_mass": 128}
+SERVED = "decode_step", "prefill_chunk", "verify_step"
+LARGEST = dict.fromkeys(SERVED, 256) | {"sparse_attention": 128, "future_attention_mass": 128}
 """Largest head size of Triton's kernels."""
 
 
@@ -73,7 +74,7 @@ def test_choice_of_implementation():
     """The fastest implementation that takes the device, dtype and head size is chosen."""
 
     def chosen(op, device="cuda", dtype=torch.bfloat16, size=64):
-        shape = (1, 4, size) if op in ("decode_step", "prefill_chunk") else (1, 2, 8, size)
+        shape = (1, 4, size) if op in SERVED else (1, 2, 8, size)
         return dispatch.select(op, types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=shape))
 
     for op in set(dispatch.TRITON_DTYPES) - {"begin_tail", "online_topk"}:

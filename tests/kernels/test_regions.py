@@ -104,16 +104,11 @@ def test_equal_shares_need_none():
     assert Shares.of(budgets, 40) is None and Shares.of(budgets, 41).counts == {40: 6}
 
 
-@pytest.mark.parametrize("kind", ["mlstm", "mass-mean", "moment", "gate_scores"])
-@pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["reference", "cpp"])
-def test_kernels_do_not_care_where_pages_lie(kind, impl):
-    """Heads with their own budgets give and retain the same in a shared pool as in their own pages.
-
-    Three layers of two heads share the pool, in chunks and token by token, to the bit.
-    """
-    layers, length = 1 if INTERPRETED else 3, 72
+def pools(kind: str, layers: int, length: int, drafts: int = 0):
+    """Yield for each of up to three layers of two heads a pool in pages that all share, and one in its own pages."""
     budgets = torch.tensor([[60, 25], [33, 47], [18, 64]], dtype=torch.int32)[:layers]
-    problems = [Problem(kind, 1, topk=64 - 8, window=6, seed=i, length=length).prepare() for i in range(layers)]
+    sizes = dict(topk=64 - 8, window=6, length=length, drafts=drafts)
+    problems = [Problem(kind, 1, **sizes, seed=i).prepare() for i in range(layers)]
     shares, layout = Shares.of(budgets, 64), problems[0].layout
     count = shares.blocks(layout.state_blocks, N, length)
     blocks = torch.randperm(count + 5, generator=torch.Generator().manual_seed(3))[:count].int().view(1, -1)
@@ -124,8 +119,36 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
         alone, shared = Pool(p), Pool(p)
         shared.pages, shared.table = regions.view(memory), regions.place(layer, blocks, (), NUMBERS, ())[1]
         shared.untouched = lambda: True  # others use the rest
+        yield shared, alone
+
+
+@pytest.mark.parametrize("kind", ["mlstm", "mass-mean", "moment", "gate_scores"])
+@pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["reference", "cpp"])
+def test_kernels_do_not_care_where_pages_lie(kind, impl):
+    """Heads with their own budgets give and retain the same in a shared pool as in their own pages.
+
+    Three layers of two heads share the pool, in chunks and token by token, to the bit.
+    """
+    length = 72
+    for shared, alone in pools(kind, 1 if INTERPRETED else 3, length):
         found, expected = (pool.serve([40, 1, length], impl) for pool in (shared, alone))
         assert torch.equal(found.out, expected.out) and torch.equal(found.held[length], expected.held[length])
+
+
+@pytest.mark.parametrize("kind", ["mlstm", "mass-mean"])
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_drafts_do_not_care_where_pages_lie(kind, impl):
+    """Drafts are staged, committed and taken back in a shared pool as in pages of their own."""
+    for shared, alone in pools(kind, 3, 80, drafts=3):
+        results = []
+        for pool in (shared, alone):
+            results.append([pool.chunk(0, 62, impl)[0]])
+            for accepted in (2, 0, 3, 1):
+                results[-1].append(pool.verify({0: 3}, impl, {0: accepted})[0])
+                pool.accept(0, accepted)
+            pool.verify({0: -1}, impl)
+            results[-1].append(pool.held(0))
+        assert all(map(torch.equal, *results))
 
 
 def test_too_small_a_pool_is_refused():

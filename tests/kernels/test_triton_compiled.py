@@ -37,7 +37,7 @@ def test_every_kernel_compiles(compiled):
         re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text()) for file in (ROOT / "triton_kernels").glob("*.py")
     ]
     written = {kernel for kernels in launched for kernel in kernels}
-    assert len(written) == 10 + 8 + 9
+    assert len(written) == 10 + 8 + 7 + 9
     rows = [row for row in compiled["rows"] if row["op"] != "biased"]
     found = {(row["arch"], row["dtype"], row["size"]): set() for row in rows}
     for row in rows:
@@ -60,7 +60,14 @@ def test_attention_with_biases_and_sinks_compiles(compiled):
 
 @pytest.mark.parametrize(
     "op, stack, programs",
-    [("training", 512, 1), ("decode_step", 64, 2), ("prefix", 64, 2), ("biased", 256, 1), ("prefill_chunk", 64, 1)],
+    [
+        ("training", 512, 1),
+        ("decode_step", 64, 2),
+        ("prefix", 64, 2),
+        ("biased", 256, 1),
+        ("verify_step", 64, 1),
+        ("prefill_chunk", 64, 1),
+    ],
 )
 def test_kernels_fit_a_multiprocessor(compiled, op, stack, programs):
     """Shared memory holds ``programs`` of each kernel, and little is spilled with 255 registers.
@@ -92,8 +99,9 @@ def test_loads_of_attention_overlap_its_products(compiled):
 
 def test_launches_of_a_step_begin_while_the_one_before_runs(compiled):
     """Each waits for it ahead of its own loads and stores, and on a GPU without such launches is one like any other."""
-    rows = [row for row in compiled["rows"] if row["op"] in ("decode_step", "prefix") or row["kernel"] == "_attend"]
-    assert {row["arch"] for row in rows} == {80, 90, 100} and len({row["kernel"] for row in rows}) == 8
+    ops = "decode_step", "prefix", "verify_step"
+    rows = [row for row in compiled["rows"] if row["op"] in ops or row["kernel"] == "_attend"]
+    assert {row["arch"] for row in rows} == {80, 90, 100} and len({row["kernel"] for row in rows}) == 8 + 7
     assert [row for row in rows if not row["dependent"] == row["awaits"] == (row["arch"] >= 90)] == []
 
 
@@ -117,7 +125,7 @@ def test_steps_read_nothing_ahead_of_their_token(compiled):
 
 def test_scores_round_as_in_the_reference(compiled):
     """Kernels that compare scores in float64 have no fused multiply-adds; the interpreter never has any."""
-    ranking = ("_cells", "_evict_and_insert", "_simulate", "_steps")
+    ranking = ("_cells", "_evict_and_insert", "_simulate", "_steps", "_advance", "_draft_cells", "_plan")
     assert {(row["kernel"], row["fused"]) for row in compiled["rows"] if row["kernel"] in ranking} == {
         (kernel, False) for kernel in ranking
     }
@@ -137,6 +145,16 @@ def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
         assert {op for op, _ in padding["ops"]} == {"aten.empty.memory_format", "aten.empty_like.default"}
         launches, ops = most[step["case"]]
         assert len(padding["launches"]) == launches and len(padding["ops"]) <= ops, (step["case"], padding)
+
+
+def test_a_verifying_step_reads_nothing_back_and_takes_few_launches(compiled):
+    """Launches do not depend on what is accepted; torch fills outputs, and allocates."""
+    launches = {"mlstm": 7, "mlp": 6}
+    assert {step["case"] for step in compiled["verified"]} == launches.keys()
+    for step in compiled["verified"]:
+        padding, tokens = step["found"]
+        assert padding == tokens and len(padding["launches"]) == launches[step["case"]]
+        assert not [name for name, _ in padding["ops"] if not re.match(r"aten\.(empty|new_empty|zeros|fill)", name)]
 
 
 def test_a_prefill_does_not_wait_for_the_device(compiled):

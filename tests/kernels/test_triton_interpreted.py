@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "test_triton_serving.py",
+    "test_verify_step.py",
     "test_triton_prefill.py",
     "test_triton_bytes.py",
     "test_triton_variants.py",

@@ -50,10 +50,13 @@ CHUNKS = {
     "mlstm-corrected": 3,
 }
 """Number of tokens of the prefill chunks of a step by case, or of each chunk if they are processed one by one."""
+VERIFIED = dict.fromkeys(FEW, ("mlstm", "mlp"))
+"""Cases of verifying steps, of :data:`DRAFTS` drafts."""
+DRAFTS = 3
 BEHIND = "mlstm", "mass-mean"
 """Cases that are also prefilled behind a prefix of :data:`PREFIX` tokens."""
 PREFIX = 200
-OPS = "decode_step", "prefix", "biased", "prefill_chunk", "training"
+OPS = "decode_step", "prefix", "biased", "verify_step", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 OWN = "online_topk", "_prefill_attend", "_prefill_slots", "_prefill_steps"
@@ -177,6 +180,27 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
     return found
 
 
+def verify(case: str, dtype: torch.dtype, size: int) -> list:
+    """Return launches and ops of a verifying step of padding and of one after a prefix, which must be the same."""
+    from kvpop_vllm.kernels.triton import decode_step as module
+    from kvpop_vllm.kernels.triton.verify_step import verify_step
+
+    module._dependent = lambda device: arch >= 90
+    sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900, drafts=DRAFTS)
+    p, results = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare(), []
+    pages, (q, k, v) = poisoned_pages(p.layout, p.num_blocks), (x.repeat(4, 1, 1) for x in p.inputs(range(3)))
+    firsts, drafts = 4 * torch.arange(3), torch.full((3,), DRAFTS, dtype=torch.int32)
+    prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), torch.tensor([0, 16, 2500]))
+    for start in (-1, 8):
+        launches.clear()
+        options = dict(rule=p.rule, scale=p.scale, prefix=prefix, windows=p.windows)
+        with noted_reads() as reads, Asked() as torch_ops:
+            verify_step(q, k, v, pages, p.table, torch.full((3,), start), firsts, drafts, p.budgets, **options)
+        assert not reads, f"Tensor.{reads[0]} waits for the device"
+        results.append({"launches": list(launches), "ops": torch_ops.ops})
+    return results
+
+
 def sinks_of(q: torch.Tensor) -> torch.Tensor | None:
     """Return logits of attention sinks, which the op with biases has too."""
     return torch.zeros(q.shape[1]) if op == "biased" else None
@@ -286,6 +310,8 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
             notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests) for case in CHUNKS]
             notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in BEHIND]
         notes["begun"].append([begin(steps[0], DTYPES[dtype], size, requests) for requests in (2, 5)])
+    elif op == "verify_step":
+        notes["verified"] += [{"case": case, "found": verify(case, DTYPES[dtype], size)} for case in steps]
     else:
         if op == "biased":
             for requests in (1, 5):
@@ -299,6 +325,8 @@ def cases_of(wanted: str | None) -> dict:
     """Return the cases of the current op, by GPU, dtype and head size."""
     if op == "biased":
         return BIASED
+    if op == "verify_step":
+        return VERIFIED if wanted == "few" else dict.fromkeys(ALL, VERIFIED[90, "bfloat16", 128])
     return FEW if wanted == "few" else ALL
 
 
@@ -310,7 +338,7 @@ def main():
     options = parser.parse_args()
     driver.set_active(Target())
     JITFunction.run = compile_only
-    found = {"rows": [], "steps": [], "chunks": [], "begun": []}
+    found = {"rows": [], "steps": [], "verified": [], "chunks": [], "begun": []}
     for op in [options.op] if options.op else OPS:  # noqa: B007  (read by compile_only, as arch by Target)
         for (arch, dtype, size), steps in cases_of(options.json).items():  # noqa: B007
             if options.json == "few" and op not in ("decode_step", "biased") and size == 64:

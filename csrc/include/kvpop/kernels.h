@@ -18,11 +18,14 @@
 
 #include "kvpop/retain.h"
 
+#include "kvpop/verify.h"
+
 #include "kvpop/prefill.h"
 
 namespace kvpop::KVPOP_ISA {
 
 const Kernels kernels{scratch_floats, BATCH,          decode_heads,    retain,         partial_floats, attend_part,
-                      merge_parts,    begin_tail,     KVPOP_BF16_DOT,  prefill_scratch, prefill_scores, prefill_attend};
+                      merge_parts,    begin_tail,     verify_scratch, verify_head,
+                      KVPOP_BF16_DOT, prefill_scratch, prefill_scores, prefill_attend};
 
 }  // namespace kvpop::KVPOP_ISA

@@ -170,10 +170,16 @@ KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float
     }
 }
 
+// Log of a step that is not taken back (UndoLog in verify.h).
+struct NoLog {
+    template <class T>
+    KVPOP_INLINE void save(const Head<T>&, int64_t) const {}
+};
+
 // Runs the step without attention: scores, evictions, the new token. Returns the number of slots to attend
-// to. batch: projected batch of an mLSTM, with the request as entry `number`.
-template <class T>
-int64_t retain_of(const DecodeStep& a, int64_t r, int64_t h, const MLSTMBatch& batch, int64_t number, Pieces pieces) {
+// to. batch: projected batch of an mLSTM, with the request as entry `number`. log: gets each slot before it is overwritten.
+template <class T, class Log>
+int64_t retain_of(const DecodeStep& a, int64_t r, int64_t h, const MLSTMBatch& batch, int64_t number, Pieces pieces, Log&& log) {
     const Head<T> head{a, r, h};
     const Scorer& s = a.scorer;
     if (a.in_prefix(r)) return 0;
@@ -199,10 +205,11 @@ int64_t retain_of(const DecodeStep& a, int64_t r, int64_t h, const MLSTMBatch& b
             head.read(head.k(gone), head.v(gone), x_u);
             Moments(a, r, h).take_in(float(evicted + 1), x_u, deviation);
         }
-        if (target >= 0) head.write(target, leaves.key, leaves.value, score, q - head.roles.window);
+        if (target >= 0) log.save(head, target), head.write(target, leaves.key, leaves.value, score, q - head.roles.window);
         if (target >= used) used = target + 1;
     }
     const Row<T> own = new_row<T>(a, r, h);
+    log.save(head, slot);
     head.write(slot, own.key, own.value, inserted, q);
     if (slot >= used) used = slot + 1;
     *a.tokens_seen(r, h) = int32_t(q + 1);
@@ -216,7 +223,7 @@ int64_t retain_alone(const DecodeStep& a, int64_t r, int64_t h, float* scratch) 
     Pieces pieces{scratch};
     MLSTMBatch batch(a, pieces);
     if (a.scorer.kind == ScorerKind::MLSTM) project_steps<T>(a, r, 1, h, batch);
-    return retain_of<T>(a, r, h, batch, 0, pieces);
+    return retain_of<T>(a, r, h, batch, 0, pieces, NoLog{});
 }
 inline int64_t retain(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
     return a.cache_is_bf16 ? retain_alone<bf16>(a, r, h, scratch) : retain_alone<float>(a, r, h, scratch);
@@ -253,7 +260,7 @@ void decode_heads_of(const DecodeStep& a, int64_t r, int64_t count, int64_t h, f
     MLSTMBatch batch(a, pieces);
     if (a.scorer.kind == ScorerKind::MLSTM) project_steps<T>(a, r, count, h, batch);
     for (int64_t i = 0; i < count; i++)
-        attend(a, r + i, h, retain_of<T>(a, r + i, h, batch, i, pieces), scratch + retain_scratch(a));
+        attend(a, r + i, h, retain_of<T>(a, r + i, h, batch, i, pieces, NoLog{}), scratch + retain_scratch(a));
 }
 
 inline void decode_heads(const DecodeStep& a, int64_t r, int64_t count, int64_t h, float* scratch) {

@@ -131,8 +131,8 @@ def verify_step(
 
     Of a request with a prefix, all tokens below p, drafts included, are stored in the prefix pages before, as for
     :func:`decode_step`; the caller writes them again when it knows better. Only tokens from p on are staged or taken back.
-    The op runs :func:`begin_tail` itself in the step of token p, also if that is a commit or a draft; if it is a draft,
-    state is put back too. A caller may have run it before a step at p, but not in a later one.
+    Call :func:`begin_tail` before a step with ``c <= p <= c + d``, once the tokens below p are written. If drafts below p
+    are refused, the next step begins at or below p, and so it is called again; a step at c > p must not be preceded by it.
 
     Rounds and the compression of a prompt lie between two steps, so the caller cuts drafts there. A token after which a
     round is due, or at which a prompt is compressed, is the token at c of its step, without drafts.
@@ -164,6 +164,8 @@ def verify_step(
             written. The Triton implementation returns NaN for that request instead, as :func:`decode_step` does.
         ValueError: as in :func:`decode_step`; d exceeds m or tokens lie outside of ``[0, T)``; or the layout has no room
             for the rule's queries.
+        NotImplementedError: in Triton, a rule that reads attention or corrects outputs. It also takes m <= w alone
+            (ValueError, by the rule's w), because a draft must not leave the window before it is accepted.
     """
     run = resolve("verify_step", impl, q)
     _check_sinks(sink_logits, q)

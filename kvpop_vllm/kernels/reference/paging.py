@@ -42,18 +42,18 @@ def check_staged(pages: Pages, page_table: torch.Tensor, starts: list[int], pref
     Raises:
         StepOrderError: a start is not in ``[tokens_seen, tokens_seen + staged]`` of a head; nothing has been written.
     """
-    first, most, found = pages.layout.state_blocks, pages.layout.drafts, list(starts)
+    first, drafts, counts = pages.layout.state_blocks, pages.layout.drafts, list(starts)
     for r, start in enumerate(starts):
         for h in range(pages.layout.num_kv_heads if start > protected(prefix, r) else 0):
-            found[r] = seen = int(pages.position[page_table[r, h, first], h, 0])
-            places = (int(pages.draft(page_table[r, h], h, i).position) for i in range(most))
-            staged = next((i for i, position in enumerate(places) if position != seen + i), most)
-            if not seen <= start <= seen + staged:
+            counts[r] = count = int(pages.position[page_table[r, h, first], h, 0])
+            places = (int(pages.draft(page_table[r, h], h, i).position) for i in range(drafts))
+            staged = next((i for i, position in enumerate(places) if position != count + i), drafts)
+            if not count <= start <= count + staged:
                 raise StepOrderError(
-                    f"request {r}: step starts at position {start}, but its cache has seen {seen} tokens and holds"
+                    f"request {r}: step starts at position {start}, but its cache has seen {count} tokens and holds"
                     f" {staged} staged drafts"
                 )
-    return found
+    return counts
 
 
 class HeadSlots:

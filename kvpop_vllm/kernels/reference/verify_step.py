@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.cache.pages import Pages, StagedDraft
-from kvpop_vllm.kernels.reference.begin_tail import begin_tail
 from kvpop_vllm.kernels.reference.decode_step import decode_step
 from kvpop_vllm.kernels.reference.paging import check_staged, protected
 
@@ -23,7 +22,7 @@ def verify_step(
                 f"request {r}: {count} drafts after token {first} of {len(q)} tokens do not fit: at most"
                 f" {pages.layout.drafts} can be staged"
             )
-    for r, seen in enumerate(check_staged(pages, page_table, starts, prefix)):
+    for r, tokens_seen in enumerate(check_staged(pages, page_table, starts, prefix)):
         one, begins = slice(r, r + 1), protected(prefix, r)
         table, own_prefix = page_table[one], None if prefix is None else prefix.of(one)
         of_request = {
@@ -35,23 +34,21 @@ def verify_step(
             "sink_logits": sink_logits,
         }
 
-        def step(t, *token, scores, table=table, begins=begins, of_request=of_request, r=r):
-            if t == begins > 0 and rule.replays:
-                begin_tail(pages, table, of_request["prefix"], rule=rule)
-            at = torch.tensor([t]), budgets[r : r + 1]
-            return decode_step(*token, pages, table, *at, gate_scores=scores, **of_request)
+        def step(t, *token, scores, table=table, of_request=of_request, r=r):
+            place = torch.tensor([t]), budgets[r : r + 1]
+            return decode_step(*token, pages, table, *place, gate_scores=scores, **of_request)
 
         start, first, count = starts[r], firsts[r], counts[r]
-        for t in range(max(seen, begins), start):
-            *token, scores = _staged(pages, table[0], t - seen, q)
+        for t in range(max(tokens_seen, begins), start):
+            *token, scores = _staged(pages, table[0], t - tokens_seen, q)
             step(t, *token, scores=None if gate_scores is None else scores)
         before = None
         for i in range(count + 1):
-            at = slice(first + i, first + i + 1)
-            scores = None if gate_scores is None else gate_scores[at]
+            row = slice(first + i, first + i + 1)
+            scores = None if gate_scores is None else gate_scores[row]
             if i == 1:
                 before = _blocks(pages, table)
-            out[at], lse[at] = step(start + i, q[at], k[at], v[at], scores=scores)
+            out[row], lse[row] = step(start + i, q[row], k[row], v[row], scores=scores)
         if before is not None:
             blocks, content = before
             _regions(pages)[blocks] = content
