@@ -167,9 +167,10 @@ def test_a_prompt_that_is_hit_but_for_its_last_token(served):
     texts = plain(served, [first, *jobs])
     served.serve(jobs)
 
-    def recorded():
-        scheduled.append(schedule())
-        return scheduled[-1]
+    def recorded(*args, **kwargs):
+        step = schedule(*args, **kwargs)
+        scheduled.extend([*tokens] for tokens in step.scheduled_spec_decode_tokens.values())
+        return step
 
     with pytest.MonkeyPatch.context() as patch, drafting(texts, mixed(5)):
         patch.setattr(served.recorder.scheduler, "schedule", recorded)
@@ -181,8 +182,7 @@ def test_a_prompt_that_is_hit_but_for_its_last_token(served):
                 served.add(added[-1], jobs[len(added) - 1])
 
         answers = served.serve([first], arrive)
-    padded = [tokens for step in scheduled for tokens in step.scheduled_spec_decode_tokens.values() if tokens[0] == -1]
-    assert padded == [[-1] * DRAFTS] * len(jobs)
+    assert [tokens for tokens in scheduled if tokens[0] == -1] == [[-1] * DRAFTS] * len(jobs)
     assert sorted(answer.num_cached_tokens for answer in answers.values()) == [0, 16, 32, 64, 96]
     served.check(answers)
 
@@ -231,7 +231,7 @@ def test_an_answer_that_ends_within_drafts(chats, new):
     (text,) = plain(chats, [Job(prompt=prompt, new=30, scored=False)])
     first = text[: 70 + new]
     (second,) = plain(chats, [Job(prompt=[*first, *more], new=12, scored=False)])
-    with drafting([second, text], itertools.repeat(DRAFTS)):
+    with drafting([text, second], itertools.repeat(DRAFTS)):
         (answer,) = chats.serve([Job(prompt=prompt, new=new, scored=False, asks={"kv_report": 1})]).values()
         before = {layer: [*steps] for layer, steps in chats.recorder.held[chats.names["0"]].items()}
         assert whole(answer) == first
