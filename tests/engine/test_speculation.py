@@ -17,6 +17,7 @@ from distill.byte_tokenizer import byte_tokenizer
 from engine.driving import BLOCK, Job, Judges, preempt_all, serving, watched
 from engine.matrix import BUDGET
 from engine.proposer import CONFIG, DRAFTS, ForcedDrafts, drafting, mixed
+from engine.test_traffic import POLICIES
 from engine.tiny_engine import quick
 from threads import one_thread
 from vllm import SamplingParams
@@ -247,7 +248,8 @@ def test_an_answer_that_ends_within_drafts(chats, new):
 
 def test_settings_of_requests(case):
     """Requests of one batch have other budgets and protect other numbers of tokens."""
-    found, text = case("qwen3", "kvpop"), random_prompt(150, seed=96)
+    kind, options = POLICIES["kvpop"]
+    found, text = case(kind, "kvpop", **options), random_prompt(150, seed=96)
     asks = (
         None,
         {"kv_budget": 26},
@@ -289,6 +291,8 @@ OTHERS = [("qwen3", "l2norm"), ("qwen3", "full"), ("qwen3", "trimkv-kv"), ("qwen
 def test_policies_that_no_oracle_judges_here(case, kind, policy):
     """Answers with drafts are those without."""
     found, jobs = case(kind, policy), jobs_of((5, 33, 90, 130), 40)
+    if policy == "full":
+        found = found._replace(settings={"policy": "full"})
     with speculating(found) as engine:
         texts = plain(engine, jobs)
         with drafting(texts, mixed(8)):
@@ -318,7 +322,7 @@ def test_drafts_of_n_grams(case):
 
 def test_seeds_are_treated_as_stock_treats_them(case):
     """Where nothing is evicted, sampled answers are those of a stock engine with the same drafts."""
-    found = case("qwen3", "full")
+    found = case("qwen3", "streaming-llm", budget=600)
     jobs = [*(replace(job, temperature=1.0) for job in jobs_of((5, 33, 90), 30)), Job(40, new=30, samples=3)]
     with speculating(found) as engine:
         greedy = plain(engine, jobs_of((5, 33, 90, 40), 30))
