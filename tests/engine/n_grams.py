@@ -18,12 +18,12 @@ def check_n_grams(model: str, folder: Path) -> None:
     Raises:
         AssertionError: they differ, or no draft was accepted.
     """
-    found, phrase = make_case(model, folder, "kvpop"), random_prompt(12, seed=3)
+    setup, phrase = make_case(model, folder, "kvpop"), random_prompt(12, seed=3)
     prompts = [phrase * 9, [*random_prompt(30, seed=4), *phrase * 3]]
     jobs = [Job(prompt=prompt, new=60, scored=False) for prompt in prompts]
     texts = []
     for config in (None, CONFIG):
-        with serving(found, num_gpu_blocks_override=301, speculative_config=config) as engine:
+        with serving(setup, num_gpu_blocks_override=301, speculative_config=config) as engine:
             answers = engine.serve(jobs)
             engine.check(answers)
             texts.append([answers[engine.names[name]].outputs[0].token_ids for name in ("0", "1")])

@@ -54,9 +54,9 @@ LENGTHS = [1, 5, 16, 33, 40, 41, BUDGET - 1, BUDGET, 90, 130]
 
 
 @contextmanager
-def speculating(found, **options):
+def speculating(setup, **options):
     """Yield an engine of a case with the proposer."""
-    with serving(found, **{"num_gpu_blocks_override": 301, "speculative_config": CONFIG} | options) as engine:
+    with serving(setup, **{"num_gpu_blocks_override": 301, "speculative_config": CONFIG} | options) as engine:
         yield engine
 
 
@@ -198,8 +198,8 @@ def test_a_prompt_that_is_hit_but_for_its_last_token(served):
 def chats(request, case):
     """Yield an engine whose requests go on from snapshots."""
     policy, protect = request.param
-    found = case("llama" if policy == "momentkv" else "qwen3", policy, protect_prompt=protect)
-    with speculating(found, max_model_len=1024, enable_prefix_caching=True) as engine:
+    setup = case("llama" if policy == "momentkv" else "qwen3", policy, protect_prompt=protect)
+    with speculating(setup, max_model_len=1024, enable_prefix_caching=True) as engine:
         yield engine
 
 
@@ -252,7 +252,7 @@ def test_an_answer_that_ends_within_drafts(chats, new):
 def test_settings_of_requests(case):
     """Requests of one batch have other budgets and protect other numbers of tokens."""
     kind, options = POLICIES["kvpop"]
-    found, text = case(kind, "kvpop", **options), random_prompt(150, seed=96)
+    setup, text = case(kind, "kvpop", **options), random_prompt(150, seed=96)
     asks = (
         None,
         {"kv_budget": 26},
@@ -264,9 +264,9 @@ def test_settings_of_requests(case):
         Job(new=40, prompt=text[:length], asks=ask, scored=False)
         for length, ask in zip((3, BLOCK, 41, 60, 90), asks, strict=True)
     ]
-    judges = Judges("kvpop", found)
-    settings = found.settings | {"max_budget": 72, "max_protect": 50}
-    with speculating(found._replace(settings=settings), max_model_len=512) as engine:
+    judges = Judges("kvpop", setup)
+    settings = setup.settings | {"max_budget": 72, "max_protect": 50}
+    with speculating(setup._replace(settings=settings), max_model_len=512) as engine:
         answers = forced(engine, jobs, mixed(6))
         engine.check_blocks()
         for name, answer in answers.items():
@@ -277,8 +277,8 @@ def test_the_inspect_page(case):
     """It shows what caches hold after each step, without drafts."""
     from engine.test_inspector import left, recorded
 
-    found = case("qwen3", "streaming-llm")
-    with speculating(found._replace(settings=found.settings | {"inspect": True})) as engine:
+    setup = case("qwen3", "streaming-llm")
+    with speculating(setup._replace(settings=setup.settings | {"inspect": True})) as engine:
         answers = forced(engine, [Job(7, new=9), Job(90, new=40), Job(150, new=6)], mixed(7))
         for name in answers:
             shown, numbers = recorded(engine.llm, name)
@@ -293,10 +293,10 @@ OTHERS = [("qwen3", "l2norm"), ("qwen3", "full"), ("qwen3", "trimkv-kv"), ("qwen
 @pytest.mark.parametrize("kind, policy", OTHERS)
 def test_policies_that_no_oracle_judges_here(case, kind, policy):
     """Answers with drafts are those without."""
-    found, jobs = case(kind, policy), jobs_of((5, 33, 90, 130), 40)
+    setup, jobs = case(kind, policy), jobs_of((5, 33, 90, 130), 40)
     if policy == "full":
-        found = found._replace(settings={"policy": "full"})
-    with speculating(found) as engine:
+        setup = setup._replace(settings={"policy": "full"})
+    with speculating(setup) as engine:
         texts = plain(engine, jobs)
         with drafting(texts, mixed(8)):
             answers = engine.serve(jobs)
@@ -313,13 +313,13 @@ def test_drafts_of_n_grams(tiny_model, tmp_path):
 
 
 def test_seeds_are_treated_as_stock_treats_them(case):
-    """Where nothing is evicted, sampled answers are those of a stock engine with the same drafts."""
-    found = case("qwen3", "streaming-llm", budget=600)
+    """Sampled answers are those of a stock engine with the same drafts, where nothing is evicted."""
+    setup = case("qwen3", "streaming-llm", budget=600)
     jobs = [*(replace(job, temperature=1.0) for job in jobs_of((5, 33, 90), 30)), Job(40, new=30, samples=3)]
-    with speculating(found) as engine:
+    with speculating(setup) as engine:
         greedy = plain(engine, jobs_of((5, 33, 90, 40), 30))
         sampled = drawn(engine, jobs, greedy)
-    with watched(found.model, None, None, speculative_config=CONFIG) as engine:
+    with watched(setup.model, None, None, speculative_config=CONFIG) as engine:
         assert drawn(engine, jobs, greedy) == sampled
     assert len(sampled) == 6 and not any(text in greedy for text in sampled)
 
@@ -332,31 +332,31 @@ def drawn(engine, jobs: list[Job], texts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_sampled_tokens_have_their_probabilities(case, monkeypatch):
-    """Of 10,240 tokens as many are the drafted ones, and as probable, as the model's own probabilities say.
+    """Drafted tokens are as frequent among 10,240, and all tokens as probable, as the model's own probabilities say.
 
     Drafts are the tokens that followed most often in answers without drafts.
     """
-    found, requests, new = case("qwen3", "kvpop"), 64, 160
+    setup, requests, new = case("qwen3", "kvpop"), 64, 160
     prompts = [{"prompt_token_ids": random_prompt(60, seed=i)} for i in range(requests)]
     sharp = {"temperature": 0.25, "max_tokens": new, "ignore_eos": True, "detokenize": False}
-    with speculating(found, max_logprobs=256) as engine:
-        asked = [SamplingParams(seed=i, **sharp) for i in range(requests)]
+    with speculating(setup, max_logprobs=256) as engine:
+        parameters = [SamplingParams(seed=i, **sharp) for i in range(requests)]
         follows: dict[int, Counter] = {token: Counter() for token in range(256)}
-        for answer in engine.llm.generate(prompts, asked, use_tqdm=False):
+        for answer in engine.llm.generate(prompts, parameters, use_tqdm=False):
             for one, other in itertools.pairwise(answer.outputs[0].token_ids):
                 follows[one][other] += 1
         successors = {token: counts.most_common(1)[0][0] if counts else 0 for token, counts in follows.items()}
         monkeypatch.setattr(ForcedDrafts, "successors", successors)
         engine.recorder.clear()
-        asked = [SamplingParams(seed=1000 + i, logprobs=256, **sharp) for i in range(requests)]
-        answers = engine.llm.generate(prompts, asked, use_tqdm=False)
+        parameters = [SamplingParams(seed=1000 + i, logprobs=256, **sharp) for i in range(requests)]
+        answers = engine.llm.generate(prompts, parameters, use_tqdm=False)
         steps = sum(len(layers[0]) for layers in engine.recorder.held.values())
     assert steps < 0.9 * requests * new, "few drafts were accepted"
     surplus, variance = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for answer in answers:
         tokens, entries = answer.outputs[0].token_ids, answer.outputs[0].logprobs
-        for before, token, at in zip(tokens, tokens[1:], entries[1:], strict=False):
-            logits = torch.tensor([at[i].logprob for i in range(256)], dtype=torch.float64) / sharp["temperature"]
+        for before, token, chances in zip(tokens, tokens[1:], entries[1:], strict=False):
+            logits = torch.tensor([chances[i].logprob for i in range(256)], dtype=torch.float64) / sharp["temperature"]
             logs, is_draft = logits.log_softmax(0), torch.arange(256) == successors[before]
             for i, value in enumerate((logs, is_draft.double())):
                 mean = (logs.exp() * value).sum()
@@ -370,8 +370,8 @@ def test_options_of_requests(case, tmp_path, monkeypatch):
     from vllm import LLM
     from vllm.sampling_params import StructuredOutputsParams
 
-    found, model = case("qwen3", "streaming-llm"), tmp_path / "model"
-    shutil.copytree(found.model, model)
+    setup, model = case("qwen3", "streaming-llm"), tmp_path / "model"
+    shutil.copytree(setup.model, model)
     byte_tokenizer(eos="<0x00>").save_pretrained(model)
     options = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "enforce_eager": True}
     prompt = {"prompt_token_ids": [token % 128 for token in random_prompt(70, seed=3)]}
@@ -380,20 +380,20 @@ def test_options_of_requests(case, tmp_path, monkeypatch):
     with one_thread(), quick():
         llm = LLM(
             str(model),
-            additional_config={"kv_policy": found.settings},
+            additional_config={"kv_policy": setup.settings},
             block_size=BLOCK,
             speculative_config=CONFIG,
             **options,
         )
 
-        def answer(texts, **asked) -> tuple[list[int], str]:
+        def answer(texts, **parameters) -> tuple[list[int], str]:
             with drafting(texts, itertools.repeat(DRAFTS)):
-                (output,) = llm.generate([prompt], SamplingParams(**greedy | asked), use_tqdm=False)
+                (output,) = llm.generate([prompt], SamplingParams(**greedy | parameters), use_tqdm=False)
             return output.outputs[0].token_ids, output.outputs[0].text, output.outputs[0].finish_reason
 
         tokens, text, _ = answer(())
         form = {"structured_outputs": StructuredOutputsParams(regex="[a-f]{30,90}")}
-        for asked in (
+        for parameters in (
             {"stop": [text[21:23]]},
             {"stop_token_ids": [tokens[17]]},
             {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
@@ -401,9 +401,9 @@ def test_options_of_requests(case, tmp_path, monkeypatch):
             {"min_tokens": 30, "stop_token_ids": [tokens[3], tokens[33]]},
             form,
         ):
-            expected = answer((), **asked)
+            expected = answer((), **parameters)
             texts = [[*prompt["prompt_token_ids"], *ids] for ids in (expected[0], tokens)]
-            assert answer(texts, **asked) == expected, asked
-            assert answer(texts[1:], **asked) == expected, asked
-            assert (expected[2] == "stop") == any(name.startswith("stop") for name in asked), asked
+            assert answer(texts, **parameters) == expected, parameters
+            assert answer(texts[1:], **parameters) == expected, parameters
+            assert (expected[2] == "stop") == any(name.startswith("stop") for name in parameters), parameters
         llm.llm_engine.engine_core.shutdown()

@@ -118,8 +118,8 @@ class Inspector:
             name = request.request_id
             if name not in scheduler_output.num_scheduled_tokens:
                 continue
-            seen = request.num_computed_tokens - len(drafts.get(name, ()))
-            row, record = Row.of(self.scheduler, request, seen), self._record(request)
+            tokens = request.num_computed_tokens - len(drafts.get(name, ()))
+            row, record = Row.of(self.scheduler, request, tokens), self._record(request)
             if row.seen < row.slots.prefix + (not self.policy.compresses):
                 record.note(row.seen, np.ones((*self.shape, row.seen), bool))
             else:
