@@ -246,6 +246,7 @@ def add_plan(commands: Commands) -> None:
     for name, metavar, default, text in (
         ("max-model-len", "N", None, "tokens of a request (default: all positions of the model)"),
         ("prompt-length", "N", None, "of a request's tokens those of its prompt (default: what needs most)"),
+        ("drafts", "M", 0, "of a step, as num_speculative_tokens of --speculative-config (default: none)"),
         ("block-size", "N", None, "slots of a block (default 64), or what divides them in models with windows (16)"),
         ("dense-block-size", "N", 128, "tokens of stock's (default 128, as on a CPU)"),
         ("tensor-parallel-size", "R", 1, "ranks; all numbers are then those of one"),

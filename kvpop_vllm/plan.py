@@ -102,6 +102,7 @@ def compute(options) -> Result:
         for cls in classes:
             try:
                 policy = _policy(cls, budget, model, options, scorer)
+                _check_drafts(policy, options.drafts)
                 used = pools[cls.name, budget] = replace(pool, states=2 if _caches_prefixes(policy, model) else 1)
                 requests[cls.name, budget], waste = _bytes_of_rank(used, model, policy, options.prompt_length)
             except ConfigError as error:
@@ -203,8 +204,11 @@ class Planned:
 
     def layout(self, slots: int, policy: Policy | None = None) -> PageLayout:
         """Return the page layout of a layer that the policy acts on, with ``slots`` per block."""
-        floats = 0 if policy is None else policy.state_floats
-        return PageLayout(self.heads, self.shape.head_dim, self.dtype, slots, floats)
+        sizes = self.heads, self.shape.head_dim, self.dtype, slots
+        if policy is None:
+            return PageLayout(*sizes)
+        drafts = self.options.drafts
+        return PageLayout(*sizes, policy.state_floats, drafts, policy.draft_query_bytes(self.dtype) if drafts else 0)
 
     def _pool(self, sizes: BlockSizes) -> Pool:
         layers = self.shape.layers or range(self.shape.model_layers)
@@ -248,6 +252,17 @@ def other_layers(text: Any, shape: ModelShape, dtype: torch.dtype, options: Any)
     if recurrent := recurrent_layers(text, shape.model_layers):
         stock.append(StockLayers("recurrent state", recurrent, state_bytes=state_bytes(text, dtype, ranks, named)))
     return tuple(stock)
+
+
+def _check_drafts(policy: Policy, drafts: int) -> None:
+    """Check that an engine takes the drafts of ``--drafts``.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    reason = "its model has layers of several kinds" if policy.model.kinds else policy.no_drafts
+    if drafts and reason:
+        raise ConfigError(f"no speculative decoding, since {reason}")
 
 
 def _scorer_kind(options, model: Planned) -> ScorerKinds:

@@ -55,6 +55,18 @@ def test_the_demo_models_numbers(planned):
     assert rows["attention-matching", 1000][1] == f"{16 * 64 * 264 * 3 * 30 / 2**20:.1f} MiB"
 
 
+def test_drafts(planned):
+    """Four staged drafts take a block, with queries or without; a state of 64 x 65 + 1 floats leaves room for none."""
+    options = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"
+    _, plain = planned(DEMO, *options)
+    lines, rows = planned(DEMO, *options, "--drafts", "4")
+    block = 64 * 264 * 3 * 30 / 2**20
+    for policy, blocks in (("streaming-llm", 17), ("h2o", 17), ("kvpop", 18)):
+        assert rows[policy, 1024][:2] == [plain[policy, 1024][0], f"{blocks * block:.1f} MiB"]
+    assert not {"snapkv", "vase", "rkv"} & {name for name, _ in rows}
+    assert "snapkv, 1024 tokens: no speculative decoding, since it compresses prompts" in lines
+
+
 def test_a_window_that_no_request_exceeds(planned):
     options = "--max-model-len", "4096", "--kv-memory", "512MiB", "--budget", "1024"
     assert planned(DEMO | {"sliding_window": 4096}, *options) == planned(DEMO, *options)

@@ -548,8 +548,13 @@ def test_models_that_are_served(configure, folder, name):
 
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 EAGER_STAGES = STAGES | {"enforce_eager": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 ARGUMENTS = [
-    ("--speculative-config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+    ("speculative decoding with eagle: choose the method ngram", {"speculative_config": NGRAM | {"method": "eagle"}}),
+    ("speculative decoding with mtp: choose", {"speculative_config": NGRAM | {"method": "mtp"}}),
+    ("speculative decoding with medusa: choose", {"speculative_config": NGRAM | {"method": "medusa"}}),
+    ("speculative decoding with ngram_gpu: choose", {"speculative_config": NGRAM | {"method": "ngram_gpu"}}),
+    ("speculative decoding with suffix: choose", {"speculative_config": NGRAM | {"method": "suffix"}}),
     ("--kv-transfer-config", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
     ("--kv-offloading-size", {"kv_offloading_size": 1.0}),
     ("--decode-context-parallel-size", {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}),
@@ -588,6 +593,41 @@ def test_engine_arguments(configure, llama):
     several = refusal(configure, llama, STREAMING | {"inspect": True}, data_parallel_size=2)
     assert several == "--kv-inspect cannot be combined with --data-parallel-size 2: set it to 1"
     assert [file.name for file in llama.iterdir()] == ["config.json"]
+
+
+SPECULATION = [
+    ("--tensor-parallel-size 2: set it to 1", STREAMING, {"tensor_parallel_size": 2}),
+    ("--pipeline-parallel-size 2: set it to 1", STREAMING, STAGES),
+    ("leave --enable-lora out", STREAMING, {"enable_lora": True}),
+    ("leave --enable-prompt-embeds out", STREAMING, {"enable_prompt_embeds": True}),
+    (
+        "--long-prefill-token-threshold 4, where vLLM stops at a hit: raise it to more than 4",
+        STREAMING,
+        {"long_prefill_token_threshold": 4},
+    ),
+    ("--kv-reserve: leave it out", STREAMING | {"reserve": True}, {}),
+    ("rkv, since it evicts in rounds", {"policy": "rkv", "budget": 256}, {}),
+    ("vase, since it evicts in rounds", {"policy": "vase", "budget": 256}, {}),
+    ("snapkv, since it compresses prompts", {"policy": "snapkv", "budget": 64}, {}),
+]
+
+
+@pytest.mark.parametrize("reason, policy, options", SPECULATION, ids=str)
+def test_speculative_decoding(configure, llama, reason, policy, options):
+    message = refusal(configure, llama, policy, speculative_config=NGRAM, **options)
+    assert message.startswith("--speculative-config with a policy cannot be combined with") and reason in message
+    configure(llama, policy, **options)
+
+
+def test_speculative_decoding_that_is_served(configure, llama):
+    for options in ({}, {"long_prefill_token_threshold": 5}):
+        config = configure(llama, STREAMING, speculative_config=NGRAM, **options)
+        assert config.num_speculative_tokens == 4
+
+
+def test_a_draft_model(configure, llama):
+    config = {"model": str(llama), "num_speculative_tokens": 2}
+    assert "speculative decoding with draft_model: choose" in refusal(configure, llama, speculative_config=config)
 
 
 def test_the_rust_front_end(configure, llama, monkeypatch):

@@ -87,22 +87,21 @@ class FixedBudgetAttention:
     def _decode(self, q, k, v, pages: Pages, blocks: Pages, batch: StepBatch, out, gate_scores) -> None:
         """Run the decode rows of a step, and the rounds that are due after them; arguments as in :meth:`forward`."""
         at = batch.tokens
-        out[at], _ = ops.decode_step(
-            q[at],
-            k[at],
-            v[at],
-            pages,
-            batch.table,
-            batch.positions,
-            batch.budgets,
-            rule=self.rule,
-            scale=self.scale,
-            gate_scores=None if gate_scores is None else gate_scores[at],
-            prefix=batch.prefix and batch.prefix.on(blocks),
-            sink_logits=self.sink_logits,
-            impl=self.impl,
+        options = {
+            "rule": self.rule,
+            "scale": self.scale,
+            "prefix": batch.prefix and batch.prefix.on(blocks),
+            "sink_logits": self.sink_logits,
+            "impl": self.impl,
             **batch.options,
-        )
+        }
+        if batch.drafts is not None:
+            numbers = batch.positions, at, batch.drafts, batch.budgets
+            # outputs of chunks are overwritten later
+            out[:], _ = ops.verify_step(q, k, v, pages, batch.table, *numbers, gate_scores=gate_scores, **options)
+            return
+        scores, numbers = None if gate_scores is None else gate_scores[at], (batch.positions, batch.budgets)
+        out[at], _ = ops.decode_step(q[at], k[at], v[at], pages, batch.table, *numbers, gate_scores=scores, **options)
         if self.rule.rounds is not None:
             due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
             rounds.run_due_rounds(q[at], pages, batch.table, due, batch.seeds, self.rule, self.scale, self.sink_logits)
@@ -183,7 +182,8 @@ def _check_starts(pages: Pages, batch: StepBatch) -> None:
     """
     heads = torch.arange(pages.layout.num_kv_heads, device=batch.slot_zero.device)
     seen = pages.position[batch.slot_zero, heads, 0]  # [n, H]
-    wrong = (seen != batch.starts.unsqueeze(1)) & (batch.starts.unsqueeze(1) > 0)
+    starts, staged = batch.starts.unsqueeze(1), pages.layout.drafts
+    wrong = ((starts < seen) | (starts > seen + staged)) & (starts > 0)
     if wrong.any():
         r, h = wrong.nonzero()[0].tolist()
         raise StepOrderError(

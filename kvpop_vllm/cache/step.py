@@ -32,6 +32,7 @@ class Span(NamedTuple):
         after: what the request is after the end of its prompt, if the prompt is compressed there and has not been, else
             None.
         compressed: True if its prompt has been compressed before these tokens.
+        drafts: number of its last tokens that are drafts of speculative decoding; the one before them is decoded.
     """
 
     request: int
@@ -41,11 +42,17 @@ class Span(NamedTuple):
     slots: RequestSlots
     after: RequestSlots | None = None
     compressed: bool = False
+    drafts: int = 0
 
     @property
     def protected(self) -> int:
         """Number of its tokens that belong to the prefix."""
         return max(0, min(self.length, self.slots.prefix - self.start))
+
+    @property
+    def is_decoded(self) -> bool:
+        """True for one token and its drafts, False for a chunk."""
+        return self.length == 1 + self.drafts
 
 
 def cut_at_prompt_end(span: Span) -> list[Span]:
@@ -143,8 +150,11 @@ def rows_of(tensor: torch.Tensor, chosen: list[int]) -> torch.Tensor:
 class DecodeRows:
     """Requests of a step that are decoded together, with one token each: host tensors, or views of fixed addresses.
 
+    With speculative decoding a request also has drafts, which follow its token in the flat batch. There are rows as well
+    for requests with chunks, whose accepted drafts enter the cache before the chunk.
+
     Attributes:
-        tokens: indices of their tokens in the flat batch; a slice if they come first.
+        tokens: indices of their tokens in the flat batch; a slice if they come first and have no drafts.
         tails: ``[R, W]`` int32, blocks of state and slots.
         positions: ``[R]`` int64, positions of their tokens.
         numbers: ``[R]`` each, numbers that kernels take, by name. Budgets may be ``[R, H]``. Seeds are missing if
@@ -152,6 +162,7 @@ class DecodeRows:
         compressed: ``[R]`` booleans, True for requests whose prompt has been compressed.
         prefix: prefixes of the requests, None if no request has one.
         writes: indices, blocks and slots of protected tokens, ``[n]`` int64 each; None if there are none.
+        drafts: ``[R]`` int32, drafts of each request, -1 for one with a chunk; None without speculative decoding.
     """
 
     tokens: slice | torch.Tensor
@@ -161,11 +172,12 @@ class DecodeRows:
     compressed: Sequence[bool] | torch.Tensor = ()
     prefix: Prefix | None = None
     writes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    drafts: torch.Tensor | None = None
 
     @classmethod
     def of_spans(cls, spans: Sequence[Span], blocks: RequestBlocks) -> DecodeRows:
         """Return the rows of requests whose numbers the host knows, as host tensors."""
-        chosen, firsts, starts, _, slots, _, compressed = map(list, zip(*spans, strict=True)) if spans else [[]] * 7
+        chosen, firsts, starts, _, slots, _, compressed, _ = map(list, zip(*spans, strict=True)) if spans else [[]] * 8
         return cls(
             slice(0, len(spans)) if firsts == chosen == list(range(len(spans))) else torch.tensor(firsts, device="cpu"),
             rows_of(blocks.tails, chosen),
@@ -174,6 +186,14 @@ class DecodeRows:
             compressed,
             blocks.prefix(spans),
         )
+
+    @classmethod
+    def with_drafts(cls, spans: Sequence[Span], chunks: Sequence[Span], blocks: RequestBlocks) -> DecodeRows:
+        """Return the rows of requests with drafts, and of those with chunks, whose drafts of the last step may be accepted."""
+        rows, tokens = cls.of_spans([*spans, *chunks], blocks), [span.first for span in [*spans, *chunks]]
+        drafts = [span.drafts for span in spans] + [-1] * len(chunks)
+        tensors = {"tokens": torch.tensor(tokens, dtype=torch.int64, device="cpu")}
+        return replace(rows, **tensors, drafts=torch.tensor(drafts, dtype=torch.int32, device="cpu"))
 
     @functools.cached_property
     def decodes(self) -> int:
@@ -281,10 +301,17 @@ class StepPlan:
         singles, chunked = [], []
         for span in spans:
             parts = [span] if span.after is None else cut_at_prompt_end(span)
-            decoded = rows is None and span.length == 1 and parts[0].after is None
+            decoded = rows is None and span.is_decoded and parts[0].after is None
             if span.length:
                 (singles if decoded else chunked).extend(parts)
-        self.rows = DecodeRows.of_spans(singles, blocks) if rows is None else rows
+        resumed = [span for span in chunked if span.start > span.slots.prefix] if layout.drafts else []
+        if rows is None:
+            rows = (
+                DecodeRows.with_drafts(singles, resumed, blocks)
+                if layout.drafts
+                else DecodeRows.of_spans(singles, blocks)
+            )
+        self.rows = rows
         self.tails = rows_of(blocks.tails, [span.request for span in chunked])
         follows = [i > 0 and span.request == chunked[i - 1].request for i, span in enumerate(chunked)]
         self.chunks = self._chunks(chunked, follows, blocks) if chunked else NO_CHUNKS
@@ -292,9 +319,10 @@ class StepPlan:
         self.writes, self.begun = self.rows.writes, None
         if near := [span for span in [*singles, *chunked] if span.start <= span.slots.prefix > 0]:
             self.writes = self._writes(near, blocks)
-            self.begun = self._begun(singles, chunked, blocks, ahead)
+            # a kernel that verifies drafts begins tails itself, since a draft may be the first token of one
+            self.begun = self._begun([] if layout.drafts else singles, chunked, blocks, ahead)
         self.first_parts = [i for i, later in enumerate(follows) if not later] if any(follows) else slice(None)
-        starting = [*singles, *(span for span, later in zip(chunked, follows, strict=True) if not later)]
+        starting = [*singles, *resumed, *(span for span, later in zip(chunked, follows, strict=True) if not later)]
         self.requests = [span.request for span in starting] if checks else []
         starts = [span.start if span.start > span.slots.prefix else 0 for span in starting] if checks else []
         self.starts = torch.tensor(starts, dtype=torch.int64, device=self.tails.device) if checks else None
@@ -401,6 +429,7 @@ def plan_batch(
     lengths: Sequence[int],
     table: torch.Tensor,
     after: Sequence[RequestSlots] | None = None,
+    drafts: Iterable[int] | None = None,
 ) -> StepPlan:
     """Return the plan of a flat batch whose requests follow one another, and whose numbers the host knows.
 
@@ -411,11 +440,14 @@ def plan_batch(
         lengths: tokens of each request, these included.
         table: ``[requests, W]`` int32, blocks of each request's prefix, state and tail.
         after: what each request is after the end of its prompt, or None if prompts are not compressed.
+        drafts: number of drafts among the tokens of each request; None if there are none.
     """
     firsts, starts = itertools.accumulate(counts, initial=0), map(operator.sub, lengths, counts)
     columns = itertools.count(), firsts, starts, counts, slots
     if after is None:
         spans = list(map(Span, *columns))
+        if drafts is not None:
+            spans = [span._replace(drafts=number) for span, number in zip(spans, drafts, strict=True)]
     else:
         spans = [
             Span(i, first, start, count, record, later)

@@ -182,6 +182,15 @@ class Policy(Declaration):
         """
         return self.layer_rule(0, slice(0, 1)).state_floats(self.model.head_dim)
 
+    def draft_query_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the queries that are staged with a draft of one KV head.
+
+        Args:
+            dtype: dtype of the queries.
+        """
+        rule = self.layer_rule(0, slice(0, 1))
+        return rule.draft_query_bytes(self.query_group, self.model.head_dim, dtype) if rule.coupled else 0
+
     @property
     def allocator(self) -> str:
         """Name of the allocator that distributes the budget over layers and heads (``--kv-allocator``)."""

@@ -134,6 +134,18 @@ class Declaration(ABC):
         return not self.compresses and not self.shifted
 
     @property
+    def no_drafts(self) -> str | None:
+        """Reason why drafts of speculative decoding cannot be verified, None if they can.
+
+        Rounds and the compression of a prompt lie between two steps.
+        """
+        if self.order is Order.ROUNDS:
+            return "it evicts in rounds, which lie between steps"
+        if self.compresses:
+            return "it compresses prompts"
+        return "the scores of its shifted gate come a token late" if self.shifted else None
+
+    @property
     def threshold(self) -> float | None:
         """Score below which a token is evicted when it leaves the window, even if slots are free, or None."""
         threshold = self.settings.threshold

@@ -181,9 +181,10 @@ LEDGER = (
           "that the policy does not act on are zeroed.",
           "when a CPU zeroes the blocks of all kinds of attention, as a GPU does", "self, block_ids"),
     Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata", "run.step_requests:build_attention_metadata", WORKER, "policy",
-          "Attention metadata do not say how long a request's prompt is, what it asked for, nor its seed: the runner's own numbers are "
-          "handed to the metadata builder first.",
-          "when common attention metadata hold prompt lengths, as they do for reference sliding windows", "self, num_tokens, num_reqs"),
+          "Attention metadata do not say how long a request's prompt is, what it asked for, its seed, nor which tokens are drafts: the "
+          "runner's own numbers are handed to the metadata builder first.",
+          "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
+          "self, num_tokens, num_reqs, *, use_spec_decode"),
     Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn", "run.step_requests:prepare_attn", WORKER, "model runner V2",
           "The same of model runner V2.", "with the one above", "self, input_batch"),
     Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests", "run.step_requests:add_requests", WORKER, "model runner V2",

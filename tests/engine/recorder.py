@@ -78,7 +78,7 @@ class Recorder:
 
         def recorded_forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs):
             result = forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
-            if metadata is not None:
+            if metadata is not None and impl.vllm_config is self.llm.llm_engine.vllm_config:
                 given = {"query": query, "key": key, "value": value, "out": output}
                 self._after_layer(impl, kv_cache, metadata, given)
             return result
@@ -107,6 +107,8 @@ class Recorder:
         batch, starts = self.runner.input_batch, self.runner.query_start_loc.np.tolist()
         for i, name in enumerate(batch.req_ids):
             first, last = starts[i], starts[i + 1]
+            if self.runner.speculative_config is not None:  # drafts are taken back
+                last -= max(0, int(self.runner.num_decode_draft_tokens.np[i]))
             seen = int(batch.num_computed_tokens_cpu[i]) + last - first
             for part, tensor in given.items():
                 self.tensors[name, impl.layer, part].append(tensor[first:last].clone())

@@ -107,12 +107,19 @@ class Inspector:
         self.policy = engine_policy(self.scheduler.vllm_config)
         self.shape = self.policy.model.num_layers, self.policy.model.num_kv_heads
 
-    def update(self) -> None:
-        """Record what the running requests hold after the steps that have been started."""
+    def update(self, scheduler_output) -> None:
+        """Record what the requests of a step hold after the steps that have been started.
+
+        Drafts of speculative decoding are not in their caches yet.
+        """
         self._forget_ended()
-        asked = []
+        asked, drafts = [], scheduler_output.scheduled_spec_decode_tokens
         for request in self.scheduler.running:
-            row, record = Row.of(self.scheduler, request, request.num_computed_tokens), self._record(request)
+            name = request.request_id
+            if name not in scheduler_output.num_scheduled_tokens:
+                continue
+            tokens = request.num_computed_tokens - len(drafts.get(name, ()))
+            row, record = Row.of(self.scheduler, request, tokens), self._record(request)
             if row.seen < row.slots.prefix + (not self.policy.compresses):
                 record.note(row.seen, np.ones((*self.shape, row.seen), bool))
             else:
@@ -189,7 +196,7 @@ def update_from_output(original, self, scheduler_output, *args, **kwargs):
     """Wrap the end of a step: record what its requests hold."""
     manager = manager_of(self)
     if manager is not None and manager.inspector is not None and scheduler_output.total_num_scheduled_tokens:
-        manager.inspector.update()
+        manager.inspector.update(scheduler_output)
     return original(self, scheduler_output, *args, **kwargs)
 
 

@@ -24,7 +24,7 @@ class CacheUse:
     """Cache of one request at one time.
 
     Attributes:
-        seen: tokens that the cache has processed.
+        seen: tokens that the cache has processed, accepted drafts included that are still staged.
         protected: p, tokens of the protected prefix among them.
         kept: numbers of held tokens, each with the number of KV heads that hold as many; None if they are not known.
         blocks: blocks that the request holds, shared ones included, in all cache groups of the policy's layers.
@@ -70,8 +70,11 @@ def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
 
 
 def tokens_seen(request) -> int:
-    """Return the tokens that a request's cache has processed, without those of steps that still run."""
-    return max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+    """Return the tokens that a request's cache has processed, without those of steps that still run.
+
+    Accepted drafts are among them, but for those after the end of the answer.
+    """
+    return max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens))
 
 
 def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:

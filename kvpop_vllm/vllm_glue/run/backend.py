@@ -56,6 +56,7 @@ class FixedBudgetBackend(AttentionBackend):
 
     policy: ClassVar = None
     block_slots: ClassVar[int] = BLOCK_SLOTS
+    drafts: ClassVar[int] = 0
     stages: ClassVar[list[tuple[int, int]]] = []
 
     forward_includes_kv_cache_update = True
@@ -125,6 +126,8 @@ class FixedBudgetBackend(AttentionBackend):
             budget=cls.policy.retention.budget,
             sinks=cls.policy.retention.sinks,
             state_floats=layout.state_floats,
+            drafts=layout.drafts,
+            draft_query_bytes=layout.draft_query_bytes,
             shares=cls.division(),
             largest=tuple((largest.budget, largest.window) for largest in cls.policy.largest_retentions()),
             protect=cls.policy.protect,
@@ -169,17 +172,18 @@ class FixedBudgetBackend(AttentionBackend):
     @classmethod
     def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
         """Return the page layout of one layer on this rank, before the slots per block are chosen for all groups of layers."""
-        return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats)
+        queries = cls.policy.draft_query_bytes(dtype) if cls.drafts else 0
+        return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats, cls.drafts, queries)
 
 
 def for_config(vllm_config, base: type[FixedBudgetBackend] = FixedBudgetBackend) -> type[FixedBudgetBackend]:
-    """Return the backend class of one engine, with its policy and its slots per block."""
+    """Return the backend class of one engine, with its policy, its slots per block and its number of drafts."""
     cache = vllm_config.cache_config
     slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
     policy, stages = engine_policy(vllm_config), vllm_config.parallel_config.pipeline_parallel_size
     bounds = (get_pp_indices(policy.model.model_layers, stage, stages) for stage in range(stages))
-    layers = policy.model.stages(bounds)
-    return type(base.__name__, (base,), {"policy": policy, "block_slots": slots, "stages": layers})
+    layers, drafts = policy.model.stages(bounds), vllm_config.num_speculative_tokens
+    return type(base.__name__, (base,), {"policy": policy, "block_slots": slots, "drafts": drafts, "stages": layers})
 
 
 def cartridge_room(policy) -> tuple[tuple[int, ...], bool]:
@@ -235,13 +239,15 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.after = compression and functools.lru_cache(maxsize=4096)(compression.after)
         self.padding = self._record(None, 0)
         self.requests: list[RequestSlots] | None = None  # slots of the step's requests, set before each build
+        self.drafts: list[int] | None = None  # drafts of these requests, with speculative decoding
 
-    def take_requests(self, params: list, prompts: list[int]) -> None:
+    def take_requests(self, params: list, prompts: list[int], drafts: list[int] | None = None) -> None:
         """Take the slots of the next step's requests. The record of a request is made in its first step.
 
         Args:
             params: sampling parameters of each request, or None.
             prompts: tokens of each prompt.
+            drafts: drafts of each request, -1 for a chunk of a prompt; None without speculative decoding.
         """
         records, requests = {}, []
         for sampling, prompt in zip(params, prompts, strict=True):
@@ -249,6 +255,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
             entry = records[key] = self.records.get(key) or (sampling, self._record(sampling, prompt))
             requests.append(entry[1])
         self.records, self.requests = records, requests
+        self.drafts = None if drafts is None else [max(0, number) for number in drafts]
 
     def _record(self, sampling, prompt: int) -> RequestSlots:
         """Return the slots of a request, with the seed of its draws if there are any."""
@@ -282,7 +289,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         counts = (starts[1:] - starts[:-1]).tolist()
         slots = self.slots(len(counts))
         after = self.after and [self.after(record) for record in slots]
-        plan = plan_batch(self.layout, slots, counts, lengths, common.block_table_tensor, after)
+        drafts = self.drafts and self.drafts + [0] * (len(counts) - len(self.drafts))
+        plan = plan_batch(self.layout, slots, counts, lengths, common.block_table_tensor, after, drafts)
         return FixedBudgetMetadata(plan, int(starts[-1]))
 
 

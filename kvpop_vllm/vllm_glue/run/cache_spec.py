@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -217,6 +218,8 @@ class FixedBudgetSpec(AttentionSpec):
         sinks: s.
         kv_dtype: dtype of keys and values.
         state_floats: float32 values in the state of one head.
+        drafts: most drafts of a step, 0 without speculative decoding.
+        draft_query_bytes: bytes of the queries that are staged with a draft of one head.
         protect: value of ``--kv-protect-prompt``, True for whole prompts.
         max_budget: largest budget that a request may ask for.
         max_protect: most tokens that a request may ask to protect, True for whole prompts.
@@ -243,6 +246,8 @@ class FixedBudgetSpec(AttentionSpec):
     max_protect: bool | int
     window: int = 1
     max_window: int = 1
+    drafts: int = 0
+    draft_query_bytes: int = 0
     compression: Compression | None = None
     shares: Division | None = None
     largest: tuple[tuple[int, int], ...] = ()
@@ -256,12 +261,13 @@ class FixedBudgetSpec(AttentionSpec):
     @property
     def layout(self) -> PageLayout:
         """Page layout of a layer."""
-        return PageLayout(self.num_kv_heads, self.head_size, self.kv_dtype, self.block_size, self.state_floats)
+        sizes = self.num_kv_heads, self.head_size, self.kv_dtype, self.block_size, self.state_floats
+        return PageLayout(*sizes, self.drafts, self.draft_query_bytes)
 
-    @property
+    @functools.cached_property
     def state_blocks(self) -> int:
-        """Blocks of state per request."""
-        return cdiv(4 * self.state_floats, self.block_size * self.state_content_bytes)
+        """Blocks of state and of staged drafts per request."""
+        return self.layout.state_blocks
 
     def slots(self, prefix: int = 0, budget: int | None = None, window: int | None = None) -> RequestSlots:
         """Return the slots of a request with these numbers, by default the server's."""

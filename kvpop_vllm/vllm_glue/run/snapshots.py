@@ -98,9 +98,13 @@ class Snapshots:
     def take(self, request: Request) -> None:
         """Take a snapshot of a request that ends now and still has its blocks, unless one like it is there.
 
-        A token that a step in flight computes counts, since the step runs before any that could read it.
+        A token that a step in flight computes counts, since the step runs before any that could read it. Accepted drafts
+        count as well: they are staged in the blocks of state, and enter the cache in the first step of a request that goes
+        on from there. Those after the end of the answer do not.
         """
         length = request.num_computed_tokens
+        if self.manager.kv_cache_spec.drafts:
+            length = min(length, request.num_tokens)
         if length <= request.num_tokens and self._fits(request, length):
             self._take(request, length, self._tail(request, length))
 

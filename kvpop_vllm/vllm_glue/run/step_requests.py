@@ -15,7 +15,8 @@ def build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwar
     batch = self.input_batch
     params = [self.requests[name].sampling_params for name in batch.req_ids[:num_reqs]]
     prompts = batch.num_prompt_tokens_cpu_tensor[: len(params)].tolist()
-    _hand_over(self._attn_group_iterator(), params, prompts)
+    drafts = self.num_decode_draft_tokens.np[: len(params)].tolist() if kwargs.get("use_spec_decode") else None
+    _hand_over(self._attn_group_iterator(), params, prompts, drafts)
     return original(self, num_tokens, num_reqs, *args, **kwargs)
 
 
@@ -42,14 +43,15 @@ def prepare_attn(original, self, input_batch, *args, **kwargs):
     return original(self, input_batch, *args, **kwargs)
 
 
-def _hand_over(groups: Iterable, params: list, prompts: list[int]) -> None:
+def _hand_over(groups: Iterable, params: list, prompts: list[int], drafts: list[int] | None = None) -> None:
     """Pass the slots of a step's requests to our metadata builders.
 
     Args:
         groups: attention groups, those of other backends among them.
         params: sampling parameters of each request, or None.
         prompts: tokens of each prompt.
+        drafts: drafts of each request, -1 for a chunk of a prompt; None without speculative decoding.
     """
     for builder in (builder for group in groups for builder in group.metadata_builders):
         if hasattr(builder, "take_requests"):
-            builder.take_requests(params, prompts)
+            builder.take_requests(params, prompts, drafts)

@@ -68,7 +68,7 @@ def takes_snapshots(policy: Policy) -> bool:
 
 
 def describe(vllm_config: VllmConfig) -> list[str]:
-    """Return what an engine's policy keeps of each request, in one to five lines; ``auto`` is named first."""
+    """Return what an engine's policy keeps of each request, in one to six lines; ``auto`` is named first."""
     policy = engine_policy(vllm_config)
     kept, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
@@ -83,6 +83,12 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             "the best policy that needs no calibration ('kvpop calibrate' may find a better one) and prefills in chunks"
         )
         lines.insert(0, f"--kv-policy auto is {policy.name}, {best if folder is None else f'as {folder} recommends'}")
+    if speculation := vllm_config.speculative_config:
+        drafts = speculation.num_speculative_tokens
+        lines.append(
+            f"speculative decoding ({speculation.method}): up to {drafts} drafts of a request are staged in its blocks of state,"
+            " and evict only when they are accepted"
+        )
     if policy.model.kinds:
         lines.append(_layers_of(policy.model))
         family = family_of(vllm_config.model_config.hf_text_config)

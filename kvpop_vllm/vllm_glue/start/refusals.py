@@ -34,6 +34,13 @@ from kvpop_vllm.supported import (
 )
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
+DRAFT_METHODS = "ngram", "custom_class"
+"""Methods of speculative decoding that are served: their drafts need no KV cache."""
+METHODS_SERVED = (
+    f"choose the method {' or '.join(DRAFT_METHODS)} in --speculative-config, or leave it out (of a checkpoint with a draft"
+    " model serve the base model)"
+)
+
 
 def refuse(reasons: Mapping[str, Any], what: str = "--kv-policy") -> None:
     """Refuse everything that is there.
@@ -61,7 +68,10 @@ def check_arguments(args: Any) -> None:
     slots = args.block_size
     refuse(
         {
-            "speculative decoding: leave --speculative-config out": args.speculative_config is not None,
+            f"speculative decoding with {args.speculative_config and args.speculative_config.get('method')}: {METHODS_SERVED}": (
+                args.speculative_config is not None
+                and args.speculative_config.get("method") not in (None, *DRAFT_METHODS)
+            ),
             "a KV connector: leave --kv-transfer-config out": args.kv_transfer_config is not None,
             "KV offloading: leave --kv-offloading-size out": args.kv_offloading_size,
             "decode context parallelism: set --decode-context-parallel-size 1": args.decode_context_parallel_size > 1,
@@ -122,8 +132,9 @@ def check_config(vllm_config: Any) -> None:
                 platform == "cpu" and model_dtype not in DTYPES["cpu"]
             ),
             "a KV connector: leave --kv-transfer-config out": vllm_config.kv_transfer_config is not None,
-            "speculative decoding, which this checkpoint asks for: serve its base model with --model": (
+            f"speculative decoding with {vllm_config.speculative_config and vllm_config.speculative_config.method}: {METHODS_SERVED}": (
                 vllm_config.speculative_config is not None
+                and vllm_config.speculative_config.method not in DRAFT_METHODS
             ),
             "pipeline stages that are not compiled on a CPU, where vLLM stops at the first request: leave --enforce-eager"
             " and --enable-lora out, or set --pipeline-parallel-size 1": (
@@ -165,6 +176,41 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
             ),
         },
         f"--kv-policy on a model with layers of {stock_kinds}",
+    )
+
+
+def check_speculation(vllm_config: Any, policy: Any) -> None:
+    """Check that the policy and the other options work with speculative decoding.
+
+    Raises:
+        ConfigError: one line with every reason.
+    """
+    if (speculation := vllm_config.speculative_config) is None:
+        return
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    model, drafts = vllm_config.model_config, speculation.num_speculative_tokens
+    chunk = scheduler.long_prefill_token_threshold
+    refuse(
+        {
+            "a GPU yet: leave --speculative-config out": vllm_config.device_config.device_type != "cpu",
+            f"--kv-policy {policy.name}, since {policy.no_drafts}: choose another policy": policy.no_drafts is not None,
+            "models with layers of several kinds: leave --speculative-config out": bool(policy.model.kinds),
+            "prompts as embeddings: leave --enable-prompt-embeds out": model.enable_prompt_embeds,
+            "LoRA: leave --enable-lora out": vllm_config.lora_config is not None,
+            "cartridges: leave --kv-cartridge out, and unset VLLM_ALLOW_RUNTIME_LORA_UPDATING": bool(
+                policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
+            ),
+            "--kv-reserve: leave it out": bool(policy.settings.reserve),
+            f"--tensor-parallel-size {parallel.tensor_parallel_size}: set it to 1": parallel.tensor_parallel_size > 1,
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: set it to 1": (
+                parallel.pipeline_parallel_size > 1
+            ),
+            "asynchronous scheduling: leave --async-scheduling out": bool(scheduler.async_scheduling),
+            f"--long-prefill-token-threshold {chunk}, where vLLM stops at a hit: raise it to more than {drafts}": (
+                0 < chunk <= drafts
+            ),
+        },
+        "--speculative-config with a policy",
     )
 
 

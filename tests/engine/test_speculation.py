@@ -1,0 +1,409 @@
+"""Speculative decoding under every policy that decides step by step: the engine equals the naive oracle.
+
+Drafts are those of a proposer that knows how texts go on, so that every number of them is accepted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+
+import pytest
+import torch
+from distill.byte_tokenizer import byte_tokenizer
+from engine.driving import BLOCK, Job, Judges, preempt_all, serving, watched
+from engine.matrix import BUDGET
+from engine.n_grams import check_n_grams
+from engine.proposer import CONFIG, DRAFTS, ForcedDrafts, drafting, mixed
+from engine.test_traffic import POLICIES
+from engine.tiny_engine import quick
+from threads import one_thread
+from vllm import SamplingParams
+
+from kvpop_vllm.testing import random_prompt
+
+STEPS = {"decay_step": 4, "decay_min": 0.9, "decay_max": 0.99}
+QUICK = {
+    "state": ("qwen3", "kvpop", {}),
+    "mass, protected": ("qwen3", "h2o", {"protect_prompt": 40}),
+    "recency, all protected": ("llama", "streaming-llm", {"protect_prompt": True}),
+}
+SLOW = {
+    "state, all protected": ("llama", "kvpop", {"protect_prompt": True}),
+    "state, moments": ("qwen3", "kvpop", {"correction": "moment"}),
+    "state, fixed shares": ("qwen3", "kvpop", STEPS | {"allocator": "pyramid"}),
+    "stateless": ("qwen3", "kvpop-linear", {"sinks": 0} | STEPS),
+    "network, protected": ("llama", "kvpop-mlp", {"protect_prompt": 33}),
+    "recency": ("qwen3", "streaming-llm", {}),
+    "draws, protected": ("qwen3", "random", {"protect_prompt": 17}),
+    "newest mass": ("llama", "tova", {}),
+    "mass, fixed shares": ("llama", "h2o", {"allocator": "pyramid"}),
+    "moments": ("llama", "momentkv", {}),
+    "moments, protected": ("llama", "momentkv", {"protect_prompt": 40}),
+    "gate": ("qwen3", "trimkv", {}),
+    "gate, threshold": ("llama", "dms-query", {"protect_prompt": 33}),
+    "gate over hidden states": ("llama", "kvzap-early", {}),
+}
+CASES = QUICK | SLOW
+LENGTHS = [1, 5, 16, 33, 40, 41, BUDGET - 1, BUDGET, 90, 130]
+
+
+@contextmanager
+def speculating(setup, **options):
+    """Yield an engine of a case with the proposer."""
+    with serving(setup, **{"num_gpu_blocks_override": 301, "speculative_config": CONFIG} | options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=[*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def served(request, case):
+    kind, policy, options = CASES[request.param]
+    with speculating(case(kind, policy, **options)) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    engine = request.getfixturevalue("served") if "served" in request.fixturenames else None
+    if engine is not None:
+        engine.chunk(None)
+        engine.engine.reset_prefix_cache()
+    yield
+    assert engine is None or not engine.leaks()
+
+
+def whole(answer) -> list[int]:
+    return [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
+
+
+def jobs_of(lengths, new: int) -> list[Job]:
+    return [Job(length, new=new, scored=False) for length in lengths]
+
+
+def plain(engine, jobs: list[Job]) -> list[list[int]]:
+    """Return the whole texts of jobs without drafts, by number of the job, and forget what was cached."""
+    answers = engine.serve(jobs)
+    engine.engine.reset_prefix_cache()
+    return [whole(answers[engine.names[str(i)]]) for i in range(len(jobs))]
+
+
+def forced(engine, jobs: list[Job], counts, each_step=None) -> dict:
+    """Serve jobs without and with drafts, check the latter and return their answers."""
+    with drafting(plain(engine, jobs), counts):
+        answers = engine.serve(jobs, each_step)
+    return answers
+
+
+@pytest.mark.parametrize("right", [0, 1, DRAFTS])
+def test_as_many_are_accepted(served, right):
+    """All drafts of a step are refused, some are accepted, or all of them."""
+    answers = forced(served, jobs_of((5, 33, BUDGET, 90), 30), itertools.repeat(right))
+    served.check(answers)
+    for name in answers:
+        assert max(served.chunks(name)[1:]) == 1 and len(served.chunks(name)) == 1 + -(-29 // (1 + right))
+
+
+def test_mixed_numbers(served):
+    """Requests of one step have other numbers of right drafts. Answers are those without drafts."""
+    jobs = jobs_of(LENGTHS, 40)
+    texts = plain(served, jobs)
+    with drafting(texts, mixed()):
+        answers = served.serve(jobs)
+    served.check(answers)
+    assert [whole(answers[served.names[str(i)]]) for i in range(len(jobs))] == texts
+
+
+def test_chunks(served):
+    """Prompts are read in chunks next to others' drafts."""
+    served.chunk(7)
+    jobs = [Job(1, new=50, scored=False), *jobs_of((29, 57, 130), 12)]
+    answers = forced(served, jobs, mixed(1))
+    served.check(answers)
+    assert served.chunks(served.names["3"])[:19] == [7] * 18 + [4]
+
+
+def test_preemption(served):
+    """Requests with accepted drafts that are not in their caches yet start over."""
+
+    def preempt(step):
+        if step == 3:
+            served.engine.reset_prefix_cache(reset_running_requests=True)
+        if step == 6:
+            preempt_all(served.recorder.scheduler)
+
+    answers = forced(served, jobs_of((3, 40, 90, 130), 40), mixed(2), preempt)
+    assert [served.recorder.preemptions[name] for name in answers] == [2] * 4
+    served.check(answers)
+
+
+def test_aborts(served):
+    aborted = {3: ["2"], 6: ["0"]}
+    answers = forced(
+        served, jobs_of((3, 40, 90, 130), 40), mixed(3), lambda step: served.engine.abort_request(aborted.get(step, []))
+    )
+    finished = {name: answer for name, answer in answers.items() if answer.outputs[0].finish_reason == "length"}
+    assert {answer.request_id for answer in finished.values()} == {"1", "3"}
+    served.check(finished)
+
+
+def test_a_small_pool(served):
+    """Requests outgrow the pool with their drafts."""
+    jobs = jobs_of(range(9, 15), 60)
+    texts = plain(served, jobs)
+    with served.small_pool(2 * (2 + served.spec.blocks(BUDGET))), drafting(texts, mixed(4)):
+        answers = served.serve(jobs)
+        assert sum(served.recorder.preemptions.values()) > 0 and len(answers) == 6
+        served.check(answers)
+
+
+def test_a_prompt_that_is_hit_but_for_its_last_token(served):
+    """Such a request has as many drafts as it may have, all of them wrong. Its tail begins among them."""
+    if served.judge.protect is not True:
+        pytest.skip("needs the prompts of whole protection")
+    scheduled, schedule = [], served.recorder.scheduler.schedule
+    jobs = [Job(prompt=random_prompt(length, seed=length), new=20, scored=False) for length in (17, 33, 65, 97)]
+    first = Job(7, new=40, scored=False)
+    texts = plain(served, [first, *jobs])
+    served.serve(jobs)
+
+    def recorded(*args, **kwargs):
+        step = schedule(*args, **kwargs)
+        scheduled.extend([*tokens] for tokens in step.scheduled_spec_decode_tokens.values())
+        return step
+
+    with pytest.MonkeyPatch.context() as patch, drafting(texts, mixed(5)):
+        patch.setattr(served.recorder.scheduler, "schedule", recorded)
+        added = []
+
+        def arrive(step):
+            if step in (2, 4, 6, 8):
+                added.append(str(1 + len(added)))
+                served.add(added[-1], jobs[len(added) - 1])
+
+        answers = served.serve([first], arrive)
+    assert [tokens for tokens in scheduled if tokens[0] == -1] == [[-1] * DRAFTS] * len(jobs)
+    assert sorted(answer.num_cached_tokens for answer in answers.values()) == [0, 16, 32, 64, 96]
+    served.check(answers)
+
+
+# Conversations
+
+
+@pytest.fixture(scope="module", params=[("kvpop", 0), ("h2o", 40), ("momentkv", 0)], ids=str)
+def chats(request, case):
+    """Yield an engine whose requests go on from snapshots."""
+    policy, protect = request.param
+    setup = case("llama" if policy == "momentkv" else "qwen3", policy, protect_prompt=protect)
+    with speculating(setup, max_model_len=1024, enable_prefix_caching=True) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("right, last", [(0, 1), (1, 0), (2, 0), (DRAFTS, 0)])
+def test_each_turn_goes_on_from_the_one_before(chats, right, last):
+    """Drafts that were accepted in the last step of an answer are in its snapshot, though not in its cache yet.
+
+    An answer of 20 tokens ends with a draft, unless none is right. A draft that is right beyond its end does not count.
+    """
+    prompt, more = random_prompt(95, seed=right), random_prompt(45, seed=100 + right)
+    asks = {"kv_report": 1}
+    (first,) = plain(chats, [Job(prompt=prompt, new=20, scored=False)])
+    (second,) = plain(chats, [Job(prompt=[*first, *more], new=20, scored=False)])
+    with drafting([first, second], itertools.repeat(right)):
+        (answer,) = chats.serve([Job(prompt=prompt, new=20, scored=False, asks=asks)]).values()
+        before = {layer: [*steps] for layer, steps in chats.recorder.held[chats.names["0"]].items()}
+        assert whole(answer) == first
+        length = len(first) - last
+        assert answer.kv_transfer_params["kv_report"]["seen_tokens"] == length
+        answers = chats.serve([Job(prompt=[*first, *more], new=20, scored=False)])
+    (later,) = answers.values()
+    assert later.num_cached_tokens == length
+    for layer, steps in chats.recorder.held[chats.names["0"]].items():
+        steps[:0] = before[layer]
+    chats.check(answers)
+    assert whole(later) == second
+
+
+@pytest.mark.parametrize("new", range(14, 19))
+def test_an_answer_that_ends_within_drafts(chats, new):
+    """The text goes on after the answer, so that drafts beyond its end are right; a chat goes on from its end."""
+    prompt, more = random_prompt(70, seed=new), random_prompt(30, seed=200 + new)
+    (text,) = plain(chats, [Job(prompt=prompt, new=30, scored=False)])
+    first = text[: 70 + new]
+    (second,) = plain(chats, [Job(prompt=[*first, *more], new=12, scored=False)])
+    with drafting([text, second], itertools.repeat(DRAFTS)):
+        (answer,) = chats.serve([Job(prompt=prompt, new=new, scored=False, asks={"kv_report": 1})]).values()
+        before = {layer: [*steps] for layer, steps in chats.recorder.held[chats.names["0"]].items()}
+        assert whole(answer) == first
+        (later,) = (answers := chats.serve([Job(prompt=[*first, *more], new=12, scored=False)])).values()
+    # 1 + 5 i tokens are there after i steps with drafts
+    expected = len(first) - (new % (1 + DRAFTS) == 1)
+    assert answer.kv_transfer_params["kv_report"]["seen_tokens"] == later.num_cached_tokens == expected
+    for layer, steps in chats.recorder.held[chats.names["0"]].items():
+        steps[:0] = before[layer]
+    chats.check(answers)
+    assert whole(later) == second
+
+
+def test_settings_of_requests(case):
+    """Requests of one batch have other budgets and protect other numbers of tokens."""
+    kind, options = POLICIES["kvpop"]
+    setup, text = case(kind, "kvpop", **options), random_prompt(150, seed=96)
+    asks = (
+        None,
+        {"kv_budget": 26},
+        {"kv_budget": 72},
+        {"kv_protect_prompt": 50},
+        {"kv_budget": 64, "kv_protect_prompt": 7},
+    )
+    jobs = [
+        Job(new=40, prompt=text[:length], asks=ask, scored=False)
+        for length, ask in zip((3, BLOCK, 41, 60, 90), asks, strict=True)
+    ]
+    judges = Judges("kvpop", setup)
+    settings = setup.settings | {"max_budget": 72, "max_protect": 50}
+    with speculating(setup._replace(settings=settings), max_model_len=512) as engine:
+        answers = forced(engine, jobs, mixed(6))
+        engine.check_blocks()
+        for name, answer in answers.items():
+            judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.held)
+
+
+def test_the_inspect_page(case):
+    """It shows what caches hold after each step, without drafts."""
+    from engine.test_inspector import left, recorded
+
+    setup = case("qwen3", "streaming-llm")
+    with speculating(setup._replace(settings=setup.settings | {"inspect": True})) as engine:
+        answers = forced(engine, [Job(7, new=9), Job(90, new=40), Job(150, new=6)], mixed(7))
+        for name in answers:
+            shown, numbers = recorded(engine.llm, name)
+            assert numbers["error"] is None and numbers["seen_tokens"] == engine.recorder.held[name][0][-1].seen
+            assert (shown == left(engine, name)).all()
+
+
+OTHERS = [("qwen3", "l2norm"), ("qwen3", "full"), ("qwen3", "trimkv-kv"), ("qwen3", "kvzap"), ("qwen3", "dms")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, policy", OTHERS)
+def test_policies_that_no_oracle_judges_here(case, kind, policy):
+    """Answers with drafts are those without."""
+    setup, jobs = case(kind, policy), jobs_of((5, 33, 90, 130), 40)
+    if policy == "full":
+        setup = setup._replace(settings={"policy": "full"})
+    with speculating(setup) as engine:
+        texts = plain(engine, jobs)
+        with drafting(texts, mixed(8)):
+            answers = engine.serve(jobs)
+        assert [whole(answers[engine.names[str(i)]]) for i in range(len(jobs))] == texts
+
+
+def test_drafts_of_n_grams(tiny_model, tmp_path):
+    """Answers with drafts of vLLM are the oracle's and those of an engine without speculation, in fewer steps.
+
+    They are made in another process: once vLLM has loaded numba for them, no other engine starts in it.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        pool.submit(check_n_grams, tiny_model("qwen3"), tmp_path).result()
+
+
+def test_seeds_are_treated_as_stock_treats_them(case):
+    """Sampled answers are those of a stock engine with the same drafts, where nothing is evicted."""
+    setup = case("qwen3", "streaming-llm", budget=600)
+    jobs = [*(replace(job, temperature=1.0) for job in jobs_of((5, 33, 90), 30)), Job(40, new=30, samples=3)]
+    with speculating(setup) as engine:
+        greedy = plain(engine, jobs_of((5, 33, 90, 40), 30))
+        sampled = drawn(engine, jobs, greedy)
+    with watched(setup.model, None, None, speculative_config=CONFIG) as engine:
+        assert drawn(engine, jobs, greedy) == sampled
+    assert len(sampled) == 6 and not any(text in greedy for text in sampled)
+
+
+def drawn(engine, jobs: list[Job], texts: list[list[int]]) -> list[list[int]]:
+    """Return the whole texts of sampled jobs, with drafts from other texts."""
+    with drafting(texts, mixed(9)):
+        return sorted(whole(answer) for answer in engine.serve(jobs).values())
+
+
+@pytest.mark.slow
+def test_sampled_tokens_have_their_probabilities(case, monkeypatch):
+    """Drafted tokens are as frequent among 10,240, and all tokens as probable, as the model's own probabilities say.
+
+    Drafts are the tokens that followed most often in answers without drafts.
+    """
+    setup, requests, new = case("qwen3", "kvpop"), 64, 160
+    prompts = [{"prompt_token_ids": random_prompt(60, seed=i)} for i in range(requests)]
+    sharp = {"temperature": 0.25, "max_tokens": new, "ignore_eos": True, "detokenize": False}
+    with speculating(setup, max_logprobs=256) as engine:
+        parameters = [SamplingParams(seed=i, **sharp) for i in range(requests)]
+        follows: dict[int, Counter] = {token: Counter() for token in range(256)}
+        for answer in engine.llm.generate(prompts, parameters, use_tqdm=False):
+            for one, other in itertools.pairwise(answer.outputs[0].token_ids):
+                follows[one][other] += 1
+        successors = {token: counts.most_common(1)[0][0] if counts else 0 for token, counts in follows.items()}
+        monkeypatch.setattr(ForcedDrafts, "successors", successors)
+        engine.recorder.clear()
+        parameters = [SamplingParams(seed=1000 + i, logprobs=256, **sharp) for i in range(requests)]
+        answers = engine.llm.generate(prompts, parameters, use_tqdm=False)
+        steps = sum(len(layers[0]) for layers in engine.recorder.held.values())
+    assert steps < 0.9 * requests * new, "few drafts were accepted"
+    surplus, variance = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for answer in answers:
+        tokens, entries = answer.outputs[0].token_ids, answer.outputs[0].logprobs
+        for before, token, chances in zip(tokens, tokens[1:], entries[1:], strict=False):
+            logits = torch.tensor([chances[i].logprob for i in range(256)], dtype=torch.float64) / sharp["temperature"]
+            logs, is_draft = logits.log_softmax(0), torch.arange(256) == successors[before]
+            for i, value in enumerate((logs, is_draft.double())):
+                mean = (logs.exp() * value).sum()
+                surplus[i] += value[token] - mean
+                variance[i] += (logs.exp() * (value - mean) ** 2).sum()
+    assert (surplus / variance.sqrt()).abs().max() < 4
+
+
+def test_options_of_requests(case, tmp_path, monkeypatch):
+    """Stop strings within drafts, penalties, forms and words that are not allowed give the answers without drafts."""
+    from vllm import LLM
+    from vllm.sampling_params import StructuredOutputsParams
+
+    setup, model = case("qwen3", "streaming-llm"), tmp_path / "model"
+    shutil.copytree(setup.model, model)
+    byte_tokenizer(eos="<0x00>").save_pretrained(model)
+    options = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "enforce_eager": True}
+    prompt = {"prompt_token_ids": [token % 128 for token in random_prompt(70, seed=3)]}
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    with one_thread(), quick():
+        llm = LLM(
+            str(model),
+            additional_config={"kv_policy": setup.settings},
+            block_size=BLOCK,
+            speculative_config=CONFIG,
+            **options,
+        )
+
+        def answer(texts, **parameters) -> tuple[list[int], str]:
+            with drafting(texts, itertools.repeat(DRAFTS)):
+                (output,) = llm.generate([prompt], SamplingParams(**greedy | parameters), use_tqdm=False)
+            return output.outputs[0].token_ids, output.outputs[0].text, output.outputs[0].finish_reason
+
+        tokens, text, _ = answer(())
+        form = {"structured_outputs": StructuredOutputsParams(regex="[a-f]{30,90}")}
+        for parameters in (
+            {"stop": [text[21:23]]},
+            {"stop_token_ids": [tokens[17]]},
+            {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+            {"bad_words": [text[5]]},
+            {"min_tokens": 30, "stop_token_ids": [tokens[3], tokens[33]]},
+            form,
+        ):
+            expected = answer((), **parameters)
+            texts = [[*prompt["prompt_token_ids"], *ids] for ids in (expected[0], tokens)]
+            assert answer(texts, **parameters) == expected, parameters
+            assert answer(texts[1:], **parameters) == expected, parameters
+            assert (expected[2] == "stop") == any(name.startswith("stop") for name in parameters), parameters
+        llm.llm_engine.engine_core.shutdown()
