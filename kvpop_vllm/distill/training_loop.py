@@ -126,8 +126,13 @@ class Loop(ABC):
         self.checkpoints, self.next_step = Checkpoints(folder), 0
 
     @abstractmethod
-    def backward(self, step: int) -> dict[str, float]:
+    def backward(self, step: int) -> dict[str, torch.Tensor | float]:
         """Add the gradient of a step and return its metrics, among them ``loss``, the same in all processes."""
+
+    @staticmethod
+    def numbers(metrics: dict[str, torch.Tensor | float]) -> dict[str, float]:
+        """Return metrics as numbers; this is where a step waits for its device."""
+        return {name: float(value) for name, value in metrics.items()}
 
     @abstractmethod
     def rates(self, step: int) -> Sequence[float]:
@@ -185,12 +190,14 @@ class Loop(ABC):
             group["lr"] = rate
         metrics = self.backward(step)
         norm = torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
-            raise self._stopped(f"loss {metrics['loss']}, gradient norm {norm}: lower the learning rate")
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        metrics = self.numbers(metrics | {"grad_norm": norm})
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise self._stopped(f"loss {loss}, gradient norm {norm}: lower the learning rate")
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        return metrics | {"grad_norm": norm, "lr": groups[0]["lr"]}
+        return metrics | {"lr": groups[0]["lr"]}
 
     def _stopped(self, reason: str) -> TrainingError:
         saved, advice = self.checkpoints.steps(), "no checkpoint had been written"

@@ -14,7 +14,8 @@ import torch
 from distill.rows import Rows, teacher_of
 
 from kvpop_vllm.distill.recipes import DEMO, TRIMKV
-from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.distill.sharding import Process
+from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.model_hook import load_model
 
 LENGTH = 96
