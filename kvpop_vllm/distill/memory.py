@@ -6,6 +6,7 @@ what torch counts of the trainer's own steps.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,10 +137,14 @@ def _check_dense(folder: str | Path, config: Any, text: Any) -> None:
     """
     experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(text, name, None)]
     if experts or kinds_of(config):
-        what = "experts" if experts else "layers of several kinds"
+        reason = "experts" if experts else "layers of several kinds"
         raise ConfigError(
-            f"{folder} has {what}, whose training memory kvpop plan --train does not count: choose another model"
+            f"{folder} has {reason}, whose training memory kvpop plan --train does not count: choose another model"
         )
+    written = json.loads((Path(folder) / "config.json").read_text())
+    for name in ("intermediate_size", "vocab_size"):  # transformers would fill in those of another model
+        if name not in written.get("text_config", written):
+            raise ConfigError(f"{folder}: config.json has no {name}, on which training memory depends: complete it")
 
 
 @dataclass(frozen=True)
@@ -278,11 +283,11 @@ class Run:
         """Return the floating-point operations of all steps; what is computed again does not count."""
         sizes, recipe = self.sizes, self.recipe
         window, topk = max(recipe.trained, key=sum)
-        seen = min(recipe.sinks + window + topk, recipe.length // 2)
+        visible = min(recipe.sinks + window + topk, recipe.length // 2)
         if recipe.phase == "uptrain":
-            seen = recipe.length // 2
+            visible = recipe.length // 2
         passes = 3 if recipe.trains_base else 1  # the backward pass has two products for one
-        token = passes * (2 * sizes.products + 4 * sizes.layers * sizes.queries * seen)
+        token = passes * (2 * sizes.products + 4 * sizes.layers * sizes.queries * visible)
         if recipe.phase == "sparsify":  # targets, and scorers with their backward pass
             token += sizes.layers * (sizes.queries * recipe.length + 6 * sizes.scorer)
         if self.has_teacher:

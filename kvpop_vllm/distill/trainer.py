@@ -212,6 +212,8 @@ class Trainer(Loop):
         passes = recipe.batch // process.world // rows
         total: dict[str, torch.Tensor] = {}
         for i in range(passes):
+            if i:
+                self.check_stop()
             row = step * recipe.batch + (i * process.world + process.rank) * rows
             for name, value in self.one_pass(row, passes).items():
                 total[name] = total.get(name, 0.0) + value / passes

@@ -36,16 +36,21 @@ PARTS = {
 """Those that are several parts of the memory model."""
 
 
-def compare(run: Run, found: dict[str, int], parts=tuple(KINDS)) -> None:
+def compare(run: Run, measurement: dict[str, int], parts=tuple(KINDS)) -> None:
     """Compare the memory model with a measurement, part by part; below 1% of all a part is as good as nothing."""
     moment, counted = run.peak()
     for part in parts:
-        expected = sum(found.get(kind, 0) for kind in KINDS[part])
+        expected = sum(measurement.get(kind, 0) for kind in KINDS[part])
         count = sum(counted.get(name, 0) for name in PARTS.get(part, (part,)))
-        assert count == pytest.approx(expected, rel=0.1, abs=0.01 * found["Total"]), (part, moment, counted, found)
+        assert count == pytest.approx(expected, rel=0.1, abs=0.01 * measurement["Total"]), (
+            part,
+            moment,
+            counted,
+            measurement,
+        )
 
 
-def seen() -> None:
+def check_tracker() -> None:
     """Refuse other versions of torch than those in which the tracker, a private module, was seen."""
     assert torch.__version__.startswith(TRACKER_SEEN), (
         f"check torch's memory tracker, seen in torch {TRACKER_SEEN}x alone"
@@ -58,27 +63,27 @@ def seen() -> None:
 ])  # fmt: skip
 def test_the_model_is_what_a_step_of_the_trainer_takes(tmp_path, size, gpus, train_base, rows):
     """The trainer's own code runs a pass at the full shape of Qwen3, with tensors that have no values."""
-    seen()
+    check_tracker()
     folder = write_config(tmp_path / size, size)
     recipe = dataclasses.replace(PAPER, train_base=train_base, micro_batch=rows)
-    found = measured(folder, tmp_path / "out", recipe, gpus)
+    measurement = measured(folder, tmp_path / "out", recipe, gpus)
     run = Run(Sizes.of(folder, recipe), recipe, gpus)
-    compare(run, found)
-    assert sum(run.peak()[1].values()) == pytest.approx(found["Total"], rel=0.1)
+    compare(run, measurement)
+    assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
 
 
 def test_two_processes_take_what_the_model_says(model, tmp_path):
     """The bytes of real shards; activations are those of other kernels than a GPU's."""
-    seen()
+    check_tracker()
     outcome = launch(model, tmp_path, processes=2, script="measure_tiny.py")
     lines = [line for line in outcome.stdout.splitlines() if line.startswith("BYTES")]
     assert lines, outcome.stderr[-3000:]
-    found = json.loads(lines[0].removeprefix("BYTES"))
+    measurement = json.loads(lines[0].removeprefix("BYTES"))
     run = Run(Sizes.of(model, TINY), TINY, 2)
     lasting = run.lasting()
     for part in ("parameters", "gradients", "optimizer", "teacher"):
-        expected = sum(found.get(kind, 0) for kind in KINDS[part])
-        assert lasting[part] == pytest.approx(expected, rel=0.1), (part, lasting, found)
+        expected = sum(measurement.get(kind, 0) for kind in KINDS[part])
+        assert lasting[part] == pytest.approx(expected, rel=0.1), (part, lasting, measurement)
 
 
 @pytest.mark.parametrize("options", ["", "--no-train-base --gpus 1"])
@@ -106,6 +111,7 @@ def test_the_papers_run_fits():
     ("--train --gpus 3", "batch 128 cannot be shared by 3 GPUs with 1 rows a pass evenly: change one"),
     ("--train --no-train-base --stored-teacher", "a frozen base has no teacher: leave --stored-teacher out"),
     ("--train --model docs/configs/gpt-oss-20b", "has experts, whose training memory kvpop plan --train does not count"),
+    ("--train --model docs/configs/Llama-3.1-8B-Instruct", "config.json has no intermediate_size, on which training memory"),
     ("--train --model docs/configs/gemma-3-27b-it", "has layers of several kinds, whose training memory"),
 ])  # fmt: skip
 def test_what_is_not_counted_is_refused(run_kvpop, monkeypatch, command, message):

@@ -38,8 +38,8 @@ def _positions(samples, shape, first, generator, device):
     if isinstance(samples, torch.Tensor):
         return samples.to(device).long().expand(batch, heads, samples.shape[-1])
     span = max(0, length - first)
-    where = device if generator is None else generator.device
-    u = torch.rand(batch, heads, samples if span else 0, generator=generator, dtype=torch.float64, device=where)
+    source = device if generator is None else generator.device
+    u = torch.rand(batch, heads, samples if span else 0, generator=generator, dtype=torch.float64, device=source)
     late = u[..., samples // 2 :].sqrt()
     u = torch.cat([u[..., : samples // 2], late], -1)
     return (first + (u * span).long().clamp_max(span - 1)).to(device)
