@@ -281,7 +281,7 @@ def add_training_plan(command: argparse.ArgumentParser) -> None:
     """Add the options of ``kvpop plan --train``."""
     group = command.add_argument_group("training", "memory, disk and time of 'kvpop distill'")
     group.add_argument("--train", action="store_true", help="plan the training of a scorer, not serving")
-    group.add_argument("--recipe", choices=("paper", "workshop", "demo"), help="as in kvpop distill (default: paper)")
+    group.add_argument("--recipe", choices=("paper", "workshop"), help="as in kvpop distill (default: paper)")
     group.add_argument("--train-base", action=argparse.BooleanOptionalAction, default=None, help="as in kvpop distill")
     for name in ("length", "batch", "micro-batch", "steps"):
         group.add_argument(f"--{name}", type=positive, metavar="N", help="as in kvpop distill")
