@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvpop_vllm import __version__
-from kvpop_vllm.argument_types import add_setting, memory, positive
+from kvpop_vllm.argument_types import add_setting, memory, positive, share
 from kvpop_vllm.calibrate.command import add_calibrate
 from kvpop_vllm.compaction.command import add_compact, add_train_compactor
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.evaluation.command import add_eval
@@ -23,6 +24,15 @@ from kvpop_vllm.flags import FLAGS
 from kvpop_vllm.supported import DTYPES
 
 DOCTOR = "print versions, whether vLLM loads the plugin, kernels, and what `vllm serve` with the same MODEL and options would keep"
+
+SERVING_PLAN = dict.fromkeys(
+    "kv_memory budget scorer calibration correction allocator protect_prompt dtype max_model_len prompt_length block_size".split()
+) | {"dense_block_size": 128, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+"""Options of ``kvpop plan`` that are about serving, with their defaults."""
+TRAINING_PLAN = dict.fromkeys(
+    "recipe train_base length batch micro_batch steps stored_teacher gpus gpu_memory mfu tflops".split()
+)
+"""Options of ``kvpop plan --train``, with their defaults."""
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -110,6 +120,18 @@ def bench_plot(options: argparse.Namespace) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     """Run ``kvpop plan``."""
+    use, names, remedy = (
+        ("serving", SERVING_PLAN, "leave --train out") if options.train else ("training", TRAINING_PLAN, "give --train")
+    )
+    if unused := [name for name, default in names.items() if getattr(options, name) != default]:
+        raise ConfigError(f"--{unused[0].replace('_', '-')} is about {use}: leave it out, or {remedy}")
+    if options.train:
+        from kvpop_vllm.distill.training_plan import plan_training
+
+        plan_training(options)
+        return
+    if options.kv_memory is None:
+        raise ConfigError("kvpop plan needs --kv-memory, or --train for the memory of training")
     from kvpop_vllm.plan import plan
 
     plan(options)
@@ -236,7 +258,7 @@ def add_plan(commands: Commands) -> None:
     """Add ``kvpop plan``."""
     command = add_command(commands, "plan", "bytes of a request and how many fit, for every policy and budget", plan)
     command.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder; its config.json is read")
-    command.add_argument("--kv-memory", required=True, type=memory, metavar="SIZE", help="of the pool, such as 40GiB")
+    command.add_argument("--kv-memory", type=memory, metavar="SIZE", help="of the pool, such as 40GiB")
     add_setting(command, "budget", "tokens per KV head (default: 1/2, 1/4 and 1/8 of N)", nargs="+")
     add_setting(command, "scorer", "of the kvpop policies (default: the size of an untrained one)")
     add_setting(command, "calibration", "as --kv-calibration (default: triattention is left out)")
@@ -248,7 +270,7 @@ def add_plan(commands: Commands) -> None:
         ("prompt-length", "N", None, "of a request's tokens those of its prompt (default: what needs most)"),
         ("drafts", "M", 0, "of a step, as num_speculative_tokens of --speculative-config (default: none)"),
         ("block-size", "N", None, "slots of a block (default 64), or what divides them in models with windows (16)"),
-        ("dense-block-size", "N", 128, "tokens of stock's (default 128, as on a CPU)"),
+        ("dense-block-size", "N", SERVING_PLAN["dense_block_size"], "tokens of stock's (default 128, as on a CPU)"),
         ("tensor-parallel-size", "R", 1, "ranks; all numbers are then those of one"),
         ("pipeline-parallel-size", "R", 1, "stages; all numbers are then those of the one with the most layers"),
     ):
@@ -260,6 +282,22 @@ def add_plan(commands: Commands) -> None:
     command.add_argument("--mamba-ssm-cache-dtype", choices=dtypes, help=states)
     cached = "count the states that a prefix cache keeps (default: where a policy protects prompts; not in stock vLLM)"
     command.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help=cached)
+    add_training_plan(command)
+
+
+def add_training_plan(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvpop plan --train``."""
+    group = command.add_argument_group("training", "memory, disk and time of 'kvpop distill'")
+    group.add_argument("--train", action="store_true", help="plan the training of a scorer, not serving")
+    group.add_argument("--recipe", choices=("paper", "workshop"), help="as in kvpop distill (default: paper)")
+    group.add_argument("--train-base", action=argparse.BooleanOptionalAction, default=None, help="as in kvpop distill")
+    for name in ("length", "batch", "micro-batch", "steps"):
+        group.add_argument(f"--{name}", type=positive, metavar="N", help="as in kvpop distill")
+    group.add_argument("--stored-teacher", action="store_const", const=True, help="logits are read (--teacher DIR)")
+    group.add_argument("--gpus", type=positive, metavar="N", help="GPUs, with a process each (default: 8)")
+    group.add_argument("--gpu-memory", type=memory, metavar="SIZE", help="of a GPU (default: 80GB)")
+    group.add_argument("--mfu", type=share, help="share of the peak that the run reaches (default: 0.35)")
+    group.add_argument("--tflops", type=positive, metavar="N", help="peak in bfloat16 (default: 989, an H100's)")
 
 
 def add_servers(commands: Commands) -> None:

@@ -352,11 +352,8 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16, logits: 
         ConfigError: it is no model folder, weights are damaged, missing or of other shapes than its config
             says, the model's attention cannot be replaced, or the model rescales logits that are read.
     """
-    config = read_model_config(folder)
+    config = config_to_load(folder, logits)
     published = {"config": config} if is_published(folder) else {}
-    for name in RESCALED_LOGITS if logits else ():
-        if getattr(text_config(config), name, None) not in (None, 1.0):
-            raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -375,6 +372,23 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16, logits: 
         raise ConfigError(f"{folder} is not a decoder-only language model with attention layers: choose another model")
     model.config.use_cache = False
     return model
+
+
+def config_to_load(folder: str | Path, logits: bool):
+    """Return the config of a model that :func:`load_model` loads.
+
+    Args:
+        folder: folder of the model.
+        logits: True if its logits are read.
+
+    Raises:
+        ConfigError: it is no model folder, or the model rescales logits that are read.
+    """
+    config = read_model_config(folder)
+    for name in RESCALED_LOGITS if logits else ():
+        if getattr(text_config(config), name, None) not in (None, 1.0):
+            raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")
+    return config
 
 
 def check_loaded(loaded: Mapping, folder: str | Path) -> None:

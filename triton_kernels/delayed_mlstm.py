@@ -14,7 +14,6 @@ from kvpop_vllm.kernels.triton import _delayed_mlstm_backward as backward
 from kvpop_vllm.kernels.triton._constants import PRECISION
 from kvpop_vllm.kernels.triton._delayed_mlstm_backward import chunk_of, pair_logs
 from kvpop_vllm.kernels.triton._matrix_tiles import store_tile, tile
-from torch.autograd.function import once_differentiable
 
 EMPTY_M = tl.constexpr(-1e30)
 EPS = tl.constexpr(1e-6)
@@ -187,58 +186,93 @@ class _Layout:
         return h, m_rows, denominators
 
 
-class _DelayedMLSTM(torch.autograd.Function):
-    """Autograd function of contiguous float32 q, k ``[R, S, F]``, v ``[R, S, DV]``, gates ``[R, S]`` and a state."""
+@torch.library.custom_op(
+    "kvpop::delayed_mlstm",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor igate, Tensor fgate, Tensor[] state, int delay, int chunk, str precision)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _run(q, k, v, igate, fgate, state, delay, chunk, precision):
+    """Return h, its stabilisers and denominators, and the last state, of contiguous float32 tensors.
 
-    @staticmethod
-    def forward(ctx, q, k, v, igate, fgate, delay, chunk, precision, *state):
-        layout = _Layout(q, v, igate, fgate, chunk, precision)
-        states = layout.states(k, v, state)
-        segment_of = torch.zeros(layout.chunks, dtype=torch.int32, device=q.device)
-        h, m_rows, denominators = layout.readout(q, k, v, states, segment_of, delay)
-        h[:, max(0, layout.length - delay) :] = 0
-        ctx.save_for_backward(q, k, v, igate, fgate, h, m_rows, denominators, *state)
-        ctx.options = delay, chunk, precision
-        last = tuple(x[:, -1].clone() for x in states)
-        ctx.mark_non_differentiable(*last)
-        return h, *last
+    They are q, k ``[R, S, F]``, v ``[R, S, DV]``, gates ``[R, S]`` and a state of three tensors or none.
+    """
+    layout = _Layout(q, v, igate, fgate, chunk, precision)
+    states = layout.states(k, v, state)
+    segment_of = torch.zeros(layout.chunks, dtype=torch.int32, device=q.device)
+    h, m_rows, denominators = layout.readout(q, k, v, states, segment_of, delay)
+    h[:, max(0, layout.length - delay) :] = 0
+    return h, m_rows, denominators, *(x[:, -1].clone() for x in states)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, *_):
-        q, k, v, igate, fgate, h, m_rows, denominators, *state = ctx.saved_tensors
-        delay, *options = ctx.options
-        layout = _Layout(q, v, igate, fgate, *options)
-        states = layout.states(k, v, state)
-        grad = grad.contiguous()
-        rows, chunks, reads = layout.rows, layout.chunks, max(0, layout.length - delay)
-        counts = delay, layout.length, chunks
-        qz_grad = F.pad(-(grad * h).sum(-1)[:, :reads], (layout.length - reads, 0))
-        qz_grad = layout.padded(qz_grad, 0.0) / denominators
 
-        c_grads = layout.empty(rows, chunks, layout.features, layout.width)
-        z_grads = layout.empty(rows, chunks, layout.features)
-        flow = layout.empty(layout.f_blocks * layout.v_blocks, rows, chunks)
-        backward._backward_states[layout.f_blocks, layout.v_blocks, rows](
-            q, grad, layout.decay, m_rows, denominators, qz_grad, *states, c_grads, z_grads, flow, *counts,
-            **layout.tiles(),
-        )  # fmt: skip
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        dq[:, reads:] = 0
-        q_dq, k_dk = (layout.empty(layout.f_blocks, *layout.igate.shape) for _ in range(2))
-        backward._backward_features[layout.f_blocks, chunks, rows](
-            q, k, v, grad, layout.igate, layout.decay, m_rows, denominators, qz_grad, *states, c_grads, z_grads,
-            dq, dk, q_dq, k_dk, *counts, **layout.tiles("V"),
-        )  # fmt: skip
-        backward._backward_values[layout.v_blocks, chunks, rows](
-            q, k, grad, layout.igate, layout.decay, m_rows, denominators, states[2], c_grads, dv, *counts,
-            **layout.tiles("F"),
-        )  # fmt: skip
-        digate = k_dk.sum(0)
-        dlog_f = (q_dq.sum(0) - digate).view(rows, chunks, layout.chunk).flip(-1).cumsum(-1).flip(-1)
-        dlog_f = (dlog_f + flow.sum(0).unsqueeze(-1)).view(rows, -1)[:, : layout.length]
-        dfgate = dlog_f * torch.sigmoid(-fgate)
-        return dq, dk, dv, digate[:, : layout.length], dfgate, None, None, None, *[None] * len(state)
+@_run.register_fake
+def _(q, k, v, igate, fgate, state, delay, chunk, precision):
+    rows, length, features = q.shape
+    padded = q.new_empty(rows, triton.cdiv(length, chunk) * chunk)
+    last = q.new_empty(rows, features, v.shape[-1]), q.new_empty(rows, features), q.new_empty(rows)
+    return torch.empty_like(v), padded, torch.empty_like(padded), *last
+
+
+@torch.library.custom_op(
+    "kvpop::delayed_mlstm_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor igate, Tensor fgate, Tensor h, Tensor m_rows,"
+    " Tensor denominators, Tensor[] state, int delay, int chunk, str precision)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _run_backward(grad, q, k, v, igate, fgate, h, m_rows, denominators, state, delay, chunk, precision):
+    layout = _Layout(q, v, igate, fgate, chunk, precision)
+    states = layout.states(k, v, state)
+    grad = grad.contiguous()
+    rows, chunks, reads = layout.rows, layout.chunks, max(0, layout.length - delay)
+    counts = delay, layout.length, chunks
+    qz_grad = F.pad(-(grad * h).sum(-1)[:, :reads], (layout.length - reads, 0))
+    qz_grad = layout.padded(qz_grad, 0.0) / denominators
+
+    c_grads = layout.empty(rows, chunks, layout.features, layout.width)
+    z_grads = layout.empty(rows, chunks, layout.features)
+    flow = layout.empty(layout.f_blocks * layout.v_blocks, rows, chunks)
+    backward._backward_states[layout.f_blocks, layout.v_blocks, rows](
+        q, grad, layout.decay, m_rows, denominators, qz_grad, *states, c_grads, z_grads, flow, *counts,
+        **layout.tiles(),
+    )  # fmt: skip
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq[:, reads:] = 0
+    q_dq, k_dk = (layout.empty(layout.f_blocks, *layout.igate.shape) for _ in range(2))
+    backward._backward_features[layout.f_blocks, chunks, rows](
+        q, k, v, grad, layout.igate, layout.decay, m_rows, denominators, qz_grad, *states, c_grads, z_grads,
+        dq, dk, q_dq, k_dk, *counts, **layout.tiles("V"),
+    )  # fmt: skip
+    backward._backward_values[layout.v_blocks, chunks, rows](
+        q, k, grad, layout.igate, layout.decay, m_rows, denominators, states[2], c_grads, dv, *counts,
+        **layout.tiles("F"),
+    )  # fmt: skip
+    digate = k_dk.sum(0)
+    dlog_f = (q_dq.sum(0) - digate).view(rows, chunks, layout.chunk).flip(-1).cumsum(-1).flip(-1)
+    dlog_f = (dlog_f + flow.sum(0).unsqueeze(-1)).view(rows, -1)[:, : layout.length]
+    dfgate = dlog_f * torch.sigmoid(-fgate)
+    return dq, dk, dv, digate[:, : layout.length].contiguous(), dfgate
+
+
+@_run_backward.register_fake
+def _(grad, q, k, v, igate, fgate, h, m_rows, denominators, state, delay, chunk, precision):
+    return tuple(map(torch.empty_like, (q, k, v, igate, fgate)))
+
+
+def _save(ctx, inputs, output):
+    *tensors, state, delay, chunk, precision = inputs
+    ctx.save_for_backward(*tensors, *output[:3], *state)
+    ctx.options = delay, chunk, precision
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients(ctx, grad, *_):
+    saved = ctx.saved_tensors  # once, as checkpoints ask
+    state = list(saved[8:])
+    return *_run_backward(grad, *saved[:8], state, *ctx.options), [None] * len(state), None, None, None
+
+
+_run.register_autograd(_gradients, setup_context=_save)
 
 
 def mlstm_of_segments(weights, tokens, none, ends, state=None, read=None, segment_of=None):
@@ -288,5 +322,5 @@ def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
     first = () if state is None else [t.float().flatten(0, 1).contiguous() for t in state]
     exact = torch.get_float32_matmul_precision() == "highest"
     options = delay, min(chunk, LARGEST_CHUNK), PRECISION.value if exact else "tf32"
-    h, *last = _DelayedMLSTM.apply(*inputs, *options, *first)
+    h, _, _, *last = _run(*inputs, list(first), *options)
     return h.unflatten(0, lead), tuple(t.unflatten(0, lead) for t in last)

@@ -50,19 +50,32 @@ def _mass(
     tl.store(out + row * length + keys, mass, mask=keys < length)
 
 
-def future_attention_mass(q, k, lse, *, window, scale, lookahead=None):
-    """Implement :func:`kvpop_vllm.kernels.ops.future_attention_mass`."""
+@torch.library.custom_op(
+    "kvpop::future_attention_mass",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor lse, int window, int reach, float scale) -> Tensor",
+)
+def _log_mass(q, k, lse, window, reach, scale):
     batch, query_heads, length, size = q.shape
-    common = common_dtype("future_attention_mass", q, k)
-    q, k = (x.to(common) for x in (q, k))
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     lse = lse.float().contiguous()
     out = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    reach = length if lookahead is None else min(length, window + lookahead)
-    config = Heads(size=size, group=query_heads // k.shape[1], wide=common == torch.float32)
+    config = Heads(size=size, group=query_heads // k.shape[1], wide=q.dtype == torch.float32)
     tile = tile_of(MASS, config.wide, size)
     _mass[triton.cdiv(length, tile.keys), batch * query_heads](
         q, k, lse, out, *q.stride()[:3], *k.stride()[:3], k.shape[1], length, min(window, length), reach, scale,
         P=config, BLOCK_Q=tile.rows, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+@_log_mass.register_fake
+def _(q, k, lse, window, reach, scale):
+    return q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def future_attention_mass(q, k, lse, *, window, scale, lookahead=None):
+    """Implement :func:`kvpop_vllm.kernels.ops.future_attention_mass`."""
+    common, length = common_dtype("future_attention_mass", q, k), q.shape[2]
+    reach = length if lookahead is None else min(length, window + lookahead)
+    return _log_mass(q.to(common), k.to(common), lse, window, reach, scale)

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvpop_vllm.kernels.ops.training import check_priorities
+
 BLOCK = 1024
 
 
@@ -120,8 +122,13 @@ def kth_smallest(ranks: torch.Tensor, left: torch.Tensor, count: torch.Tensor) -
     return low
 
 
-def running_topk(priority, *, sinks, window, topk):
-    """Implement :func:`kvpop_vllm.kernels.ops.running_topk`."""
+@torch.library.custom_op(
+    "kvpop::running_topk",
+    mutates_args=(),
+    schema="(Tensor priority, int sinks, int window, int topk) -> (Tensor, Tensor)",
+)
+def _running_topk(priority, sinks, window, topk):
+    check_priorities(priority)
     shape, length = priority.shape, priority.shape[-1]
     rank = _ranks(priority.reshape(-1, length))
     cutoff = torch.full_like(rank, length - 1 if topk else -1)
@@ -133,3 +140,13 @@ def running_topk(priority, *, sinks, window, topk):
         count = count.repeat(len(rank), 1)
         cutoff[:, first:] = kth_smallest(arrival, torch.full_like(count, topk), count)
     return rank.view(shape), cutoff.view(shape)
+
+
+@_running_topk.register_fake
+def _(priority, sinks, window, topk):
+    return tuple(priority.new_empty(priority.shape, dtype=torch.int32) for _ in range(2))
+
+
+def running_topk(priority, *, sinks, window, topk):
+    """Implement :func:`kvpop_vllm.kernels.ops.running_topk`."""
+    return _running_topk(priority, sinks, window, topk)

@@ -14,7 +14,6 @@ from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_li
 from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, block_of, segment
 from kvpop_vllm.kernels.triton._serving_pages import Cache, Heads, element_at, view
 from kvpop_vllm.kernels.triton._tiles import BACKWARD, tile_of
-from torch.autograd.function import once_differentiable
 
 
 @triton.jit
@@ -124,57 +123,96 @@ def eviction_times(rank: torch.Tensor, cutoff: torch.Tensor, sinks: int, window:
     return gone
 
 
-class _SparseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, gone, scale):
-        batch, query_heads, length, size = q.shape
-        heads = k.shape[1]
-        # the rows of the batch are segments without slots
-        parts = [segment([length] * heads, length, request=b, token=b * length) for b in range(batch)]
-        piece = Piece(parts, q.device)
-        config = Heads(size=size, group=query_heads // heads, wide=q.dtype == torch.float32)
-        q, k, v = map(_flat, (q, k, v))
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        gone, right = gone.transpose(0, 1).flatten(1).contiguous(), gone.new_ones(batch, heads)
-        attend(piece, config, q, (view(k), view(v)), Cache(), Cache(), gone, right, scale, out, lse)
-        ctx.save_for_backward(q, k, v, gone, out, lse)
-        ctx.options = piece, config, scale
-        out, natural = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (out, lse))
-        ctx.mark_non_differentiable(natural)
-        return out, natural
+def _config(q, k):
+    """Return the head layout of q ``[T, Hq, D]`` and k ``[T, H, D]``."""
+    return Heads(size=q.shape[2], group=q.shape[1] // k.shape[1], wide=q.dtype == torch.float32)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, _):
-        q, k, v, gone, out, lse = ctx.saved_tensors
-        piece, config, scale = ctx.options
-        batch, grad = len(piece), _flat(grad)
-        heads, length = len(gone), len(q) // batch
-        delta = (out.float() * grad.float()).sum(-1)
-        inputs = view(q), view(grad), (view(k), view(v))
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        tile = tile_of(BACKWARD, config.wide, config.size)
-        rows, block_q = block_rows(config, tile)
-        launch = {"P": config, "BLOCK_K": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
-        for grid, found in key_lists(piece, config, Cache(), gone, block_q):
-            _backward_queries[grid](
-                *inputs, piece.segments, *found, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
-            )  # fmt: skip
-        # keys of a block live about equally long, so that its range has few queries that miss most of them
-        born = torch.arange(length, device=q.device)
-        lives = gone.view(heads, batch, length).clamp_max(length) - born
-        order = lives.float().log2().int().argsort(dim=-1, stable=True).int()
-        _backward_keys[triton.cdiv(length, tile.keys), batch, heads](
-            *inputs, order, gone, lse, delta, dk, dv, length, scale, BLOCK_Q=tile.rows, **launch
-        )
-        back = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (dq, dk, dv))
-        return *back, None, None
+
+def _piece(batch, heads, length, device):
+    """Return the rows of the batch as segments without slots."""
+    parts = [segment([length] * heads, length, request=b, token=b * length) for b in range(batch)]
+    return Piece(parts, device)
+
+
+@torch.library.custom_op(
+    "kvpop::sparse_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor gone, float scale) -> (Tensor, Tensor)",
+)
+def _attend(q, k, v, gone, scale):
+    batch, query_heads, length, _ = q.shape
+    heads = k.shape[1]
+    q, k, v = map(_flat, (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    gone, right = gone.transpose(0, 1).flatten(1).contiguous(), gone.new_ones(batch, heads)
+    piece = _piece(batch, heads, length, q.device)
+    attend(piece, _config(q, k), q, (view(k), view(v)), Cache(), Cache(), gone, right, scale, out, lse)
+    return tuple(x.unflatten(0, (batch, length)).transpose(1, 2) for x in (out, lse))
+
+
+@_attend.register_fake
+def _(q, k, v, gone, scale):
+    batch, query_heads, length, size = q.shape
+    out = q.new_empty(batch, length, query_heads, size).transpose(1, 2)
+    return out, q.new_empty(batch, length, query_heads, dtype=torch.float32).transpose(1, 2)
+
+
+@torch.library.custom_op(
+    "kvpop::sparse_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor gone, Tensor out, Tensor lse, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _attend_backward(grad, q, k, v, gone, out, lse, scale):
+    batch, _, length, _ = q.shape
+    heads = k.shape[1]
+    q, k, v, out, grad = map(_flat, (q, k, v, out, grad))
+    lse = lse.transpose(1, 2).flatten(0, 1).contiguous()
+    gone = gone.transpose(0, 1).flatten(1).contiguous()
+    piece, config = _piece(batch, heads, length, q.device), _config(q, k)
+    delta = (out.float() * grad.float()).sum(-1)
+    inputs = view(q), view(grad), (view(k), view(v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    tile = tile_of(BACKWARD, config.wide, config.size)
+    rows, block_q = block_rows(config, tile)
+    launch = {"P": config, "BLOCK_K": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+    for grid, found in key_lists(piece, config, Cache(), gone, block_q):
+        _backward_queries[grid](
+            *inputs, piece.segments, *found, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
+        )  # fmt: skip
+    # keys of a block live about equally long, so that its range has few queries that miss most of them
+    born = torch.arange(length, device=q.device)
+    lives = gone.view(heads, batch, length).clamp_max(length) - born
+    order = lives.float().log2().int().argsort(dim=-1, stable=True).int()
+    _backward_keys[triton.cdiv(length, tile.keys), batch, heads](
+        *inputs, order, gone, lse, delta, dk, dv, length, scale, BLOCK_Q=tile.rows, **launch
+    )
+    return tuple(x.unflatten(0, (batch, length)).transpose(1, 2) for x in (dq, dk, dv))
+
+
+@_attend_backward.register_fake
+def _(grad, q, k, v, gone, out, lse, scale):
+    return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, grad, _):
+    return *_attend_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+_attend.register_autograd(_gradients, setup_context=_save)
 
 
 def sparse_attention(q, k, v, rank, cutoff, *, sinks, window, scale):
     """Implement :func:`kvpop_vllm.kernels.ops.sparse_attention`."""
     common = common_dtype("sparse_attention", q, k, v)
     gone = eviction_times(rank.int(), cutoff.int(), sinks, window)
-    out, lse = _SparseAttention.apply(q.to(common), k.to(common), v.to(common), gone, scale)
+    out, lse = _attend(q.to(common), k.to(common), v.to(common), gone, scale)
     return out.to(q.dtype), lse

@@ -23,7 +23,8 @@ from gpu.sections import Bench, Case, ops_take
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.recipes import PAPER
 from kvpop_vllm.distill.run import OnlineTeacher
-from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.distill.sharding import Process
+from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.testing import write_tiny_model
 
 CONFIG = LlamaConfig(

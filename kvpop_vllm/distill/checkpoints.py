@@ -94,14 +94,13 @@ class Checkpoints:
         barrier()
 
     def load(self, model, optimiser) -> int:
-        """Restore the newest checkpoint into model and optimiser.
+        """Restore the newest checkpoint into model and optimiser; any number of processes may have written it.
 
         Returns:
             Steps taken; 0 if there is no checkpoint.
 
         Raises:
-            ValueError: the checkpoint was written by another number of processes or cannot be read. An older
-                one is not taken instead.
+            ValueError: the checkpoint cannot be read. An older one is not taken instead.
         """
         steps = self.steps()
         if not steps:
@@ -109,9 +108,8 @@ class Checkpoints:
         folder = self.folder / f"step-{steps[-1]}"
         try:
             processes = json.loads((folder / "meta.json").read_text())["processes"]
-            if processes == _world():
-                self._load(folder, model, optimiser)
-                return steps[-1]
+            self._load(folder, model, optimiser, processes)
+            return steps[-1]
         except torch.OutOfMemoryError:
             raise
         except (Exception, CheckpointException) as error:
@@ -119,10 +117,9 @@ class Checkpoints:
             raise ValueError(
                 f"{folder} cannot be read ({_cause(error)}): if it is damaged, remove it to go on from {rest}"
             ) from error
-        raise ValueError(f"{folder} was written by {processes} processes, not {_world()}: use as many again")
 
     @staticmethod
-    def _load(folder: Path, model, optimiser) -> None:
+    def _load(folder: Path, model, optimiser, processes: int) -> None:
         state = _state(model, optimiser)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -130,7 +127,7 @@ class Checkpoints:
         set_state_dict(
             model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"], options=_OPTIONS
         )
-        own = torch.load(folder / f"process-{rank()}.pt", weights_only=True)
+        own = torch.load(folder / f"process-{rank() % processes}.pt", weights_only=True)
         torch.set_rng_state(own["rng"])
         if own["cuda_rng"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(own["cuda_rng"])

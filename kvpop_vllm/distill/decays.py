@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kvpop_vllm.distill.cutoffs import running_cutoffs
+from kvpop_vllm.distill.recipe import NotFinite
 from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.roles import Retention
@@ -104,10 +105,8 @@ class _LostMass:
         scores = [by_window[r.window] for r in self.budgets]
         first, last = max(r.budget for r in self.budgets), k.shape[2] - 1
         positions = torch.linspace(first, last, min(QUERIES, last - first + 1), device=k.device).long().unique()
-        with torch.autocast(k.device.type, enabled=False):  # autocast would round the logits
-            self.lost[layer] += lost_mass(
-                q, k, lse, scores, self.log_gammas.to(k.device), self.budgets, positions, scale
-            ).cpu()
+        log_gammas = self.log_gammas.to(k.device)
+        self.lost[layer] += lost_mass(q, k, lse, scores, log_gammas, self.budgets, positions, scale).cpu()
         return out
 
 
@@ -132,6 +131,7 @@ def fit_decays(
         mass under them, mean over layers, heads, budgets and rows.
 
     Raises:
+        NotFinite: a score is infinite or NaN.
         ValueError: there are no rows, or they are too short.
     """
     prompts = prompts or [0] * len(rows)
@@ -143,6 +143,8 @@ def fit_decays(
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         observer.budgets = budgets_of(student, prompt)
         student.read(row.unsqueeze(0).to(device), observer, number)
+        if not student.finite():
+            raise NotFinite("scores are not finite")
     lost = observer.lost / len(rows)
     if dist.is_initialized():
         shared = lost.to(device)

@@ -63,10 +63,10 @@ class TrimKVAttend(_Gated):
         self.losses[layer] = capacity_loss(log_beta, self.capacity)
         return soft_attention(q, k, v, F.pad(log_beta, (self.protected, 0)), by_age, scale)
 
-    def loss(self) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
         """Return the mean loss over layers, and the values to report."""
         loss = torch.stack([self.losses[layer] for layer in sorted(self.losses)]).mean()
-        return loss, {"capacity": loss.item()}
+        return loss, {"capacity": loss.detach()}
 
 
 def capacity_loss(log_beta: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -115,10 +115,10 @@ class DMSAttend(_Gated):
         term = torch.cat([torch.zeros_like(left[..., :sinks]), left[..., sinks:]], -1)
         return soft_attention(q, k, v, term, after(self.roles.window), scale)
 
-    def loss(self) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
         """Return the compression loss, and the values to report."""
         evicted = torch.stack([self.evicted[layer] for layer in sorted(self.evicted)]).mean()
-        return (self.target - evicted).clamp_min(0), {"evicted": evicted.item(), "target": self.target}
+        return (self.target - evicted).clamp_min(0), {"evicted": evicted.detach(), "target": self.target}
 
     def _noise(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         """Return the difference of two Gumbel variables, in the shape of ``like``."""
@@ -159,12 +159,12 @@ class KVzapAttend(_Gated):
         self.variances[layer] = target.var(-1, correction=0).mean()
         return out
 
-    def loss(self) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
         """Return the mean loss over layers, and the share of the targets' variance that scores explain."""
         errors, variances = (
             torch.stack([values[layer] for layer in sorted(values)]) for values in (self.errors, self.variances)
         )
-        return errors.mean(), {"explained": 1 - (errors.sum() / variances.sum()).item()}
+        return errors.mean(), {"explained": 1 - (errors.sum() / variances.sum()).detach()}
 
 
 def eviction_target(step: int, steps: int, compression: float) -> float:

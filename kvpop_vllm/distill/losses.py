@@ -67,7 +67,7 @@ class RetentionLoss:
                 samples=recipe.samples,
                 margin=MARGIN if recipe.margin else None,
                 balance=BALANCE if recipe.balance else None,
-                generator=torch.Generator(device=target.device).manual_seed(seed),
+                generator=torch.Generator().manual_seed(seed),
             )
         if recipe.listwise and roles.budget < target.shape[-1]:
             where = _positions(recipe.lists, roles.budget, target.shape[-1], seed)
@@ -81,9 +81,9 @@ class RetentionLoss:
         """Return the mean loss over layers."""
         return torch.stack([self.losses[layer] for layer in sorted(self.losses)]).mean()
 
-    def recall(self) -> float:
+    def recall(self) -> torch.Tensor:
         """Return the mean recall over layers and heads."""
-        return float(torch.stack(list(self.recalls.values())).mean())
+        return torch.stack(list(self.recalls.values())).mean()
 
 
 def _positions(count: int, first: int, end: int, seed: int) -> list[int]:

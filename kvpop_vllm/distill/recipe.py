@@ -24,7 +24,7 @@ _OF_NEW = "lr_new lr_new_end"
 _OF_TRIMKV = "gate_gated gate_bias capacity"
 _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
 READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query"), "kvzap": ("hidden",)}
-_AT_LEAST_1 = "length batch steps samples lists decay_step kl_top fit_decay_rows gate_width features value_size hidden compression"
+_AT_LEAST_1 = "length batch micro_batch steps samples lists decay_step kl_top fit_decay_rows gate_width features value_size hidden compression"
 _AT_LEAST_0 = "kl ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead"
 _ABOVE_0 = "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau"
 RANGES = (
@@ -84,6 +84,7 @@ class Recipe:
         "rows begin at random positions and end before this one, so that scorers meet the rotated keys of longer contexts (the same as --length: rows begin at 0)",
     )
     batch: int = told(128, "rows per optimiser step, over all processes")
+    micro_batch: int = told(1, "rows of a process in one pass; the others of its share of --batch follow")
     steps: int = told(2000, "optimiser steps")
     seed: int = told(0, "of initialisation, data order and sampled positions")
     train_base: bool = told(
@@ -178,6 +179,10 @@ class Recipe:
             for name in names.split():
                 if (value := getattr(self, name)) is not None and not allows(value):
                     refuse(f"{name} must be {rule}, got {value}")
+        if self.micro_batch > 1 and (not self.pack or len(self.trained) > 1 or self.moves_rows or self.trains_gates):
+            refuse(
+                "rows of a pass have one budget and begin at 0: with --micro-batch give --pack, one --topk, no --positions"
+            )
         if not 0 <= self.seed < 2**31:
             refuse(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if self.positions is not None and self.positions < self.length:

@@ -6,14 +6,16 @@ import os
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import DocumentRows, PackedTokens, Rows
 from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_weights, shard_layers
 from kvpop_vllm.distill.student import Teacher
 from kvpop_vllm.distill.teacher import TeacherReader, settings_of, top_logits, write_rows
-from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.model_shape import check_length, vocabulary_of
 
@@ -46,20 +48,34 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class OnlineTeacher:
-    """Teacher that runs the untrained model with dense attention row by row.
+class OnlineTeacher(torch.nn.Module):
+    """Teacher that runs the untrained model with dense attention row by row, sharded among all processes.
 
     Args:
         model: folder of the model.
         recipe: gives dtype and number of logits per position.
-        device: device of the model.
+        process: process that has the model, or a shard of it.
     """
 
-    def __init__(self, model: str | Path, recipe: Recipe, device: torch.device):
-        self.model = load_model(model, getattr(torch, recipe.dtype)).to(device).eval().requires_grad_(False)
+    def __init__(self, model: str | Path, recipe: Recipe, process: Process):
+        super().__init__()
         self.top = recipe.kl_top
+        sharded = process.world > 1
+        self.model = self._load(model, getattr(torch, recipe.dtype), sharded).eval().requires_grad_(False)
+        if not sharded:
+            self.to(process.device)
+            return
+        shard_layers(self.model, process.mesh, policy_of(False))
+        fully_shard(self, mesh=process.mesh, reshard_after_forward=True)
+        if any(parameter.is_meta for parameter in self.parameters()):
+            read_weights(self.model, model, process.device)
 
-    def __call__(self, tokens: torch.Tensor, row: int):
+    @staticmethod
+    def _load(model: str | Path, dtype: torch.dtype, sharded: bool) -> torch.nn.Module:
+        base = empty_model(model, dtype) if sharded else None
+        return load_model(model, dtype) if base is None else base
+
+    def forward(self, tokens: torch.Tensor, row: int):
         """Return the top logits of a row; see :data:`kvpop_vllm.distill.student.Teacher`."""
         return top_logits(self.model, tokens, self.top, attend=Dense())[:2]
 
@@ -94,7 +110,7 @@ def train(
     """
     with Process.start() as process:
         rows = rows_of(model, data, recipe, Path(out) / "run")
-        asks = _teacher(teacher, model, rows, recipe, process.device)
+        asks = _teacher(teacher, model, rows, recipe, process)
         trainer = Trainer(
             model,
             recipe,
@@ -111,14 +127,14 @@ def train(
     return result
 
 
-def _teacher(folder: str | None, model: str, rows: Rows, recipe: Recipe, device) -> Teacher | None:
+def _teacher(folder: str | None, model: str, rows: Rows, recipe: Recipe, process: Process) -> Teacher | None:
     """Return the stored logits in ``folder``, or else the model itself; None if the recipe has no KL.
 
     Raises:
         ConfigError: a folder is given and the recipe has no use for it, or it does not fit the run.
     """
     if recipe.distils and recipe.phase != "uptrain" and recipe.kl > 0:
-        return stored_teacher(folder, model, rows, recipe) if folder else OnlineTeacher(model, recipe, device)
+        return stored_teacher(folder, model, rows, recipe) if folder else OnlineTeacher(model, recipe, process)
     if folder and recipe.phase == "uptrain":
         raise ConfigError("phase uptrain has no teacher: leave --teacher out")
     if folder and not recipe.distils:
@@ -141,7 +157,7 @@ def write_teacher(model: str, data: list[str], out: str, recipe: Recipe, *, rows
         OSError: the disk is full; rows of files that were written before are safe.
     """
     _check_alone("teacher")
-    asked = OnlineTeacher(model, recipe, default_device())
+    asked = OnlineTeacher(model, recipe, Process(device=default_device()))
     tokens = rows_of(model, data, recipe, Path(out))
     vocabulary = vocabulary_of(model)
     settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)

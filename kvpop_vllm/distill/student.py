@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvpop_vllm.distill.gates import DMSAttend, KVzapAttend, TrimKVAttend, eviction_target
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
-from kvpop_vllm.distill.recipe import NotFinite, Recipe
+from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sparse_attention import Sparse, recency
 from kvpop_vllm.kernels.ops.rules import REPLAY
 from kvpop_vllm.model_hook import POSITIONS, Attend, Dense, borrow_channel, decoder_of
@@ -32,26 +32,28 @@ class LayerScorer(nn.Module):
     Args:
         scorer: the scorer or gate.
         recompute: True if its activations are computed again in the backward pass.
+
+    Attributes:
+        finite: whether all scores of the last call were finite.
     """
 
     def __init__(self, scorer: Scorer | Gate, recompute: bool = False):
         super().__init__()
         self.scorer, self.recompute = scorer, recompute
+        self.finite = torch.tensor(True)
 
     def forward(self, *inputs, **options) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the scores and, for a scorer, log_gamma ``[H]``, float32 or better for any dtype of the model.
 
-        Raises:
-            NotFinite: a score is infinite or NaN.
+        Scores that are infinite or NaN are replaced; :attr:`finite` says so without a wait for the device.
         """
         run = self.scorer
         if self.recompute and torch.is_grad_enabled():
             run = functools.partial(checkpoint, self.scorer, use_reentrant=False)
-        with torch.autocast(next(self.parameters()).device.type, enabled=False):
-            score = run(*inputs, **options)
-            if not bool(score.isfinite().all()):
-                raise NotFinite("scores are not finite")
-            return score if isinstance(self.scorer, Gate) else (score, self.scorer.log_gamma())
+        score = run(*inputs, **options)
+        self.finite = score.detach().isfinite().all()
+        score = score.nan_to_num()
+        return score if isinstance(self.scorer, Gate) else (score, self.scorer.log_gamma())
 
 
 class Student(nn.Module):
@@ -132,18 +134,18 @@ class Student(nn.Module):
         return decoder_of(self.base)(input_ids=tokens, position_ids=positions, attend=attend).last_hidden_state
 
     def forward(
-        self, tokens: torch.Tensor, row: int, teacher: Teacher | None = None, prompt: int = 0
-    ) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
-        """Return the loss of one row.
+        self, tokens: torch.Tensor, row: int, top: tuple[torch.Tensor, torch.Tensor] | None = None, prompt: int = 0
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:  # fmt: skip
+        """Return the loss of a micro-batch of rows.
 
         Args:
-            tokens: ``[1, S]``.
-            row: number of the row in the global order of data, which seeds the positions drawn.
-            teacher: for recipes with a KL, else None.
+            tokens: ``[B, S]``.
+            row: number of the first row in the global order of data, which seeds the positions drawn.
+            top: what a :data:`Teacher` returns of the rows, for recipes with a KL, else None.
             prompt: number of tokens of the row's prompt, which losses at the output leave out.
 
         Returns:
-            The scalar loss and its parts.
+            The scalar loss, NaN if a score is not finite, and its parts.
         """
         recipe, observer = self.recipe, None
         if recipe.trains_gates:
@@ -157,7 +159,7 @@ class Student(nn.Module):
             observer = RetentionLoss(roles, recipe, seed=recipe.seed * 1_000_003 + row)
             attend = Sparse(self.score, roles, observer)
         hidden = self.read(tokens, attend, row)
-        loss, parts = self._distillation(hidden, tokens, row, teacher, prompt) if recipe.distils else (0.0, {})
+        loss, parts = self._distillation(hidden, tokens, top, prompt) if recipe.distils else (0.0, {})
         if recipe.trains_gates:
             cost, more = attend.loss()
             loss = loss + (recipe.capacity if recipe.phase == "trimkv" else 1.0) * cost
@@ -165,25 +167,29 @@ class Student(nn.Module):
         if observer is not None:
             retention = observer.total()
             loss = loss + retention
-            parts |= {"retention": retention.item(), "recall": observer.recall()}
-        return loss, parts
+            parts |= {"retention": retention.detach(), "recall": observer.recall()}
+        return torch.where(self.finite(), loss, torch.nan) if len(self.scorers) else loss, parts
 
-    def _distillation(self, hidden, tokens, row, teacher, prompt):
+    def finite(self) -> torch.Tensor:
+        """Return whether all scores of the last pass were finite."""
+        return torch.stack([scorer.finite for scorer in self.scorers]).all()
+
+    def _distillation(self, hidden, tokens, top, prompt):
         recipe, first = self.recipe, max(0, prompt - 1)
-        length = tokens.shape[1] - first
+        batch, length = tokens.shape[0], tokens.shape[1] - first
         use_kl = recipe.phase != "uptrain" and recipe.kl > 0
-        logits, indices = teacher(tokens, row) if use_kl else (None, None)
+        logits, indices = top if use_kl else (None, None)
         kl = ce = 0.0
         for a in range(first, tokens.shape[1], POSITIONS):
             cut = slice(a, a + POSITIONS)
             following = tokens[:, a + 1 : a + POSITIONS + 1]
-            top = (logits[:, cut], indices[:, cut]) if use_kl else None
-            part = checkpoint(self._slice, hidden[:, cut], following, top, use_reentrant=False)
+            target = (logits[:, cut], indices[:, cut]) if use_kl else None
+            part = checkpoint(self._slice, hidden[:, cut], following, target, use_reentrant=False)
             kl, ce = kl + part[0], ce + part[1]
-        kl, ce = kl / length, ce / (length - 1)
+        kl, ce = kl / length, ce / (batch * (length - 1))
         weight = 1.0 if recipe.phase == "uptrain" else recipe.ce
         loss = recipe.kl * kl + weight * ce if use_kl else weight * ce
-        return loss, {"ce": ce.item()} | ({"kl": kl.item()} if use_kl else {})
+        return loss, {"ce": ce.detach()} | ({"kl": kl.detach()} if use_kl else {})
 
     def _slice(self, hidden, following, top):
         """Return sums of KL and cross-entropy over a slice of positions."""

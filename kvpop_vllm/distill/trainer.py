@@ -4,76 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
 from kvpop_vllm.distill.decays import fit_decays
 from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
+from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_weights, shard_layers
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, read_settings
 from kvpop_vllm.files import replacing, write_whole
-from kvpop_vllm.model_hook import borrow_channel, check_positions, decoder_of, load_model, show_hidden_states
+from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
 from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import write_scorer
-
-
-@dataclass(frozen=True)
-class Process:
-    """Training process in its group; a context manager that leaves the group at its end.
-
-    Attributes:
-        rank: rank of this process.
-        world: number of processes.
-        device: device of this process.
-    """
-
-    rank: int = 0
-    world: int = 1
-    device: torch.device = torch.device("cpu")
-    joined: bool = False
-    """True if this object has joined the group and must leave it."""
-
-    @classmethod
-    def start(cls) -> Process:
-        """Join torchrun's group if there is one; use one CUDA device per process if there are any.
-
-        On such a device products of float32 become TF32's in this process: those of scorers, and of a base in float32.
-        """
-        if cuda := torch.cuda.is_available():
-            torch.set_float32_matmul_precision("high")
-        if "WORLD_SIZE" not in os.environ:
-            return cls(device=torch.device("cuda" if cuda else "cpu"))
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-        if cuda:
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if cuda else "gloo")
-        return cls(dist.get_rank(), dist.get_world_size(), device, joined=True)
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        """Leave the group.
-
-        After an error this does not wait, because other processes may be waiting for this one.
-        """
-        if not self.joined:
-            return
-        if kind is not None and dist.get_backend() == "nccl":
-            dist.distributed_c10d._abort_process_group()
-        else:
-            dist.destroy_process_group()
 
 
 class Trainer(Loop):
@@ -111,6 +61,10 @@ class Trainer(Loop):
         if recipe.batch % self.process.world:
             raise ConfigError(
                 f"batch {recipe.batch} cannot be shared by {self.process.world} processes evenly: change one"
+            )
+        if (share := recipe.batch // self.process.world) % recipe.micro_batch:
+            raise ConfigError(
+                f"a process has {share} rows of a batch, which are no multiple of --micro-batch {recipe.micro_batch}: change one"
             )
         self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
@@ -160,14 +114,17 @@ class Trainer(Loop):
     def _student(self, model) -> Student:
         """Return the model with frozen parameters in the recipe's dtype and trained ones in float32.
 
-        Trained parameters are computed with in the recipe's dtype.
+        Trained parameters are computed with in the recipe's dtype, from copies of one layer after another. That and what
+        several processes share are FSDP's.
         """
-        recipe, low = self.recipe, getattr(torch, self.recipe.dtype)
+        recipe, device = self.recipe, self.process.device
         if borrows_channel(model):
             raise ConfigError(
                 f"{model} gives up a query channel (DMS), which training does not do: give --model the one that it was made of"
             )
-        base = load_model(model, torch.float32 if recipe.trains_base else low, logits=recipe.distils)
+        mixed = recipe.trains_base and recipe.dtype == "bfloat16"
+        sharded = mixed or self.process.world > 1
+        base = self._base(model, sharded)
         if recipe.moves_rows:
             check_positions(base, recipe.positions)
         if recipe.trains_gates:
@@ -179,16 +136,25 @@ class Trainer(Loop):
             base.gradient_checkpointing_enable({"use_reentrant": False})
         sizes = recipe.scorer_sizes()
         scorers = [build(self.config, **sizes) for _ in range(self.config.num_layers)] if self.config else []
-        student = Student(base, scorers, recipe).to(self.process.device)
-        if self.process.world > 1:
-            mesh = init_device_mesh(self.process.device.type, (self.process.world,))
-            for layer in decoder_of(student.base).layers:
-                fully_shard(layer, mesh=mesh)
-            for scorer in student.scorers:
-                fully_shard(scorer, mesh=mesh)
-            fully_shard(student, mesh=mesh)
-            register_fsdp_forward_method(student, "read")
+        student = Student(base, scorers, recipe)
+        if not sharded:
+            return student.to(device)
+        mesh, policy = self.process.mesh, policy_of(mixed)
+        shard_layers(base, mesh, policy)
+        for scorer in student.scorers:
+            fully_shard(scorer, mesh=mesh)
+        fully_shard(student, mesh=mesh, mp_policy=policy)
+        register_fsdp_forward_method(student, "read")
+        if any(parameter.is_meta for parameter in base.parameters()):
+            read_weights(base, model, device)
         return student
+
+    def _base(self, model, sharded: bool) -> torch.nn.Module:
+        """Return the base model; one that is sharded has no weights yet, if they can be read by shards."""
+        recipe = self.recipe
+        dtype = torch.float32 if recipe.trains_base else getattr(torch, recipe.dtype)
+        base = empty_model(model, dtype, recipe.distils) if sharded else None
+        return load_model(model, dtype, recipe.distils) if base is None else base
 
     def _optimiser(self) -> torch.optim.Optimizer:
         recipe = self.recipe
@@ -214,10 +180,6 @@ class Trainer(Loop):
         self._export(config, decays)
         return last
 
-    def _autocast(self):
-        low = self.recipe.trains_base and self.recipe.dtype == "bfloat16"
-        return torch.autocast(self.process.device.type, torch.bfloat16, enabled=low)
-
     def _fitted(self) -> tuple[ScorerConfig, torch.Tensor, float]:
         """Fit the decays and write ``decays.json``.
 
@@ -226,9 +188,8 @@ class Trainer(Loop):
         """
         decay, other = Decay(self.recipe.decay_step, *self.recipe.fitted_range), self.rows.in_other_order()
         rows = [other[row] for row in range(self.recipe.fit_decay_rows)]
-        with self._autocast():
-            prompts = [0 if self.recipe.pack else other.prompt_length(row) for row in range(len(rows))]
-            logits, lost = fit_decays(self.student, rows, decay, prompts)
+        prompts = [0 if self.recipe.pack else other.prompt_length(row) for row in range(len(rows))]
+        logits, lost = fit_decays(self.student, rows, decay, prompts)
         if is_main():
             decays = torch.stack([log_gamma(own, decay) for own in logits]).exp()
             found = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}
@@ -241,30 +202,45 @@ class Trainer(Loop):
         rates = {True: (recipe.lr_new, recipe.lr_new_end), False: (recipe.lr_base, recipe.lr_base_end)}
         return [self.rate(step, *rates[group["new"]]) for group in self.optimiser.param_groups]
 
-    def backward(self, step: int) -> dict[str, float]:
-        """Add the gradient of a step's rows, and return ``loss`` and its parts, means of the rows."""
-        recipe, process, student = self.recipe, self.process, self.student
-        share = recipe.batch // process.world
-        total: dict[str, float] = {}
-        for i in range(share):
-            row = step * recipe.batch + i * process.world + process.rank
-            tokens = self.rows[row].unsqueeze(0).to(process.device)
-            prompt = 0 if recipe.pack else self.rows.prompt_length(row)
-            if process.world > 1:
-                student.set_requires_gradient_sync(i == share - 1)
-            with self._autocast():
-                loss, parts = student(tokens, row, self.teacher, prompt)
-            (loss / share).backward()
-            for name, value in ({"loss": loss.item()} | parts).items():
-                total[name] = total.get(name, 0.0) + value / share
+    def backward(self, step: int) -> dict[str, torch.Tensor]:
+        """Add the gradient of a step's rows, and return ``loss`` and its parts, means of the rows.
+
+        Each pass's gradients are added to those of the shards, so that no process holds a whole model's.
+        """
+        recipe, process = self.recipe, self.process
+        rows = recipe.micro_batch
+        passes = recipe.batch // process.world // rows
+        total: dict[str, torch.Tensor] = {}
+        for i in range(passes):
+            if i:
+                self.check_stop()
+            row = step * recipe.batch + (i * process.world + process.rank) * rows
+            for name, value in self.one_pass(row, passes).items():
+                total[name] = total.get(name, 0.0) + value / passes
         return self._mean(total)
 
-    def _mean(self, values: dict[str, float]) -> dict[str, float]:
+    def one_pass(self, row: int, passes: int) -> dict[str, torch.Tensor]:
+        """Add the gradient of a micro-batch that begins with ``row``, one of ``passes``; return ``loss`` and its parts."""
+        recipe, device = self.recipe, self.process.device
+        tokens = torch.stack([self.rows[row + i] for i in range(recipe.micro_batch)]).to(device)
+        prompt = 0 if recipe.pack else self.rows.prompt_length(row)
+        top = None if self.teacher is None else self._targets(tokens, row)  # before the model has gathered anything
+        loss, parts = self.student(tokens, row, top, prompt)
+        (loss / passes).backward()
+        values = {"loss": loss.detach()} | parts
+        return {name: torch.as_tensor(value, dtype=torch.float64, device=device) for name, value in values.items()}
+
+    def _targets(self, tokens: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the teacher's top logits of a micro-batch, and their indices."""
+        tops = [self.teacher(tokens[i : i + 1], row + i) for i in range(len(tokens))]
+        return tops[0] if len(tops) == 1 else tuple(map(torch.cat, zip(*tops, strict=True)))
+
+    def _mean(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.process.world == 1:
             return values
-        stacked = torch.tensor(list(values.values()), dtype=torch.float64, device=self.process.device)
+        stacked = torch.stack(list(values.values()))
         dist.all_reduce(stacked)
-        return dict(zip(values, (stacked / self.process.world).tolist(), strict=True))
+        return dict(zip(values, stacked / self.process.world, strict=True))
 
     def _export(self, config: ScorerConfig | None, decays: torch.Tensor | None) -> None:
         """Write the adapter folder and, if the base model was trained, its folder.

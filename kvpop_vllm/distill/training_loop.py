@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import signal
+import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -94,6 +99,28 @@ def cosine(step: int, steps: int, warmup: int, peak: float, end: float) -> float
     return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+class AskedToStop(Exception):
+    """A process of a run got a SIGTERM."""
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Hold a lock on a run's folder, which ends with this process at the latest.
+
+    Raises:
+        ConfigError: another process trains in the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process trains in {folder}: wait until it ends, or choose another --out"
+            ) from None
+        yield
+
+
 class Loop(ABC):
     """Training loop, for one process or many; the same call continues a run that was stopped.
 
@@ -124,10 +151,16 @@ class Loop(ABC):
         self.trained, self.optimiser, self.folder, self.steps = trained, optimiser, folder, steps
         self.clip, self.save_every, self.quiet = clip, save_every, quiet
         self.checkpoints, self.next_step = Checkpoints(folder), 0
+        self._asked_to_stop = False
 
     @abstractmethod
-    def backward(self, step: int) -> dict[str, float]:
+    def backward(self, step: int) -> dict[str, torch.Tensor | float]:
         """Add the gradient of a step and return its metrics, among them ``loss``, the same in all processes."""
+
+    @staticmethod
+    def numbers(metrics: dict[str, torch.Tensor | float]) -> dict[str, float]:
+        """Return metrics as numbers; this is where a step waits for its device."""
+        return {name: float(value) for name, value in metrics.items()}
 
     @abstractmethod
     def rates(self, step: int) -> Sequence[float]:
@@ -146,22 +179,73 @@ class Loop(ABC):
         """
         if not self.steps:
             return {}
+        with only_run_in(self.folder) if is_main() else nullcontext(), self._until_asked_to_stop():
+            try:
+                self.next_step = self.checkpoints.load(self.trained, self.optimiser)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+            try:
+                with Metrics(self.folder, self.next_step) if is_main() else nullcontext() as metrics:
+                    last = self._steps(metrics)
+                return self.finish(last)
+            except (OSError, SafetensorError, NotFinite) as error:
+                raise self._stopped(str(error)) from None
+            except AskedToStop:
+                self._save_and_exit()
+
+    @contextmanager
+    def _until_asked_to_stop(self) -> Iterator[None]:
+        """Note a SIGTERM instead of dying of it; other threads than the main one cannot."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number, frame):
+            self._asked_to_stop = True
+
+        before = signal.signal(signal.SIGTERM, note)
         try:
-            self.next_step = self.checkpoints.load(self.trained, self.optimiser)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def check_stop(self) -> None:
+        """Check that no process was asked to stop; all processes call this together, between passes.
+
+        Raises:
+            AskedToStop: one was, by a SIGTERM.
+        """
+        stop = self._asked_to_stop
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            stop = torch.tensor(float(stop), device=next(self.trained.parameters()).device)
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+        if stop:
+            raise AskedToStop
+
+    def _save_and_exit(self) -> None:
+        """Write a checkpoint of the last step taken, and exit with status 0.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        step, saved = self.next_step, self.checkpoints.steps()
+        self.optimiser.zero_grad(set_to_none=True)
         try:
-            with Metrics(self.folder, self.next_step) if is_main() else nullcontext() as metrics:
-                last = self._steps(metrics)
-            return self.finish(last)
-        except (OSError, SafetensorError, NotFinite) as error:
+            if step and step not in saved:
+                self.checkpoints.save(step, self.trained, self.optimiser)
+        except OSError as error:
             raise self._stopped(str(error)) from None
+        if is_main():
+            result = f"{self.folder / f'step-{step}'} is written" if step else "no step was taken"
+            print(f"kvpop: stopped by SIGTERM at step {step}: {result}, and the same command goes on", file=sys.stderr)
+        raise SystemExit(0)
 
     def _steps(self, metrics: Metrics | None) -> dict[str, float]:
         first, total = self.next_step, self.steps
         last = metrics.last() if metrics else {}
         with tqdm(range(first, total), initial=first, total=total, disable=self.quiet or not is_main()) as bar:
             for step in bar:
+                self.check_stop()
                 last = self.step(step)
                 if metrics:
                     metrics.add(step, last)
@@ -185,12 +269,14 @@ class Loop(ABC):
             group["lr"] = rate
         metrics = self.backward(step)
         norm = torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
-            raise self._stopped(f"loss {metrics['loss']}, gradient norm {norm}: lower the learning rate")
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        metrics = self.numbers(metrics | {"grad_norm": norm})
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise self._stopped(f"loss {loss}, gradient norm {norm}: lower the learning rate")
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        return metrics | {"grad_norm": norm, "lr": groups[0]["lr"]}
+        return metrics | {"lr": groups[0]["lr"]}
 
     def _stopped(self, reason: str) -> TrainingError:
         saved, advice = self.checkpoints.steps(), "no checkpoint had been written"

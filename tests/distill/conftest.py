@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 
 from kvpop_vllm.testing import write_tiny_model
@@ -29,3 +30,11 @@ def kvpop(folder, run_kvpop, monkeypatch):
     """Function that runs a command line in the folder; see ``run_kvpop``."""
     monkeypatch.chdir(folder)
     return run_kvpop
+
+
+@pytest.fixture(autouse=True)
+def leave_group():
+    """Leave the group that a process that is alone joins to train in mixed precision."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

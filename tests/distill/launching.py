@@ -12,14 +12,17 @@ TESTS = Path(__file__).parents[1]
 IMPORTS = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
 
 
-def launch(*args, processes: int = 1, file_size: int | None = None) -> subprocess.CompletedProcess:
+def launch(
+    *args, processes: int = 1, file_size: int | None = None, script: str = "train_tiny.py"
+) -> subprocess.CompletedProcess:  # fmt: skip
     """Run ``train_tiny.main(*args)`` in one process, or in several by torchrun.
 
     Args:
+        script: another script in this folder.
         file_size: largest number of bytes that a file may have.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(torchrun if processes > 1 else []), str(TESTS / "distill/train_tiny.py")]
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(TESTS / "distill" / script)]
 
     def limit():
         if file_size is not None:

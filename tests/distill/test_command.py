@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 from kvpop_vllm.distill import run
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.sharding import Process
 from kvpop_vllm.distill.sparse_attention import Sparse
 from kvpop_vllm.distill.student import Student
-from kvpop_vllm.distill.trainer import Process
 from kvpop_vllm.kernels.ops.rules import REPLAY
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.scorers import from_tensors

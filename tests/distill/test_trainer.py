@@ -20,6 +20,7 @@ from kvpop_vllm.distill.decays import decay_grid
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe, TrainingError
 from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.distill.training_loop import only_run_in
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.scorers import Decay, log_gamma
 from kvpop_vllm.scorers.checkpoint import read_scorer
@@ -27,13 +28,13 @@ from kvpop_vllm.scorers.untrained import init_scorer
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory):
+def complete(model, tmp_path_factory):
     """Function that returns folder and last loss of an undisturbed launched run; each run is done once."""
     done = {}
 
     def run(kind, processes=1):
         if (kind, processes) not in done:
-            folder = tmp_path_factory.mktemp("whole")
+            folder = tmp_path_factory.mktemp("complete")
             done[kind, processes] = folder, last_loss(launch(model, folder, kind, processes=processes))
         return done[kind, processes]
 
@@ -47,12 +48,12 @@ def train(model, out, recipe=RECIPE, rows=None, **options):
 
 
 @pytest.mark.parametrize("kind, processes", [("low", 1), ("base", 2)])
-def test_a_kill_changes_nothing(model, tmp_path, whole, kind, processes):
+def test_a_kill_changes_nothing(model, tmp_path, complete, kind, processes):
     """The same holds for the base too in bfloat16, and for two processes.
 
     The launcher stops all processes after one of them is killed.
     """
-    undisturbed, loss = whole(kind, processes)
+    undisturbed, loss = complete(kind, processes)
     killed = launch(model, tmp_path / "cut", kind, 5, processes=processes)
     assert killed.returncode == (-9 if processes == 1 else 1) and "RESULT" not in killed.stdout
     assert [p.name for p in (tmp_path / "cut/run").glob("step-*")] == ["step-3"]
@@ -63,11 +64,29 @@ def test_a_kill_changes_nothing(model, tmp_path, whole, kind, processes):
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.parametrize("kind, processes", [("frozen", 1), ("base", 2)])
+def test_a_process_that_is_asked_to_stop_saves_its_step(model, tmp_path, complete, kind, processes):
+    """Of two processes one is asked, in the middle of a step; the step is begun again."""
+    undisturbed, loss = complete(kind, processes)
+    stopped = launch(model, tmp_path / "cut", kind, 5, "SIGTERM", processes=processes)
+    assert stopped.returncode == 0 and "RESULT" not in stopped.stdout, stopped.stderr[-3000:]
+    assert [p.name for p in sorted((tmp_path / "cut/run").glob("step-*"))] == ["step-3", "step-5"]
+    lines = [line for line in stopped.stderr.splitlines() if line.startswith("kvpop: ")]
+    assert len(lines) == 1 and "stopped by SIGTERM at step 5: " in lines[0] and "step-5 is written" in lines[0]
+    assert last_loss(launch(model, tmp_path / "cut", kind, processes=processes)) == loss
+
+
+def test_a_second_run_in_a_folder_is_refused(model, tmp_path):
+    with only_run_in(tmp_path / "run"), pytest.raises(ConfigError, match="another process trains in .*: wait until it"):
+        train(model, tmp_path).run()
+    assert train(model, tmp_path).run()["loss"] > 0
+
+
 @one_thread()  # as in the processes that are launched
 @pytest.mark.parametrize("kind", ["frozen", "base", "gates"])
-def test_two_processes_equal_one(model, tmp_path, whole, kind):
+def test_two_processes_equal_one(model, tmp_path, complete, kind):
     train(model, tmp_path, RECIPES[kind]).run()
-    folders = tmp_path, whole(kind, 2)[0]
+    folders = tmp_path, complete(kind, 2)[0]
     one, two = (read_metrics(folder / "run/metrics.jsonl") for folder in folders)
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-4)
@@ -76,6 +95,31 @@ def test_two_processes_equal_one(model, tmp_path, whole, kind):
         if name.endswith("out.bias"):  # it cancels in every comparison, so its gradient is rounding only
             continue
         assert (b[name] - a[name]).norm() <= 0.02 * a[name].norm() + 1e-3, name
+
+
+def test_another_number_of_processes_goes_on(model, tmp_path, complete):
+    """One process begins, four go on, and two end the run; its steps are those of two processes."""
+    undisturbed = complete("base", 2)[0]
+    for processes, dies in ((1, 4), (4, 7), (2, None)):
+        outcome = launch(model, tmp_path / "cut", "base", *filter(None, [dies]), processes=processes)
+        assert ("RESULT" in outcome.stdout) == (dies is None), outcome.stderr[-3000:]
+    assert json.loads((tmp_path / "cut/run/step-6/meta.json").read_text())["processes"] == 4
+    one, other = (read_metrics(folder / "run/metrics.jsonl") for folder in (undisturbed, tmp_path / "cut"))
+    assert [row["step"] for row in other] == list(range(RECIPE.steps))
+    for a, b in zip(one, other, strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+
+
+def test_rows_of_a_pass_count_as_rows_of_passes(model, tmp_path):
+    recipe = dataclasses.replace(RECIPES["base"], phase="uptrain", steps=3)
+    alone, together = (
+        train(model, tmp_path / str(rows), dataclasses.replace(recipe, micro_batch=rows)).run() for rows in (1, 2)
+    )
+    assert together == pytest.approx(alone, rel=1e-5)
+    with pytest.raises(ConfigError, match="with --micro-batch give --pack, one --topk, no --positions"):
+        dataclasses.replace(RECIPE, micro_batch=2)
+    with pytest.raises(ConfigError, match="4 rows of a batch, which are no multiple of --micro-batch 3: change one"):
+        train(model, tmp_path / "3", dataclasses.replace(recipe, micro_batch=3))
 
 
 def test_fitted_decays_are_written_and_do_not_train(model, tmp_path):
@@ -130,7 +174,8 @@ def test_phases_that_train_the_base(model, tmp_path, phase):
 def gradients(model, out, **changes):
     """Return the gradients of the first row's loss by parameter."""
     trainer = train(model, out, dataclasses.replace(RECIPES["base"], **changes))
-    loss, _ = trainer.student(Rows(LENGTH)[0].unsqueeze(0), 0, trainer.teacher)
+    tokens = Rows(LENGTH)[0].unsqueeze(0)
+    loss, _ = trainer.student(tokens, 0, trainer.teacher(tokens, 0))
     loss.backward()
     return {name: p.grad for name, p in trainer.student.named_parameters() if p.grad is not None}
 
@@ -170,7 +215,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(mode
     assert again["loss"] == train(model, tmp_path / "other").run()["loss"]
 
 
-def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path, whole):
+def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path, complete):
     def stopped_at(step, checkpoint):
         run = launch(model, tmp_path, "frozen", file_size=20_000)
         last = run.stderr.strip().splitlines()[-1]
@@ -181,7 +226,7 @@ def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path, w
     assert stopped_at(3, "no checkpoint") == []
     assert launch(model, tmp_path, "frozen", 5).returncode == -9
     assert stopped_at(6, "the checkpoint of step 3 is good") == ["step-3"]
-    assert last_loss(launch(model, tmp_path, "frozen")) == whole("frozen")[1]
+    assert last_loss(launch(model, tmp_path, "frozen")) == complete("frozen")[1]
 
 
 def test_what_another_run_or_command_wrote_is_not_overwritten(model, tmp_path):
@@ -213,7 +258,7 @@ def test_random_states_of_cpu_and_gpu_are_continued(tmp_path, monkeypatch, saved
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "process-0.pt", "meta.json"])
 def test_a_damaged_checkpoint_is_named_and_no_older_one_taken_unasked(model, tmp_path, name):
-    whole = train(model, tmp_path).run()
+    complete = train(model, tmp_path).run()
     newest, older = (tmp_path / f"run/step-{step}" for step in (8, 6))
     (newest / name).write_bytes((newest / name).read_bytes()[:-40])
     with pytest.raises(
@@ -222,7 +267,7 @@ def test_a_damaged_checkpoint_is_named_and_no_older_one_taken_unasked(model, tmp
     ):
         train(model, tmp_path).run()
     shutil.rmtree(newest)
-    assert train(model, tmp_path).run() == whole
+    assert train(model, tmp_path).run() == complete
     (tmp_path / "run/run.json").write_text("")
     with pytest.raises(ConfigError, match="run.json is damaged"):
         train(model, tmp_path)
@@ -255,9 +300,6 @@ def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
     other.fingerprint = "other text"
     with pytest.raises(ConfigError, match="^the data is not what the checkpoint was made with .*: restore it or"):
         train(model, tmp_path, rows=other)
-    (tmp_path / "run/step-8/meta.json").write_text('{"processes": 2}')
-    with pytest.raises(ConfigError, match="step-8 was written by 2 processes, not 1: use as many again"):
-        train(model, tmp_path).run()
     del settings["data"]  # as before rows were numbered
     path.write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="holds a run of an older version, which shuffled text .*: choose another"):
@@ -265,7 +307,7 @@ def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
 
 
 def test_processes_that_cannot_share_a_batch_are_refused(model, tmp_path):
-    from kvpop_vllm.distill.trainer import Process
+    from kvpop_vllm.distill.sharding import Process
 
     with pytest.raises(ConfigError, match="batch 2 cannot be shared by 3 processes"):
         train(model, tmp_path, process=Process(0, 3))

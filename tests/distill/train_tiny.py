@@ -1,6 +1,6 @@
 """A tiny training run as a process of its own, which prints the last loss.
 
-Usage: ``train_tiny.py MODEL OUT {frozen|base|low|gates} [DIE_AT_STEP]``.
+Usage: ``train_tiny.py MODEL OUT {frozen|base|low|gates} [DIE_AT_STEP [SIGNAL]]``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from distill.rows import Rows, teacher_of
 
 from kvpop_vllm.distill.recipes import DEMO, TRIMKV
-from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.distill.sharding import Process
+from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.model_hook import load_model
 
 LENGTH = 96
@@ -49,21 +50,21 @@ RECIPES["gates"] = dataclasses.replace(
 
 
 class Mortal(Rows):
-    """Rows that kill a process without warning when it asks for a given row."""
+    """Rows that send a process a signal, SIGKILL by default, when it asks for a given row."""
 
-    last = None
+    last, signal = None, signal.SIGKILL
 
     def __getitem__(self, row):
         if row == self.last:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.signal)
         return super().__getitem__(row)
 
 
-def main(model, out, kind, die_at=None):
+def main(model, out, kind, die_at=None, sent="SIGKILL"):
     torch.set_num_threads(1)
     process, recipe = Process.start(), RECIPES[kind]
     rows = Mortal(LENGTH)
-    rows.last = None if die_at is None else int(die_at) * recipe.batch
+    rows.last, rows.signal = None if die_at is None else int(die_at) * recipe.batch, signal.Signals[sent]
     teacher = teacher_of(load_model(model, torch.float32)) if recipe.distils else None
     result = Trainer(
         model,

@@ -85,6 +85,16 @@ def delayed_mlstm(
     return run(q, k, v, igate, fgate, delay=delay, state=state, chunk=chunk)
 
 
+def check_priorities(priority: torch.Tensor) -> None:
+    """Check that no priority of :func:`running_topk` on a CPU is NaN; a GPU is not waited for.
+
+    Raises:
+        ValueError: one is.
+    """
+    if priority.device.type == "cpu" and priority.isnan().any():
+        raise ValueError("running_topk got a NaN priority: the scores are not finite")
+
+
 def running_topk(
     priority: torch.Tensor, *, sinks: int, window: int, topk: int, impl: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,11 +119,9 @@ def running_topk(
             ``E(q)`` holds at most k tokens, -1 throughout for k = 0.
 
     Raises:
-        ValueError: a priority is NaN, or w < 1, or s or k negative.
+        ValueError: a priority on a CPU is NaN, or w < 1, or s or k negative. A GPU is not waited for.
     """
     _roles("running_topk", sinks, window, topk)
-    if priority.isnan().any():
-        raise ValueError("running_topk got a NaN priority: the scores are not finite")
     run = resolve("running_topk", impl, priority)
     return run(priority.detach(), sinks=sinks, window=window, topk=topk)
 
@@ -240,7 +248,7 @@ def boundary_loss(
         margin: ``(w_min, tau_w)`` of the margin weight (eq. 23), or None.
         balance: ``(c_min, c_max)``, clip of the headwise keep/drop balance (eq. 24), normalised to mean 1
             over all examples; or None.
-        generator: random generator of the drawn positions.
+        generator: random generator of the drawn positions, on any device.
         impl: implementation.
 
     Returns:

@@ -19,7 +19,7 @@ def boundary_loss(
     q = _positions(samples, pred.shape, first, generator, pred.device)
     if topk == 0 or q.numel() == 0:
         return pred.sum() * 0 + log_gamma.sum().to(pred.dtype) * 0
-    if int(q.min()) < first or int(q.max()) >= length:
+    if isinstance(samples, torch.Tensor) and (int(q.min()) < first or int(q.max()) >= length):
         raise ValueError(f"samples must lie in [{first}, {length - 1}] = [s + w + k, S - 1]")
     with torch.no_grad():
         decay = log_gamma.detach().double()
@@ -38,10 +38,11 @@ def _positions(samples, shape, first, generator, device):
     if isinstance(samples, torch.Tensor):
         return samples.to(device).long().expand(batch, heads, samples.shape[-1])
     span = max(0, length - first)
-    u = torch.rand(batch, heads, samples if span else 0, generator=generator, dtype=torch.float64, device=device)
+    source = device if generator is None else generator.device
+    u = torch.rand(batch, heads, samples if span else 0, generator=generator, dtype=torch.float64, device=source)
     late = u[..., samples // 2 :].sqrt()
     u = torch.cat([u[..., : samples // 2], late], -1)
-    return first + (u * span).long().clamp_max(span - 1)
+    return (first + (u * span).long().clamp_max(span - 1)).to(device)
 
 
 def _gap(score, log_gamma, q, a, b, step):

@@ -6,6 +6,8 @@ import heapq
 
 import torch
 
+from kvpop_vllm.kernels.ops.training import check_priorities
+
 
 def ranks(priority: torch.Tensor) -> torch.Tensor:
     """Return ranks ``[..., S]`` int64, 0 for the highest priority.
@@ -21,6 +23,7 @@ def ranks(priority: torch.Tensor) -> torch.Tensor:
 
 def running_topk(priority, *, sinks, window, topk):
     """Implement :func:`kvpop_vllm.kernels.ops.running_topk`."""
+    check_priorities(priority)
     shape, length = priority.shape, priority.shape[-1]
     rank = ranks(priority)
     cutoff = [_cutoffs(row, sinks, window, topk) for row in rank.reshape(-1, max(1, length)).tolist()]

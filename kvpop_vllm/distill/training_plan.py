@@ -1,0 +1,90 @@
+"""``kvpop plan --train``: memory of a GPU, disk and hours of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.memory import Run, Sizes
+from kvpop_vllm.distill.recipes import RECIPES
+
+GPUS, GPU_MEMORY, MFU, TFLOPS = 8, 80 * 10**9, 0.35, 989
+"""Defaults: GPUs, bytes of one, share of the peak, and an H100's peak in bfloat16."""
+RECIPE = "train_base", "length", "batch", "micro_batch", "steps"
+"""Fields of a recipe that the command takes."""
+LOGITS = "teacher's logits"
+CHECKPOINTS = 3
+"""Checkpoints on the disk while one is written."""
+
+
+def plan_training(options) -> None:
+    """Run ``kvpop plan --train`` and print its table.
+
+    Args:
+        options: options of ``kvpop plan``.
+
+    Raises:
+        ConfigError: the model, the recipe or their fit cannot be counted.
+    """
+    print("\n".join(lines_of(options)))
+
+
+def lines_of(options) -> list[str]:
+    """Return the lines that ``kvpop plan --train`` prints; raises as :func:`plan_training`."""
+    changes = {name: value for name in RECIPE if (value := getattr(options, name)) is not None}
+    recipe = dataclasses.replace(RECIPES[options.recipe or "paper"], **changes)
+    gpus = options.gpus or GPUS
+    run = Run(Sizes.of(options.model, recipe), recipe, gpus, bool(options.stored_teacher))
+    if run.stored and not run.has_kl:
+        raise ConfigError("a frozen base has no teacher: leave --stored-teacher out, or give --train-base")
+    return [*_memory(run, options.gpu_memory or GPU_MEMORY), *_time(run, options), *_disk(run)]
+
+
+def _memory(run: Run, room: int) -> list[str]:
+    """Return the lines on the memory of a GPU that has ``room`` bytes."""
+    moment, parts = run.peak()
+    recipe, trained = run.recipe, "scorers and base" if run.recipe.trains_base else "scorers"
+    peak = sum(parts.values())
+    verdict = "fits into" if peak <= room else "does not fit into"
+    return [
+        f"{run.sizes.base / 1e9:.2f} billion parameters, {trained} trained on {run.gpus} GPU{'s' if run.gpus > 1 else ''};"
+        f" rows of {recipe.length} tokens, {recipe.micro_batch} in a pass",
+        *_table({name: f"{count / 1e9:.2f} GB" for name, count in (parts | {"in all": peak}).items()}),
+        f"most in the {moment}; {verdict} {room / 1e9:.0f} GB, before what CUDA, NCCL and fragments take",
+    ]
+
+
+def _time(run: Run, options) -> list[str]:
+    """Return the line on steps and hours."""
+    recipe, mfu, peak = run.recipe, options.mfu or MFU, options.tflops or TFLOPS
+    hours = run.operations() / (run.gpus * peak * 1e12 * mfu) / 3600
+    return [
+        f"{recipe.steps} steps of {recipe.batch} rows are {run.tokens / 1e9:.2f} billion tokens:"
+        f" {hours:.1f} hours at {mfu:.0%} of {peak} TFLOPS a GPU"
+    ]
+
+
+def _disk(run: Run) -> list[str]:
+    """Return the lines on the disk."""
+    disk = run.disk()
+    lines = [
+        f"disk: {_size(CHECKPOINTS * disk['checkpoint'])} of checkpoints, {CHECKPOINTS} of {_size(disk['checkpoint'])};"
+        f" {_size(disk['result'])} of results"
+    ]
+    if disk[LOGITS]:
+        remark = "" if run.stored else ", which this run does not store"
+        lines.append(f"logits of the teacher for all rows: {_size(disk[LOGITS])}{remark}")
+    return lines
+
+
+def _size(count: int) -> str:
+    for unit, size in (("TB", 10**12), ("GB", 10**9)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e6:.1f} MB"
+
+
+def _table(cells: dict[str, str]) -> list[str]:
+    """Return lines of two columns."""
+    width, size = max(map(len, cells)), max(map(len, cells.values()))
+    return [f"{name.ljust(width)}  {value.rjust(size)}" for name, value in cells.items()]

@@ -1,0 +1,121 @@
+"""The memory model of training against torch's own count of the trainer's steps, and what ``kvpop plan --train`` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distill.fake_gpus import TRACKER_SEEN, measured, write_config
+from distill.launching import launch
+from distill.measure_tiny import RECIPE as TINY
+
+from kvpop_vllm.cli import make_parser
+from kvpop_vllm.distill.memory import Run, Sizes
+from kvpop_vllm.distill.recipes import PAPER
+from kvpop_vllm.distill.training_plan import lines_of
+
+ROOT = Path(__file__).parents[2]
+KINDS = {
+    "parameters": ("Sharded Param", "Parameter"),
+    "gradients": ("Sharded Grad", "Gradient", "Other"),
+    "optimizer": ("OptState", "Optstate"),
+    "teacher": ("Inputs",),
+    "gathered": ("Unsharded Param", "All Gather"),
+    "reduced": ("Reduce Scatter",),
+    "activations": ("Activation",),
+    "gradients of activations and of the output layer": ("Temp", "Unsharded Grad"),
+}
+"""Parts of a GPU's memory, and the kinds of torch's tracker."""
+PARTS = {
+    "activations": ("checkpoints", "layer", "losses"),
+    "gradients of activations and of the output layer": ("layer's gradients", "output layer's gradient"),
+}
+"""Those that are several parts of the memory model."""
+
+
+def compare(run: Run, measurement: dict[str, int], parts=tuple(KINDS)) -> None:
+    """Compare the memory model with a measurement, part by part; below 1% of all a part is as good as nothing."""
+    moment, counted = run.peak()
+    for part in parts:
+        expected = sum(measurement.get(kind, 0) for kind in KINDS[part])
+        count = sum(counted.get(name, 0) for name in PARTS.get(part, (part,)))
+        assert count == pytest.approx(expected, rel=0.1, abs=0.01 * measurement["Total"]), (
+            part,
+            moment,
+            counted,
+            measurement,
+        )
+
+
+def check_tracker() -> None:
+    """Refuse other versions of torch than those in which the tracker, a private module, was seen."""
+    assert torch.__version__.startswith(TRACKER_SEEN), (
+        f"check torch's memory tracker, seen in torch {TRACKER_SEEN}x alone"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size, gpus, train_base, rows", [
+    ("8B", 8, True, 1), ("4B", 8, True, 1), ("8B", 8, True, 2), ("8B", 1, False, 1),
+])  # fmt: skip
+def test_the_model_is_what_a_step_of_the_trainer_takes(tmp_path, size, gpus, train_base, rows):
+    """The trainer's own code runs a pass at the full shape of Qwen3, with tensors that have no values."""
+    check_tracker()
+    folder = write_config(tmp_path / size, size)
+    recipe = dataclasses.replace(PAPER, train_base=train_base, micro_batch=rows)
+    measurement = measured(folder, tmp_path / "out", recipe, gpus)
+    run = Run(Sizes.of(folder, recipe), recipe, gpus)
+    compare(run, measurement)
+    assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
+
+
+def test_two_processes_take_what_the_model_says(model, tmp_path):
+    """The bytes of real shards; activations are those of other kernels than a GPU's."""
+    check_tracker()
+    outcome = launch(model, tmp_path, processes=2, script="measure_tiny.py")
+    lines = [line for line in outcome.stdout.splitlines() if line.startswith("BYTES")]
+    assert lines, outcome.stderr[-3000:]
+    measurement = json.loads(lines[0].removeprefix("BYTES"))
+    run = Run(Sizes.of(model, TINY), TINY, 2)
+    lasting = run.lasting()
+    for part in ("parameters", "gradients", "optimizer", "teacher"):
+        expected = sum(measurement.get(kind, 0) for kind in KINDS[part])
+        assert lasting[part] == pytest.approx(expected, rel=0.1), (part, lasting, measurement)
+
+
+@pytest.mark.parametrize("options", ["", "--no-train-base --gpus 1"])
+def test_the_document_has_what_the_command_prints(options):
+    command = f"kvpop plan --train --model docs/configs/Qwen3-8B {options}".strip()
+    parsed = make_parser().parse_args(command.replace("docs/", f"{ROOT}/docs/").split()[1:])
+    lines = lines_of(parsed)
+    assert "\n".join([f"$ {command}", *lines]) in (ROOT / "docs/training.md").read_text()
+
+
+def total(**changes) -> float:
+    recipe = dataclasses.replace(PAPER, **changes)
+    return sum(Run(Sizes.of(ROOT / "docs/configs/Qwen3-8B", recipe), recipe, 8).peak()[1].values()) / 1e9
+
+
+def test_the_papers_run_fits():
+    assert 25 < total() < 70
+    assert total(length=32768) > total(micro_batch=2) - 1 > total() + 5
+
+
+@pytest.mark.parametrize("command, message", [
+    ("--kv-memory 8GiB --gpus 8", "--gpus is about training: leave it out, or give --train"),
+    ("--train --kv-memory 8GiB", "--kv-memory is about serving: leave it out, or leave --train out"),
+    ("", "kvpop plan needs --kv-memory, or --train for the memory of training"),
+    ("--train --gpus 3", "batch 128 cannot be shared by 3 GPUs with 1 rows a pass evenly: change one"),
+    ("--train --no-train-base --stored-teacher", "a frozen base has no teacher: leave --stored-teacher out"),
+    ("--train --model docs/configs/gpt-oss-20b", "has experts, whose training memory kvpop plan --train does not count"),
+    ("--train --model docs/configs/Llama-3.1-8B-Instruct", "config.json has no intermediate_size, on which training memory"),
+    ("--train --model docs/configs/gemma-3-27b-it", "has layers of several kinds, whose training memory"),
+])  # fmt: skip
+def test_what_is_not_counted_is_refused(run_kvpop, monkeypatch, command, message):
+    monkeypatch.chdir(ROOT)
+    model = [] if "--model" in command else ["--model", "docs/configs/Qwen3-8B"]
+    code, _, error = run_kvpop("plan", *model, *command.split())
+    assert code != 0 and message in error and error.count("\n") == 1
