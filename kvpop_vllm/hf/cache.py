@@ -9,6 +9,7 @@ from os import PathLike
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvpop_vllm.compaction.prompt_place import ids_behind
 from kvpop_vllm.config import ConfigError, protected_tokens
@@ -18,6 +19,7 @@ from kvpop_vllm.hf.checks import (
     changes_attention_at,
     check_inputs,
     check_model,
+    check_pads,
     check_positions,
     check_text,
     columns_of_tokens,
@@ -25,7 +27,7 @@ from kvpop_vllm.hf.checks import (
     warn_of_reference,
 )
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
-from kvpop_vllm.hf.local_layers import LocalLayer, LocalPositions
+from kvpop_vllm.hf.local_layers import LocalLayer
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
 from kvpop_vllm.model_shape import gives_up_channel, positions_of
@@ -97,6 +99,7 @@ class KVpopCache(Cache, AttentionCache):
         head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
         gates: gate of each layer, None where the kernels score tokens.
         borrows: True if a query channel is removed from the queries in passes with this cache.
+        recurrent: True if layers of the model have a recurrent state, which transformers' own cache layers hold.
         attended: layers that have attended in the current pass, as :class:`Step` names them, None between passes.
 
     Raises:
@@ -153,9 +156,11 @@ class KVpopCache(Cache, AttentionCache):
             self._max_length = self.policy.retention.budget
         self._positions = positions if positions is None else max(positions, self.policy.model.max_model_len)
         gated = any(gate is not None and gate.borrows for gate in self.gates)
+        self.recurrent = self.policy.model.recurrent
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(register_hooks(model, self.borrows))
         text = model.config.get_text_config()
+        self._text_config = text
         self._scaled_from = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
         self._layers: dict[int, LayerPages] = {}
         self._lengths_by_device: dict[torch.device, SequenceLengths] = {}
@@ -165,7 +170,8 @@ class KVpopCache(Cache, AttentionCache):
     def _forget(self) -> None:
         self.attended: set[Hashable] | None = None
         self._local: dict[int, LocalLayer] = {}
-        self._local_positions: dict[tuple[str, torch.device], LocalPositions] = {}
+        # transformers keeps an empty one for layers without a state too
+        self.layers = [LinearAttentionLayer() for _ in self.policy.model.kinds] if self.recurrent else []
         self._broken = False
         self._columns, self._lengths, self.passes = 0, [], 0
         self.text: torch.Tensor | None = None
@@ -223,7 +229,9 @@ class KVpopCache(Cache, AttentionCache):
         """
         lengths = sum(sequence_lengths.allocated_bytes() for sequence_lengths in self._lengths_by_device.values())
         layers = *self._layers.values(), *self._local.values()
-        return lengths + sum(layer.allocated_bytes() for layer in layers)
+        states = [state for layer in self.layers for state in (layer.conv_states[0], layer.recurrent_states[0])]
+        states = sum(state.nbytes for state in states if state is not None)
+        return lengths + states + sum(layer.allocated_bytes() for layer in layers)
 
     def dense_bytes(self) -> int:
         """Return the bytes that a ``DynamicCache`` would hold now in the policy's layers: keys and values of all tokens and pads."""
@@ -280,6 +288,8 @@ class KVpopCache(Cache, AttentionCache):
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
         self._check_scale(after, columns + length)
+        if self.recurrent:
+            check_pads(self._text_config, counts, length)
         warn_of_positions(lengths, after, self._positions)
         if not self._columns:
             self._made.check_inputs(inputs, counts)
@@ -348,10 +358,10 @@ class KVpopCache(Cache, AttentionCache):
             )
         if columns != reusable or reusable == self._columns:
             return self._columns, self._lengths
-        if self._local:
+        if self._local or self.recurrent:
             raise ValueError(
-                "layers with windows or chunks have given up what they would need to go back to the protected tokens: reset()"
-                " the KVpopCache, and give generate() the whole text"
+                "layers with windows, chunks or recurrent states have given up what they would need to go back to the protected"
+                " tokens: reset() the KVpopCache, and give generate() the whole text"
             )
         return reusable, [max(0, seen - (self._columns - reusable)) for seen in self._lengths]
 
@@ -461,19 +471,13 @@ class KVpopCache(Cache, AttentionCache):
             self._local[index] = LocalLayer(size)
         return self._local[index]
 
-    def local_positions(self, kind: str, size: int, device: torch.device) -> LocalPositions:
-        """Return the positions that the layers of a kind on a device hold."""
-        if (kind, device) not in self._local_positions:
-            self._local_positions[kind, device] = LocalPositions(kind, size)
-        return self._local_positions[kind, device]
-
     def end(self, step: Step, failed: bool) -> None:
         """Finish a pass; ``failed`` is True if it raised.
 
         Raises:
             RuntimeError: a layer attended without the cache.
         """
-        any_layer, all_layers = bool(self.attended), len(self.attended) == self.policy.model.model_layers
+        any_layer, all_layers = bool(self.attended), len(self.attended) == self.policy.model.attention_layers
         if failed or not all_layers:
             self._break_off()
             if failed:
@@ -493,9 +497,9 @@ class KVpopCache(Cache, AttentionCache):
             sequence_lengths.advance(step.counts)
 
     def _break_off(self) -> None:
-        """Leave a pass that did not end. The cache is as before the pass if no layer has attended."""
-        self._broken = bool(self.attended)
-        if not self.attended:
+        """Leave a pass that did not end. The cache is as before the pass if no layer has attended, nor a state moved on."""
+        self._broken = bool(self.attended) or self.recurrent
+        if not self._broken:
             self._go_to(*self._before)
         self.attended = None
 
@@ -603,10 +607,15 @@ class KVpopCache(Cache, AttentionCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for every layer: none is recurrent."""
+        """False for every layer: masks are those of the policy's layers."""
         return [False] * len(self)
 
     is_sliding = is_dummy = is_linear
+
+    @property
+    def is_compileable(self) -> bool:
+        """False, because the kernels cannot be compiled."""
+        return False
 
     @property
     def is_croppable(self) -> bool:
