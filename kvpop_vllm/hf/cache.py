@@ -30,6 +30,7 @@ from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, reco
 from kvpop_vllm.hf.local_layers import LocalLayer
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
+from kvpop_vllm.hf.saved_cache import SavedCache, plain
 from kvpop_vllm.model_shape import gives_up_channel, positions_of
 from kvpop_vllm.policies import parse_settings
 
@@ -44,13 +45,14 @@ def _refusal(what: str, instead: str):
     return refuse
 
 
-class KVpopCache(Cache, AttentionCache):
+class KVpopCache(SavedCache, Cache, AttentionCache):
     """KV cache of fixed size for transformers, under any registered policy.
 
     It is used as ``model.generate(**inputs, cache=cache)``; ``past_key_values=`` does the same. Every row of the batch is an
     independent request, as if it were served alone. Pads on its left never enter the cache, and positions
     count from its first token. A later call continues: tokens beyond those already seen are appended, as in
-    the next turn of a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning.
+    the next turn of a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning, and
+    :meth:`save` and :meth:`load` do so in other processes.
     :meth:`reset` starts over with the same pages. Rows that ended before others contain the pads that
     ``generate()`` fed them, and cannot be continued without them. Rows whose turns differ in length cannot be
     continued together.
@@ -95,6 +97,7 @@ class KVpopCache(Cache, AttentionCache):
         text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins, or None.
         next_text: ``[R, L]`` ids of the text of a call of ``generate()`` until its first pass, else None.
         policy: policy, resolved as in an engine.
+        settings: arguments of the constructor, but model and device.
         protected: p of each row.
         head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
         gates: gate of each layer, None where the kernels score tokens.
@@ -137,8 +140,10 @@ class KVpopCache(Cache, AttentionCache):
         arguments |= dict(threshold=threshold, correction=correction, allocator=allocator)
         for name, value in (("scorer", scorer), ("map", map), ("calibration", calibration)):
             arguments[name] = str(value) if isinstance(value, PathLike) else value
+        rows = dict(budget=budget, protect_prompt=protect_prompt, seed=seed, prompt=prompt)
+        self.settings = plain(arguments | rows | dict(cartridge=cartridge, max_length=max_length))
         try:
-            self._rows = Rows(budget, protect_prompt, seed, prompt)
+            self._rows = Rows(**rows)
             settings = parse_settings(arguments | self._rows.settings())
             self.policy = resolve(model, settings, max_length)
             self._rows.check(self.policy)
@@ -452,18 +457,31 @@ class KVpopCache(Cache, AttentionCache):
                 )
             if pages_before is not None:
                 self._check_unrecorded()
-            rule = self.policy.layer_rule(index, self._heads)
-            check_kernels(k, rule)
-            warn_of_reference(k)
-            sequence_lengths = self._sequence_lengths(k.device, len(self._lengths))
-            with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
-                budgets = self._budgets and {budget: layers[index] for budget, layers in self._budgets.items()}
-                options = k, scale, sequence_lengths, self.policy.shifted
-                self._layers[index] = pages = LayerPages(rule, budgets, *options)
-                if self._made.count:
-                    pages.place(*(part.to(k.device) for part in self._made.layers[index]))
-            self._make_room(self._layers[index], self.protected)
+            self._new_layer(index, k, scale)
         return self._layers[index]
+
+    def _new_layer(self, index: int, like: torch.Tensor, scale: float) -> LayerPages:
+        """Return new pages of a layer, with what cartridges hold.
+
+        Args:
+            index: layer.
+            like: keys ``[R, H, L, D]``, for sizes, dtype and device.
+            scale: factor on q . k.
+
+        Raises:
+            ConfigError: the kernels of the device do not support the layer.
+        """
+        rule = self.policy.layer_rule(index, self._heads)
+        check_kernels(like, rule)
+        warn_of_reference(like)
+        sequence_lengths = self._sequence_lengths(like.device, len(self._lengths))
+        with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
+            budgets = self._budgets and {budget: layers[index] for budget, layers in self._budgets.items()}
+            self._layers[index] = layer = LayerPages(rule, budgets, like, scale, sequence_lengths, self.policy.shifted)
+            if self._made.count:
+                layer.place(*(part.to(like.device) for part in self._made.layers[index]))
+        self._make_room(layer, self.protected)
+        return layer
 
     def local_layer(self, index: int, size: int) -> LocalLayer:
         """Return a layer of the model with windows or chunks of ``size`` tokens."""
@@ -585,12 +603,14 @@ class KVpopCache(Cache, AttentionCache):
     def reset(self) -> None:
         """Forget all tokens.
 
-        The pages are kept for the next batch with the same number of rows. CUDA graphs recorded with them
+        The pages are emptied and kept for the next batch with the same number of rows. CUDA graphs recorded with them
         stay valid.
         """
         if (decoder := self._decoder()) is not None:
             restore_attention(decoder)
         self._forget()
+        for layer in self._layers.values():
+            layer.clear(self._made.count)
         for sequence_lengths in self._lengths_by_device.values():
             sequence_lengths.restart()
 

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from hf.prompts import distinct, generate, padded
+from hf.test_saved_cache import answered, check_saved
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm import local_attention
@@ -155,6 +156,14 @@ def test_protected_prompts_leave_the_columns_of_queries_alone(tmp_path):
     assert torch.allclose(torch.cat(parts, 1), exact, atol=1e-4)
 
 
+def test_a_saved_cache_goes_on(family, tmp_path):
+    """Windows, chunks and recurrent states are saved with what the policy's layers hold."""
+    model, oracle = family
+    cache, _ = cached(model, oracle, tmp_path)
+    texts, last = answered(model, cache, PROMPTS[1:3])
+    check_saved(model, cache, tmp_path / "saved", texts, last)
+
+
 @pytest.mark.parametrize("kind", RECURRENT_MODELS)
 @pytest.mark.parametrize("policy", ["streaming-llm", "h2o"])
 def test_policies_next_to_recurrent_layers(mixed, kind, policy):
@@ -196,10 +205,10 @@ def test_a_state_that_moved_on_before_a_failure_breaks_the_cache(mixed):
         raise InterruptedError
 
     handle = model.get_decoder().layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(InterruptedError):
+    with pytest.raises(InterruptedError), torch.no_grad():
         model(tokens, **{CACHE_NAME: cache})
     handle.remove()
-    with pytest.raises(RuntimeError, match="was broken off when some layers had it: call reset"):
+    with pytest.raises(RuntimeError, match="was broken off when some layers had it: call reset"), torch.no_grad():
         model(tokens, **{CACHE_NAME: cache})
     cache.reset()
     assert generate(model, cache, [PROMPTS[1]], new=2) == generate(model, None, [PROMPTS[1]], new=2)
