@@ -143,7 +143,7 @@ class SavedCache:
         cache._check_saved_policy(saved, str(folder))
         cache._check_sizes(saved, tensors, str(folder))
         with torch.inference_mode(False), torch.no_grad():
-            cache._take(saved, tensors, str(folder))
+            cache._take(saved, SavedTensors(tensors, len(saved["lengths"]), str(folder)))
         return cache
 
     def _check_at_rest(self) -> None:
@@ -222,49 +222,86 @@ class SavedCache:
             raise ConfigError(f"{source} has fewer slots than the cache: save the cache again")
         self._rows.check_number(rows)
 
-    def _take(self, saved: Mapping, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+    def _take(self, saved: Mapping, tensors: SavedTensors) -> None:
         """Hold what a saved cache held.
 
         Raises:
             ConfigError: a tensor is missing, unknown or has another shape.
         """
-        decoder, kinds = self._decoder(), self.policy.model.kinds
-        devices = [self.device or device_of(layer) for layer in decoder.layers]
-        left = dict(tensors)
-
-        def take(name: str, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-            tensor = left.pop(name, torch.empty(0))
-            expected = (rows, *tensor.shape[1:]) if shape is None else tuple(shape)
-            if (tuple(tensor.shape), tensor.dtype) != (expected, tensor.dtype if dtype is None else dtype):
-                raise ConfigError(f"{source}: tensor {name} is missing or of another shape: save the cache again")
-            return tensor
-
         self._columns, self.passes = saved["columns"], saved["passes"]
         self._lengths, self.protected = saved["lengths"], saved["protected"]
-        rows, shape, dtype = len(self._lengths), self.policy.model, DTYPES[saved["kv_dtype"]]
-        if "text" in left:
-            self.text = take("text")
+        self.text = tensors.take("text") if "text" in tensors.left else None
+        layers, shape = self._decoder().layers, self.policy.model
         for i, index in enumerate(shape.layers or range(len(self))):
-            like = torch.empty(rows, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=devices[index])
+            like = torch.empty(
+                (len(self._lengths), shape.num_kv_heads, 0, shape.head_dim),
+                dtype=DTYPES[saved["kv_dtype"]],
+                device=self.device or device_of(layers[index]),
+            )
             layer = self._new_layer(i, like, saved["scales"][i])
             for name, table in layer.tables(self._made.count, self._prefix_tokens()).items():
-                values = take(f"layers.{i}.{name}", (*table.shape, *layer.pages.raw.shape[1:]), torch.uint8)
-                layer.pages.raw[table] = values.to(layer.pages.raw.device)
-            layer.check_filled(source)
+                size = *table.shape, *layer.pages.raw.shape[1:]
+                layer.pages.raw[table] = tensors.take(f"layers.{i}.{name}", size, torch.uint8).to(like.device)
+            layer.check_filled(tensors.source)
         for clock in self._lengths_by_device.values():
             clock.requests = [
                 record._replace(prefix=p) for record, p in zip(clock.requests, saved["prefixes"], strict=True)
             ]
-        for index, kind in enumerate(kinds):
+        for index, kind in enumerate(shape.kinds):
             if kind in LOCAL_LAYERS:
-                self._local[index] = layer = LocalLayer(local_size(decoder.config, kind))
-                layer.k, layer.v = (take(f"local.{index}.{name}").to(devices[index]) for name in "kv")
+                self._local[index] = local = LocalLayer(local_size(self._decoder().config, kind))
+                local.k, local.v = (tensors.take(f"local.{index}.{name}").to(device_of(layers[index])) for name in "kv")
             if kind in (RECURRENT, HYBRID):
-                convolution, state = (take(f"recurrent.{index}.{name}") for name in ("convolution", "state"))
-                self.layers[index].update_conv_state(convolution.to(devices[index]))
-                self.layers[index].update_recurrent_state(state.to(devices[index]))
-        if left:
-            raise ConfigError(f"{source}: unexpected tensor {min(left)!r}: save the cache again")
+                states = [tensors.take(f"recurrent.{index}.{name}") for name in ("convolution", "state")]
+                convolution, state = (state.to(device_of(layers[index])) for state in states)
+                self.layers[index].update_conv_state(convolution)
+                self.layers[index].update_recurrent_state(state)
+        tensors.check_taken()
+
+
+class SavedTensors:
+    """Tensors of a saved cache that are taken one by one.
+
+    Args:
+        tensors: the tensors by name.
+        rows: R.
+        source: name of the folder in errors.
+
+    Attributes:
+        left: those that were not taken yet.
+        source: as above.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], rows: int, source: str):
+        self.left, self.rows, self.source = dict(tensors), rows, source
+
+    def take(self, name: str, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a tensor of R rows.
+
+        Args:
+            name: its name.
+            size: its shape, or None for any.
+            dtype: its dtype, or None for any.
+
+        Raises:
+            ConfigError: it is missing, or another one.
+        """
+        tensor = self.left.pop(name, torch.empty(0))
+        expected = (self.rows, *tensor.shape[1:]) if size is None else tuple(size), dtype or tensor.dtype
+        if (tuple(tensor.shape), tensor.dtype) != expected:
+            raise ConfigError(
+                f"{self.source}: tensor {name} is missing or of another shape than {expected[0]}: save the cache again"
+            )
+        return tensor
+
+    def check_taken(self) -> None:
+        """Check that no tensor is left.
+
+        Raises:
+            ConfigError: names the first one.
+        """
+        if self.left:
+            raise ConfigError(f"{self.source}: unexpected tensor {min(self.left)!r}: save the cache again")
 
 
 def read(folder: str | PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
