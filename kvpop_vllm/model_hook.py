@@ -178,14 +178,14 @@ def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
 
 def attention_blocks(decoder: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the attention blocks of a decoder's layers, in order; layers of other kinds have none."""
-    layers = getattr(decoder, "layers", ())
-    blocks = [getattr(layer, "self_attn", None) for layer in layers]
-    mixers = [getattr(layer, "mixer", None) for layer in layers]  # of Nemotron-H, where others are no attention
-    found = [
-        mixer if block is None and hasattr(mixer, "q_proj") else block
-        for block, mixer in zip(blocks, mixers, strict=True)
-    ]
-    return [block for block in found if block is not None]
+    blocks = []
+    for layer in getattr(decoder, "layers", ()):
+        block, mixer = getattr(layer, "self_attn", None), getattr(layer, "mixer", None)
+        if block is not None:
+            blocks.append(block)
+        elif hasattr(mixer, "q_proj"):  # of Nemotron-H, whose other layers have mixers too
+            blocks.append(mixer)
+    return blocks
 
 
 def show_hidden_states(model: torch.nn.Module) -> None:

@@ -139,15 +139,15 @@ class LayerPages:
         blocks = torch.arange(first, first + rows * more, dtype=torch.int32, device=self.pages.raw.device)
         self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, more)], 1)
 
-    def tables(self, made: int, protected: int) -> dict[str, torch.Tensor]:
+    def tables(self, cartridge_slots: int, protected: int) -> dict[str, torch.Tensor]:
         """Return the blocks of the rows' tails ``[R, P]``, and of their prefixes ``[R, Q]`` after what cartridges hold.
 
         Args:
-            made: slots of cartridges.
+            cartridge_slots: slots of cartridges.
             protected: tokens of the longest prefix, these slots included.
         """
         size = self.pages.layout.block_slots
-        prefixes = self.prefix_table[:, made // size : cdiv(protected, size)]
+        prefixes = self.prefix_table[:, cartridge_slots // size : cdiv(protected, size)]
         return {"tail": self.table[:, 0].long(), "prefix": prefixes.long()}
 
     def check_filled(self, source: str) -> None:
@@ -164,9 +164,9 @@ class LayerPages:
         if bool(((filled < 0) | (filled > slots - self.rule.window)).any()):
             raise ConfigError(f"{source} says that more slots are filled than there are: save the cache again")
 
-    def clear(self, made: int) -> None:
-        """Set all blocks to 0 but those of cartridges, which hold the first ``made`` slots."""
-        for table in self.tables(made, self.prefix_room).values():
+    def clear(self, cartridge_slots: int) -> None:
+        """Set all blocks to 0 but those of cartridges, which hold the first slots."""
+        for table in self.tables(cartridge_slots, self.prefix_room).values():
             self.pages.raw[table] = 0
 
     @property

@@ -230,7 +230,7 @@ class SavedCache:
         """
         self._columns, self.passes = saved["columns"], saved["passes"]
         self._lengths, self.protected = saved["lengths"], saved["protected"]
-        self.text = tensors.take("text") if "text" in tensors.left else None
+        self.text = tensors.take("text") if "text" in tensors.remaining else None
         layers, shape = self._decoder().layers, self.policy.model
         for i, index in enumerate(shape.layers or range(len(self))):
             like = torch.empty(
@@ -268,12 +268,12 @@ class SavedTensors:
         source: name of the folder in errors.
 
     Attributes:
-        left: those that were not taken yet.
+        remaining: those that were not taken yet.
         source: as above.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], rows: int, source: str):
-        self.left, self.rows, self.source = dict(tensors), rows, source
+        self.remaining, self.rows, self.source = dict(tensors), rows, source
 
     def take(self, name: str, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor of R rows.
@@ -286,7 +286,7 @@ class SavedTensors:
         Raises:
             ConfigError: it is missing, or another one.
         """
-        tensor = self.left.pop(name, torch.empty(0))
+        tensor = self.remaining.pop(name, torch.empty(0))
         expected = (self.rows, *tensor.shape[1:]) if size is None else tuple(size), dtype or tensor.dtype
         if (tuple(tensor.shape), tensor.dtype) != expected:
             raise ConfigError(
@@ -300,8 +300,8 @@ class SavedTensors:
         Raises:
             ConfigError: names the first one.
         """
-        if self.left:
-            raise ConfigError(f"{self.source}: unexpected tensor {min(self.left)!r}: save the cache again")
+        if self.remaining:
+            raise ConfigError(f"{self.source}: unexpected tensor {min(self.remaining)!r}: save the cache again")
 
 
 def read(folder: str | PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -342,21 +342,21 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value_of(name, value) for name, value in settings.items()}
 
 
-def _settings(saved: Mapping, given: Mapping, source: str) -> dict[str, Any]:
+def _settings(saved: Mapping, arguments: Mapping, source: str) -> dict[str, Any]:
     """Return the arguments of a cache to load.
 
     Args:
         saved: arguments of the saved cache.
-        given: arguments of the caller.
+        arguments: arguments of the caller.
         source: name of the folder in errors.
 
     Raises:
         ConfigError: they differ.
     """
-    for name, value in plain(given).items():
+    for name, value in plain(arguments).items():
         if name in saved and name not in PATHS and value != saved[name]:
             raise ConfigError(f"{source} was saved with {name} = {saved[name]!r}, not {value!r}: leave {name} out")
-    return {**saved, **given}
+    return {**saved, **arguments}
 
 
 def model_properties(config: Any) -> dict[str, Any]:

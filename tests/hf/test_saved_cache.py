@@ -35,10 +35,10 @@ def decode(model, cache, tokens, count=NEW):
 def go_on(model, cache, last, texts):
     """Return the tokens of the rest of an answer and of the next turn, and what is held after each."""
     rest = decode(model, cache, last)
-    held = [cache.held(row) for row in range(len(texts))]
+    retained = [cache.held(row) for row in range(len(texts))]
     turn = [[*text, *answer, *distinct(20)] for text, answer in zip(texts, rest, strict=True)]
     answers = generate(model, cache, turn, new=NEW)
-    return rest, answers, [*held, *(cache.held(row) for row in range(len(texts)))]
+    return rest, answers, [*retained, *(cache.held(row) for row in range(len(texts)))]
 
 
 def check_saved(model, cache, folder, texts, last, **moved):
@@ -52,9 +52,9 @@ def check_saved(model, cache, folder, texts, last, **moved):
         assert loaded.allocated_bytes() == size
         loaded.save(folder.parent / f"again-{number}")
         assert (folder.parent / f"again-{number}" / TENSORS_NAME).read_bytes() == (folder / TENSORS_NAME).read_bytes()
-        rest, answers, held = go_on(model, loaded, last, texts)
+        rest, answers, retained = go_on(model, loaded, last, texts)
         assert (rest, answers) == expected[:2]
-        assert all(map(torch.equal, held, expected[2]))
+        assert all(map(torch.equal, retained, expected[2]))
     return expected
 
 
@@ -69,8 +69,8 @@ def answered(model, cache, prompts=PROMPTS, new=NEW):
 @pytest.mark.parametrize("kind, policy, options", CASES, ids=lambda value: str(value) if value else "")
 def test_every_policy_goes_on(case, tmp_path, kind, policy, options):
     """A padded batch, whose answer and next turn follow."""
-    model, found = case(kind, policy, **options)
-    cache = KVpopCache(model, **found.settings)
+    model, matrix_case = case(kind, policy, **options)
+    cache = KVpopCache(model, **matrix_case.settings)
     texts, last = answered(model, cache)
     check_saved(model, cache, tmp_path / "saved", texts, last)
 
@@ -86,8 +86,8 @@ def test_every_policy_goes_on(case, tmp_path, kind, policy, options):
 )
 def test_rows_go_on_as_their_own(case, tmp_path, policy, settings):
     """Protected prompts, budgets and seeds of rows; a later call computes unprotected text again."""
-    model, found = case("qwen3", policy)
-    cache = KVpopCache(model, **found.settings | settings)
+    model, matrix_case = case("qwen3", policy)
+    cache = KVpopCache(model, **matrix_case.settings | settings)
     texts, last = answered(model, cache)
     check_saved(model, cache, tmp_path / "saved", texts, last)
 
@@ -95,9 +95,9 @@ def test_rows_go_on_as_their_own(case, tmp_path, policy, settings):
 @pytest.mark.parametrize("protect", [{}, {"protect_prompt": True}])
 def test_cartridges_stay_in_front(case, tiny, tmp_path, protect):
     """Their folders may be elsewhere; without them, or with others, the cache is refused."""
-    model, found = case("qwen3", "kvpop")
+    model, matrix_case = case("qwen3", "kvpop")
     plain, biased = (write_cartridge(tmp_path / name, tiny("qwen3")[0], name) for name in ("plain", "biased"))
-    cache = KVpopCache(model, **found.settings | protect, cartridge=[plain, biased])
+    cache = KVpopCache(model, **matrix_case.settings | protect, cartridge=[plain, biased])
     texts, last = answered(model, cache)
     check_saved(model, cache, tmp_path / "saved", texts, last)
     moved = shutil.move(plain, tmp_path / "moved")
@@ -111,9 +111,9 @@ def test_cartridges_stay_in_front(case, tiny, tmp_path, protect):
 @pytest.mark.parametrize("policy", ["snapkv", "attention-matching"])
 def test_a_prompt_goes_on_before_it_is_compressed(case, tmp_path, policy):
     """The cache is saved between two parts of a prompt, and right after it."""
-    model, found = case("qwen3", policy)
+    model, matrix_case = case("qwen3", policy)
     inputs, last = padded([distinct(120)]), torch.tensor([7])
-    cache = KVpopCache(model, **found.settings, prompt=120)
+    cache = KVpopCache(model, **matrix_case.settings, prompt=120)
 
     def read(cache, first, end):
         mask = inputs["attention_mask"][:, :end]
@@ -123,25 +123,25 @@ def test_a_prompt_goes_on_before_it_is_compressed(case, tmp_path, policy):
     read(cache, 0, 70)
     cache.save(tmp_path / "half")
     loaded = KVpopCache.load(tmp_path / "half", model)
-    for each in (cache, loaded):
-        read(each, 70, 120)
+    for reader in (cache, loaded):
+        read(reader, 70, 120)
     cache.save(tmp_path / "whole")
-    results = [decode(model, each, last) for each in (cache, loaded, KVpopCache.load(tmp_path / "whole", model))]
+    results = [decode(model, reader, last) for reader in (cache, loaded, KVpopCache.load(tmp_path / "whole", model))]
     assert results[0] == results[1] == results[2]
 
 
 def test_bfloat16_goes_on(case, tmp_path):
-    model, found = case("llama", "h2o")
+    model, matrix_case = case("llama", "h2o")
     model = copy.deepcopy(model).to(torch.bfloat16)
-    cache = KVpopCache(model, **found.settings)
+    cache = KVpopCache(model, **matrix_case.settings)
     texts, last = answered(model, cache)
     check_saved(model, cache, tmp_path / "saved", texts, last)
 
 
 def test_generate_goes_on_by_itself(case, tmp_path):
     """A chat's second turn takes what the first left; another text is refused, as by the cache itself."""
-    model, found = case("qwen3", "kvpop")
-    cache = KVpopCache(model, **found.settings)
+    model, matrix_case = case("qwen3", "kvpop")
+    cache = KVpopCache(model, **matrix_case.settings)
     texts, _ = answered(model, cache)
     cache.save(tmp_path / "saved")
     turn = [[*text, *distinct(9)] for text in texts]
@@ -155,9 +155,9 @@ def test_generate_goes_on_by_itself(case, tmp_path):
 
 def test_a_reset_leaves_nothing_to_save(case, tmp_path):
     """A cache that is used again is saved without the text before: its file is that of a new cache."""
-    model, found = case("qwen3", "kvpop")
+    model, matrix_case = case("qwen3", "kvpop")
     for name, first in (("used", True), ("new", False)):
-        cache = KVpopCache(model, **found.settings, protect_prompt=20)
+        cache = KVpopCache(model, **matrix_case.settings, protect_prompt=20)
         if first:
             answered(model, cache)
             cache.reset()
@@ -169,11 +169,11 @@ def test_a_reset_leaves_nothing_to_save(case, tmp_path):
 @pytest.fixture(scope="module")
 def saved(case, tmp_path_factory):
     """Return a model, the settings of its cache, and a folder in which it was saved."""
-    model, found = case("qwen3", "kvpop")
-    cache, folder = KVpopCache(model, **found.settings), tmp_path_factory.mktemp("saved") / "cache"
+    model, matrix_case = case("qwen3", "kvpop")
+    cache, folder = KVpopCache(model, **matrix_case.settings), tmp_path_factory.mktemp("saved") / "cache"
     answered(model, cache)
     cache.save(folder)
-    return model, found.settings, folder
+    return model, matrix_case.settings, folder
 
 
 def test_what_differs_is_named(saved, case, tiny, tmp_path):
@@ -250,7 +250,7 @@ def test_damaged_files_are_refused(saved, tmp_path, name):
 
 def test_a_config_asks_for_no_more_than_its_file_explains(saved, case, tmp_path):
     """Its digest may be right: more rows, or a larger budget, are refused before memory is allocated."""
-    model, found = case("llama", "streaming-llm")
+    model, matrix_case = case("llama", "streaming-llm")
     cache = KVpopCache(model, "streaming-llm", budget=24, sinks=4, window=10)
     answered(model, cache)
     cache.save(tmp_path / "saved")
