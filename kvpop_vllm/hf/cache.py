@@ -264,18 +264,8 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             ValueError: the pass does not continue where the cache ends, or repeats what cartridges hold.
             RuntimeError: the previous pass was interrupted, or the pass cannot be recorded.
         """
-        if decoder is not self._decoder():
-            raise ConfigError("this KVpopCache was made for another model: make one with KVpopCache(model, ...)")
-        if self.attended is not None:  # torch ends no pass that the keyboard interrupts
-            self._break_off()
-        if self._broken:
-            raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
-        check_inputs(decoder, inputs)
+        self._check_begins(decoder, inputs)
         rows, length = inputs.shape[:2]
-        if self._lengths and rows != len(self._lengths):
-            raise ValueError(
-                f"a batch of {rows} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
-            )
         self._rows.check_number(rows)
         columns, lengths = self._begins_at(mask, positions, length)
         made = self._made.count
@@ -291,11 +281,9 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         look = not recorded and (inputs.device.type == "cpu" or not decoding)
         counts = columns_of_tokens(mask, [seen - made for seen in lengths], columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
-        self._check_room(after)
-        self._check_scale(after, columns + length)
+        self._check_lengths(lengths, after, columns + length)
         if self.recurrent:
             check_pads(self._text_config, counts, length)
-        warn_of_positions(lengths, after, self._positions)
         if not self._columns:
             self._made.check_inputs(inputs, counts)
         if self._lengths_by_device and len(next(iter(self._lengths_by_device.values())).positions) != rows:
@@ -326,6 +314,26 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         self._go_to(columns, lengths, protected)
         self.attended = set()
         return Step(self, position_ids, starts, counts, recorded)
+
+    def _check_begins(self, decoder, inputs: torch.Tensor) -> None:
+        """Check that a pass of a decoder may begin with inputs ``[R, L, ..]``.
+
+        Raises:
+            ConfigError: the cache belongs to another model, or has no kernels for the inputs' device.
+            ValueError: there are no inputs, or those of other rows.
+            RuntimeError: the previous pass was interrupted, or gradients are required.
+        """
+        if decoder is not self._decoder():
+            raise ConfigError("this KVpopCache was made for another model: make one with KVpopCache(model, ...)")
+        if self.attended is not None:  # torch ends no pass that the keyboard interrupts
+            self._break_off()
+        if self._broken:
+            raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
+        check_inputs(decoder, inputs)
+        if self._lengths and len(inputs) != len(self._lengths):
+            raise ValueError(
+                f"a batch of {len(inputs)} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
+            )
 
     def _go_to(self, columns: int, lengths: list[int], protected: list[int]) -> None:
         """Set the columns and tokens seen, and the protected tokens, on the host and on all devices."""
@@ -391,6 +399,16 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             raise ValueError(
                 "a CUDA graph holds this KVpopCache's pages, for as many rows, their dtype and device: make another KVpopCache"
             )
+
+    def _check_lengths(self, lengths: list[int], after: list[int], columns: int) -> None:
+        """Check that rows may grow from some lengths to others, in so many columns; warn beyond the model's positions.
+
+        Raises:
+            ValueError: as :meth:`_check_room` and :meth:`_check_scale`.
+        """
+        self._check_room(after)
+        self._check_scale(after, columns)
+        warn_of_positions(lengths, after, self._positions)
 
     def _check_room(self, lengths: list[int]) -> None:
         """Check rows of the given lengths, if the policy never evicts or the model attends differently further out.
