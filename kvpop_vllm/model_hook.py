@@ -227,7 +227,7 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
     Raises:
         ConfigError: the model's attention blocks have no queries of the usual name and shape.
     """
-    for block in attention_blocks(decoder_of(model)):
+    for block in attention_blocks(decoder_of(model)) or [None]:
         queries = getattr(block, "q_norm", None) or getattr(block, "q_proj", None)
         if queries is None or not (hasattr(block, "head_dim") and hasattr(block, "num_key_value_groups")):
             raise ConfigError("the model's layers have no queries to borrow a channel of: choose another model")
