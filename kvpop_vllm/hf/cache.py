@@ -23,6 +23,7 @@ from kvpop_vllm.hf.checks import (
     check_positions,
     check_text,
     columns_of_tokens,
+    has_recurrent_bias,
     warn_of_positions,
     warn_of_reference,
 )
@@ -165,7 +166,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(register_hooks(model, self.borrows))
         text = model.config.get_text_config()
-        self._text_config = text
+        self._biased = has_recurrent_bias(text)
         self._scaled_from = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
         self._layers: dict[int, LayerPages] = {}
         self._lengths_by_device: dict[torch.device, SequenceLengths] = {}
@@ -283,7 +284,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_lengths(lengths, after, columns + length)
         if self.recurrent:
-            check_pads(self._text_config, counts, length)
+            check_pads(counts, length, self._biased)
         if not self._columns:
             self._made.check_inputs(inputs, counts)
         if self._lengths_by_device and len(next(iter(self._lengths_by_device.values())).positions) != rows:

@@ -165,13 +165,18 @@ def columns_of_tokens(
     return real[:, columns:].sum(1).tolist()
 
 
-def check_pads(config, counts: list[int], length: int) -> None:
+def has_recurrent_bias(config) -> bool:
+    """Return whether the inputs of recurrent layers have a bias, by the model's text config."""
+    return bool(getattr(config, "mamba_proj_bias", False) or getattr(config, "use_bias", False))
+
+
+def check_pads(counts: list[int], length: int, biased: bool) -> None:
     """Check that pads leave the recurrent states of a model alone, which transformers masks as inputs of their layers.
 
     Args:
-        config: the model's text config.
         counts: number of tokens of each row in a pass.
         length: number of columns of the pass.
+        biased: True if the inputs have a bias (:func:`has_recurrent_bias`).
 
     Raises:
         ValueError: they do not: a pass of one column is not masked, and a projection with a bias gives pads a value.
@@ -183,7 +188,7 @@ def check_pads(config, counts: list[int], length: int) -> None:
             "a pass of one column has a pad, which would enter the recurrent states: give more columns in the pass, or"
             " rows of equal length"
         )
-    if getattr(config, "mamba_proj_bias", False) or getattr(config, "use_bias", False):
+    if biased:
         raise ValueError(
             "pads enter the recurrent states of this model, whose inputs have a bias: give rows of equal length"
         )

@@ -86,8 +86,8 @@ class SavedCache:
 
         Raises:
             ConfigError: the folder holds something already.
-            RuntimeError: the cache is empty, in a pass or broken off, or a CUDA graph was replayed without
-                :meth:`replayed`.
+            RuntimeError: the cache is empty, in a pass or broken off, its model is gone, or a CUDA graph was replayed
+                without :meth:`replayed`.
             OSError: a file cannot be written.
         """
         self._check_at_rest()
@@ -156,6 +156,8 @@ class SavedCache:
             raise RuntimeError(
                 "a KVpopCache that is empty, or broken off in a pass, cannot be saved: begin with a prompt"
             )
+        if self._decoder() is None:
+            raise RuntimeError("the model of this KVpopCache is gone: save() the cache before the model is deleted")
         if any(clock.positions.tolist() != self._lengths for clock in self._lengths_by_device.values()):
             raise RuntimeError("a CUDA graph was replayed with this KVpopCache: call replayed() before save()")
 

@@ -193,8 +193,9 @@ def test_pads_that_would_enter_a_state_are_refused(mixed):
     cache.reset()
     model.config.use_bias = True
     try:
+        biased = KVpopCache(model, "streaming-llm", budget=BUDGET)
         with pytest.raises(ValueError, match="pads enter the recurrent states of this model, whose inputs have a bias"):
-            generate(model, cache, PROMPTS[:2], new=2)
+            generate(model, biased, PROMPTS[:2], new=2)
     finally:
         model.config.use_bias = False
     assert generate(model, cache, PROMPTS[:1], new=2) == generate(model, None, PROMPTS[:1], new=2)
