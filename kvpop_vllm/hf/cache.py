@@ -476,7 +476,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
                 )
             if pages_before is not None:
                 self._check_unrecorded()
-            self._new_layer(index, k, scale)
+            self._make_room(self._new_layer(index, k, scale), self.protected)
         return self._layers[index]
 
     def _new_layer(self, index: int, like: torch.Tensor, scale: float) -> LayerPages:
@@ -499,7 +499,6 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             self._layers[index] = layer = LayerPages(rule, budgets, like, scale, sequence_lengths, self.policy.shifted)
             if self._made.count:
                 layer.place(*(part.to(like.device) for part in self._made.layers[index]))
-        self._make_room(layer, self.protected)
         return layer
 
     def local_layer(self, index: int, size: int) -> LocalLayer:

@@ -241,6 +241,7 @@ class SavedCache:
                 device=self.device or device_of(layers[index]),
             )
             layer = self._new_layer(i, like, saved["scales"][i])
+            layer.protect(self._prefix_tokens())
             for name, table in layer.tables(self._made.count, self._prefix_tokens()).items():
                 size = *table.shape, *layer.pages.raw.shape[1:]
                 layer.pages.raw[table] = tensors.take(f"layers.{i}.{name}", size, torch.uint8).to(like.device)
