@@ -32,7 +32,6 @@ def families() -> str:
             *([f"refused: {family.limit}"] if family.limit else []),
             *([family.read] if family.read else []),
         ]
-        notes += ["not under transformers"] if family.served and not family.under_transformers else []
         lines.append(f"| {family.name} | {types} | {family.layers} | {'; '.join(notes)} |")
     return "\n".join(lines)
 

@@ -188,6 +188,18 @@ def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
     return model.model if decoder is model and hasattr(model, "model") else decoder
 
 
+def attention_blocks(decoder: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the attention blocks of a decoder's layers, in order; layers of other kinds have none."""
+    blocks = []
+    for layer in getattr(decoder, "layers", ()):
+        block, mixer = getattr(layer, "self_attn", None), getattr(layer, "mixer", None)
+        if block is not None:
+            blocks.append(block)
+        elif hasattr(mixer, "q_proj"):  # of Nemotron-H, whose other layers have mixers too
+            blocks.append(mixer)
+    return blocks
+
+
 def show_hidden_states(model: torch.nn.Module) -> None:
     """Pass the input of every attention block with full attention to an ``attend`` with a method ``see``, just before it attends.
 
@@ -196,7 +208,7 @@ def show_hidden_states(model: torch.nn.Module) -> None:
     Raises:
         ConfigError: the model's layers have no attention block of the usual name.
     """
-    blocks = [layer.self_attn for layer in decoder_of(model).layers if hasattr(layer, "self_attn")]
+    blocks = attention_blocks(decoder_of(model))
     if not blocks:
         raise ConfigError(
             "the model's layers have no self_attn, so that gates cannot be trained for it: choose another model"
@@ -227,8 +239,7 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
     Raises:
         ConfigError: the model's attention blocks have no queries of the usual name and shape.
     """
-    for layer in decoder_of(model).layers:
-        block = getattr(layer, "self_attn", None)
+    for block in attention_blocks(decoder_of(model)) or [None]:
         queries = getattr(block, "q_norm", None) or getattr(block, "q_proj", None)
         if queries is None or not (hasattr(block, "head_dim") and hasattr(block, "num_key_value_groups")):
             raise ConfigError("the model's layers have no queries to borrow a channel of: choose another model")
@@ -239,7 +250,7 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
 
 def borrowed_share(model: torch.nn.Module) -> float:
     """Return the share of the last :func:`borrow_channel` on a model, or 0."""
-    return max((getattr(layer.self_attn, "borrowed", 0.0) for layer in decoder_of(model).layers), default=0.0)
+    return max((getattr(block, "borrowed", 0.0) for block in attention_blocks(decoder_of(model))), default=0.0)
 
 
 def _take_channel(block, module, inputs, queries):

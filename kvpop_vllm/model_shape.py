@@ -23,7 +23,10 @@ from kvpop_vllm.supported import (
     CACHE_SPECS,
     FULL,
     FULL_CHECKPOINT_SUFFIX,
+    HYBRID,
+    LOCAL_LAYERS,
     POLICY_LAYERS,
+    RECURRENT,
     base_keys,
     layer_kinds,
     published_base,
@@ -88,6 +91,16 @@ class ModelShape:
     def model_layers(self) -> int:
         """Number of layers of the model."""
         return len(self.kinds) or self.num_layers
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers of the model that attend, to all tokens or to those nearby."""
+        return sum(kind in POLICY_LAYERS | LOCAL_LAYERS for kind in self.kinds) or self.num_layers
+
+    @property
+    def recurrent(self) -> bool:
+        """True if layers of the model keep a recurrent state."""
+        return not {RECURRENT, HYBRID}.isdisjoint(self.kinds)
 
     @property
     def stock_kinds(self) -> tuple[str, ...]:

@@ -334,7 +334,6 @@ class Family:
         options: options of ``vllm serve`` that the model needs.
         limit: what an engine does not serve, or nothing.
         read: where stock vLLM cannot run the family on a CPU, what was read instead.
-        under_transformers: True if ``KVpopCache`` serves it.
     """
 
     name: str
@@ -346,7 +345,6 @@ class Family:
     options: str = ""
     limit: str = ""
     read: str = ""
-    under_transformers: bool = True
 
     @property
     def served(self) -> bool:
@@ -374,17 +372,15 @@ FAMILIES = (
     Family("Granite with windows and sinks", ("granite_swa",), "GraniteSWAForCausalLM",
            "one layer of four; the others have windows", EQUAL),
     Family("Nemotron-H", ("nemotron_h",), "NemotronHForCausalLM",
-           "the attention layers; the others have Mamba2 states, or an MLP", EQUAL, "nvidia/Nemotron-H-8B-Base-8K",
-           under_transformers=False),
+           "the attention layers; the others have Mamba2 states, or an MLP", EQUAL, "nvidia/Nemotron-H-8B-Base-8K"),
     Family("Granite 4 hybrid", ("granitemoehybrid",), "GraniteMoeHybridForCausalLM",
-           "the attention layers; the others have Mamba2 states", EQUAL, "ibm-granite/granite-4.0-h-small", under_transformers=False),
+           "the attention layers; the others have Mamba2 states", EQUAL, "ibm-granite/granite-4.0-h-small"),
     Family("Falcon-H1", ("falcon_h1",), "FalconH1ForCausalLM",
-           "the attention of every layer, each of which has a Mamba2 state too", EQUAL, "tiiuae/Falcon-H1-34B-Instruct",
-           under_transformers=False),
+           "the attention of every layer, each of which has a Mamba2 state too", EQUAL, "tiiuae/Falcon-H1-34B-Instruct"),
     Family("Qwen3-Next", ("qwen3_next",), "Qwen3NextForCausalLM", "one layer of four; the others have a gated delta net",
-           EQUAL, "Qwen/Qwen3-Next-80B-A3B-Instruct", limit="other dtypes than bfloat16 on a CPU", under_transformers=False),
+           EQUAL, "Qwen/Qwen3-Next-80B-A3B-Instruct", limit="other dtypes than bfloat16 on a CPU"),
     Family("Qwen3.5", ("qwen3_5_text", "qwen3_5_moe_text"), "Qwen3_5ForConditionalGeneration",
-           "one layer of four; the others have a gated delta net", UNTESTED, under_transformers=False),
+           "one layer of four; the others have a gated delta net", UNTESTED),
     Family("Gemma 4", ("gemma4_text",), "Gemma4ForCausalLM", "one layer of six, with heads of 512; the others have windows",
            EQUAL, "google/gemma-4-31B-it", "--language-model-only"),
     Family("Cohere 2", ("cohere2",), "Cohere2ForCausalLM", "one layer of four; the others have windows", UNTESTED,

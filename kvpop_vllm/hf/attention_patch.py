@@ -28,17 +28,19 @@ from transformers import DynamicCache, GenerationMixin, StoppingCriteria, Stoppi
 from kvpop_vllm.cache.step import StepPlan
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf.checks import refuse_model
+from kvpop_vllm.hf.local_layers import parts_of_pass
 from kvpop_vllm.local_attention import Part
 from kvpop_vllm.model_hook import (
     CACHE_NAME,
     NAME,
     GateInputs,
+    attention_blocks,
     borrow_channel,
     borrowed_share,
     decoder_of,
     show_hidden_states,
 )
-from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX
+from kvpop_vllm.supported import ARCHITECTURES, FULL, FULL_CHECKPOINT_SUFFIX, RECURRENT
 
 CACHE_NAMES = "cache", "past_key_values"
 """Arguments in which a cache is looked for; transformers 5.24 renamed the second to the first."""
@@ -51,6 +53,7 @@ class AttentionCache:
 
     Attributes:
         borrows: True if a query channel is removed from the queries in passes with this cache.
+        recurrent: True if layers of the model have a recurrent state.
         passes: number of passes so far.
         columns: columns seen so far, pads included.
         text: ``[R, L]`` ids of the first columns, and of tokens that were not read yet; None if ``generate()`` had none.
@@ -58,6 +61,7 @@ class AttentionCache:
     """
 
     borrows: bool
+    recurrent: bool
     passes: int
     columns: int
     text: torch.Tensor | None
@@ -157,10 +161,30 @@ class Step(GateInputs):
         self._check_turn(turn := (kind, layer))
         self.cache.attended.add(turn)
         if (key := (kind, q.device)) not in self.parts:
-            self.parts[key] = self.cache.local_positions(kind, size, q.device).parts(
-                self.positions, self.counts, q.device
-            )
+            ends = self.ends.to(q.device)
+            self.parts[key] = parts_of_pass(kind, size, self.cache.columns, self.length, ends)
         return self.cache.local_layer(layer, size).attend(q, k, v, scale, self.parts[key], sink_logits)
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """Tokens ``[R]`` of each row after the pass."""
+        if self.starts is None:
+            return self.positions[:, -1] + 1
+        return torch.tensor([start + count for start, count in zip(self.starts, self.counts, strict=True)])
+
+    @property
+    def masks(self) -> dict[str, torch.Tensor | None] | None:
+        """Masks of the pass by kinds of layers, as a model with recurrent layers takes them; None for other models.
+
+        Recurrent layers take the mask ``[R, L]`` of tokens, None if there are no pads. Attention needs none.
+        """
+        if not self.cache.recurrent:
+            return None
+        mask = None
+        if min(self.counts) < self.length:
+            pads = self.length - torch.tensor(self.counts).unsqueeze(1)
+            mask = (torch.arange(self.length) >= pads).to(self.positions.device)
+        return {FULL: None, RECURRENT: mask}
 
     def _check_turn(self, layer: Hashable) -> None:
         """Check that a layer has not attended in this pass.
@@ -282,7 +306,8 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
     own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
     try:
         with torch.no_grad():
-            decoder(token, attend=attend, **{CACHE_NAME: DynamicCache()})  # without one, some look at positions
+            cache = DynamicCache(config=decoder.config)  # without one, some look at positions
+            decoder(token, attend=attend, **{CACHE_NAME: cache})
     except _Reached:
         return True
     except TypeError:  # no such argument, or the attention function misses it
@@ -331,7 +356,7 @@ def _after(decoder, positional, named, result):
 def _begin(decoder, cache, positional, named):
     """Return the arguments that replace the caller's in a pass with a cache."""
     inputs = _inputs(decoder, positional, named)
-    blocks = [layer.self_attn for layer in decoder.layers]
+    blocks = attention_blocks(decoder)
     with _turn(decoder):
         _restore(decoder)
         step = cache.begin(decoder, *inputs)
@@ -341,7 +366,7 @@ def _begin(decoder, cache, positional, named):
         decoder.config._attn_implementation = NAME
         for block in blocks if cache.borrows else ():
             block.borrowed = 1.0
-    return {"attend": step, "attention_mask": None, "position_ids": step.positions}
+    return {"attend": step, "attention_mask": step.masks, "position_ids": step.positions}
 
 
 @torch.compiler.disable
@@ -371,9 +396,9 @@ def _restore(decoder):
     own, shares = getattr(decoder, NOTE)
     if decoder.config._attn_implementation == NAME:  # otherwise it was changed in the meantime
         decoder.config._attn_implementation = own
-    for layer, share in zip(decoder.layers, shares, strict=True):
-        if hasattr(layer.self_attn, "borrowed"):
-            layer.self_attn.borrowed = share
+    for block, share in zip(attention_blocks(decoder), shares, strict=True):
+        if hasattr(block, "borrowed"):
+            block.borrowed = share
     delattr(decoder, NOTE)
 
 

@@ -9,6 +9,7 @@ from os import PathLike
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvpop_vllm.compaction.prompt_place import ids_behind
 from kvpop_vllm.config import ConfigError, protected_tokens
@@ -18,16 +19,19 @@ from kvpop_vllm.hf.checks import (
     changes_attention_at,
     check_inputs,
     check_model,
+    check_pads,
     check_positions,
     check_text,
     columns_of_tokens,
+    has_recurrent_bias,
     warn_of_positions,
     warn_of_reference,
 )
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
-from kvpop_vllm.hf.local_layers import LocalLayer, LocalPositions
+from kvpop_vllm.hf.local_layers import LocalLayer
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
+from kvpop_vllm.hf.saved_cache import SavedCache, plain
 from kvpop_vllm.model_shape import gives_up_channel, positions_of
 from kvpop_vllm.policies import parse_settings
 
@@ -42,13 +46,14 @@ def _refusal(what: str, instead: str):
     return refuse
 
 
-class KVpopCache(Cache, AttentionCache):
+class KVpopCache(SavedCache, Cache, AttentionCache):
     """KV cache of fixed size for transformers, under any registered policy.
 
     It is used as ``model.generate(**inputs, cache=cache)``; ``past_key_values=`` does the same. Every row of the batch is an
     independent request, as if it were served alone. Pads on its left never enter the cache, and positions
     count from its first token. A later call continues: tokens beyond those already seen are appended, as in
-    the next turn of a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning.
+    the next turn of a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning, and
+    :meth:`save` and :meth:`load` do so in other processes.
     :meth:`reset` starts over with the same pages. Rows that ended before others contain the pads that
     ``generate()`` fed them, and cannot be continued without them. Rows whose turns differ in length cannot be
     continued together.
@@ -93,10 +98,12 @@ class KVpopCache(Cache, AttentionCache):
         text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins, or None.
         next_text: ``[R, L]`` ids of the text of a call of ``generate()`` until its first pass, else None.
         policy: policy, resolved as in an engine.
+        settings: arguments of the constructor, but model and device.
         protected: p of each row, which may be shorter.
         head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
         gates: gate of each layer, None where the kernels score tokens.
         borrows: True if a query channel is removed from the queries in passes with this cache.
+        recurrent: True if layers of the model have a recurrent state, which transformers' own cache layers hold.
         attended: layers that have attended in the current pass, as :class:`Step` names them, None between passes.
 
     Raises:
@@ -134,8 +141,10 @@ class KVpopCache(Cache, AttentionCache):
         arguments |= dict(threshold=threshold, correction=correction, allocator=allocator)
         for name, value in (("scorer", scorer), ("map", map), ("calibration", calibration)):
             arguments[name] = str(value) if isinstance(value, PathLike) else value
+        rows = dict(budget=budget, protect_prompt=protect_prompt, seed=seed, prompt=prompt)
+        self.settings = plain(arguments | rows | dict(cartridge=cartridge, max_length=max_length))
         try:
-            self._rows = Rows(budget, protect_prompt, seed, prompt)
+            self._rows = Rows(**rows)
             settings = parse_settings(arguments | self._rows.settings())
             self.policy = resolve(model, settings, max_length)
             self._rows.check(self.policy)
@@ -153,9 +162,11 @@ class KVpopCache(Cache, AttentionCache):
             self._max_length = self.policy.retention.budget
         self._positions = positions if positions is None else max(positions, self.policy.model.max_model_len)
         gated = any(gate is not None and gate.borrows for gate in self.gates)
+        self.recurrent = self.policy.model.recurrent
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(register_hooks(model, self.borrows))
         text = model.config.get_text_config()
+        self._biased = has_recurrent_bias(text)
         self._scaled_from = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
         self._layers: dict[int, LayerPages] = {}
         self._lengths_by_device: dict[torch.device, SequenceLengths] = {}
@@ -165,7 +176,8 @@ class KVpopCache(Cache, AttentionCache):
     def _forget(self) -> None:
         self.attended: set[Hashable] | None = None
         self._local: dict[int, LocalLayer] = {}
-        self._local_positions: dict[tuple[str, torch.device], LocalPositions] = {}
+        # transformers keeps an empty one for layers without a state too
+        self.layers = [LinearAttentionLayer() for _ in self.policy.model.kinds] if self.recurrent else []
         self._broken = False
         self._columns, self._lengths, self.passes = 0, [], 0
         self.text: torch.Tensor | None = None
@@ -224,7 +236,9 @@ class KVpopCache(Cache, AttentionCache):
         """
         lengths = sum(sequence_lengths.allocated_bytes() for sequence_lengths in self._lengths_by_device.values())
         layers = *self._layers.values(), *self._local.values()
-        return lengths + sum(layer.allocated_bytes() for layer in layers)
+        states = [state for layer in self.layers for state in (layer.conv_states[0], layer.recurrent_states[0])]
+        states = sum(state.nbytes for state in states if state is not None)
+        return lengths + states + sum(layer.allocated_bytes() for layer in layers)
 
     def dense_bytes(self) -> int:
         """Return the bytes that a ``DynamicCache`` would hold now in the policy's layers: keys and values of all tokens and pads."""
@@ -252,18 +266,8 @@ class KVpopCache(Cache, AttentionCache):
             ValueError: the pass does not continue where the cache ends, or repeats what cartridges hold.
             RuntimeError: the previous pass was interrupted, or the pass cannot be recorded.
         """
-        if decoder is not self._decoder():
-            raise ConfigError("this KVpopCache was made for another model: make one with KVpopCache(model, ...)")
-        if self.attended is not None:  # torch ends no pass that the keyboard interrupts
-            self._break_off()
-        if self._broken:
-            raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
-        check_inputs(decoder, inputs)
+        self._check_begins(decoder, inputs)
         rows, length = inputs.shape[:2]
-        if self._lengths and rows != len(self._lengths):
-            raise ValueError(
-                f"a batch of {rows} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
-            )
         self._rows.check_number(rows)
         columns, lengths = self._begins_at(mask, positions, length)
         made = self._made.count
@@ -280,9 +284,9 @@ class KVpopCache(Cache, AttentionCache):
         look = not recorded and (inputs.device.type == "cpu" or not decoding)
         counts = columns_of_tokens(mask, [seen - made for seen in lengths], columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
-        self._check_room(after)
-        self._check_scale(after, columns + length)
-        warn_of_positions(lengths, after, self._positions)
+        self._check_lengths(lengths, after, columns + length)
+        if self.recurrent:
+            check_pads(counts, length, self._biased)
         if not self._columns:
             self._made.check_inputs(inputs, counts)
         if self._lengths_by_device and len(next(iter(self._lengths_by_device.values())).positions) != rows:
@@ -316,6 +320,26 @@ class KVpopCache(Cache, AttentionCache):
         self._go_to(columns, lengths, protected)
         self.attended = set()
         return Step(self, position_ids, starts, counts, recorded)
+
+    def _check_begins(self, decoder, inputs: torch.Tensor) -> None:
+        """Check that a pass of a decoder may begin with inputs ``[R, L, ..]``.
+
+        Raises:
+            ConfigError: the cache belongs to another model, or has no kernels for the inputs' device.
+            ValueError: there are no inputs, or those of other rows.
+            RuntimeError: the previous pass was interrupted, or gradients are required.
+        """
+        if decoder is not self._decoder():
+            raise ConfigError("this KVpopCache was made for another model: make one with KVpopCache(model, ...)")
+        if self.attended is not None:  # torch ends no pass that the keyboard interrupts
+            self._break_off()
+        if self._broken:
+            raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
+        check_inputs(decoder, inputs)
+        if self._lengths and len(inputs) != len(self._lengths):
+            raise ValueError(
+                f"a batch of {len(inputs)} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
+            )
 
     def _go_to(self, columns: int, lengths: list[int], protected: list[int]) -> None:
         """Set the columns and tokens seen, and the protected tokens, on the host and on all devices."""
@@ -353,10 +377,10 @@ class KVpopCache(Cache, AttentionCache):
             )
         if columns != reusable or reusable == self._columns:
             return self._columns, self._lengths
-        if self._local:
+        if self._local or self.recurrent:
             raise ValueError(
-                "layers with windows or chunks have given up what they would need to go back to the protected tokens: reset()"
-                " the KVpopCache, and give generate() the whole text"
+                "layers with windows, chunks or recurrent states have given up what they would need to go back to the protected"
+                " tokens: reset() the KVpopCache, and give generate() the whole text"
             )
         return reusable, [max(0, seen - (self._columns - reusable)) for seen in self._lengths]
 
@@ -381,6 +405,16 @@ class KVpopCache(Cache, AttentionCache):
             raise ValueError(
                 "a CUDA graph holds this KVpopCache's pages, for as many rows, their dtype and device: make another KVpopCache"
             )
+
+    def _check_lengths(self, lengths: list[int], after: list[int], columns: int) -> None:
+        """Check that rows may grow from some lengths to others, in so many columns; warn beyond the model's positions.
+
+        Raises:
+            ValueError: as :meth:`_check_room` and :meth:`_check_scale`.
+        """
+        self._check_room(after)
+        self._check_scale(after, columns)
+        warn_of_positions(lengths, after, self._positions)
 
     def _check_room(self, lengths: list[int]) -> None:
         """Check rows of the given lengths, if the policy never evicts or the model attends differently further out.
@@ -447,18 +481,30 @@ class KVpopCache(Cache, AttentionCache):
                 )
             if pages_before is not None:
                 self._check_unrecorded()
-            rule = self.policy.layer_rule(index, self._heads)
-            check_kernels(k, rule)
-            warn_of_reference(k)
-            sequence_lengths = self._sequence_lengths(k.device, len(self._lengths))
-            with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
-                budgets = self._budgets and {budget: layers[index] for budget, layers in self._budgets.items()}
-                options = k, scale, sequence_lengths, self.policy.shifted
-                self._layers[index] = pages = LayerPages(rule, budgets, *options)
-                if self._made.count:
-                    pages.place(*(part.to(k.device) for part in self._made.layers[index]))
-            self._make_room(self._layers[index])
+            self._make_room(self._new_layer(index, k, scale))
         return self._layers[index]
+
+    def _new_layer(self, index: int, like: torch.Tensor, scale: float) -> LayerPages:
+        """Return new pages of a layer, with what cartridges hold.
+
+        Args:
+            index: layer.
+            like: keys ``[R, H, L, D]``, for sizes, dtype and device.
+            scale: factor on q . k.
+
+        Raises:
+            ConfigError: the kernels of the device do not support the layer.
+        """
+        rule = self.policy.layer_rule(index, self._heads)
+        check_kernels(like, rule)
+        warn_of_reference(like)
+        sequence_lengths = self._sequence_lengths(like.device, len(self._lengths))
+        with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
+            budgets = self._budgets and {budget: layers[index] for budget, layers in self._budgets.items()}
+            self._layers[index] = layer = LayerPages(rule, budgets, like, scale, sequence_lengths, self.policy.shifted)
+            if self._made.count:
+                layer.place(*(part.to(like.device) for part in self._made.layers[index]))
+        return layer
 
     def local_layer(self, index: int, size: int) -> LocalLayer:
         """Return a layer of the model with windows or chunks of ``size`` tokens."""
@@ -466,19 +512,13 @@ class KVpopCache(Cache, AttentionCache):
             self._local[index] = LocalLayer(size)
         return self._local[index]
 
-    def local_positions(self, kind: str, size: int, device: torch.device) -> LocalPositions:
-        """Return the positions that the layers of a kind on a device hold."""
-        if (kind, device) not in self._local_positions:
-            self._local_positions[kind, device] = LocalPositions(kind, size)
-        return self._local_positions[kind, device]
-
     def end(self, step: Step, failed: bool) -> None:
         """Finish a pass; ``failed`` is True if it raised.
 
         Raises:
             RuntimeError: a layer attended without the cache.
         """
-        any_layer, all_layers = bool(self.attended), len(self.attended) == self.policy.model.model_layers
+        any_layer, all_layers = bool(self.attended), len(self.attended) == self.policy.model.attention_layers
         if failed or not all_layers:
             self._break_off()
             if failed:
@@ -498,9 +538,9 @@ class KVpopCache(Cache, AttentionCache):
             sequence_lengths.advance(step.counts)
 
     def _break_off(self) -> None:
-        """Leave a pass that did not end. The cache is as before the pass if no layer has attended."""
-        self._broken = bool(self.attended)
-        if not self.attended:
+        """Leave a pass that did not end. The cache is as before the pass if no layer has attended, nor a state moved on."""
+        self._broken = bool(self.attended) or self.recurrent
+        if not self._broken:
             self._go_to(*self._before)
         self.attended = None
 
@@ -586,12 +626,14 @@ class KVpopCache(Cache, AttentionCache):
     def reset(self) -> None:
         """Forget all tokens.
 
-        The pages are kept for the next batch with the same number of rows. CUDA graphs recorded with them
+        The pages are emptied and kept for the next batch with the same number of rows. CUDA graphs recorded with them
         stay valid.
         """
         if (decoder := self._decoder()) is not None:
             restore_attention(decoder)
         self._forget()
+        for layer in self._layers.values():
+            layer.clear(self._made.count)
         for sequence_lengths in self._lengths_by_device.values():
             sequence_lengths.restart()
 
@@ -608,10 +650,15 @@ class KVpopCache(Cache, AttentionCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for every layer: none is recurrent."""
+        """False for every layer: masks are those of the policy's layers."""
         return [False] * len(self)
 
     is_sliding = is_dummy = is_linear
+
+    @property
+    def is_compileable(self) -> bool:
+        """False, because the kernels cannot be compiled."""
+        return False
 
     @property
     def is_croppable(self) -> bool:

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.model_hook import decoder_of
+from kvpop_vllm.model_hook import attention_blocks, decoder_of
 from kvpop_vllm.model_shape import positions_of, rotations
 from kvpop_vllm.policies import Policy
-from kvpop_vllm.supported import sliding_window, unserved
+from kvpop_vllm.supported import LOCAL_LAYERS, POLICY_LAYERS, layer_kinds, recurrence, sliding_window, unserved
 
 WRAPPERS = {
     "get_base_model": "get_base_model()",  # peft
@@ -38,17 +38,18 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
         raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give {remedy}")
     text = model.config.get_text_config()
     decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
-    blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
+    blocks = attention_blocks(decoder)
     features = {
         "encoder-decoder": model.config.is_encoder_decoder,
         "MLA": any(hasattr(block, "kv_lora_rank") for block in blocks),
+        **({} if recurrence(text) is None else {"recurrent": False}),
     }
     length, limit = positions_of(model.config) if max_length is None else max_length, long_rotation(model)
     tokens = length if isinstance(length, int) else positions_of(model.config)
     reasons = unserved(text, features, tokens)
     if not model._can_set_attn_implementation():
         reasons.append("attention that transformers cannot exchange")
-    if not reasons and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):
+    if not reasons and not _attends(decoder, blocks, text):
         reasons = ["no layers that have a self_attn of the decoder's config"]
     if reasons:
         refuse_model(model, reasons)
@@ -57,6 +58,14 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
             f"{text.model_type} rotates keys differently in texts of more than {limit} tokens (LongRoPE), and cached keys stay"
             f" as they are: set max_length to at most {limit}"
         )
+
+
+def _attends(decoder: torch.nn.Module, blocks: list[torch.nn.Module], text) -> bool:
+    """Return whether as many layers of a decoder have an attention block of its config as the text config says."""
+    kinds = layer_kinds(text, len(decoder.layers)) if blocks else ()
+    attending = [kind for kind in kinds if kind in POLICY_LAYERS | LOCAL_LAYERS]
+    same = all(getattr(block, "config", None) is decoder.config for block in blocks)
+    return len(blocks) > 0 and len(attending) == len(blocks) and same
 
 
 def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:
@@ -154,6 +163,35 @@ def columns_of_tokens(
             " in length in caches of their own, or reset() this one for another text"
         )
     return real[:, columns:].sum(1).tolist()
+
+
+def has_recurrent_bias(config) -> bool:
+    """Return whether the inputs of recurrent layers have a bias, by the model's text config."""
+    return bool(getattr(config, "mamba_proj_bias", False) or getattr(config, "use_bias", False))
+
+
+def check_pads(counts: list[int], length: int, biased: bool) -> None:
+    """Check that pads leave the recurrent states of a model alone, which transformers masks as inputs of their layers.
+
+    Args:
+        counts: number of tokens of each row in a pass.
+        length: number of columns of the pass.
+        biased: True if the inputs have a bias (:func:`has_recurrent_bias`).
+
+    Raises:
+        ValueError: they do not: a pass of one column is not masked, and a projection with a bias gives pads a value.
+    """
+    if min(counts) == length:
+        return
+    if length == 1:
+        raise ValueError(
+            "a pass of one column has a pad, which would enter the recurrent states: give more columns in the pass, or"
+            " rows of equal length"
+        )
+    if biased:
+        raise ValueError(
+            "pads enter the recurrent states of this model, whose inputs have a bias: give rows of equal length"
+        )
 
 
 def check_positions(positions: torch.Tensor, expected: torch.Tensor, counts: list[int]) -> None:

@@ -139,6 +139,36 @@ class LayerPages:
         blocks = torch.arange(first, first + rows * more, dtype=torch.int32, device=self.pages.raw.device)
         self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, more)], 1)
 
+    def tables(self, cartridge_slots: int, protected: int) -> dict[str, torch.Tensor]:
+        """Return the blocks of the rows' tails ``[R, P]``, and of their prefixes ``[R, Q]`` after what cartridges hold.
+
+        Args:
+            cartridge_slots: slots of cartridges.
+            protected: tokens of the longest prefix, these slots included.
+        """
+        size = self.pages.layout.block_slots
+        prefixes = self.prefix_table[:, cartridge_slots // size : cdiv(protected, size)]
+        return {"tail": self.table[:, 0].long(), "prefix": prefixes.long()}
+
+    def check_filled(self, source: str) -> None:
+        """Check the numbers of filled slots that a rule with a threshold stores; ``source`` names their file in errors.
+
+        Raises:
+            ConfigError: one is impossible.
+        """
+        if self.rule.threshold is None:
+            return
+        layout = self.pages.layout
+        filled = self.pages.position[self.table[:, 0, layout.state_blocks].long()][..., 1]
+        slots = (self.table.shape[2] - layout.state_blocks) * layout.block_slots
+        if bool(((filled < 0) | (filled > slots - self.rule.window)).any()):
+            raise ConfigError(f"{source} says that more slots are filled than there are: save the cache again")
+
+    def clear(self, cartridge_slots: int) -> None:
+        """Set all blocks to 0 but those of cartridges, which hold the first slots."""
+        for table in self.tables(cartridge_slots, self.prefix_room).values():
+            self.pages.raw[table] = 0
+
     @property
     def plan_key(self) -> Hashable:
         """Key of layers that have the same plan of a step: their pages have the same numbers."""

@@ -9,40 +9,26 @@ import torch
 from kvpop_vllm.local_attention import Part, attend_parts, parts_of
 
 
-class LocalPositions:
-    """Positions of the latest tokens of R rows, which all layers of a kind hold keys and values of.
+def parts_of_pass(kind: str, size: int, past: int, length: int, ends: torch.Tensor) -> list[Part]:
+    """Return the parts of a pass in the layers of a kind, whose keys are those of :class:`LocalLayer` and of the pass.
 
     Args:
         kind: kind of the layers, as in transformers' configs.
         size: tokens of a window, the query's own included, or of a chunk.
+        past: columns before the pass, pads included.
+        length: columns of the pass.
+        ends: ``[R]`` int64, tokens of each row after the pass; they are its last columns, the others are pads.
     """
-
-    def __init__(self, kind: str, size: int):
-        self.kind, self.size = kind, size
-        self.positions: torch.Tensor | None = None
-
-    def parts(self, positions: torch.Tensor, counts: list[int], device: torch.device) -> list[Part]:
-        """Return the parts of the next pass, and take in its positions.
-
-        Args:
-            positions: ``[R, L]`` int64, positions of the tokens.
-            counts: number of tokens of each row; they are its last columns, the others are pads.
-            device: device of the layers.
-        """
-        length, queries = positions.shape[1], positions.to(device)
-        if min(counts) < length:
-            pads = torch.arange(length) < length - torch.tensor(counts).unsqueeze(1)
-            queries = queries.masked_fill(pads.to(device), -1)
-        keys = queries if self.positions is None else torch.cat([self.positions.to(device), queries], 1)
-        self.positions = latest(keys, 1, self.size)
-        return list(parts_of(self.kind, self.size, queries, keys))
+    columns = torch.arange(-min(past, size - 1), length, device=ends.device)
+    keys = (columns + (ends.unsqueeze(1) - length)).clamp_min(-1)
+    return list(parts_of(kind, size, keys[:, -length:], keys))
 
 
 class LocalLayer:
     """Keys and values of the latest tokens of R rows in one layer.
 
     Args:
-        size: see :class:`LocalPositions`.
+        size: tokens of a window, the query's own included, or of a chunk.
     """
 
     def __init__(self, size: int):
@@ -66,7 +52,7 @@ class LocalLayer:
             k: ``[R, H, L, D]``.
             v: ``[R, H, L, D]``.
             scale: factor on q . k.
-            parts: parts of the pass, see :meth:`LocalPositions.parts`.
+            parts: parts of the pass, see :func:`parts_of_pass`.
             sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
 
         Returns:

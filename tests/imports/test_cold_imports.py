@@ -171,7 +171,7 @@ ARROWS = {
     "compaction": "calibration hub progress rope distill policies model_hook model_shape rules cache schemas tensor_files config files roles argument_types",
     "evaluation": "progress calibration hub hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
     "model_types": "",
-    "hf": "attention local_attention hub compaction policies model_hook scorers model_shape rules cache kernels requests config model_types",
+    "hf": "attention local_attention hub compaction policies model_hook scorers model_shape rules cache kernels requests schemas tensor_files files config model_types",
     "calibrate": "local_attention progress calibration cache evaluation distill policies model_hook scorers rope model_shape config files roles argument_types",
     "plan": "calibration policies cache scorers model_shape config argument_types",
 }
