@@ -158,9 +158,8 @@ def test_the_pool_takes_blocks_back(engine):
         for number, length in enumerate(lengths):
             engine.check(engine.serve([Job(prompt=random_prompt(length, seed=100 + number), new=3, scored=False)]))
             blocks = [block for snapshot in live(engine) for block in snapshot.blocks]
-            assert {block.block_id for block in blocks} == {*snapshots._by_block} and len(blocks) == len(
-                snapshots._by_block
-            )
+            assert {block.block_id for block in blocks} == {*snapshots._by_block}
+            assert len(blocks) == len(snapshots._by_block)
             assert sum(snapshots._digests.values()) == len(live(engine)) and all(block.block_hash for block in blocks)
         assert snapshots.counts["lost"] and snapshots.counts["taken"] == snapshots.counts["lost"] + len(live(engine))
         for number, hit in ((len(lengths) - 1, True), (0, False)):
@@ -274,17 +273,18 @@ def test_keys_of_short_texts(engine):
     slots = manager.kv_cache_spec.slots()
 
     def key(salt=None, lora=None, seed=None, **numbers):
-        adapter = lora and SimpleNamespace(lora_name=lora[0], lora_path=lora[1])
+        adapter = lora and SimpleNamespace(lora_name=lora[0], lora_path=lora[1], lora_int_id=lora[2])
         params = SimpleNamespace(seed=seed)
         request = SimpleNamespace(cache_salt=salt, lora_request=adapter, sampling_params=params, block_hashes=[])
         return snapshots._key(request, slots._replace(**numbers), 0)
 
     variants = [
         key(salt="a"),
-        key(lora=("x", "one")),
-        key(lora=("x", "two")),
+        key(lora=("x", "one", 1)),
+        key(lora=("x", "two", 1)),
+        key(lora=("x", "one", 2)),
         key(budget=9),
         key(seed=1),
         key(prefix=3),
     ]
-    assert key() == key() and len({key(), *variants}) == 6 + snapshots.draws
+    assert key() == key() and len({key(), *variants}) == 7 + snapshots.draws
