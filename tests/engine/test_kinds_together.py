@@ -84,6 +84,39 @@ def test_settings_of_requests(gemma):
         assert {(sample.labels["layers"], sample.labels["model_layers"]) for sample in info.samples} == {("2", "6")}
 
 
+@pytest.mark.parametrize("protect", [30, 100])
+def test_chats_with_protected_tokens(gemma, protect):
+    """Snapshots share prefix blocks and full windows; turns go on from them at once, from prompts' ends, and in small pools."""
+    folder, oracle, settings, exact = gemma
+    with serving(folder, settings | {"protect_prompt": protect}) as engine:
+        served, history = Served(engine, oracle, exact), []
+
+        def turn(*seeds: int, chunk=None) -> list:
+            prompts = [[*history, *random_prompt(30 if history else 130, seed=seed)] for seed in seeds]
+            answers = served.serve([Job(prompt=p, new=20, scored=False) for p in prompts], chunk, protect=protect)
+            return [answers[engine.names[str(i)]] for i in range(len(seeds))]
+
+        for number in range(3):
+            (answer,) = turn(number, chunk=16 if number == 1 else None)
+            assert answer.num_cached_tokens == max(0, len(history) - 1)
+            history = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
+        assert [answer.num_cached_tokens for answer in turn(7, 8, 9)] == [len(history) - 1] * 3
+        history = [*answer.prompt_token_ids, 1]
+        (answer,) = turn(10)
+        assert answer.num_cached_tokens == len(history) - 1, "the prompt's end"
+        history = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
+        free, groups = (
+            engine.recorder.pool.get_num_free_blocks(),
+            len(engine.recorder.runner.kv_cache_config.kv_cache_groups),
+        )
+        most = managers(served)[0].kv_cache_spec.most_blocks(300)
+        with engine.small_pool(most * groups):
+            cached = [turn(20 + number)[0].num_cached_tokens for number in range(4)]
+        assert free == engine.recorder.pool.get_num_free_blocks() and set(cached) - {0, len(history) - 1} <= {
+            *range(protect)
+        }
+
+
 def test_reserved_blocks(gemma):
     """With `--kv-reserve` a request holds all blocks of the policy's layers from its first step on."""
     folder, oracle, settings, exact = gemma
@@ -174,7 +207,7 @@ def test_adapters(gemma, tmp_path):
 
 @pytest.mark.slow
 def test_structured_output(gemma, tmp_path):
-    """Past the budget each token is the most probable one, by the oracle, of those that the pattern admits."""
+    """Past the budget each token is the most probable one, by the oracle, of those that the pattern admits, in both turns."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -187,15 +220,20 @@ def test_structured_output(gemma, tmp_path):
         max_tokens=100,
         structured_outputs=StructuredOutputsParams(regex="[a-f]{1,90}"),
     )
-    prompt = [token % 128 for token in random_prompt(70, seed=3)]
+    prompts, answers = [[token % 128 for token in random_prompt(70, seed=3)]], []
     with one_thread(), quick(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = LLM(str(tmp_path / "model"), additional_config={"kv_policy": settings}, block_size=BLOCK, **options)
-        (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        for turn in range(2):
+            answers += llm.generate([{"prompt_token_ids": prompts[turn]}], params, use_tqdm=False)
+            written = answers[turn].outputs[0]
+            prompts.append([*prompts[turn], *written.token_ids[: len(written.text)], 65, 66])
         llm.llm_engine.engine_core.shutdown()
-    text, tokens = answer.outputs[0].text, list(answer.outputs[0].token_ids)
-    assert re.fullmatch("[a-f]{80,90}", text)
+    assert answers[1].num_cached_tokens >= len(prompts[1]) - 3, "it goes on from the first turn"
     admitted = [ord(letter) for letter in "abcdef"]
-    rows = oracle.logprobs([*prompt, *tokens], exact)[len(prompt) - 1 :]
-    for row, token in zip(rows, tokens[: len(text)], strict=False):
-        assert float(row[admitted].max() - row[token]) <= 2 * TOLERANCE
+    for prompt, answer in zip(prompts, answers, strict=False):
+        text, tokens = answer.outputs[0].text, list(answer.outputs[0].token_ids)
+        assert re.fullmatch("[a-f]{80,90}", text)
+        rows = oracle.logprobs([*prompt, *tokens], exact)[len(prompt) - 1 :]
+        for row, token in zip(rows, tokens[: len(text)], strict=False):
+            assert float(row[admitted].max() - row[token]) <= 2 * TOLERANCE
