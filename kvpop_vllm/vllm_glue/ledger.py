@@ -192,16 +192,16 @@ LEDGER = (
           "On a CPU only blocks of full attention are zeroed, and windows read what a policy's blocks have left: blocks of all layers "
           "that the policy does not act on are zeroed.",
           "when a CPU zeroes the blocks of all kinds of attention, as a GPU does", "self, block_ids"),
-    Patch("vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace", "run.block_copies:copy_kv_cache_blocks_inplace", WORKER, "policy",
+    Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache", "run.block_copies:initialize_kv_cache", WORKER, "policy",
           "Of the layers that share the bytes of a block, vLLM copies what the first one has of it, without the padding of its page, where "
           "another layer has scores and positions: the largest comes first.",
-          "when vLLM copies whole pages", "kv_caches"),
+          "when vLLM copies whole pages", "self"),
     Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata", "run.step_requests:build_attention_metadata", WORKER, "policy",
           "Attention metadata do not say how long a request's prompt is, what it asked for, nor its seed: the runner's own numbers are "
           "handed to the metadata builder first.",
           "when common attention metadata hold prompt lengths, as they do for reference sliding windows", "self, num_tokens, num_reqs"),
-    Patch("vllm.v1.worker.gpu.model_runner:copy_kv_cache_blocks_inplace", "run.block_copies:copy_kv_cache_blocks_inplace", WORKER, "model runner V2",
-          "The same of model runner V2.", "with the one above", "kv_caches"),
+    Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache", "run.block_copies:initialize_kv_cache", WORKER, "model runner V2",
+          "The same of model runner V2.", "with the one above", "self"),
     Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn", "run.step_requests:prepare_attn", WORKER, "model runner V2",
           "The same of model runner V2.", "with the one above", "self, input_batch"),
     Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests", "run.step_requests:add_requests", WORKER, "model runner V2",
