@@ -139,17 +139,22 @@ def _snapshot_hit(self, request, placed: list):
     prefix = _prefix_blocks(ours, request, placed, columns)
     if (rows := snapshots.rows(snapshot, prefix)) is None:
         return None
-    snapshots.share(request.request_id, snapshot, True)
-    needed = self.watermark_blocks + self.coordinator.get_num_blocks_to_allocate(
+    for room in (True, False):
+        if snapshots.share(request.request_id, snapshot, room) and _fits(self, request, rows, snapshot.length):
+            return self.create_kv_cache_blocks(rows), snapshot.length, 0
+    return None
+
+
+def _fits(self, request, rows: tuple[list, ...], length: int) -> bool:
+    """Return whether the pool has room for all of a request that begins with these rows of ``length`` tokens."""
+    needed = self.coordinator.get_num_blocks_to_allocate(
         request_id=request.request_id,
         num_tokens=request.num_tokens,
         new_computed_blocks=rows,
         num_encoder_tokens=0,
-        total_computed_tokens=snapshot.length,
-        num_local_computed_tokens=snapshot.length,
+        total_computed_tokens=length,
+        num_local_computed_tokens=length,
         num_tokens_main_model=request.num_tokens,
         apply_admission_cap=True,
     )
-    if not snapshots.share(request.request_id, snapshot, needed <= self.block_pool.get_num_free_blocks()):
-        return None
-    return self.create_kv_cache_blocks(rows), snapshot.length, 0
+    return needed + self.watermark_blocks <= self.block_pool.get_num_free_blocks()
