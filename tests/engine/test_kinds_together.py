@@ -107,9 +107,9 @@ def test_chats_with_protected_tokens(gemma, protect):
         history = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
         served.serve([Job(len(history) + 30, new=20, scored=False)], protect=protect)
         pool = engine.recorder.pool
-        most = pool.num_gpu_blocks - 1 - min(step.free for step in engine.recorder.blocks)
+        peak = pool.num_gpu_blocks - 1 - min(step.free for step in engine.recorder.blocks)
         for room in (0, 2):
-            with engine.small_pool(most + room):  # in which a request that hits nothing fits
+            with engine.small_pool(peak + room):  # in which a request that hits nothing fits
                 assert [len(turn(20 + number)) for number in range(4)] == [1] * 4
 
 

@@ -20,11 +20,11 @@ from kvpop_vllm.testing import random_prompt
 pytestmark = pytest.mark.slow
 
 
-def go_on(engine, turns: int = 3, **options) -> list[int]:
-    """Serve turns of a chat, each of which goes on from the one before, and return its tokens."""
+def go_on(engine, seed: int = 0, **options) -> list[int]:
+    """Serve three turns of a chat, each of which goes on from the one before, and return its tokens."""
     history: list[int] = []
-    for number in range(turns):
-        answer = turn(engine, history, seed=number, **options)
+    for number in range(3):
+        answer = turn(engine, history, seed=seed + number, **options)
         assert answer.num_cached_tokens == max(0, len(history) - 1)
         history = whole(answer)
     return history
@@ -38,15 +38,15 @@ def cached(engine, job: Job) -> int:
 
 def test_adapters(case, tmp_path):
     """A chat under an adapter goes on under it; under another adapter, or none, it begins again."""
-    found = case("qwen3", "kvpop")
+    matrix_case = case("qwen3", "kvpop")
     options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    with watched(found.model, found.settings, **options) as engine:
+    with watched(matrix_case.model, matrix_case.settings, **options) as engine:
         adapters, chats_of = [], []
         for number, name in enumerate(("first", "second"), 1):
-            merged, lora = adapter(found.model, tmp_path / name, seed=number)
+            merged, lora = adapter(matrix_case.model, tmp_path / name, seed=number)
             adapters.append(LoRARequest(name, number, str(lora)))
-            engine.judge = Judge(str(merged), found.judge.policy)
-            chats_of.append(go_on(engine, adapter=adapters[-1]))
+            engine.judge = Judge(str(merged), matrix_case.judge.policy)
+            chats_of.append(go_on(engine, 10 * number, adapter=adapters[-1]))
         first, second = adapters
         for other in (second, None, LoRARequest("first", 3, first.lora_path)):  # the last one is loaded again
             assert cached(engine, Job(prompt=[*chats_of[0], 5], new=2, scored=False, adapter=other)) == 0
@@ -74,17 +74,17 @@ def test_draws_of_other_seeds(case):
 @pytest.mark.parametrize("options", [{"allocator": str(SHARES)}, {"allocator": "pyramid"}], ids=["heads", "layers"])
 def test_unequal_shares(case, options):
     """A snapshot holds the blocks that heads share unequally."""
-    found = case("qwen3", "kvpop", **options)
-    with watched(found.model, found.settings, found.judge, num_gpu_blocks_override=301) as engine:
+    matrix_case = case("qwen3", "kvpop", **options)
+    with watched(matrix_case.model, matrix_case.settings, matrix_case.judge, num_gpu_blocks_override=301) as engine:
         go_on(engine)
         assert not engine.leaks()
 
 
 def test_reserved_blocks(case):
     """A request that claims all of its blocks at once leaves those that it used, and goes on with the others."""
-    found = case("qwen3", "kvpop")
-    settings = found.settings | {"reserve": True}
-    with watched(found.model, settings, found.judge, num_gpu_blocks_override=301) as engine:
+    matrix_case = case("qwen3", "kvpop")
+    settings = matrix_case.settings | {"reserve": True}
+    with watched(matrix_case.model, settings, matrix_case.judge, num_gpu_blocks_override=301) as engine:
         go_on(engine)
         assert not engine.leaks()
 
@@ -92,16 +92,15 @@ def test_reserved_blocks(case):
 @pytest.mark.parametrize("protect", [0, 40])
 def test_cartridges(case, tmp_path, protect):
     """A chat after a cartridge goes on after the same one; after another, or none, it begins again."""
-    found = case("qwen3", "kvpop", protect_prompt=protect)
-    folders = {name: write(tmp_path / name, found.model, name) for name in SLOTS}
-    settings = found.settings | {"cartridge": [f"{name}={folder}" for name, folder in folders.items()]}
-    with watched(found.model, settings | {"protect_prompt": protect}, num_gpu_blocks_override=321) as engine:
-        served, history = Served(engine, found, folders), []
+    matrix_case = case("qwen3", "kvpop", protect_prompt=protect)
+    folders = {name: write(tmp_path / name, matrix_case.model, name) for name in SLOTS}
+    settings = matrix_case.settings | {"cartridge": [f"{name}={folder}" for name, folder in folders.items()]}
+    with watched(matrix_case.model, settings | {"protect_prompt": protect}, num_gpu_blocks_override=321) as engine:
+        served, history = Served(engine, matrix_case, folders), []
         for number in range(3):
             prompt = next_prompt(history, number)
             (answer,) = served.serve([Job(prompt=prompt, new=20, asks=named("plain", "biased"))]).values()
-            made = SLOTS["plain"] + SLOTS["biased"]
-            assert answer.num_cached_tokens == made + max(0, len(history) - 1)
+            assert answer.num_cached_tokens == SLOTS["plain"] + SLOTS["biased"] + max(0, len(history) - 1)
             history = [*prompt, *answer.outputs[0].token_ids]
         for asks, slots in ((named("plain"), SLOTS["plain"]), (named("later", "biased"), 192), (None, 0)):
             (answer,) = served.serve([Job(prompt=[*history, 5], new=4, asks=asks)]).values()
@@ -137,22 +136,22 @@ WORKERS = {
 @pytest.fixture(scope="module")
 def alone(case):
     """Return a case, and the chat of one engine of one rank, which the oracle judges."""
-    found = case("qwen3", "kvpop")
-    with watched(found.model, found.settings, found.judge) as engine:
+    matrix_case = case("qwen3", "kvpop")
+    with watched(matrix_case.model, matrix_case.settings, matrix_case.judge) as engine:
         history: list[int] = []
         for number in range(3):
             answers = engine.serve([Job(prompt=next_prompt(history, number), new=20, scored=False)])
-            found.judge.check(answers, engine.recorder.held)
+            matrix_case.judge.check(answers, engine.recorder.held)
             (answer,) = answers.values()
             history = whole(answer)
-    return found, history
+    return matrix_case, history
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_two_workers(alone, workers):
     """Each rank or stage copies its part of a snapshot."""
-    found, history = alone
-    with running(found.model, found.settings, block_size=16, **WORKERS[workers]) as llm:
+    matrix_case, history = alone
+    with running(matrix_case.model, matrix_case.settings, block_size=16, **WORKERS[workers]) as llm:
         assert conversation(llm) == history
 
 
@@ -168,8 +167,8 @@ def test_asynchronous_scheduling(alone, monkeypatch):
         config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
-    found, history = alone
-    with running(found.model, found.settings, block_size=16, async_scheduling=True) as llm:
+    matrix_case, history = alone
+    with running(matrix_case.model, matrix_case.settings, block_size=16, async_scheduling=True) as llm:
         assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
         assert conversation(llm) == history
 
@@ -180,14 +179,14 @@ def test_two_data_parallel_engines(alone):
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    found, history = alone
+    matrix_case, history = alone
     sizes = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
     sizes |= {"block_size": 16, "enforce_eager": True, "skip_tokenizer_init": True, "data_parallel_size": 2}
     params = {"temperature": 0, "max_tokens": 20, "detokenize": False, "ignore_eos": True}
 
     async def serve() -> list:
         engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(found.model, additional_config={"kv_policy": found.settings}, **sizes)
+            AsyncEngineArgs(matrix_case.model, additional_config={"kv_policy": matrix_case.settings}, **sizes)
         )
 
         async def turn_of(prompt: list[int], rank: int, name: str):

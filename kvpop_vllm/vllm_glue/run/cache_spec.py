@@ -114,8 +114,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         """Return the most blocks that an admitted request may still ask for."""
         if self.kv_cache_spec.reserve or (slots := self.requests.get(request_id)) is None:
             return 0
-        most = self.kv_cache_spec.blocks(slots.prefix + slots.budget + 1, slots)
-        return max(0, most - len(self.req_to_blocks.get(request_id, ())))
+        bound = self.kv_cache_spec.blocks(slots.prefix + slots.budget + 1, slots)
+        return max(0, bound - len(self.req_to_blocks.get(request_id, ())))
 
     def add_local_computed_blocks(self, request_id, new_computed_blocks, *args, **kwargs) -> None:
         """Give a request the blocks of a prefix hit, or those of a snapshot."""

@@ -202,10 +202,10 @@ class Snapshots:
                 if isinstance(manager, FixedBudgetManager):
                     missing += manager.most_missing(name)
                 else:
-                    most = manager.kv_cache_spec.max_admission_blocks_per_request(
+                    bound = manager.kv_cache_spec.max_admission_blocks_per_request(
                         max_in_flight_tokens=max(tokens, 2), max_model_len=last
                     )
-                    missing += max(0, most - sum(not block.is_null for block in row))
+                    missing += max(0, bound - sum(not block.is_null for block in row))
         return missing
 
     def _place(self, request: Request, length: int) -> tuple[Key, tuple[int, ...]]:
