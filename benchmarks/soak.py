@@ -2,8 +2,8 @@
 
 Usage: ``python benchmarks/soak.py --minutes 60 --model MODEL -- OPTIONS...`` with options of ``vllm serve``. Rounds of
 load alternate with quiet points. In a round, client processes send twice as many requests at once as --max-num-seqs
-admits: mixed prompts, answers, budgets, protections, seeds and cartridges, streams that are cut, requests that are
-aborted, requests that must be refused. One client is killed and restarted. At a quiet point no request runs. It asks the
+admits: mixed prompts, answers, budgets, protections, seeds and cartridges, chats of several turns, streams that are cut,
+requests that are aborted, requests that must be refused. One client is killed and restarted. At a quiet point no request runs. It asks the
 canaries, counts blocks and measures memory. The server keeps its promises if
 
 - every request is answered in full, or refused in one line where it must be, unless its client went away;
@@ -81,7 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
             f"{process}: {before:.1f} MiB, then {after:.1f}"
             + (f" ({100 * (after / before - 1):+.2f}%)" if before else "")
         )
-    print(", ".join(f"{total[name]} {name}" for name in OUTCOMES) + f"; {total['preemptions']:.0f} preemptions")
+    print(
+        ", ".join(f"{total[name]} {name}" for name in OUTCOMES)
+        + f"; {total['preemptions']:.0f} preemptions, {total['cached_tokens']:.0f} tokens cached"
+    )
     print(f"canaries under load: {total['same_in_batch']} of {total['asked_in_batch']} same to the bit (not promised)")
     for line in total["broken"]:
         print(f"broken: {line}", file=sys.stderr)
@@ -225,6 +228,7 @@ def quiet(server: Server, load: dict, canaries: list[dict], first: list) -> dict
         "running": gauge(server, "num_requests_running") + gauge(server, "num_requests_waiting"),
         "blocks": server.blocks_in_use(),
         "preemptions": gauge(server, "num_preemptions_total"),
+        "cached": gauge(server, "prefix_cache_hits_total"),
         "memory": memory_of(server.process.pid),
     }
 
@@ -310,11 +314,13 @@ def client(load: dict) -> None:
     def work(thread: int) -> None:
         draw = random.Random(f"{load['seed']}-{thread}")
         with httpx.Client(base_url=load["url"], verify=False) as http:
-            until = time.time() + load["seconds"]
+            until, chat = time.time() + load["seconds"], {}
             for number in itertools.count():
-                way, body = drawn(draw, load)
+                way, body = next_turn(draw, load, chat) or drawn(draw, load)
                 say(name=f"{thread}-{number}")
-                outcome, detail = send(http, way, body, draw)
+                outcome, detail, answer = send(http, way, body, draw)
+                if answer:
+                    chat = body | {"prompt": body["prompt"] + answer}
                 say(name=f"{thread}-{number}", outcome=outcome, detail=detail)
                 if time.time() > until:
                     return
@@ -361,7 +367,25 @@ def drawn(draw: random.Random, load: dict) -> tuple[str, dict]:
                 {"vllm_xargs": asks | wrong} for wrong in ({"kv_budget": 2**40}, {"kv_nothing": 1}, {"kv_report": 7})
             ]
         return way, body | draw.choice(bad)
+    if way == "whole" and "prompt" in body and "n" not in body:
+        body |= {"return_token_ids": True}  # a chat may go on with them
     return way, body | ({"vllm_xargs": asks} if asks else {})
+
+
+def next_turn(draw: random.Random, load: dict, chat: dict) -> tuple[str, dict] | None:
+    """Return a request that goes on with a chat, None where another one is to be sent.
+
+    Args:
+        draw: source of choices.
+        load: what clients know.
+        chat: body of the chat's last request with its answer as part of the prompt, empty for none.
+    """
+    room = load["length"] - len(chat.get("prompt", ()))
+    if not chat or room < 8 or draw.random() < 0.5:
+        return None
+    added = tokens(draw, load, log_uniform(draw, room // 2))
+    new = log_uniform(draw, min(load["length"] // 8, room - len(added)))
+    return "whole", chat | {"prompt": chat["prompt"] + added, "max_tokens": new}
 
 
 def log_uniform(draw: random.Random, most: int) -> int:
@@ -381,22 +405,26 @@ def messages(draw: random.Random, words: int) -> list[dict]:
     return [{"role": "user", "content": " ".join(f"{own.randrange(1000)}" for _ in range(words))}]
 
 
-def send(http: httpx.Client, way: str, body: dict, draw: random.Random) -> tuple[str, str]:
-    """Send a request and return its outcome with a detail if it is lost."""
+def send(http: httpx.Client, way: str, body: dict, draw: random.Random) -> tuple[str, str, list[int]]:
+    """Send a request and return its outcome, with a detail if it is lost and the answer's tokens if they were asked for."""
     usage = {"stream": True, "stream_options": {"include_usage": True}} if way in ("stream", "cut") else {}
     limit = draw.uniform(0.05, 3) if way == "abort" else PATIENCE_S
     parts = draw.randint(1, 20) if way == "cut" else None
     try:
         with http.stream("POST", path_of(body), json=body | usage, timeout=limit) as reply:
             if reply.status_code != 200:
-                return refusal(way, reply.status_code, reply.read().decode())
+                return *refusal(way, reply.status_code, reply.read().decode()), []
             if way == "bad":
-                return "lost", f"{json.dumps(body)[:300]} was not refused"
-            return read_stream(reply, body, parts) if usage else finished(json.loads(reply.read()), body)
+                return "lost", f"{json.dumps(body)[:300]} was not refused", []
+            if usage:
+                return *read_stream(reply, body, parts), []
+            answer = json.loads(reply.read())
+            return *finished(answer, body), answer["choices"][0].get("token_ids") or []
     except httpx.TimeoutException as error:
-        return ("aborted", "") if way == "abort" else ("lost", f"no answer within {PATIENCE_S} s: {error!r}")
+        late = ("lost", f"no answer within {PATIENCE_S} s: {error!r}")
+        return *(("aborted", "") if way == "abort" else late), []
     except httpx.HTTPError as error:
-        return "lost", f"{error!r}"
+        return "lost", f"{error!r}", []
 
 
 def refusal(way: str, status: int, text: str) -> tuple[str, str]:
@@ -449,6 +477,7 @@ def summary(rows: list[dict]) -> dict:
     batch = [same for row in rows for same in row.get("in_batch", ())]
     total |= {"rounds": len(rows) - 1, "minutes": round((rows[-1]["time"] - rows[0]["time"]) / 60, 1)}
     total |= {"same_in_batch": sum(batch), "asked_in_batch": len(batch), "preemptions": rows[-1]["preemptions"]}
+    total["cached_tokens"] = rows[-1]["cached"] - rows[0]["cached"]
     total |= {"most_waiting": max(row.get("waiting", 0) for row in rows), "MiB": {}}
     before, after = fifths(rows)
     for process in rows[0]["memory"]:

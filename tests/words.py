@@ -32,7 +32,7 @@ COUNTS: dict[str, int] = {
     "name beside": 5,
     "name both": 10,
     "name each": 113,
-    "name found": 341,
+    "name found": 340,
     "name given": 51,
     "name held": 121,
     "name here": 12,

@@ -112,14 +112,17 @@ LEDGER = (
     # in an engine core, before it makes its scheduler
     Patch("vllm.v1.kv_cache_spec_registry:_REGISTRY_KVCACHESPEC_LIST", "run.cache_spec:register", SCHEDULER, "policy",
           "vLLM's extension point: the spec of a fixed-budget cache and its block manager.", "never", kind=REGISTERED),
+    Patch("vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", "run.manager_requests:make_managers", SCHEDULER, "policy",
+          "The block manager of a cache group does not know the others, and a snapshot holds blocks of all groups: ours share one store.",
+          "when cache managers are handed their coordinator", "self"),
     Patch("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", "run.manager_requests:get_computed_blocks", SCHEDULER, "policy",
           "A cache manager is told of a request's name only: ours learns what each asked for and how long its prompt is, and a hit that "
           "reaches beyond what it protects is cut.",
           "when cache managers are handed the request", "self, request"),
     Patch("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks", "run.manager_requests:cache_blocks", SCHEDULER, "policy",
           "Blocks are shared by the hash of their tokens, and keys of unprotected tokens depend on what was evicted, in windows too: only "
-          "blocks of protected tokens are hashed.",
-          "when cache managers can bound what is hashed in all groups", "self, request, num_computed_tokens"),
+          "blocks of protected tokens are hashed. Snapshots of prompts are taken here, when a step's blocks are there.",
+          "when cache managers can bound what is hashed in all groups, and are handed the request", "self, request, num_computed_tokens"),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._free_request", "extras.reports:free_request", SCHEDULER, "policy",
           "Only here is a request's cache known at its end: its numbers are kept for the metrics, and returned with the response to "
           "requests that ask for a report.",
@@ -127,6 +130,15 @@ LEDGER = (
     Patch("vllm.v1.core.sched.scheduler:Scheduler._free_request", "run.manager_requests:free_request", SCHEDULER, "policy",
           "Cache managers are told of a request's name only when it ends: a snapshot of its blocks needs its tokens too.",
           "when cache managers are handed the request", "self, request"),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache", "run.manager_requests:reset_prefix_cache", SCHEDULER, "policy",
+          "vLLM forgets nothing while a request holds blocks: snapshots are dropped then too, and none is taken of such a request.",
+          "when a reset drops what it can", "self"),
+    Patch("vllm.v1.engine.core:EngineCore.collective_rpc", "run.manager_requests:collective_rpc", SCHEDULER, "policy",
+          "Weights are reloaded by a method of the workers of any name, of which the scheduler is not told: snapshots are of the old ones, "
+          "and so are later ones of requests that hold blocks.",
+          "when the scheduler is told that weights change", "self"),
+    Patch("vllm.v1.engine.core:EngineCore.add_lora", "run.manager_requests:add_lora", SCHEDULER, "policy",
+          "The same of an adapter that is loaded in place of one of its name.", "with the one above", "self, lora_request"),
     Patch("vllm.v1.core.sched.scheduler:Scheduler.make_stats", "extras.reports:make_stats", SCHEDULER, "policy",
           "The scheduler's statistics have no room for others: ours travel in the field of KV connectors, which are refused.",
           "with the one above", "self"),
@@ -180,11 +192,17 @@ LEDGER = (
           "On a CPU only blocks of full attention are zeroed, and windows read what a policy's blocks have left: blocks of all layers "
           "that the policy does not act on are zeroed.",
           "when a CPU zeroes the blocks of all kinds of attention, as a GPU does", "self, block_ids"),
+    Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache", "run.block_copies:initialize_kv_cache", WORKER, "policy",
+          "Of the layers that share the bytes of a block, vLLM copies what the first one has of it, without the padding of its page, where "
+          "another layer has scores and positions: the largest comes first.",
+          "when vLLM copies whole pages", "self"),
     Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata", "run.step_requests:build_attention_metadata", WORKER, "policy",
           "Attention metadata do not say how long a request's prompt is, what it asked for, its seed, nor which tokens are drafts: the "
           "runner's own numbers are handed to the metadata builder first.",
           "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
           "self, num_tokens, num_reqs, *, use_spec_decode"),
+    Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache", "run.block_copies:initialize_kv_cache", WORKER, "model runner V2",
+          "The same of model runner V2.", "with the one above", "self"),
     Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn", "run.step_requests:prepare_attn", WORKER, "model runner V2",
           "The same of model runner V2.", "with the one above", "self, input_batch"),
     Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests", "run.step_requests:add_requests", WORKER, "model runner V2",

@@ -33,7 +33,7 @@ def test_a_minute_of_load(tmp_path, capfd):
     *rows, total = map(json.loads, log.read_text().splitlines())
     assert [row["round"] for row in rows] == [*range(len(rows))] and len(rows) >= soak.LEAST
     assert total["answered"] > 10 and total["refused"] and total["aborted"] and total["lost"] == 0
-    assert total["asked_in_batch"] > 0 and total["broken"] == []
+    assert total["asked_in_batch"] > 0 and total["broken"] == [] and total["cached_tokens"] > 0
     assert {"VLLM::EngineCore", "VLLM::Worker"} <= {name.split()[0] for name in total["MiB"]}
     assert len(shown.out.splitlines()) > len(rows)
 
@@ -61,7 +61,12 @@ def test_options_are_read_as_vllm_reads_them(tmp_path, capsys):
 
 def row(number: int, **changes) -> dict:
     told = {"round": number, "time": 60.0 * number, "canaries": [True, True], "running": 0, "blocks": 2}
-    told |= dict.fromkeys(soak.OUTCOMES, 5) | {"lost": 0, "preemptions": 0, "memory": {"engine 7": 1000 << 20}}
+    told |= dict.fromkeys(soak.OUTCOMES, 5) | {
+        "lost": 0,
+        "preemptions": 0,
+        "cached": 0,
+        "memory": {"engine 7": 1000 << 20},
+    }
     return told | {"details": [], "waiting": 3, "in_batch": [True, False]} | changes
 
 
@@ -119,3 +124,19 @@ def test_requests_are_the_same_for_the_same_seed():
     for way, body in first:
         if way != "bad" and "prompt" in body:
             assert len(body["prompt"]) + body["max_tokens"] <= 512
+
+
+def test_a_chat_goes_on_with_its_own_options():
+    """Each turn begins with all tokens of the one before, until there is no room for another."""
+    load, draw = {"vocabulary": 320, "length": 512}, soak.random.Random(3)
+    first = {"model": "m", "prompt": [5] * 20, "vllm_xargs": {"kv_budget": 64}, "max_tokens": 3, "temperature": 0}
+    assert soak.next_turn(draw, load, {}) is None
+    chat, turns = first, 0
+    while len(chat["prompt"]) <= 512 - 8:
+        if (drawn := soak.next_turn(draw, load, chat)) is not None:
+            way, body = drawn
+            assert way == "whole" and body | {"prompt": 0, "max_tokens": 0} == first | {"prompt": 0, "max_tokens": 0}
+            assert body["prompt"][: len(chat["prompt"])] == chat["prompt"] and len(body["prompt"]) > len(chat["prompt"])
+            assert len(body["prompt"]) + body["max_tokens"] <= 512
+            chat, turns = body | {"prompt": [*body["prompt"], *range(body["max_tokens"])]}, turns + 1
+    assert turns > 2 and soak.next_turn(draw, load, chat) is None

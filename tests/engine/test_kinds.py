@@ -94,6 +94,26 @@ def test_preempted_requests(served):
     assert not grows or sum(served.engine.recorder.preemptions.values()) > 0
 
 
+def test_turns_of_a_chat(served):
+    """A turn goes on from the one before in models with windows and chunks; recurrent layers read all of its tokens again.
+
+    Other requests overwrite what is free, and the second turn is preempted.
+    """
+
+    def preempt(step):
+        if step == 8:
+            preempt_all(served.engine.recorder.scheduler)
+
+    history: list[int] = []
+    for number, (chunk, new) in enumerate([(None, 20), (16, 40), (40, 20)]):
+        prompt = [*history, *random_prompt(30 if history else 130, seed=400 + number)]
+        jobs = [Job(prompt=prompt, new=new, scored=False), Job(50 + number, new=60, scored=False)]
+        answers = served.serve(jobs, chunk, preempt if number == 1 else None)
+        answer = answers[served.engine.names["0"]]
+        assert answer.num_cached_tokens == (0 if served.by_inputs else max(0, len(history) - 1))
+        history = [*prompt, *answer.outputs[0].token_ids]
+
+
 def least_blocks(spec) -> int:
     """Return the blocks of a request of one token in a group."""
     return spec.blocks(1) if isinstance(spec, FixedBudgetSpec) else 1

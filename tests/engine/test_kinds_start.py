@@ -147,7 +147,10 @@ def test_the_start_names_the_layers(mixed):
     config = configure(mixed(SLIDING, FULL, SLIDING, FULL), STREAMING)
     acts = "it acts on 2 of 4 layers, those with full attention (1, 3); 2 of sliding_attention are as without a policy"
     untested = "no test serves models of type ministral (docs/models.md): compare their answers"
-    assert describe(config)[1:] == [acts, untested]
+    turns = (
+        "a prompt that goes on from an earlier request costs its new tokens (--no-enable-prefix-caching turns it off)"
+    )
+    assert describe(config)[1:] == [acts, untested, turns]
     shape = engine_policy(config).model
     assert (shape.num_layers, shape.model_layers, shape.layers) == (2, 4, (1, 3))
     assert [shape.ordinal(layer) for layer in (1, 3)] == [0, 1]
@@ -182,6 +185,18 @@ def test_prefix_caching_of_states_on_a_cpu(family):
         ConfigError, match="layers of linear_attention cannot .* float32 on a CPU: use --dtype bfloat16"
     ):
         configure(net, STREAMING, dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "nemotron_h", "qwen3_next"])
+def test_the_start_says_whether_turns_of_a_chat_go_on(family, kind):
+    """Snapshots hold windows, and no recurrent states."""
+    config = configure(family(kind)[0], STREAMING, dtype="bfloat16")
+    goes_on = any(line.startswith("a prompt that goes on from an earlier request costs") for line in describe(config))
+    refuses = (
+        "a turn of a chat computes all of its tokens that are not protected, since snapshots hold no recurrent states"
+    )
+    assert (goes_on, refuses in describe(config)) == ((True, False) if kind == "gemma3_text" else (False, True))
+    assert config.cache_config.enable_prefix_caching == goes_on
 
 
 STATE = MambaSpec(block_size=1024, shapes=((4, 1000),), dtypes=(torch.float32,))

@@ -101,6 +101,35 @@ def test_settings_of_requests(model):
         assert {(sample.labels["layers"], sample.labels["model_layers"]) for sample in info.samples} == {("2", "6")}
 
 
+@pytest.mark.parametrize("protect", [30, 100])
+@pytest.mark.parametrize("model", ["gemma3_text"], indirect=True)
+def test_chats_with_protected_tokens(model, protect):
+    """Snapshots share prefix blocks and full windows; turns go on from them at once, from prompts' ends, and in small pools."""
+    with serving(model.folder, model.settings | {"protect_prompt": protect}) as engine:
+        served, history = model.served(engine), []
+
+        def turn(*seeds: int, chunk=None) -> list:
+            prompts = [[*history, *random_prompt(30 if history else 130, seed=seed)] for seed in seeds]
+            answers = served.serve([Job(prompt=p, new=20, scored=False) for p in prompts], chunk, protect=protect)
+            return [answers[engine.names[str(i)]] for i in range(len(seeds))]
+
+        for number in range(3):
+            (answer,) = turn(number, chunk=16 if number == 1 else None)
+            assert answer.num_cached_tokens == max(0, len(history) - 1)
+            history = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
+        assert [answer.num_cached_tokens for answer in turn(7, 8, 9)] == [len(history) - 1] * 3
+        history = [*answer.prompt_token_ids, 1]
+        (answer,) = turn(10)
+        assert answer.num_cached_tokens == len(history) - 1, "the prompt's end"
+        history = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
+        served.serve([Job(len(history) + 30, new=20, scored=False)], protect=protect)
+        pool = engine.recorder.pool
+        peak = pool.num_gpu_blocks - 1 - min(step.free for step in engine.recorder.blocks)
+        for room in (0, 2):
+            with engine.small_pool(peak + room):  # in which a request that hits nothing fits
+                assert [len(turn(20 + number)) for number in range(4)] == [1] * 4
+
+
 def test_reserved_blocks(model):
     """With `--kv-reserve` a request holds all blocks of the policy's layers from its first step on."""
     with serving(model.folder, model.settings | {"reserve": True}) as engine:
@@ -187,7 +216,7 @@ def test_adapters(model, tmp_path):
 
 @pytest.mark.slow
 def test_structured_output(model, tmp_path):
-    """Past the budget each token is the most probable one, by the oracle, of those that the pattern admits."""
+    """Past the budget each token is the most probable one, by the oracle, of those that the pattern admits, in both turns."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -199,15 +228,21 @@ def test_structured_output(model, tmp_path):
         max_tokens=100,
         structured_outputs=StructuredOutputsParams(regex="[a-f]{80,90}"),
     )
-    prompt = [token % 128 for token in random_prompt(70, seed=3)]
+    prompts, answers = [[token % 128 for token in random_prompt(70, seed=3)]], []
     with one_thread(), quick(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = LLM(str(tmp_path / "model"), additional_config={"kv_policy": model.settings}, block_size=BLOCK, **options)
-        (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        for turn in range(2):
+            answers += llm.generate([{"prompt_token_ids": prompts[turn]}], params, use_tqdm=False)
+            written = answers[turn].outputs[0]
+            prompts.append([*prompts[turn], *written.token_ids[: len(written.text)], 65, 66])
         llm.llm_engine.engine_core.shutdown()
-    text, tokens = answer.outputs[0].text, list(answer.outputs[0].token_ids)
-    assert re.fullmatch("[a-f]{80,90}", text)
+    if RECURRENT not in model.oracle.kinds:
+        assert answers[1].num_cached_tokens >= len(prompts[1]) - 3, "it goes on from the first turn"
     admitted = [ord(letter) for letter in "abcdef"]
-    rows = model.oracle.logprobs([*prompt, *tokens], model.exact)[len(prompt) - 1 :]
-    for row, token in zip(rows, tokens[: len(text)], strict=False):
-        assert float(row[admitted].max() - row[token]) <= 2 * TOLERANCE
+    for prompt, answer in zip(prompts, answers, strict=False):
+        text, tokens = answer.outputs[0].text, list(answer.outputs[0].token_ids)
+        assert re.fullmatch("[a-f]{80,90}", text)
+        rows = model.oracle.logprobs([*prompt, *tokens], model.exact)[len(prompt) - 1 :]
+        for row, token in zip(rows, tokens[: len(text)], strict=False):
+            assert float(row[admitted].max() - row[token]) <= 2 * TOLERANCE

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.driving import BLOCK, Job, preempt_all, serving
+from engine.judge import Judge
 
-from kvpop_vllm.testing import random_prompt
+from kvpop_vllm.testing import random_prompt, write_tiny_model
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
 
 QUICK = [("kvpop", 0), ("h2o", 0), ("streaming-llm", 40)]
@@ -45,6 +46,11 @@ def nothing_is_left(engine):
 def ties(engine) -> bool:
     """Return whether equal tokens tie in the first layer, where rounding would decide which one is evicted."""
     return engine_policy(engine.recorder.scheduler.vllm_config).name == "kvzap"
+
+
+def next_prompt(history: list[int], seed: int) -> list[int]:
+    """Return the prompt of a turn: the history and new tokens."""
+    return [*history, *random_prompt(25 if history else 95, seed=seed)]
 
 
 def turn(engine, history: list[int], seed: int, each_step=None, fillers=(), **options):
@@ -158,9 +164,8 @@ def test_the_pool_takes_blocks_back(engine):
         for number, length in enumerate(lengths):
             engine.check(engine.serve([Job(prompt=random_prompt(length, seed=100 + number), new=3, scored=False)]))
             blocks = [block for snapshot in live(engine) for block in snapshot.blocks]
-            assert {block.block_id for block in blocks} == {*snapshots._by_block} and len(blocks) == len(
-                snapshots._by_block
-            )
+            assert {block.block_id for block in blocks} == {*snapshots._by_block}
+            assert len(blocks) == len(snapshots._by_block)
             assert sum(snapshots._digests.values()) == len(live(engine)) and all(block.block_hash for block in blocks)
         assert snapshots.counts["lost"] and snapshots.counts["taken"] == snapshots.counts["lost"] + len(live(engine))
         for number, hit in ((len(lengths) - 1, True), (0, False)):
@@ -274,17 +279,97 @@ def test_keys_of_short_texts(engine):
     slots = manager.kv_cache_spec.slots()
 
     def key(salt=None, lora=None, seed=None, **numbers):
-        adapter = lora and SimpleNamespace(lora_name=lora[0], lora_path=lora[1])
+        adapter = lora and SimpleNamespace(lora_name=lora[0], lora_path=lora[1], lora_int_id=lora[2])
         params = SimpleNamespace(seed=seed)
         request = SimpleNamespace(cache_salt=salt, lora_request=adapter, sampling_params=params, block_hashes=[])
         return snapshots._key(request, slots._replace(**numbers), 0)
 
     variants = [
         key(salt="a"),
-        key(lora=("x", "one")),
-        key(lora=("x", "two")),
+        key(lora=("x", "one", 1)),
+        key(lora=("x", "two", 1)),
+        key(lora=("x", "one", 2)),
         key(budget=9),
         key(seed=1),
         key(prefix=3),
     ]
-    assert key() == key() and len({key(), *variants}) == 6 + snapshots.draws
+    assert key() == key() and len({key(), *variants}) == 7 + snapshots.draws
+
+
+def run_without_snapshots(engine, jobs) -> int:
+    """Serve jobs while the engine takes no snapshots, and return the number of preemptions."""
+    manager, snapshots = engine.recorder.manager, snapshots_of(engine)
+    engine.engine.reset_prefix_cache()
+    manager.snapshots = None
+    try:
+        engine.check(engine.serve(jobs))
+    finally:
+        manager.snapshots = snapshots
+    return sum(engine.recorder.preemptions.values())
+
+
+def test_prompts_that_never_repeat_lose_nothing(engine):
+    """In a pool that is too small for all, as many requests are preempted as without snapshots, and none is in vain."""
+    jobs = [Job(prompt=unlike(20 + 9 * i, 80 + i), new=40, scored=False) for i in range(9)]
+    with engine.small_pool(5 * engine.spec.most_blocks(100)):
+        without = run_without_snapshots(engine, jobs)
+        engine.check(engine.serve(jobs))
+    assert 0 < sum(engine.recorder.preemptions.values()) <= without
+    blocks = {block.block_id for snapshot in live(engine) for block in snapshot.blocks}
+    assert blocks == {*snapshots_of(engine)._by_block} == {*engine.recorder.pool._reuse_watchers}
+
+
+CHANGES = {
+    "reset": lambda llm: llm.reset_prefix_cache(),
+    "reload": lambda llm: llm.collective_rpc(
+        "reload_weights", kwargs={"weights_path": llm.llm_engine.model_config.model}
+    ),
+    "function": lambda llm: llm.apply_model(lambda model: None),
+    "sleep": lambda llm: (llm.sleep(level=1, mode="keep"), llm.wake_up()),
+    "deep sleep": lambda llm: (llm.sleep(level=2, mode="keep"), llm.wake_up()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_weights_drop_snapshots(engine, change):
+    """All are gone, and a request that runs meanwhile leaves none; a later one leaves one again.
+
+    vLLM on a CPU keeps its memory while it sleeps, but resets its caches.
+    """
+    history = whole(turn(engine, [], seed=90))
+    assert live(engine)
+
+    def apply(step):
+        if step == 4:
+            CHANGES[change](engine.llm)
+            assert not live(engine)
+
+    job = Job(prompt=unlike(70, 91), new=12, scored=False)
+    engine.serve([job], apply)
+    assert not live(engine) or engine.recorder.preemptions[engine.names["0"]] == 1, "it began again after the change"
+    engine.engine.reset_prefix_cache()
+    later = turn(engine, history, seed=92)
+    assert later.num_cached_tokens == 0
+    assert turn(engine, whole(later), seed=93).num_cached_tokens == len(whole(later)) - 1
+
+
+def test_other_weights(engine, tmp_path):
+    """After a reload a chat goes on by the new weights alone, also where a request ran across it."""
+    model = engine.llm.llm_engine.model_config.model
+    other = str(write_tiny_model(tmp_path / "other", "qwen3", seed=7))
+    history = whole(turn(engine, [], seed=95))
+
+    def load(weights: str):
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
+
+    job = Job(prompt=[*history, 7], new=9, scored=False)
+    engine.serve([job], lambda step: load(other) if step == 3 else None)
+    try:
+        engine.engine.reset_prefix_cache()  # of protected tokens, as without a policy
+        engine.recorder.clear()
+        answers = engine.serve([job])
+        assert [answer.num_cached_tokens for answer in answers.values()] == [0]
+        engine.check(answers, Judge(other, engine.judge.policy, protect=engine.judge.protect))
+    finally:
+        load(model)
+        engine.engine.reset_prefix_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
@@ -18,7 +19,9 @@ from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.ranks import Division
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
-from kvpop_vllm.vllm_glue.run.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    from kvpop_vllm.vllm_glue.run.snapshots import Snapshots
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -56,8 +59,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.bounds: dict[str, int] = {}  # most blocks of running requests, where metrics are on
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
         alone = not kwargs.get("needs_kv_cache_zeroing")  # no layers of other kinds take blocks
-        snapshots = self.enable_caching and kv_cache_spec.snapshots
-        self.snapshots = Snapshots(self, kv_cache_spec.draws) if snapshots else None
+        self.snapshots: Snapshots | None = None  # set when the managers of all groups are made
         if alone and kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
@@ -106,34 +108,30 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             return self.block_pool.num_gpu_blocks
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         evictable = self._get_num_evictable_blocks(new_computed_blocks)
-        copies = 0 if self.snapshots is None else self.snapshots.copied(request_id, new_computed_blocks)
+        copies = 0 if self.snapshots is None else self.snapshots.copied(request_id, self, new_computed_blocks)
         return max(0, self._blocks(request_id, num_tokens) - held) + evictable + copies
 
-    def most_missing(self) -> int:
-        """Return the most blocks that all admitted requests together may still ask for."""
-        missing = 0
-        if self.kv_cache_spec.reserve:
-            return missing
-        for name, row in self.req_to_blocks.items():
-            if (slots := self.requests.get(name)) is not None:
-                length = min(slots.prefix + slots.budget + 1, self.final[name])
-                missing += max(0, self.kv_cache_spec.blocks(length, slots) - len(row))
-        return missing
+    def most_missing(self, request_id: str) -> int:
+        """Return the most blocks that an admitted request may still ask for."""
+        if self.kv_cache_spec.reserve or (slots := self.requests.get(request_id)) is None:
+            return 0
+        length = min(slots.prefix + slots.budget + 1, self.final[request_id])
+        return max(0, self.kv_cache_spec.blocks(length, slots) - len(self.req_to_blocks.get(request_id, ())))
 
     def add_local_computed_blocks(self, request_id, new_computed_blocks, *args, **kwargs) -> None:
-        """Give a request the blocks of a prefix hit, or copies of a snapshot's."""
+        """Give a request the blocks of a prefix hit, or those of a snapshot."""
         snapshot = None if self.snapshots is None else self.snapshots.hit(new_computed_blocks)
         if snapshot is None:
             super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
         else:
-            self.snapshots.adopt(request_id, snapshot, new_computed_blocks)
+            self.snapshots.adopt(request_id, self, snapshot, new_computed_blocks)
 
     def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
         """Allocate and return the blocks that a request needs in addition to those that it holds."""
+        if self.snapshots is not None:
+            self.snapshots.separate(request_id, self)
         held = self.req_to_blocks[request_id]
         missing = self._blocks(request_id, num_tokens) - len(held)
-        if self.snapshots is not None:
-            self.snapshots.take_prompt(request_id, max(0, missing))
         if missing <= 0:
             return []
         blocks = self.block_pool.get_new_blocks(missing)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
+from kvpop_vllm.vllm_glue.run.snapshots import Snapshots
+
+
+def make_managers(original, self, *args, **kwargs):
+    """Wrap the making of the block managers of all cache groups: ours share one store of snapshots."""
+    original(self, *args, **kwargs)
+    ours = _managers(self.coordinator)
+    if ours and self.enable_caching and ours[0].kv_cache_spec.snapshots:
+        snapshots = Snapshots(self.coordinator, ours[0].kv_cache_spec.draws)
+        for manager in ours:
+            manager.snapshots = snapshots
 
 
 def get_computed_blocks(original, self, request, *args, **kwargs):
     """Wrap the look-up of prefix hits, which precedes the allocation of a request's first blocks."""
-    ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
+    ours = _managers(self.coordinator)
     placed = [block for manager in ours for block in manager.admit(request)]
     snapshot = _snapshot_hit(self, request, placed)
     if snapshot is not None:
@@ -29,21 +42,60 @@ def cache_blocks(original, self, request, num_computed_tokens, *args, **kwargs):
     """Wrap the hashing of a request's full blocks, of all cache groups: it ends with the protected prefix.
 
     Later tokens have seen what evictions left, so keys and values of the same tokens differ between requests, also in
-    layers that the policy does not act on.
+    layers that the policy does not act on. This is the last thing before a step: a snapshot of a prompt is taken here.
     """
-    for manager in self.single_type_managers:
-        if isinstance(manager, FixedBudgetManager):
-            slots = manager.requests.get(request.request_id)
-            num_computed_tokens = min(num_computed_tokens, 0 if slots is None else slots.prefix)
-    return original(self, request, num_computed_tokens, *args, **kwargs)
+    ours = _managers(self)
+    for manager in ours:
+        slots = manager.requests.get(request.request_id)
+        num_computed_tokens = min(num_computed_tokens, 0 if slots is None else slots.prefix)
+    result = original(self, request, num_computed_tokens, *args, **kwargs)
+    if ours and ours[0].snapshots is not None:
+        ours[0].snapshots.take_prompt(request)
+    return result
 
 
 def free_request(original, self, request, *args, **kwargs):
     """Wrap the end of a request: take a snapshot of it."""
-    for manager in self.kv_cache_manager.coordinator.single_type_managers:
-        if isinstance(manager, FixedBudgetManager) and manager.snapshots is not None:
-            manager.snapshots.take(request)
+    if (snapshots := _snapshots(self)) is not None:
+        snapshots.take(request)
     return original(self, request, *args, **kwargs)
+
+
+def collective_rpc(original, self, *args, **kwargs):
+    """Wrap a call of a method of all workers, which may change weights: snapshots are of the old ones."""
+    _drop_snapshots(self)
+    return original(self, *args, **kwargs)
+
+
+def add_lora(original, self, lora_request, *args, **kwargs):
+    """Wrap the loading of an adapter, whose weights may take the place of others of its name."""
+    if lora_request.load_inplace:
+        _drop_snapshots(self)
+    return original(self, lora_request, *args, **kwargs)
+
+
+def reset_prefix_cache(original, self, *args, **kwargs):
+    """Wrap the reset of the prefix cache, which vLLM refuses while requests run: snapshots are dropped all the same."""
+    if (snapshots := _snapshots(self)) is not None:
+        snapshots.drop()
+    return original(self, *args, **kwargs)
+
+
+def _managers(coordinator) -> list[FixedBudgetManager]:
+    """Return the block managers of the cache groups that a policy acts on."""
+    return [manager for manager in coordinator.single_type_managers if isinstance(manager, FixedBudgetManager)]
+
+
+def _snapshots(scheduler) -> Snapshots | None:
+    """Return the snapshots of a scheduler's requests, None if none are taken."""
+    return next((manager.snapshots for manager in _managers(scheduler.kv_cache_manager.coordinator)), None)
+
+
+def _drop_snapshots(engine_core) -> None:
+    """Drop the snapshots of an engine core, which has a scheduler unless it is about to start."""
+    scheduler = getattr(engine_core, "scheduler", None)
+    if scheduler is not None and (snapshots := _snapshots(scheduler)) is not None:
+        snapshots.drop()
 
 
 def _after_cartridges(self, request, placed: list):
@@ -51,37 +103,58 @@ def _after_cartridges(self, request, placed: list):
     (manager,) = self.coordinator.single_type_managers
     blocks = [*placed]
     if self.prefix_cache_lookup_enabled(request):
-        blocks = _prefix_blocks(self, request, placed, request.num_tokens - 1)
+        (blocks,) = _prefix_blocks([manager], request, placed, (request.num_tokens - 1) // manager.block_size).values()
     blocks = blocks[: manager.reusable(request.request_id) // manager.block_size]
     return self.create_kv_cache_blocks((blocks,)), len(blocks) * manager.block_size, 0
 
 
-def _prefix_blocks(self, request, placed: list, length: int) -> list:
-    """Return the blocks of a request's cartridges and those after them that the prefix cache has, of ``length`` tokens at most."""
-    (manager,) = self.coordinator.single_type_managers
-    first = len(placed)
-    rest = length - first * manager.block_size
-    (found,), _, _ = self.coordinator.find_longest_cache_hit(request.block_hashes[first:], rest)
-    return [*placed, *found]
+def _prefix_blocks(ours: list[FixedBudgetManager], request, placed: list, columns: int) -> dict[int, list]:
+    """Return the blocks of a request's first columns that are there: its cartridges, and what the prefix cache has after them.
+
+    Returns:
+        One list for each of our groups, by its number.
+    """
+    pool, size, rows = ours[0].block_pool, ours[0].block_size, {each.kv_cache_group_id: [*placed] for each in ours}
+    hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, size)
+    for column in range(len(placed), min(columns, len(hashes))):
+        blocks = pool.get_cached_block(hashes[column], [*rows])
+        if blocks is None:
+            break
+        for row, block in zip(rows.values(), blocks, strict=True):
+            row.append(block)
+    return rows
 
 
 def _snapshot_hit(self, request, placed: list):
     """Return the blocks of the longest snapshot that a request can go on from, its length, and no boundary; None without one."""
-    manager = self.coordinator.single_type_managers[0]
-    snapshots = getattr(manager, "snapshots", None)
-    if snapshots is None or not self.prefix_cache_lookup_enabled(request):
+    ours = _managers(self.coordinator)
+    snapshots = ours[0].snapshots if ours else None
+    if snapshots is None:
         return None
     snapshots.begin(request)
-    snapshot = snapshots.longest(request)
+    snapshot = snapshots.longest(request) if self.prefix_cache_lookup_enabled(request) else None
     if snapshot is None:
         return None
-    full = snapshot.key.slots.prefix // manager.block_size
-    prefix = _prefix_blocks(self, request, placed, full * manager.block_size)[:full] if full else []
-    if len(prefix) < full:
+    columns = snapshot.key.slots.prefix // ours[0].block_size
+    prefix = _prefix_blocks(ours, request, placed, columns)
+    if (rows := snapshots.rows(snapshot, prefix)) is None:
         return None
-    blocks = [*prefix, *snapshot.blocks]
-    snapshots.share(request.request_id, snapshot, True)
-    needed = manager.get_num_blocks_to_allocate(request.request_id, request.num_tokens, blocks) + self.watermark_blocks
-    if not snapshots.share(request.request_id, snapshot, needed <= self.block_pool.get_num_free_blocks()):
-        return None
-    return self.create_kv_cache_blocks((blocks,)), snapshot.length, 0
+    for room in (True, False):
+        if snapshots.share(request.request_id, snapshot, room) and _fits(self, request, rows, snapshot.length):
+            return self.create_kv_cache_blocks(rows), snapshot.length, 0
+    return None
+
+
+def _fits(self, request, rows: tuple[list, ...], length: int) -> bool:
+    """Return whether the pool has room for all of a request that begins with these rows of ``length`` tokens."""
+    needed = self.coordinator.get_num_blocks_to_allocate(
+        request_id=request.request_id,
+        num_tokens=request.num_tokens,
+        new_computed_blocks=rows,
+        num_encoder_tokens=0,
+        total_computed_tokens=length,
+        num_local_computed_tokens=length,
+        num_tokens_main_model=request.num_tokens,
+        apply_admission_cap=True,
+    )
+    return needed + self.watermark_blocks <= self.block_pool.get_num_free_blocks()

@@ -6,28 +6,33 @@ of vLLM's prefix cache do, until the pool needs them. A request that goes on fro
 
 An answer that comes back in other tokens, without its thinking for example, does not match what was held at its end.
 What was held at its prompt's end does.
+
+Layers with windows or chunks have block managers of vLLM's, whose blocks are never written again once they are full. A
+snapshot shares those that the next token needs, and vLLM copies the last one where it is not full.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kvpop_vllm.requests import RequestSlots, protects_prompt
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
-
-    from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 
 
 _NAME = make_block_hash_with_group_id(BlockHash(b"kvpop snapshot"), 0)
-"""Hash of all blocks of snapshots, by which nothing is looked up."""
+"""Hash of all blocks of snapshots that have no other, by which nothing is looked up."""
 
 
 class Key(NamedTuple):
@@ -38,7 +43,7 @@ class Key(NamedTuple):
         hashed: number of these tokens.
         slots: numbers of the request.
         seed: seed of its sampling where scores are drawn, else None.
-        adapter: name and path of its LoRA adapter, or None.
+        adapter: name, path and number of its LoRA adapter, or None.
         salt: salt of its prefix cache, or None.
     """
 
@@ -46,8 +51,23 @@ class Key(NamedTuple):
     hashed: int
     slots: RequestSlots
     seed: int | None
-    adapter: tuple[str, str] | None
+    adapter: tuple[str, str, int] | None
     salt: str | None
+
+
+class Columns(NamedTuple):
+    """Columns of a request's row in one cache group, as a snapshot has them.
+
+    Attributes:
+        first: first one that the snapshot holds. Before it are prefix blocks, which the prefix cache has, or blocks that are
+            no longer needed.
+        written: first one that the next token may write to.
+        end: the last one + 1.
+    """
+
+    first: int
+    written: int
+    end: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,20 +78,25 @@ class Snapshot:
         key: see :class:`Key`.
         length: n, number of tokens that they have seen.
         tokens: the tokens after the hashed ones.
-        blocks: blocks of state and tail, and of the protected prefix the last one where it is not full.
+        groups: blocks of each cache group, from its first column on.
     """
 
     key: Key
     length: int
     tokens: tuple[int, ...]
-    blocks: tuple[KVCacheBlock, ...]
+    groups: tuple[tuple[KVCacheBlock, ...], ...]
+
+    @property
+    def blocks(self) -> Iterator[KVCacheBlock]:
+        """All blocks."""
+        return (block for group in self.groups for block in group)
 
 
 class Snapshots:
-    """Snapshots of an engine with one group of layers.
+    """Snapshots of an engine.
 
     Args:
-        manager: block manager of the layers.
+        coordinator: coordinator of the block managers of all cache groups, which share one pool.
         draws: True if scores are drawn with a request's seed.
 
     Attributes:
@@ -80,20 +105,28 @@ class Snapshots:
             took blocks back, since :meth:`take_counts`.
     """
 
-    def __init__(self, manager: FixedBudgetManager, draws: bool):
-        self.manager, self.draws = manager, draws
+    def __init__(self, coordinator: KVCacheCoordinator, draws: bool):
+        self.coordinator, self.draws = coordinator, draws
+        self.managers = coordinator.single_type_managers
+        self.manager = next(manager for manager in self.managers if isinstance(manager, FixedBudgetManager))
         self.lengths: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
         self._by_key: dict[Key, list[Snapshot]] = {}
-        self._by_block: dict[int, Snapshot] = {}
+        self._by_block: dict[int, list[Snapshot]] = {}
         self._digests: Counter[bytes] = Counter()
-        self._prompts: dict[str, Request] = {}
+        self._requests: dict[str, Request] = {}
+        self._adopted: dict[tuple[str, int], Snapshot] = {}
         self._movers: set[str] = set()
+        self._outdated: set[str] = set()
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts ``taken``, ``hits`` and ``lost``, which begin at zero again."""
         counts, self.counts = self.counts, Counter()
         return dict(counts)
+
+    def begin(self, request: Request) -> None:
+        """Remember a request that is about to begin."""
+        self._requests[request.request_id] = request
 
     def take(self, request: Request) -> None:
         """Take a snapshot of a request that ends now and still has its blocks, unless one like it is there.
@@ -106,40 +139,78 @@ class Snapshots:
         if self.manager.kv_cache_spec.drafts:
             length = min(length, request.num_tokens)
         if length <= request.num_tokens and self._fits(request, length):
-            self._take(request, length, self._tail(request, length))
+            self._take(request, length, self._groups(request, length))
 
-    def begin(self, request: Request) -> None:
-        """Remember a request that is about to begin, of which a snapshot is taken at its prompt's end."""
-        self._prompts[request.request_id] = request
+    def take_prompt(self, request: Request) -> None:
+        """Take a snapshot of a request whose next step begins at its prompt's end, if the pool has room for copies.
 
-    def take_prompt(self, request_id: str, missing: int) -> None:
-        """Copy what a request holds at its prompt's end, if the next step begins there and the pool has room.
-
-        Args:
-            request_id: name of the request.
-            missing: blocks that it still needs for that step.
+        Copied is what the request writes to. It holds all blocks that it needs for that step.
         """
-        request = self._prompts.get(request_id)
-        if request is None or request.num_computed_tokens < request.num_prompt_tokens:
-            return
-        del self._prompts[request_id]
         length, pool = request.num_prompt_tokens, self.manager.block_pool
-        if request.num_computed_tokens > length or not self._fits(request, length):
+        if request.num_computed_tokens != length or not self._fits(request, length):
             return
-        sources = self._tail(request, length)
-        if (
-            pool.get_num_free_blocks() >= missing + len(sources) + self.manager.most_missing()
-        ):  # so that none is preempted
-            copies = tuple(pool.get_new_blocks(len(sources)))
+        columns = self._columns(self.manager.requests[request.request_id], length)
+        groups = [[*group] for group in self._groups(request, length)]
+        copied = sum(part.end - part.written for part in columns)
+        if pool.get_num_free_blocks() < copied + self._most_missing():  # so that none is preempted
+            return
+        for manager, part, group in zip(self.managers, columns, groups, strict=True):
+            sources = group[part.written - part.first :]
+            group[part.written - part.first :] = self._copies(manager, sources)
             pool.touch(sources)  # vLLM gives both back after the step that copies them
-            self.manager._pending_cow_copies.extend(zip(sources, copies, strict=True))
-            self._take(request, length, copies)
+        self._take(request, length, tuple(map(tuple, groups)))
 
-    def _tail(self, request: Request, length: int) -> tuple[KVCacheBlock, ...]:
-        """Return the blocks of state and tail of a request of ``length`` tokens, after the full blocks of its prefix."""
-        slots, spec = self.manager.requests[request.request_id], self.manager.kv_cache_spec
-        row = self.manager.req_to_blocks.get(request.request_id, ())
-        return tuple(row[slots.prefix // spec.block_size : spec.blocks(length, slots)])
+    def drop(self) -> None:
+        """Forget all snapshots, and take none of the requests that hold blocks now."""
+        for snapshot in [snapshot for alike in self._by_key.values() for snapshot in alike]:
+            self._remove(snapshot)
+            self.counts["lost"] += 1
+        self._outdated.update(self.manager.req_to_blocks)
+
+    def _copies(self, manager: SingleTypeKVCacheManager, sources: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Return new blocks, to which those of a group are copied before the next step."""
+        copies = manager.block_pool.get_new_blocks(len(sources))
+        manager._pending_cow_copies.extend(zip(sources, copies, strict=True))
+        return copies
+
+    def _columns(self, slots: RequestSlots, length: int) -> list[Columns]:
+        """Return the columns that a snapshot of ``length`` tokens holds in each group."""
+        columns = []
+        for i, manager in enumerate(self.managers):
+            size = manager.block_size
+            if isinstance(manager, FixedBudgetManager):
+                cached = self.coordinator.get_num_cacheable_tokens(slots.prefix, i)
+                part = Columns(cached // size, slots.prefix // size, manager.kv_cache_spec.blocks(length, slots))
+            else:
+                part = Columns(manager.get_num_skipped_tokens(length) // size, length // size, cdiv(length, size))
+            columns.append(part)
+        return columns
+
+    def _groups(self, request: Request, length: int) -> tuple[tuple[KVCacheBlock, ...], ...]:
+        """Return the blocks that a snapshot of a request with ``length`` tokens holds in each group."""
+        name = request.request_id
+        columns = self._columns(self.manager.requests[name], length)
+        rows = (manager.req_to_blocks.get(name, ()) for manager in self.managers)
+        return tuple(tuple(row[part.first : part.end]) for row, part in zip(rows, columns, strict=True))
+
+    def _most_missing(self) -> int:
+        """Return the most blocks that all requests together may still ask for."""
+        missing = 0
+        for name in self.manager.req_to_blocks:
+            if (request := self._requests.get(name)) is None:
+                continue
+            tokens = request.num_tokens - request.num_computed_tokens
+            last = request.num_prompt_tokens + request.max_tokens
+            for manager in self.managers:
+                row = manager.req_to_blocks.get(name, ())
+                if isinstance(manager, FixedBudgetManager):
+                    missing += manager.most_missing(name)
+                else:
+                    bound = manager.kv_cache_spec.max_admission_blocks_per_request(
+                        max_in_flight_tokens=max(tokens, 2), max_model_len=last
+                    )
+                    missing += max(0, bound - sum(not block.is_null for block in row))
+        return missing
 
     def _place(self, request: Request, length: int) -> tuple[Key, tuple[int, ...]]:
         """Return the key of a request of ``length`` tokens, and the tokens after the hashed ones."""
@@ -154,20 +225,20 @@ class Snapshots:
             return False  # the tail has not begun
         if protects_prompt(request.sampling_params, self.manager.kv_cache_spec):
             return False  # a longer prompt would be protected further
-        if request.mm_features or request.prompt_embeds is not None:
+        if request.mm_features or request.prompt_embeds is not None or request.request_id in self._outdated:
             return False
         same = self._matching(*self._place(request, length), length)
         return same is None or same.length < length
 
-    def _take(self, request: Request, length: int, blocks: tuple[KVCacheBlock, ...]) -> None:
+    def _take(self, request: Request, length: int, groups: tuple[tuple[KVCacheBlock, ...], ...]) -> None:
         """Remember blocks as a snapshot of a request with ``length`` tokens."""
-        if not blocks:
-            return
         key, tokens = self._place(request, length)
-        snapshot, pool = Snapshot(key, length, tokens, blocks), self.manager.block_pool
+        snapshot, pool = Snapshot(key, length, tokens, groups), self.manager.block_pool
+        blocks = [*snapshot.blocks]
         for block in blocks:
-            block.set_block_hash(_NAME, num_tokens=length)  # freed blocks with a hash are the last to be used again
-            self._by_block[block.block_id] = snapshot
+            if block.block_hash is None:  # freed blocks with a hash are the last to be used again
+                block.set_block_hash(_NAME, num_tokens=length)
+            self._by_block.setdefault(block.block_id, []).append(snapshot)
         pool.touch(blocks)
         pool.unpin_blocks(blocks, self._lose)
         self._by_key.setdefault(key, []).append(snapshot)
@@ -175,15 +246,18 @@ class Snapshots:
         self.counts["taken"] += 1
 
     def _lose(self, block: KVCacheBlock) -> None:
-        """Forget the snapshot of a block that the pool uses again."""
-        if (snapshot := self._by_block.get(block.block_id)) is not None:
+        """Forget the snapshots of a block that the pool uses again."""
+        for snapshot in [*self._by_block.get(block.block_id, ())]:
             self._remove(snapshot)
             self.counts["lost"] += 1
 
     def _remove(self, snapshot: Snapshot) -> None:
         """Forget a snapshot."""
         for block in snapshot.blocks:
-            del self._by_block[block.block_id]
+            sharing = self._by_block[block.block_id]
+            sharing.remove(snapshot)
+            if not sharing:
+                del self._by_block[block.block_id]
         alike = self._by_key[snapshot.key]
         alike.remove(snapshot)
         if not alike:
@@ -200,16 +274,33 @@ class Snapshots:
         if not self._by_key or request.mm_features or request.prompt_embeds is not None:
             return None
         slots, digests = self.manager.requests[request.request_id], (b"", *request.block_hashes)
-        written = {copy.block_id for _, copy in self.manager._pending_cow_copies}
+        written = {copy.block_id for manager in self.managers for _, copy in manager._pending_cow_copies}
         for hashes in range(len(digests) - 1, -1, -1):
             if digests[hashes] in self._digests:
                 key = self._key(request, slots, hashes)
                 last = key.hashed + max((len(snapshot.tokens) for snapshot in self._by_key.get(key, ())), default=0)
                 tokens = request.all_token_ids[key.hashed : last]
                 snapshot = self._matching(key, tokens, request.num_tokens - 1)
-                if snapshot is not None and snapshot.blocks[0].block_id not in written:
+                if snapshot is not None and not any(block.block_id in written for block in snapshot.blocks):
                     return snapshot
         return None
+
+    def rows(
+        self, snapshot: Snapshot, prefix: Mapping[int, Sequence[KVCacheBlock]]
+    ) -> tuple[list[KVCacheBlock], ...] | None:
+        """Return the rows of a request that goes on from a snapshot, one of each group; None if a prefix block is missing.
+
+        Args:
+            snapshot: the snapshot.
+            prefix: by number of the group, the request's first blocks that are there, of each group that the policy acts on.
+        """
+        rows = []
+        for i, part in enumerate(self._columns(snapshot.key.slots, snapshot.length)):
+            before = [*prefix[i][: part.first]] if i in prefix else [self.manager.block_pool.null_block] * part.first
+            if len(before) < part.first:
+                return None
+            rows.append([*before, *snapshot.groups[i]])
+        return tuple(rows)
 
     def share(self, request_id: str, snapshot: Snapshot, room: bool) -> bool:
         """Decide whether a request goes on from copies of a snapshot or from its blocks, which no other can have then.
@@ -225,48 +316,74 @@ class Snapshots:
         self._movers.discard(request_id)
         if not room:
             self._movers.add(request_id)
-        return room or all(block.ref_cnt == 0 for block in snapshot.blocks)
+        written = (
+            block
+            for manager in self.managers
+            if isinstance(manager, FixedBudgetManager)
+            for block in self._written(snapshot, manager)
+        )
+        return room or all(block.ref_cnt == 0 for block in written)
 
-    def copied(self, request_id: str, computed: Sequence[KVCacheBlock]) -> int:
-        """Return the number of blocks that copies need if a request's computed blocks end with a snapshot."""
+    def _written(self, snapshot: Snapshot, manager: FixedBudgetManager) -> tuple[KVCacheBlock, ...]:
+        """Return the blocks of a snapshot in a group to which a request that goes on from it writes."""
+        part = self._columns(snapshot.key.slots, snapshot.length)[manager.kv_cache_group_id]
+        return snapshot.groups[manager.kv_cache_group_id][part.written - part.first :]
+
+    def copied(self, request_id: str, manager: FixedBudgetManager, computed: Sequence[KVCacheBlock]) -> int:
+        """Return the number of blocks of a group that copies need if a request's computed blocks end with a snapshot."""
         snapshot = self.hit(computed)
-        return 0 if snapshot is None or request_id in self._movers else len(snapshot.blocks)
+        return 0 if snapshot is None or request_id in self._movers else len(self._written(snapshot, manager))
 
     def forget(self, request_id: str) -> None:
         """Forget a request that ends or is preempted."""
         self._movers.discard(request_id)
-        self._prompts.pop(request_id, None)
+        self._outdated.discard(request_id)
+        self._requests.pop(request_id, None)
         self.lengths.pop(request_id, None)
 
     def hit(self, computed: Sequence[KVCacheBlock]) -> Snapshot | None:
         """Return the snapshot that a request's computed blocks end with, None if they are of a prefix alone."""
-        return self._by_block.get(computed[-1].block_id) if computed else None
+        return self._by_block.get(computed[-1].block_id, [None])[0] if computed else None
 
-    def adopt(self, request_id: str, snapshot: Snapshot, computed: Sequence[KVCacheBlock]) -> None:
-        """Have a request go on from copies of a snapshot, or from its blocks (:meth:`share`).
+    def adopt(
+        self, request_id: str, manager: FixedBudgetManager, snapshot: Snapshot, computed: Sequence[KVCacheBlock]
+    ) -> None:
+        """Give a request the blocks of a snapshot in one group, until :meth:`separate`.
 
         Args:
-            request_id: name of a request that holds no blocks.
+            request_id: name of a request that holds no blocks of the group.
+            manager: block manager of the group.
             snapshot: the snapshot.
-            computed: its prefix blocks, followed by those of the snapshot.
+            computed: the prefix blocks, followed by those of the snapshot.
         """
-        manager, pool = self.manager, self.manager.block_pool
-        pool.touch(computed)  # vLLM gives the sources back after the step that copies them
-        prefix, blocks = computed[: len(computed) - len(snapshot.blocks)], snapshot.blocks
+        manager.block_pool.touch(computed)
+        manager.req_to_blocks[request_id].extend(computed)
+        manager.num_cached_block[request_id] = snapshot.key.slots.prefix // manager.block_size
+        self._adopted[request_id, manager.kv_cache_group_id] = snapshot
+        if manager is self.manager:
+            self.lengths[request_id] = snapshot.length
+            self.counts["hits"] += 1
+
+    def separate(self, request_id: str, manager: FixedBudgetManager) -> None:
+        """Have a request that was given blocks of a snapshot go on from copies, or have them for itself (:meth:`share`).
+
+        All groups have been given their blocks by now, none of which can be handed out for a copy.
+        """
+        snapshot = self._adopted.pop((request_id, manager.kv_cache_group_id), None)
+        if snapshot is None:
+            return
+        written = self._written(snapshot, manager)
         if request_id in self._movers:
-            self._movers.discard(request_id)
-            self._remove(snapshot)
-            for block in blocks:
+            if snapshot in self._by_key.get(snapshot.key, ()):
+                self._remove(snapshot)
+            for block in written:
                 block.reset_hash()
-        else:
-            blocks = pool.get_new_blocks(len(snapshot.blocks))
-            for source, copy in zip(snapshot.blocks, blocks, strict=True):
-                manager._pending_cow_copies.append((source, copy))
-                copy.ref_cnt += 1
-        manager.req_to_blocks[request_id].extend([*prefix, *blocks])
-        manager.num_cached_block[request_id] = len(prefix)
-        self.lengths[request_id] = snapshot.length
-        self.counts["hits"] += 1
+            return
+        copies = self._copies(manager, written)
+        for copy in copies:
+            copy.ref_cnt += 1  # vLLM gives both back after the step that copies them
+        row = manager.req_to_blocks[request_id]
+        row[len(row) - len(written) :] = copies
 
     @property
     def _unit(self) -> int:
@@ -278,7 +395,7 @@ class Snapshots:
         digest = bytes(request.block_hashes[hashes - 1]) if hashes else b""
         seed = getattr(request.sampling_params, "seed", None) if self.draws else None
         lora = request.lora_request
-        adapter = None if lora is None else (lora.lora_name, lora.lora_path)
+        adapter = None if lora is None else (lora.lora_name, lora.lora_path, lora.lora_int_id)
         return Key(digest, hashes * self._unit, slots, seed, adapter, request.cache_salt)
 
     def _matching(self, key: Key, tokens: Sequence[int], limit: int) -> Snapshot | None:

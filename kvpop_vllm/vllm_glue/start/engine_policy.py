@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, AUTO, ConfigError
 from kvpop_vllm.hub import local_folder
-from kvpop_vllm.supported import ARCHITECTURES, EQUAL, HYBRID, STOCK_ARCHITECTURES, family_of, refused_beside
+from kvpop_vllm.supported import ARCHITECTURES, EQUAL, HYBRID, RECURRENT, STOCK_ARCHITECTURES, family_of, refused_beside
 from kvpop_vllm.vllm_glue.start import published
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
 
 
 def takes_snapshots(policy: Policy) -> bool:
-    """Return whether requests can go on from what others held: layers of several kinds would have to be held too."""
-    return policy.takes_snapshots and not policy.model.kinds
+    """Return whether requests can go on from what others held."""
+    return _no_snapshots(policy) is None
 
 
 def describe(vllm_config: VllmConfig) -> list[str]:
@@ -96,12 +96,13 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             lines.append(
                 f"no test serves models of type {policy.model.model_type} (docs/models.md): compare their answers"
             )
-    if vllm_config.cache_config.enable_prefix_caching and not policy.compresses and policy.protect is not True:
-        lines.append(
-            "a prompt that goes on from an earlier request costs its new tokens (--no-enable-prefix-caching turns it off)"
-            if takes_snapshots(policy)
-            else f"prefix caching shares protected tokens alone, since {_no_snapshots(policy)}"
-        )
+    if not policy.compresses and policy.protect is not True:
+        if reason := _no_snapshots(policy):
+            lines.append(f"a turn of a chat computes all of its tokens that are not protected, since {reason}")
+        elif vllm_config.cache_config.enable_prefix_caching:
+            lines.append(
+                "a prompt that goes on from an earlier request costs its new tokens (--no-enable-prefix-caching turns it off)"
+            )
     if policy.compresses:
         lines.append("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
     elif policy.protect:
@@ -112,11 +113,13 @@ def describe(vllm_config: VllmConfig) -> list[str]:
     return lines
 
 
-def _no_snapshots(policy: Policy) -> str:
-    """Return why requests cannot go on from what others held."""
-    if policy.model.kinds:
-        return "layers of several kinds would have to be held too"
-    return "rounding decides between equal tokens"
+def _no_snapshots(policy: Policy) -> str | None:
+    """Return why requests cannot go on from what others held, None if they can."""
+    if {RECURRENT, HYBRID} & {*policy.model.kinds}:
+        return "snapshots hold no recurrent states"
+    if not policy.takes_snapshots:
+        return "prompts are compressed at their end" if policy.compresses else "rounding decides between equal tokens"
+    return None
 
 
 def _layers_of(shape) -> str:
