@@ -18,7 +18,6 @@ from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.cache.shares import EqualHeads, cached_region_shares
 from kvpop_vllm.cache.step import plan_batch
-from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.scorers import Signals
@@ -128,7 +127,8 @@ class Requests:
         return [[x[name] for name in names] for x in (counts, self.lengths, self.rows)]
 
     def sizes(self, name) -> RequestSlots:
-        protected = protected_tokens(self.spec.protect, (self.prompts or self.lengths)[name])
+        prompt, protect = (self.prompts or self.lengths)[name], self.spec.protect
+        protected = prompt if protect is True else int(protect)
         return self.asks.get(name, RequestSlots(protected, 0, self.kept.budget, self.kept.window))
 
     def finish(self, name):
