@@ -1,4 +1,4 @@
-"""Attention of a verifying step: a token and its drafts are rows of one tile, each with its sum_row visible keys."""
+"""Attention of a verifying step: a token and its drafts are rows of one tile, each with visible keys of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def _walk(
     rows, scale, sums,
     P: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Run softmax attention over some blocks of slots; a row does not see what drafts up to its sum_row have evicted."""
+    """Run softmax attention over some blocks of slots; a row does not see what drafts up to its token have evicted."""
+    most_drafts: tl.constexpr = S.drafts  # Triton does not accept an attribute as a range
     for block in range(begin, end):
         first = block * P.block
         slot = first + tl.arange(0, P.block)
@@ -28,7 +29,7 @@ def _walk(
         place = page * cache.rows + h * cache.rows_head + first % P.slots * P.size + tl.arange(0, P.block) * P.size
         visible = inside[None, :] & (slot[None, :] < limit[:, None])
         if gone is not None:
-            for i in tl.static_range(S.drafts):
+            for i in tl.static_range(most_drafts):
                 visible = visible & ((slot != tl.load(gone + i))[None, :] | (rank <= i)[:, None])
         bias = None
         if biased is not None:

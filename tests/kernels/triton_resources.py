@@ -198,10 +198,11 @@ def verify(case: str, dtype: torch.dtype, size: int) -> list:
     firsts, drafts = 4 * torch.arange(3), torch.full((3,), DRAFTS, dtype=torch.int32)
     prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), torch.tensor([0, 16, 2500]))
     for start in (-1, 8):
+        positions = torch.full((3,), start)
         launches.clear()
         options = dict(rule=p.rule, scale=p.scale, prefix=prefix, windows=p.windows)
         with noted_reads() as reads, Asked() as torch_ops:
-            verify_step(q, k, v, pages, p.table, torch.full((3,), start), firsts, drafts, p.budgets, **options)
+            verify_step(q, k, v, pages, p.table, positions, firsts, drafts, p.budgets, **options)
         assert not reads, f"Tensor.{reads[0]} waits for the device"
         results.append({"launches": list(launches), "ops": torch_ops.ops})
     return results
