@@ -213,7 +213,7 @@ class Stages:
         losses = dict(zip(names, at_budget, strict=True))
         better = [min(sizes, key=losses.get) for sizes in choices]
         units = zip(curves, choices, better, strict=True)
-        tables[name] = self._exchanged(shares, [(layer, heads, sizes[at]) for (layer, heads, *_), sizes, at in units])
+        tables[name] = self._exchanged(shares, [(layer, heads, sizes[table]) for (layer, heads, *_), sizes, table in units])
         tables[f"{name}-damped"] = between(tables[name], shares)
         scores = self._measured([name, f"{name}-damped", min(better, key=losses.get)])
         name = min(scores, key=scores.get)
