@@ -126,7 +126,10 @@ def test_sixteen_together(served):
     first = {len(a.prompt_token_ids): a.outputs[0].token_ids for a in answers.values()}
     if served.judge.protect:
         again = served.serve([replace(job, scored=False) for job in jobs])
-        assert all(answer.num_cached_tokens == hits(served, answer) for answer in again.values())
+        for answer in again.values():
+            prompt, protect = len(answer.prompt_token_ids), served.judge.protect
+            shorter = [n for n in LENGTHS if protect is not True and protect < n < prompt]  # they may have snapshots
+            assert answer.num_cached_tokens in (hits(served, answer), *shorter)
         served.check(again)
         assert {len(a.prompt_token_ids): a.outputs[0].token_ids for a in again.values()} == first
 
