@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -136,7 +136,7 @@ class Stages:
         Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The heads of
         each rank have as many slots together as those of any other of as many layers. The geometric mean over budgets of the
         divergence decides, under the policy that decides and on the kernels of serving. :data:`PROBE` tries the best only, by
-        the last queries with all heads' windows shrunk. Under another policy the best table is then improved, see
+        the last queries with all heads' windows shrunk. Under another policy the best tables are then improved, see
         :meth:`improve`.
         """
         plan, unit = self.plan, self.plan.unit
@@ -157,7 +157,7 @@ class Stages:
             names = [EQUAL, *sorted(names[1:], key=scores.get)[:SHORTLIST]]
         scores = self._measured(names)
         best = min(scores, key=scores.get)
-        return best if plan.decides == PROBE else self.improve(best, scores[best], curves)
+        return best if plan.decides == PROBE else self.improve(scores, curves)
 
     def _divided(self, curves: list[Curve], mean: float, smallest: float) -> torch.Tensor:
         """Return the shares ``[layers, H]`` by which the heads of each rank divide ``mean`` slots of each head."""
@@ -166,25 +166,45 @@ class Stages:
         shape = self.plan.shape.num_layers, self.plan.shape.num_kv_heads
         return shares_from_slots([curve for group in by_rank for curve in group], slots, smallest, *shape)
 
-    def improve(self, best: str, score: float, curves: list[Curve]) -> str:
-        """Return the name of the best table found from a table on, in which losses do not add up as alone.
+    def improve(self, scores: dict[str, float], curves: list[Curve]) -> str:
+        """Return the name of the best table found from the best of some tables on, in which losses do not add up as alone.
 
-        Rounds go on while tables get better, first with large steps, then with smaller ones.
+        Rounds go on while tables get better. Large steps lead from a few tables to different ones, of which the best is changed
+        by smaller and smaller steps.
 
         Args:
+            scores: scores of tables, by name.
+            curves: layers and heads that differ.
+        """
+        curves = [curve for shard in self.plan.shards for curve in curves_of(curves, shard)]
+        starts = sorted(scores, key=scores.get)[:SHORTLIST]
+        ends = [
+            self._rounds(f"{self.plan.unit}-{number}", FACTORS[:1], start, scores[start], curves)
+            for number, start in enumerate(starts)
+        ]
+        best, score = min(ends, key=lambda end: end[1])
+        return self._rounds(self.plan.unit, FACTORS[1:], best, score, curves)[0]
+
+    def _rounds(
+        self, name: str, factors: Sequence[float], best: str, score: float, curves: list[Curve]
+    ) -> tuple[str, float]:
+        """Return the name and the score of the best table found from one on, by steps of some sizes in turn.
+
+        Args:
+            name: begins the names of new tables.
+            factors: sizes of the steps, above 1.
             best: name of a table.
             score: its score.
             curves: layers and heads that differ.
         """
-        curves = [curve for shard in self.plan.shards for curve in curves_of(curves, shard)]
         rounds = iter(range(ROUNDS))
-        for factor in FACTORS:
+        for factor in factors:
             for number in rounds:
-                name, lower = self._round(f"{self.plan.unit}-round-{number}", factor, best, curves)
+                changed, lower = self._round(f"{name}-round-{number}", factor, best, curves)
                 if lower >= score:
                     break
-                best, score = name, lower
-        return best
+                best, score = changed, lower
+        return best, score
 
     def _round(self, name: str, factor: float, best: str, curves: list[Curve]) -> tuple[str, float]:
         """Return the name and the score of the best table found by small changes of another one.
@@ -213,7 +233,9 @@ class Stages:
         losses = dict(zip(names, at_budget, strict=True))
         better = [min(sizes, key=losses.get) for sizes in choices]
         units = zip(curves, choices, better, strict=True)
-        tables[name] = self._exchanged(shares, [(layer, heads, sizes[table]) for (layer, heads, *_), sizes, table in units])
+        tables[name] = self._exchanged(
+            shares, [(layer, heads, sizes[table]) for (layer, heads, *_), sizes, table in units]
+        )
         tables[f"{name}-damped"] = between(tables[name], shares)
         scores = self._measured([name, f"{name}-damped", min(better, key=losses.get)])
         name = min(scores, key=scores.get)
