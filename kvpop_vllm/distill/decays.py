@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from kvpop_vllm.distill.cutoffs import running_cutoffs
-from kvpop_vllm.distill.recipe import NotFinite
 from kvpop_vllm.distill.sparse_attention import dense_attention
 from kvpop_vllm.distill.student import Student
+from kvpop_vllm.kernels.ops.training import NotFinite
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Decay
 

@@ -48,10 +48,6 @@ class TrainingError(RuntimeError):
     """Error that stops training; the message gives the step and the last good checkpoint."""
 
 
-class NotFinite(ArithmeticError):
-    """Error for scores that are infinite or NaN."""
-
-
 def told(default, text: str):
     """Return a field of a recipe with its default and its line in the command's help."""
     if isinstance(default, list):

@@ -22,8 +22,9 @@ from tqdm import tqdm
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.checkpoints import Checkpoints, is_main
 from kvpop_vllm.distill.metrics import Metrics
-from kvpop_vllm.distill.recipe import NotFinite, TrainingError
+from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.files import check_new, remove, to_disk, write_whole
+from kvpop_vllm.kernels.ops.training import NotFinite
 
 END = 0.1
 """Learning rate of :class:`CosineLoop` at the end, as a share of its peak."""

@@ -111,7 +111,7 @@ def test_another_number_of_processes_goes_on(model, tmp_path, complete):
 
 
 def test_rows_of_a_pass_count_as_rows_of_passes(model, tmp_path):
-    recipe = dataclasses.replace(RECIPES["base"], phase="uptrain", steps=3)
+    recipe = dataclasses.replace(RECIPES["base"], phase="uptrain", steps=3, positions=None, window=[8], topk=[20])
     alone, together = (
         train(model, tmp_path / str(rows), dataclasses.replace(recipe, micro_batch=rows)).run() for rows in (1, 2)
     )

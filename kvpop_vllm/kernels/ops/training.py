@@ -85,14 +85,18 @@ def delayed_mlstm(
     return run(q, k, v, igate, fgate, delay=delay, state=state, chunk=chunk)
 
 
+class NotFinite(ValueError):
+    """Scores or what they are learned from are infinite or NaN, so training must stop."""
+
+
 def check_priorities(priority: torch.Tensor) -> None:
     """Check that no priority of :func:`running_topk` on a CPU is NaN; a GPU is not waited for.
 
     Raises:
-        ValueError: one is.
+        NotFinite: one is.
     """
     if priority.device.type == "cpu" and priority.isnan().any():
-        raise ValueError("running_topk got a NaN priority: the scores are not finite")
+        raise NotFinite("running_topk got a NaN priority: the scores are not finite")
 
 
 def running_topk(
@@ -119,7 +123,8 @@ def running_topk(
             ``E(q)`` holds at most k tokens, -1 throughout for k = 0.
 
     Raises:
-        ValueError: a priority on a CPU is NaN, or w < 1, or s or k negative. A GPU is not waited for.
+        NotFinite: a priority on a CPU is NaN. A GPU is not waited for.
+        ValueError: w < 1, or s or k negative.
     """
     _roles("running_topk", sinks, window, topk)
     run = resolve("running_topk", impl, priority)
