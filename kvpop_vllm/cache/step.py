@@ -319,8 +319,7 @@ class StepPlan:
         self.writes, self.begun = self.rows.writes, None
         if near := [span for span in [*singles, *chunked] if span.start <= span.slots.prefix > 0]:
             self.writes = self._writes(near, blocks)
-            # a kernel that verifies drafts begins tails itself, since a draft may be the first token of one
-            self.begun = self._begun([] if layout.drafts else singles, chunked, blocks, ahead)
+            self.begun = self._begun(singles, chunked, blocks, ahead)
         self.first_parts = [i for i, later in enumerate(follows) if not later] if any(follows) else slice(None)
         starting = [*singles, *resumed, *(span for span, later in zip(chunked, follows, strict=True) if not later)]
         self.requests = [span.request for span in starting] if checks else []

@@ -30,6 +30,7 @@ from kvpop_vllm.testing import random_prompt
 STEPS = {"decay_step": 4, "decay_min": 0.9, "decay_max": 0.99}
 QUICK = {
     "state": ("qwen3", "kvpop", {}),
+    "state, protected": ("llama", "kvpop", {"protect_prompt": 40}),
     "mass, protected": ("qwen3", "h2o", {"protect_prompt": 40}),
     "recency, all protected": ("llama", "streaming-llm", {"protect_prompt": True}),
 }
@@ -116,6 +117,25 @@ def test_mixed_numbers(served):
         answers = served.serve(jobs)
     served.check(answers)
     assert [whole(answers[served.names[str(i)]]) for i in range(len(jobs))] == texts
+
+
+TAILS = ["state, protected", "mass, protected", "recency, all protected"]
+SLOW_TAILS = ["state, all protected", "network, protected", "draws, protected"]
+"""Not those with moments: in long answers, which repeat themselves, their residuals tie."""
+
+
+@pytest.mark.parametrize(
+    "served", [*TAILS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_TAILS)], indirect=True
+)
+def test_tails_begin_in_answers(served):
+    """Tails begin with the first token of an answer, a later one, or a draft, and evict afterwards."""
+    for right in (0, 2, DRAFTS):
+        answers = forced(served, jobs_of((1, 36, 38, 39, 40), 110), itertools.repeat(right))
+        served.check(answers)
+        for name, answer in answers.items():
+            seen = len(answer.prompt_token_ids) + 109
+            held = [len(slots) for steps in served.recorder.held[name].values() for slots in steps[-1].positions]
+            assert max(held) < seen, "nothing was evicted"
 
 
 def test_chunks(served):
