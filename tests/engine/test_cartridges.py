@@ -343,8 +343,11 @@ def test_a_request_that_waits_holds_no_copies(served):
         params = SimpleNamespace(extra_args={RESOLVED: slots})
         return SimpleNamespace(request_id=name, sampling_params=params, num_prompt_tokens=200, max_tokens=5)
 
-    assert len(manager.admit(request("waits", placed))) == (64 + 128) // BLOCK and len(manager.cartridges.copies) == 1
-    assert manager.admit(request("next", [])) == [] and not manager.cartridges.copies
+    assert (
+        len(manager.admit(request("waits", placed), 1024)) == (64 + 128) // BLOCK
+        and len(manager.cartridges.copies) == 1
+    )
+    assert manager.admit(request("next", []), 1024) == [] and not manager.cartridges.copies
     for name in ("waits", "next"):
         manager.requests.pop(name)
 

@@ -10,6 +10,8 @@ from engine.driving import BLOCK, Job, Judges, preempt_all, serving
 from engine.judge import Judge
 from engine.test_snapshots import live, nothing_is_left, turn, unlike, whole  # noqa: F401
 
+from kvpop_vllm.testing import random_prompt
+
 CASES = {"kvpop": {}, "h2o": {"reserve": True}}
 SLOW = {
     "streaming-llm": {"reserve": True},
@@ -106,6 +108,15 @@ def test_a_long_protection_leaves_room_for_snapshots(engine):
         engine.check({engine.names["1"]: answers[engine.names["1"]]})
     if engine.recorder.manager.snapshots is not None:
         assert 96 in {snapshot.length for snapshot in live(engine)}
+
+
+def test_a_request_may_ask_for_more_than_it_can_get(engine):
+    """It ends at --max-model-len, and is counted so where blocks are reserved; more than the pool has would wait for ever."""
+    judged(engine, 0)
+    job = Job(prompt=random_prompt(1015, seed=83), new=8000, scored=False, asks={"kv_protect_prompt": 2**20})
+    counted = []
+    (answer,) = engine.serve([job], lambda step: counted.extend(engine.recorder.manager.final.values())).values()
+    assert len(answer.outputs[0].token_ids) == 9 and set(counted) == {1024}
 
 
 def test_an_answer_is_shared_while_it_is_written(engine):

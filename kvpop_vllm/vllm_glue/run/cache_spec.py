@@ -67,8 +67,12 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             sizes = TYPICAL, min(protected, TYPICAL)
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, *sizes)
 
-    def admit(self, request) -> list:
+    def admit(self, request, max_model_len: int) -> list:
         """Keep the slots of a request. Where blocks are reserved, it is counted with its final length from the start.
+
+        Args:
+            request: the request.
+            max_model_len: largest number of tokens of a request; one may ask for more.
 
         Returns:
             The blocks of its cartridges, with which it begins.
@@ -77,7 +81,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         for other in self.placed - set(self.req_to_blocks) - {name}:
             self._forget_cartridges(other)  # a request that was not admitted must not hold what others wait for
         self.requests[name] = slots
-        self.final[name] = request.num_prompt_tokens + request.max_tokens
+        self.final[name] = min(request.num_prompt_tokens + request.max_tokens, max_model_len)
         return self._place(name, slots) if slots.cartridges else []
 
     def slots(self, request) -> RequestSlots:

@@ -21,7 +21,7 @@ def make_managers(original, self, *args, **kwargs):
 def get_computed_blocks(original, self, request, *args, **kwargs):
     """Wrap the look-up of prefix hits, which precedes the allocation of a request's first blocks."""
     ours = _managers(self.coordinator)
-    placed = [block for manager in ours for block in manager.admit(request)]
+    placed = [block for manager in ours for block in manager.admit(request, self.max_model_len)]
     snapshot = _snapshot_hit(self, request, placed)
     if snapshot is not None:
         return snapshot

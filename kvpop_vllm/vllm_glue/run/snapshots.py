@@ -200,7 +200,7 @@ class Snapshots:
             if (request := self._requests.get(name)) is None:
                 continue
             tokens = request.num_tokens - request.num_computed_tokens
-            last = request.num_prompt_tokens + request.max_tokens
+            last = self.manager.final[name]
             for manager in self.managers:
                 row = manager.req_to_blocks.get(name, ())
                 if isinstance(manager, FixedBudgetManager):
