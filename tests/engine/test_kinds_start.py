@@ -305,7 +305,10 @@ def test_layers_that_are_not_of_their_kind_are_refused(kinds, specs):
     right |= {"model.2.mixer": STATE, "model.3.mixer": STATE} if HYBRID in kinds else {}
     if kinds[:1] == ["mlp"]:
         del right["layers.0.attn"]
-    check_layers(right, SimpleNamespace(kinds=tuple(kinds)))
+    shape = SimpleNamespace(kinds=tuple(kinds), num_layers=sum(spec is ours for spec in right.values()))
+    check_layers(right, shape)
+    with pytest.raises(ConfigError, match=r"attention layers beyond those of the model \(draft\.1\.attn\)"):
+        check_layers(right | {"draft.1.attn": ours}, shape)
 
 
 def test_a_layer_with_a_backend_of_its_own_is_refused(mixed, monkeypatch):

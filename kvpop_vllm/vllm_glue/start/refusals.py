@@ -281,7 +281,7 @@ def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
         shape: ``ModelShape`` of the engine.
 
     Raises:
-        ConfigError: names the layers that bring an attention backend of their own.
+        ConfigError: names the layers that bring an attention backend of their own, or that the model does not have.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -295,6 +295,9 @@ def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
         refuse(
             {f"layers that bring an attention backend of their own ({foreign[0]}{more}): leave --kv-policy out": True}
         )
+    ours = [name for name, spec in specs.items() if type(spec).__name__ in CACHE_SPECS[FULL]]
+    if len(ours) > shape.num_layers:
+        refuse({f"attention layers beyond those of the model ({ours[-1]}), such as drafts have: choose other drafts": True})
 
 
 def check_pipeline(vllm_config: Any, policy: Any) -> None:
