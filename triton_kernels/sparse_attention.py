@@ -200,7 +200,6 @@ def _save(ctx, inputs, output):
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, grad, _):

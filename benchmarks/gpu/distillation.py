@@ -95,10 +95,10 @@ class RandomRows:
 
 def made(bench: Bench, model: str | Path, recipe: Recipe, out: Path, vocab: int) -> Trainer:
     """Return a trainer, whose steps are taken one by one, with the teacher that its recipe needs."""
-    device = torch.device(bench.device)
-    teacher = OnlineTeacher(model, recipe, device) if recipe.distils else None
+    process = Process(device=torch.device(bench.device))
+    teacher = OnlineTeacher(model, recipe, process) if recipe.distils else None
     rows = RandomRows(recipe.length, vocab)
-    return Trainer(model, recipe, out, rows, teacher=teacher, process=Process(device=device), quiet=True)
+    return Trainer(model, recipe, out, rows, teacher=teacher, process=process, quiet=True)
 
 
 def step_times(bench: Bench, trains_base: bool) -> Iterator[dict]:

@@ -297,7 +297,9 @@ def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
         )
     ours = [name for name, spec in specs.items() if type(spec).__name__ in CACHE_SPECS[FULL]]
     if len(ours) > shape.num_layers:
-        refuse({f"attention layers beyond those of the model ({ours[-1]}), such as drafts have: choose other drafts": True})
+        refuse(
+            {f"attention layers beyond those of the model ({ours[-1]}), such as drafts have: choose other drafts": True}
+        )
 
 
 def check_pipeline(vllm_config: Any, policy: Any) -> None:
