@@ -169,7 +169,7 @@ def test_recurrent_layers_are_left_to_transformers(root, run_kvpop, monkeypatch)
     assert status == 0 and read_calibration("qwen3_next-calibration").layers == (1, 3), errors
     words = "eval --task reasoning --rows=1 --kinds=programs --size=2 --split=test --policies h2o --budget 56 --equal=k".split()
     status, _, errors = run_kvpop(*words, "--model", folder.name, "--dtype=float32", "--threads=1")
-    assert status == 2 and "cannot serve qwen3_next, a model with layers other than full attention" in errors
+    assert status == 0, errors
 
 
 def test_training_and_serving_are_one_rule(trained):

@@ -207,7 +207,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch,
     teacher = teacher_of(load_model(model, torch.float32))
     trainer = Trainer(model, recipe, tmp_path, Rows(LENGTH), teacher=teacher, quiet=True)
     loss, parts = trainer.student(tokens := Rows(LENGTH)[0].unsqueeze(0), 0, teacher(tokens, 0))
-    assert loss.item() == pytest.approx(0.7 * parts["kl"] + 0.3 * parts["ce"] + parts["retention"], rel=1e-5)
+    assert loss.item() == pytest.approx(float(0.7 * parts["kl"] + 0.3 * parts["ce"] + parts["retention"]), rel=1e-5)
     tokens = Rows(LENGTH)[0].unsqueeze(0)
     roles = trainer.student.roles(0)
     attend = Sparse(lambda i, k, v, w: trainer.student.scorers[i](k, v, window=roles.window), roles)
