@@ -383,8 +383,9 @@ def weights_digest(decoder: torch.nn.Module) -> str | None:
 
 
 def _samples(weight: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Return a weight's shape, and at least 64 of its values if it has as many."""
-    return list(weight.shape), weight.detach().reshape(-1)[:: max(1, weight.numel() // SAMPLES)]
+    """Return a weight's shape, and at least 64 of its values, of all columns, if it has as many."""
+    step = max(1, weight.numel() // SAMPLES)
+    return list(weight.shape), weight.detach().reshape(-1)[:: step - 1 + step % 2]  # odd
 
 
 def _check_saved_with(saved: Mapping, decoder: torch.nn.Module, source: str) -> None:
