@@ -82,6 +82,15 @@ def test_a_process_that_is_asked_to_stop_saves_its_step(model, tmp_path, complet
     assert last_loss(launch(model, tmp_path / "cut", kind, processes=processes)) == loss
 
 
+def test_torchrun_sends_a_sigterm_on_and_ends_with_an_error(model, tmp_path):
+    """The processes save their step, though torchrun does not exit with status 0."""
+    stopped = launch(model, tmp_path / "cut", "base", 4, "SIGTERM", "launcher", processes=2)
+    assert stopped.returncode not in (0, None) and "RESULT" not in stopped.stdout
+    assert "SignalException" in stopped.stderr
+    assert "kvpop: stopped by SIGTERM at step 5: " in stopped.stderr
+    assert [p.name for p in sorted((tmp_path / "cut/run").glob("step-*"))] == ["step-3", "step-5"]
+
+
 def test_a_second_run_in_a_folder_is_refused(model, tmp_path):
     first, other = train(model, tmp_path), dataclasses.replace(RECIPE, steps=7)
     settings = (tmp_path / "run/run.json").read_bytes()
