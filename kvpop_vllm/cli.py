@@ -26,8 +26,8 @@ from kvpop_vllm.supported import DTYPES
 DOCTOR = "print versions, whether vLLM loads the plugin, kernels, and what `vllm serve` with the same MODEL and options would keep"
 
 SERVING_PLAN = dict.fromkeys(
-    "kv_memory budget scorer calibration correction allocator protect_prompt dtype max_model_len prompt_length block_size".split()
-) | {"dense_block_size": 128, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    "kv_memory budget scorer calibration correction allocator protect_prompt dtype max_model_len prompt_length block_size mamba_ssm_cache_dtype enable_prefix_caching".split()
+) | {"drafts": 0, "dense_block_size": 128, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 """Options of ``kvpop plan`` that are about serving, with their defaults."""
 TRAINING_PLAN = dict.fromkeys(
     "recipe train_base length batch micro_batch steps stored_teacher gpus gpu_memory mfu tflops".split()

@@ -16,6 +16,7 @@ from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_we
 from kvpop_vllm.distill.student import Teacher
 from kvpop_vllm.distill.teacher import TeacherReader, settings_of, top_logits, write_rows
 from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.distill.training_loop import only_run_in
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.model_shape import check_length, vocabulary_of
 
@@ -108,7 +109,7 @@ def train(
         ConfigError: model, data, recipe and folders do not fit each other.
         TrainingError: training cannot go on.
     """
-    with Process.start() as process:
+    with Process.start() as process, only_run_in(Path(out) / "run"):
         rows = rows_of(model, data, recipe, Path(out) / "run")
         asks = _teacher(teacher, model, rows, recipe, process)
         trainer = Trainer(

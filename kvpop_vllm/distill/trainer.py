@@ -17,13 +17,16 @@ from kvpop_vllm.distill.decays import fit_decays
 from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
 from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_weights, shard_layers
 from kvpop_vllm.distill.student import Student, Teacher
-from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, read_settings
+from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, only_run_in, read_settings
 from kvpop_vllm.files import replacing, write_whole
 from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
 from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import write_scorer
+
+NUMERICS = 2
+"""Version of how a run in mixed precision computes: 1 was torch's autocast, 2 is a bfloat16 copy of each parameter."""
 
 
 class Trainer(Loop):
@@ -66,7 +69,8 @@ class Trainer(Loop):
             raise ConfigError(
                 f"a process has {share} rows of a batch, which are no multiple of --micro-batch {recipe.micro_batch}: change one"
             )
-        self._check_same_run(str(Path(model).resolve()))
+        with only_run_in(self.out / "run"):
+            self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
         options = {"source": "the recipe"} | recipe.scorer_options()
         self.config = make_config(folder_sizes(model), **options) if recipe.has_scorers else None
@@ -97,6 +101,11 @@ class Trainer(Loop):
                     f"{self.out} holds a run of an older version, which shuffled text in another order: choose another"
                     " --out, or go on with that version"
                 )
+            if self._mixed and before.get("numerics", 1) != NUMERICS:
+                raise ConfigError(
+                    f"{self.out} holds a run of another version, which computed in bfloat16 in another way: choose another"
+                    " --out, or go on with that version"
+                )
             # the data last, because it depends on some of the others
             check_settings(
                 self.out, {name: before.get(name) for name in settings} | {"data": settings["data"]}, settings
@@ -108,8 +117,13 @@ class Trainer(Loop):
                 )
         elif is_main():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(settings, indent=1))
+            write_whole(path, json.dumps(settings | {"numerics": NUMERICS}, indent=1))
         barrier()
+
+    @property
+    def _mixed(self) -> bool:
+        """Whether parameters in float32 are computed with in bfloat16."""
+        return self.recipe.trains_base and self.recipe.dtype == "bfloat16"
 
     def _student(self, model) -> Student:
         """Return the model with frozen parameters in the recipe's dtype and trained ones in float32.
@@ -122,7 +136,7 @@ class Trainer(Loop):
             raise ConfigError(
                 f"{model} gives up a query channel (DMS), which training does not do: give --model the one that it was made of"
             )
-        mixed = recipe.trains_base and recipe.dtype == "bfloat16"
+        mixed = self._mixed
         sharded = mixed or self.process.world > 1
         base = self._base(model, sharded)
         if recipe.moves_rows:
@@ -143,7 +157,8 @@ class Trainer(Loop):
         shard_layers(base, mesh, policy)
         for scorer in student.scorers:
             fully_shard(scorer, mesh=mesh)
-        fully_shard(student, mesh=mesh, mp_policy=policy)
+        # the teacher's logits go into the root and stay as they are
+        fully_shard(student, mesh=mesh, mp_policy=dataclasses.replace(policy, cast_forward_inputs=False))
         register_fsdp_forward_method(student, "read")
         if any(parameter.is_meta for parameter in base.parameters()):
             read_weights(base, model, device)
@@ -170,6 +185,13 @@ class Trainer(Loop):
         It is that of :func:`cosine`. Without an end it is constant.
         """
         return peak if end is None else cosine(step, self.recipe.steps, self.recipe.warmup, peak, end)
+
+    def run(self) -> dict[str, float]:
+        """Train as :meth:`Loop.run`; a process that is alone then leaves the group that it has joined for this."""
+        try:
+            return super().run()
+        finally:
+            self.process.leave_own()
 
     def finish(self, last: dict[str, float]) -> dict[str, float]:
         """Fit decays if asked, write what was trained, and return the metrics, with ``lost_mass`` of fitted decays."""
@@ -212,8 +234,6 @@ class Trainer(Loop):
         passes = recipe.batch // process.world // rows
         total: dict[str, torch.Tensor] = {}
         for i in range(passes):
-            if i:
-                self.check_stop()
             row = step * recipe.batch + (i * process.world + process.rank) * rows
             for name, value in self.one_pass(row, passes).items():
                 total[name] = total.get(name, 0.0) + value / passes

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.checkpoints import Checkpoints, is_main
+from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
 from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.files import check_new, remove, to_disk, write_whole
@@ -104,13 +104,23 @@ class AskedToStop(Exception):
     """A process of a run got a SIGTERM."""
 
 
+_locked: set[Path] = set()
+
+
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold a lock on a run's folder, which ends with this process at the latest.
+    """Hold a lock on a run's folder, which ends with this process at the latest; all processes of a run call this together.
+
+    The first one holds the lock, once however often it asks. On file systems without locks there is none.
 
     Raises:
         ConfigError: another process trains in the folder.
     """
+    path = folder.resolve()
+    if not is_main() or path in _locked:
+        barrier()
+        yield
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         try:
@@ -119,7 +129,14 @@ def only_run_in(folder: Path) -> Iterator[None]:
             raise ConfigError(
                 f"another process trains in {folder}: wait until it ends, or choose another --out"
             ) from None
-        yield
+        except OSError:  # a file system without locks
+            pass
+        _locked.add(path)
+        try:
+            barrier()
+            yield
+        finally:
+            _locked.remove(path)
 
 
 class Loop(ABC):
@@ -168,7 +185,10 @@ class Loop(ABC):
         """Return the learning rate of each group of parameters in a step."""
 
     def finish(self, last: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a run with the given metrics of its last step, after what a run ends with."""
+        """Return the metrics of a run with the given metrics of its last step, after what a run ends with.
+
+        A SIGTERM does not end this: the last step's checkpoint is written, and the rest is done to its end.
+        """
         return last
 
     def run(self) -> dict[str, float]:
@@ -180,7 +200,7 @@ class Loop(ABC):
         """
         if not self.steps:
             return {}
-        with only_run_in(self.folder) if is_main() else nullcontext(), self._until_asked_to_stop():
+        with only_run_in(self.folder), self._until_asked_to_stop():
             try:
                 self.next_step = self.checkpoints.load(self.trained, self.optimiser)
             except ValueError as error:
@@ -211,7 +231,7 @@ class Loop(ABC):
             signal.signal(signal.SIGTERM, before)
 
     def check_stop(self) -> None:
-        """Check that no process was asked to stop; all processes call this together, between passes.
+        """Check that no process was asked to stop; all processes call this together, between steps.
 
         Raises:
             AskedToStop: one was, by a SIGTERM.
@@ -230,7 +250,6 @@ class Loop(ABC):
             TrainingError: it cannot be written.
         """
         step, saved = self.next_step, self.checkpoints.steps()
-        self.optimiser.zero_grad(set_to_none=True)
         try:
             if step and step not in saved:
                 self.checkpoints.save(step, self.trained, self.optimiser)

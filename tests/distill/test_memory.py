@@ -12,7 +12,7 @@ from distill.fake_gpus import TRACKER_SEEN, measured, write_config
 from distill.launching import launch
 from distill.measure_tiny import RECIPE as TINY
 
-from kvpop_vllm.cli import make_parser
+from kvpop_vllm.cli import SERVING_PLAN, TRAINING_PLAN, make_parser
 from kvpop_vllm.distill.memory import Run, Sizes
 from kvpop_vllm.distill.recipes import PAPER
 from kvpop_vllm.distill.training_plan import lines_of
@@ -104,8 +104,18 @@ def test_the_papers_run_fits():
     assert total(length=32768) > total(micro_batch=2) - 1 > total() + 5
 
 
+def test_each_option_is_about_serving_or_training():
+    command = make_parser().parse_args(["plan", "--model", "x"])
+    options = vars(command).keys() - {"model", "train", "run"}
+    assert not SERVING_PLAN.keys() & TRAINING_PLAN.keys() and options == SERVING_PLAN.keys() | TRAINING_PLAN.keys()
+    assert {name: getattr(command, name) for name in options} == SERVING_PLAN | TRAINING_PLAN
+
+
 @pytest.mark.parametrize("command, message", [
     ("--kv-memory 8GiB --gpus 8", "--gpus is about training: leave it out, or give --train"),
+    ("--train --drafts 3", "--drafts is about serving: leave it out, or leave --train out"),
+    ("--train --mamba-ssm-cache-dtype float32", "--mamba-ssm-cache-dtype is about serving: leave it out"),
+    ("--train --no-enable-prefix-caching", "--enable-prefix-caching is about serving: leave it out"),
     ("--train --kv-memory 8GiB", "--kv-memory is about serving: leave it out, or leave --train out"),
     ("", "kvpop plan needs --kv-memory, or --train for the memory of training"),
     ("--train --gpus 3", "batch 128 cannot be shared by 3 GPUs with 1 rows a pass evenly: change one"),

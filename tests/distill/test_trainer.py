@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from distill.launching import last_loss, launch
 from distill.rows import Rows, teacher_of
 from distill.train_tiny import LENGTH, RECIPE, RECIPES
@@ -15,6 +20,7 @@ from safetensors.torch import load_file
 from threads import one_thread
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill import student
 from kvpop_vllm.distill.checkpoints import Checkpoints
 from kvpop_vllm.distill.decays import decay_grid
 from kvpop_vllm.distill.metrics import read_metrics
@@ -66,9 +72,9 @@ def test_a_kill_changes_nothing(model, tmp_path, complete, kind, processes):
 
 @pytest.mark.parametrize("kind, processes", [("frozen", 1), ("base", 2)])
 def test_a_process_that_is_asked_to_stop_saves_its_step(model, tmp_path, complete, kind, processes):
-    """Of two processes one is asked, in the middle of a step; the step is begun again."""
+    """Of two processes one is asked, in the middle of a step, which is taken to its end."""
     undisturbed, loss = complete(kind, processes)
-    stopped = launch(model, tmp_path / "cut", kind, 5, "SIGTERM", processes=processes)
+    stopped = launch(model, tmp_path / "cut", kind, 4, "SIGTERM", processes=processes)
     assert stopped.returncode == 0 and "RESULT" not in stopped.stdout, stopped.stderr[-3000:]
     assert [p.name for p in sorted((tmp_path / "cut/run").glob("step-*"))] == ["step-3", "step-5"]
     lines = [line for line in stopped.stderr.splitlines() if line.startswith("kvpop: ")]
@@ -76,10 +82,77 @@ def test_a_process_that_is_asked_to_stop_saves_its_step(model, tmp_path, complet
     assert last_loss(launch(model, tmp_path / "cut", kind, processes=processes)) == loss
 
 
+def test_torchrun_sends_a_sigterm_on_and_ends_with_an_error(model, tmp_path):
+    """The processes save their step, though torchrun does not exit with status 0."""
+    stopped = launch(model, tmp_path / "cut", "base", 4, "SIGTERM", "launcher", processes=2)
+    assert stopped.returncode not in (0, None) and "RESULT" not in stopped.stdout
+    assert "SignalException" in stopped.stderr
+    assert "kvpop: stopped by SIGTERM at step 5: " in stopped.stderr
+    assert [p.name for p in sorted((tmp_path / "cut/run").glob("step-*"))] == ["step-3", "step-5"]
+
+
 def test_a_second_run_in_a_folder_is_refused(model, tmp_path):
-    with only_run_in(tmp_path / "run"), pytest.raises(ConfigError, match="another process trains in .*: wait until it"):
-        train(model, tmp_path).run()
-    assert train(model, tmp_path).run()["loss"] > 0
+    first, other = train(model, tmp_path), dataclasses.replace(RECIPE, steps=7)
+    settings = (tmp_path / "run/run.json").read_bytes()
+    with open(tmp_path / "run/lock", "w") as lock:  # as the first run's process does
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for second in (lambda: train(model, tmp_path, other), first.run):
+            with pytest.raises(ConfigError, match="another process trains in .*: wait until it"):
+                second()
+    assert (tmp_path / "run/run.json").read_bytes() == settings
+    assert first.run()["loss"] > 0
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_has_runs(model, tmp_path, monkeypatch, error):
+    def flock(*args):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with only_run_in(tmp_path / "run"):
+        train(model, tmp_path)
+    assert (tmp_path / "run/run.json").exists()
+
+
+def test_a_run_of_the_former_mixed_precision_is_refused(model, tmp_path):
+    """Runs in float32, or of a frozen base, compute as before and go on."""
+    for kind, refused in (("low", True), ("base", False), ("frozen", False)):
+        recipe, path = dataclasses.replace(RECIPES[kind], steps=3), tmp_path / kind / "run/run.json"
+        train(model, tmp_path / kind, recipe).run()
+        settings = json.loads(path.read_text())
+        assert settings.pop("numerics") == 2
+        path.write_text(json.dumps(settings))
+        match = "holds a run of another version, which computed in bfloat16 in another way: choose another"
+        with pytest.raises(ConfigError, match=match) if refused else nullcontext():
+            train(model, tmp_path / kind, recipe)
+
+
+def test_a_process_that_is_alone_leaves_its_group(model, tmp_path):
+    trainer = train(model, tmp_path, dataclasses.replace(RECIPES["low"], steps=1))
+    assert dist.is_initialized()
+    trainer.run()
+    assert not dist.is_initialized()
+
+
+def test_the_teachers_logits_are_not_rounded(model, tmp_path, monkeypatch):
+    """The KL in mixed precision is of the float32 logits that the teacher returns."""
+    received, top_kl = [], student.top_kl
+    monkeypatch.setattr(student, "top_kl", lambda logits, *top: received.append(top[0]) or top_kl(logits, *top))
+    trainer = train(model, tmp_path, dataclasses.replace(RECIPES["low"], steps=1))
+    trainer.one_pass(0, 1)
+    expected = trainer.teacher(Rows(LENGTH)[0].unsqueeze(0), 0)[0]
+    assert not torch.equal(expected, expected.bfloat16().float())
+    count = expected.shape[1]
+    assert sum(part.shape[1] for part in received) % count == 0
+    assert torch.equal(received[0], expected[:, : received[0].shape[1]])
+
+
+def test_the_trained_model_has_the_generation_config_of_its_base(model, tmp_path):
+    base = shutil.copytree(model, tmp_path / "base")
+    (base / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "eos_token_id": [7, 9]}')
+    train(base, tmp_path / "out", dataclasses.replace(RECIPES["low"], steps=1)).run()
+    config = json.loads((tmp_path / "out/model/generation_config.json").read_text())
+    assert (config["do_sample"], config["temperature"], config["eos_token_id"]) == (True, 0.6, [7, 9])
 
 
 @one_thread()  # as in the processes that are launched

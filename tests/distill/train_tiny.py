@@ -1,6 +1,6 @@
 """A tiny training run as a process of its own, which prints the last loss.
 
-Usage: ``train_tiny.py MODEL OUT {frozen|base|low|gates} [DIE_AT_STEP [SIGNAL]]``.
+Usage: ``train_tiny.py MODEL OUT {frozen|base|low|gates} [DIE_AT_STEP [SIGNAL [launcher]]]``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 
 import torch
 from distill.rows import Rows, teacher_of
@@ -50,23 +51,29 @@ RECIPES["gates"] = dataclasses.replace(
 
 
 class Mortal(Rows):
-    """Rows that send a process a signal, SIGKILL by default, when it asks for a given row."""
+    """Rows that send a process, or its launcher, a signal, SIGKILL by default, when it asks for a given row.
 
-    last, signal = None, signal.SIGKILL
+    After one to the launcher the process waits until the launcher has sent it on.
+    """
+
+    last, signal, launcher, trainer = None, signal.SIGKILL, False, None
 
     def __getitem__(self, row):
         if row == self.last:
-            os.kill(os.getpid(), self.signal)
+            os.kill(os.getppid() if self.launcher else os.getpid(), self.signal)
+            while self.launcher and not self.trainer._asked_to_stop:
+                time.sleep(0.01)
         return super().__getitem__(row)
 
 
-def main(model, out, kind, die_at=None, sent="SIGKILL"):
+def main(model, out, kind, die_at=None, sent="SIGKILL", to="process"):
     torch.set_num_threads(1)
     process, recipe = Process.start(), RECIPES[kind]
     rows = Mortal(LENGTH)
     rows.last, rows.signal = None if die_at is None else int(die_at) * recipe.batch, signal.Signals[sent]
     teacher = teacher_of(load_model(model, torch.float32)) if recipe.distils else None
-    result = Trainer(
+    rows.launcher = to == "launcher"
+    rows.trainer = Trainer(
         model,
         recipe,
         out,
@@ -75,7 +82,8 @@ def main(model, out, kind, die_at=None, sent="SIGKILL"):
         process=process,
         save_every=3,
         quiet=True,
-    ).run()
+    )
+    result = rows.trainer.run()
     if process.rank == 0:
         print("RESULT", repr(result["loss"]), flush=True)
 
