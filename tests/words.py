@@ -57,7 +57,7 @@ COUNTS: dict[str, int] = {
     "name where": 38,
     "name which": 6,
     "name whole": 49,
-    "prose anew": 16,
+    "prose anew": 15,
     "prose behind": 197,
     "prose beside": 79,
 }
