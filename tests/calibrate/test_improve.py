@@ -25,10 +25,10 @@ class KnownLosses(Stages):
     Args:
         loss: function of ``slots [layers]``.
         start: shares ``[layers]`` of the table ``start``.
-        others: shares of further tables, by name.
+        further: shares of further tables, by name.
     """
 
-    def __init__(self, loss, start: list[float], **others: list[float]):
+    def __init__(self, loss, start: list[float], **further: list[float]):
         shape = SimpleNamespace(num_layers=LAYERS, num_kv_heads=1)
         plan = SimpleNamespace(
             unit="layer",
@@ -38,7 +38,7 @@ class KnownLosses(Stages):
             shape=shape,
             shards=[Shard((0, LAYERS), (0, 1))],
         )
-        starts = {"start": start} | others
+        starts = {"start": start} | further
         tables = {name: torch.tensor(shares, dtype=torch.float64).unsqueeze(1) for name, shares in starts.items()}
         passes = SimpleNamespace(tables=tables)
         super().__init__(plan, None, None, passes, None)

@@ -75,14 +75,14 @@ def test_weights_that_are_read_by_shards_equal_those_of_the_whole_model(tmp_path
         weights = load_file(tmp_path / "model.safetensors")
         save_file({name: tensor + 1 for name, tensor in weights.items()}, tmp_path / "adapter.safetensors")
         save_file({name: tensor + 1 for name, tensor in weights.items()}, tmp_path / "old.safetensors")
-    model, whole = empty_model(tmp_path, dtype), load_model(tmp_path, dtype)
+    model, loaded = empty_model(tmp_path, dtype), load_model(tmp_path, dtype)
     assert all(parameter.is_meta for parameter in model.parameters())
     with Process() as process:
         shard_layers(model, process.mesh, policy_of(False))
         fully_shard(model, mesh=process.mesh)
         read_weights(model, tmp_path, CPU)
-        read, expected = tensors(model), tensors(whole)
-    assert read.keys() == expected.keys() and model.training == whole.training
+        read, expected = tensors(model), tensors(loaded)
+    assert read.keys() == expected.keys() and model.training == loaded.training
     for name, tensor in expected.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
     if case == "buffers":

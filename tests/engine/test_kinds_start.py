@@ -86,7 +86,8 @@ def test_hits_in_all_groups(family, tmp_path, kind):
             job = Job(prompt=prompt, new=70, scored=False, asks={"kv_protect_prompt": protect})
             (answer,) = served.serve([job], protect=True if protect == "all" else protect).values()
             assert answer.num_cached_tokens == hit, (len(prompt), protect)
-        assert _hit_of_second_turn(served, random_prompt(100, seed=9), 70, 250) == 96, (
+        hit = 160 if kind == "llama4_text" else 96  # a chunk begins at 128
+        assert _hit_of_second_turn(served, random_prompt(100, seed=9), 70, 250) == hit, (
             "windows stay for a prompt's end alone"
         )
 
