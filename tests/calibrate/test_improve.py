@@ -82,7 +82,7 @@ def test_the_best_table_of_all_rounds_is_taken(start):
 
 
 def test_no_table_has_more_slots_than_another():
-    """What a layer gets is taken from the others, also where single changes are measured."""
+    """A layer gets what others give, also where single changes are measured."""
     stages = KnownLosses(unlike, [0.6, 0.6, 1.8])
     stages.improved()
     means = torch.stack([table.mean() for table in stages.passes.tables.values()])

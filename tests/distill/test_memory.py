@@ -33,7 +33,7 @@ PARTS = {
     "activations": ("checkpoints", "layer", "losses"),
     "gradients of activations and of the output layer": ("layer's gradients", "output layer's gradient"),
 }
-"""Those that are several parts of the memory model."""
+"""Parts of the tracker that are several of the memory model."""
 
 
 def compare(run: Run, measurement: dict[str, int], parts=tuple(KINDS)) -> None:

@@ -72,7 +72,7 @@ def test_a_kill_changes_nothing(model, tmp_path, complete, kind, processes):
 
 @pytest.mark.parametrize("kind, processes", [("frozen", 1), ("base", 2)])
 def test_a_process_that_is_asked_to_stop_saves_its_step(model, tmp_path, complete, kind, processes):
-    """Of two processes one is asked, in the middle of a step, which is taken to its end."""
+    """One of two processes is asked in the middle of a step, which is taken to its end."""
     undisturbed, loss = complete(kind, processes)
     stopped = launch(model, tmp_path / "cut", kind, 4, "SIGTERM", processes=processes)
     assert stopped.returncode == 0 and "RESULT" not in stopped.stdout, stopped.stderr[-3000:]

