@@ -243,7 +243,7 @@ FAULTS = {
         ("key += part.held + part.length«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
     ],
     f"{TRITON}/_serving_scores.py": [
-        ("tl.«where(q > 0, tl.load(m_at), -1e30→load(m_at»)", f"{SERVING} -k 'holds and once'"),
+        ("log_f.to(tl.float32) + «tl.where(q > 0, m, -1e30)→m»", f"{SERVING} -k 'holds and once'"),
     ],
     # Attention, cache, glue and policies
     "kvpop_vllm/requests.py": [
@@ -252,7 +252,10 @@ FAULTS = {
     ],
     "kvpop_vllm/attention/layer.py": [
         # replays pass
-        ("wrong = (seen «!=→<» batch.starts.unsqueeze(1)) & (", "tests/attention/test_step.py -k one_bad_start"),
+        (
+            "wrong = («(starts < seen) | →»(starts > seen + staged)) & (",
+            "tests/attention/test_step.py -k one_bad_start",
+        ),
     ],
     "kvpop_vllm/cache/step.py": [
         # a third prefix block is missed
@@ -307,21 +310,30 @@ FAULTS = {
     "kvpop_vllm/calibrate/stages.py": [
         # a worse table takes the place of the best one
         ("                if lower >= score:\n                    «break→pass»", "tests/calibrate/test_improve.py"),
-        ("best, score = «name→best», lower\n        return best", "tests/calibrate/test_improve.py"),
+        ("best, score = «changed→best», lower\n        return best", "tests/calibrate/test_improve.py"),
+        ("best, score = «min→max»(ends, key=lambda end: end[1])", "tests/calibrate/test_improve.py -k worse_may_lead"),
         (
-            "best, score = name, lower\n        return «best→next(iter(self.passes.tables))»",
-            "tests/calibrate/test_improve.py",
+            "starts = sorted(scores, key=scores.get)[:«SHORTLIST→1»]",
+            "tests/calibrate/test_improve.py -k worse_may_lead",
         ),
         # the first round is the last
-        ("                best, score = name, lower«→\n                break»\n", "tests/calibrate/test_improve.py"),
+        ("                best, score = changed, lower«→\n                break»\n", "tests/calibrate/test_improve.py"),
         # steps stay large
-        ("for factor in «FACTORS→FACTORS[:1] * 3»:", "tests/calibrate/test_improve.py -k small_steps"),
+        (
+            "self._rounds(self.plan.unit, «FACTORS[1:]→FACTORS[:1] * 3», best",
+            "tests/calibrate/test_improve.py -k small_steps",
+        ),
         # rounds have no bound
         ("rounds = iter(range(«ROUNDS→10**3»))", "tests/calibrate/test_improve.py -k bounded"),
-        # nothing between the old table and the new one is tried
-        ("scores = self._measured(«list(new)→[name]»)", "tests/calibrate/test_improve.py -k half_way"),
-        # all slots stay where they are
-        ("sizes = {size «/ factor→»: f", "tests/calibrate/test_improve.py"),
+        # a single change is not tried, nor one that is half way
+        (
+            'self._measured([name, f"{name}-damped"«, min(better, key=losses.get)→»])',
+            "tests/calibrate/test_improve.py -k alone_or",
+        ),
+        ('self._measured([name, «f"{name}-damped", →»min(', "tests/calibrate/test_improve.py -k alone_or"),
+        # all slots stay where they are, or come from nowhere
+        ('(("fewer", share «/ factor→»)', "tests/calibrate/test_improve.py"),
+        ("changed[part] *= «shares[part].sum() / changed[part].sum()→1»", "tests/calibrate/test_improve.py"),
     ],
     "kvpop_vllm/vllm_glue/run/snapshots.py": [
         # a number of tokens beyond the prompt counts as "all"
@@ -386,7 +398,7 @@ FAULTS = {
     "kvpop_vllm/vllm_glue/run/cache_spec.py": [
         # a request is expected to reach N
         (
-            "length = «min(slots.prefix + slots.budget + 1, self.final[name])→slots.prefix + slots.budget + 1»",
+            "length = «min(slots.prefix + slots.budget + 1, self.final[request_id])→slots.prefix + slots.budget + 1»",
             f"{CHATS} -k leaves_room",
         ),
     ],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 
 DRAFTS = 4
 CONFIG = {"method": "custom_class", "model": "engine.proposer.ForcedDrafts", "num_speculative_tokens": DRAFTS}
@@ -18,12 +17,10 @@ class ForcedDrafts:
 
     Attributes:
         texts: whole texts.
-        successors: tokens that are drafted after a token of other texts; none after others.
         counts: endless numbers of right tokens, one for each draft; further tokens are wrong.
     """
 
     texts: Iterable[list[int]] = ()
-    successors: Mapping[int, int] = MappingProxyType({})
     counts: Iterator[int] = iter(())
 
     def __init__(self, vllm_config):
@@ -40,9 +37,6 @@ class ForcedDrafts:
         ]
 
     def _draft(self, tokens: list[int]) -> list[int]:
-        if tokens[-1] in self.successors:
-            chain = itertools.accumulate(range(DRAFTS), lambda token, _: self.successors[token], initial=tokens[-1])
-            return [*chain][1:]
         rest = next((text[len(tokens) :] for text in self.texts if text[: len(tokens)] == tokens), [])[:DRAFTS]
         right = next(self.counts) if rest else 0
         return [token if i < right else (token + 1) % 256 for i, token in enumerate(rest)]

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
-import torch
 from distill.byte_tokenizer import byte_tokenizer
 from engine.driving import BLOCK, Job, Judges, preempt_all, serving, watched
 from engine.matrix import BUDGET
 from engine.n_grams import check_n_grams
-from engine.proposer import CONFIG, DRAFTS, ForcedDrafts, drafting, mixed
+from engine.proposer import CONFIG, DRAFTS, drafting, mixed
 from engine.test_traffic import POLICIES
 from engine.tiny_engine import quick
 from threads import one_thread
@@ -347,41 +345,6 @@ def drawn(engine, jobs: list[Job], texts: list[list[int]]) -> list[list[int]]:
     """Return the whole texts of sampled jobs, with drafts from other texts."""
     with drafting(texts, mixed(9)):
         return sorted(whole(answer) for answer in engine.serve(jobs).values())
-
-
-@pytest.mark.slow
-def test_sampled_tokens_have_their_probabilities(case, monkeypatch):
-    """Drafted tokens are as frequent among 10,240, and all tokens as probable, as the model's own probabilities say.
-
-    Drafts are the tokens that followed most often in answers without drafts.
-    """
-    setup, requests, new = case("qwen3", "kvpop"), 64, 160
-    prompts = [{"prompt_token_ids": random_prompt(60, seed=i)} for i in range(requests)]
-    sharp = {"temperature": 0.1, "max_tokens": new, "ignore_eos": True, "detokenize": False}
-    with speculating(setup, max_logprobs=256) as engine:
-        parameters = [SamplingParams(seed=i, **sharp) for i in range(requests)]
-        follows: dict[int, Counter] = {token: Counter() for token in range(256)}
-        for answer in engine.llm.generate(prompts, parameters, use_tqdm=False):
-            for one, other in itertools.pairwise(answer.outputs[0].token_ids):
-                follows[one][other] += 1
-        successors = {token: counts.most_common(1)[0][0] if counts else 0 for token, counts in follows.items()}
-        monkeypatch.setattr(ForcedDrafts, "successors", successors)
-        engine.recorder.clear()
-        parameters = [SamplingParams(seed=1000 + i, logprobs=256, **sharp) for i in range(requests)]
-        answers = engine.llm.generate(prompts, parameters, use_tqdm=False)
-        steps = sum(len(layers[0]) for layers in engine.recorder.held.values())
-    assert steps < 0.97 * requests * new, "few drafts were accepted"
-    surplus, variance = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    for answer in answers:
-        tokens, entries = answer.outputs[0].token_ids, answer.outputs[0].logprobs
-        for before, token, chances in zip(tokens, tokens[1:], entries[1:], strict=False):
-            logits = torch.tensor([chances[i].logprob for i in range(256)], dtype=torch.float64) / sharp["temperature"]
-            logs, is_draft = logits.log_softmax(0), torch.arange(256) == successors[before]
-            for i, value in enumerate((logs, is_draft.double())):
-                mean = (logs.exp() * value).sum()
-                surplus[i] += value[token] - mean
-                variance[i] += (logs.exp() * (value - mean) ** 2).sum()
-    assert (surplus / variance.sqrt()).abs().max() < 4
 
 
 def test_options_of_requests(case, tmp_path, monkeypatch):
