@@ -45,7 +45,18 @@ SLOW = (
 """Modules that `make test` leaves out, beside tests that carry the marker ``slow`` themselves."""
 NIGHTLY = {
     "bench/test_soak.py": ["test_a_minute_of_load"],
-    "engine/test_executors.py": ["[h2o", "[streaming-llm"],
+    "distill/test_memory.py": ["[4B-8", "[8B-1-", "[8B-8-True-2"],
+    "engine/test_executors.py": ["[h2o", "[streaming-llm", "[kvpop-options2"],
+    "engine/test_first_tokens.py": ["[vase", "[random", "[h2o-pyramid"],
+    "engine/test_speculation.py": [
+        "[stateless]",
+        "[recency]",
+        "[newest mass]",
+        "[moments]",
+        "[mass, fixed shares]",
+        "[state, fixed shares]",
+        "[gate over hidden states]",
+    ],
     "engine/test_tensor_parallel.py": [
         "[trimkv",
         "[kvpop-options0]",
