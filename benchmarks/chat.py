@@ -1,33 +1,49 @@
 """Chat turns and a shared system prompt with vLLM's prefix cache: stock and policies, prompts protected or not.
 
 It uses the same children as decode.py. A conversation of some turns grows by a fixed number of tokens each.
-The time from the last turn's request to its second token is measured with prefix caching on and, for the
-policies, off as well. Then many requests read one system prompt, and steps in which all of them decode are
-timed. The engines take turns, and nothing is compared unless every policy gave stock's greedy tokens on short
-prompts. Rows are appended to benchmarks/results/chat.csv.
+The times from the last turn's request to its first and second token are measured with prefix caching on and, for
+policies that protect prompts, off as well. Then many requests read one system prompt, and steps in which all of them decode are
+timed. With ``--strangers`` requests whose prompts never repeat run to their end. The engines take turns, and nothing is
+compared unless every policy gave stock's greedy tokens on short prompts. Rows are appended to
+benchmarks/results/chat.csv.
+
+With ``--history FIGURE`` every turn is recorded instead, in benchmarks/results/history.csv, and drawn.
 
     python benchmarks/chat.py --budget 512 --policies streaming-llm kvpop
+    python benchmarks/chat.py --unprotected --turns 40 --turn 190 --history docs/history.png
 """
 
 import statistics
 import sys
+from pathlib import Path
 
 import record
 from child import WARM_UP
 from engines import NO_HITS, ask_all, check_budget, compare, parser_of, say, setting
 
+from kvpop_vllm.bench.plot import CURVES
+from kvpop_vllm.files import write_figure
+
 RESULTS = record.RESULTS / "chat.csv"
+
+
+HISTORY = record.RESULTS / "history.csv"
+"""Rows of every turn of long conversations."""
 
 
 def main() -> int:
     """Run the benchmark and return its exit code."""
-    return compare(parse_arguments(), measure, RESULTS, ("what",), "ms")
+    options = parse_arguments()
+    if options.history:
+        return compare(options, histories, HISTORY, ("what", "turns"), "value")
+    return compare(options, measure, RESULTS, ("what",), "ms")
 
 
 def measure(started: dict, options) -> list[dict]:
-    """Return the rows of the conversations and of the requests that share a prompt."""
+    """Return the rows of the conversations, of the requests that share a prompt, and of those that share nothing."""
     hitting = {name: engine for name, engine in started.items() if NO_HITS not in name}
-    return chats(started, options) + (crowds(hitting, options) if options.requests else [])
+    rows = chats(started, options) + (crowds(hitting, options) if options.requests else [])
+    return rows + (strangers(started, options) if options.strangers else [])
 
 
 def parse_arguments():
@@ -39,11 +55,14 @@ def parse_arguments():
     parser.add_argument("--requests", type=int, default=32, help="that read one system prompt; 0: none")
     parser.add_argument("--system", type=int, default=2000, help="tokens of the system prompt")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a round of these")
+    parser.add_argument("--strangers", type=int, default=0, help="requests of 2 turns' tokens that share no prompt")
+    parser.add_argument("--history", metavar="FIGURE", help="measure every turn and draw them into this PNG file")
     parser.add_argument("--unprotected", action="store_true", help="evict from prompts; turns go on from snapshots")
     options = parser.parse_args()
     if not 2 <= options.answer < options.turn:
         parser.error("a turn has a question and an answer of at least 2 tokens: lower --answer or raise --turn")
     options.prefix_caching, options.protect_prompt = True, not options.unprotected
+    options.without_hits = options.protect_prompt or options.strangers > 0
     if options.unprotected:
         check_budget(parser, options)
     options.most_requests = max(1, options.requests)
@@ -55,14 +74,71 @@ def parse_arguments():
 
 
 def chats(started: dict, options) -> list[dict]:
-    """Return the rows of the conversations."""
-    rows, talk = [], {"turns": options.turns, "tokens": options.turn, "answer": options.answer}
-    for turn in range(options.rounds + 1):
-        replies = {name: engine.ask("chat", **talk, seed=turn + 1) for name, engine in started.items()}
-        if turn:  # the first round is not counted
-            say(f"round {turn}: " + ", ".join(f"{n} {r['second']:.3f} s ({r['hit']} hit)" for n, r in replies.items()))
-            measured = "second token" + ", unprotected" * options.unprotected
-            rows += [row(measured, name, turn, r["second"], r["hit"], options) for name, r in replies.items()]
+    """Return the rows of the conversations: their last turn."""
+    rows, note = [], ", unprotected" * options.unprotected
+    for number, turns in talks(started, options):
+        for name, turn in ((name, of_one[-1]) for name, of_one in turns.items()):
+            for token in ("first", "second"):
+                rows.append(row(f"{token} token{note}", name, number, turn[token], turn["hit"], options))
+    return rows
+
+
+def talks(started: dict, options):
+    """Yield each counted round's number and, by engine, the turns of its conversation; the first round warms up."""
+    talk = {"turns": options.turns, "tokens": options.turn, "answer": options.answer}
+    for number in range(options.rounds + 1):
+        turns = {name: engine.ask("chat", **talk, seed=number + 1) for name, engine in started.items()}
+        if number:
+            last = {name: of_one[-1] for name, of_one in turns.items()}
+            say(f"round {number}: " + ", ".join(f"{n} {t['second']:.3f} s ({t['hit']} hit)" for n, t in last.items()))
+            yield number, turns
+
+
+def histories(started: dict, options) -> list[dict]:
+    """Return the rows of every turn of the conversations, and draw their medians."""
+    rows = []
+    for number, turns in talks(started, options):
+        for name, of_one in turns.items():
+            for turn, reply in enumerate(of_one, start=1):
+                values = {"first, ms": 1e3 * reply["first"], "step, ms": 1e3 * reply["step"]}
+                values |= {"held, MiB": reply["held_bytes"] / 2**20}
+                size = setting(options, name) | {"turn": options.turn, "answer": options.answer, "turns": turn}
+                rows += [size | {"what": w, "round": number, "value": f"{v:.3f}"} for w, v in values.items()]
+    draw(rows, Path(options.history))
+    return rows
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Draw the medians of first tokens, decode steps and memory over the tokens of a conversation."""
+    from matplotlib.figure import Figure
+
+    panels = {"first, ms": "first token, ms", "step, ms": "decode step, ms", "held, MiB": "cache of a request, MiB"}
+    drawing = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
+    for axis, (what, title) in zip(drawing.subplots(1, 3), panels.items(), strict=True):
+        groups: dict[str, dict[int, list[float]]] = {}
+        for line in (line for line in rows if line["what"] == what and NO_HITS not in line["configuration"]):
+            points = groups.setdefault(line["configuration"].partition(",")[0], {})
+            points.setdefault(line["turns"] * line["turn"], []).append(float(line["value"]))
+        for name, points in groups.items():
+            color, style, _ = CURVES[name]
+            y = [statistics.median(values) for values in points.values()]
+            axis.plot(list(points), y, color=color, linestyle=style, linewidth=2, label=name)
+        axis.set(title=title, xlabel="tokens of the conversation", ylim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+    drawing.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(groups))
+    write_figure(path, drawing)
+
+
+def strangers(started: dict, options) -> list[dict]:
+    """Return the rows of requests whose prompts never repeat; preemptions are printed."""
+    rows = []
+    for number in range(options.rounds + 1):
+        for name, engine in started.items():
+            batch = {"requests": options.strangers, "prompt": 2 * options.turn, "new": options.answer}
+            reply = engine.ask("drain", **batch, seed=1 + number)
+            say(f"round {number}: {name} {reply['seconds']:.2f} s, {reply['preemptions']} preemptions")
+            if number:
+                rows.append(row("never repeated", name, number, reply["seconds"], 0, options))
     return rows
 
 

@@ -1,13 +1,15 @@
 """Child process of an engine that takes turns with others (engines.py)."""
 
 import argparse
+import itertools
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
 
 from child import Child
-from engines import SHORT_PROMPTS, token_bytes
+from engines import short_prompts, token_bytes
 
 
 def greedy(new: int, **options):
@@ -35,9 +37,9 @@ class EngineChild(Child):
             raise RuntimeError(f"{kvpop_vllm.__file__} is served, which is not in {options.checkout}")
         self.llm = LLM(
             options.model,
-            dtype="bfloat16",
+            dtype=options.dtype,
             max_num_seqs=options.most_requests,
-            kv_cache_memory_bytes=int(options.pool_tokens * token_bytes(options.model)),
+            kv_cache_memory_bytes=int(options.pool_tokens * token_bytes(options.model, options.dtype)),
             enable_prefix_caching=options.prefix_caching,
             enforce_eager=options.eager,
             load_format=options.load_format,
@@ -57,7 +59,7 @@ class EngineChild(Child):
 
         Each has its log-probability and its lead over the second.
         """
-        answers = self.llm.generate(list(SHORT_PROMPTS), greedy(24, logprobs=2), use_tqdm=False)
+        answers = self.llm.generate(list(short_prompts(self.options.budget)), greedy(24, logprobs=2), use_tqdm=False)
         return [
             [self._token(*pair) for pair in zip(a.outputs[0].token_ids, a.outputs[0].logprobs, strict=True)]
             for a in answers
@@ -87,8 +89,8 @@ class EngineChild(Child):
                 self.reply({"progress": f"{decoding} of {len(lengths)} prompts done after {said - begin:.0f} s"})
         return {"seconds": time.monotonic() - begin, "tokens": sum(lengths)}
 
-    def chat(self, turns: int, tokens: int, answer: int, seed: int) -> dict:
-        """Hold a conversation and measure its last turn.
+    def chat(self, turns: int, tokens: int, answer: int, seed: int) -> list[dict]:
+        """Hold a conversation and measure its turns.
 
         Args:
             turns: number of turns.
@@ -97,10 +99,11 @@ class EngineChild(Child):
             seed: seed of the random tokens.
 
         Returns:
-            Seconds from the last turn's request to its ``first`` and ``second`` token, and ``hit``, the
-            tokens of its prompt that were hit.
+            For each turn the seconds from its request to its ``first`` and ``second`` token and of a decode ``step``
+            after them (the median), ``hit``, the tokens of its prompt that were hit, and ``held_bytes``, the bytes of
+            the KV cache that its request holds at its last step.
         """
-        text = []
+        text, measured = [], []
         for turn in range(turns):
             text = [*text, *self.random_tokens(1000 * seed + turn, tokens - answer)]
             begin, times = time.perf_counter(), []
@@ -109,8 +112,13 @@ class EngineChild(Child):
                 for reply in self.engine.step():
                     times += [time.perf_counter() - begin] * (len(reply.outputs[0].token_ids) - len(times))
                     generated, hit = reply.outputs[0].token_ids, reply.num_cached_tokens
+                if self.engine.has_unfinished_requests():
+                    held = self._held_bytes()
+            steps = [after - before for before, after in itertools.pairwise(times[1:])]
+            step = statistics.median(steps or times[:1])
+            measured.append({"first": times[0], "second": times[1], "step": step, "hit": hit or 0, "held_bytes": held})
             text = [*text, *generated]
-        return {"first": times[0], "second": times[1], "hit": hit or 0}
+        return measured
 
     def _add(self, prompts: list[list[int]], new: int) -> None:
         """Add a request for each prompt, of which ``new`` tokens are generated."""
@@ -125,19 +133,23 @@ class EngineChild(Child):
         """
         self.engine.abort_request(self.asked[requests:])
         self.asked = self.asked[:requests]
-        return {"held_bytes": (self.free - self.pool.get_num_free_blocks()) * self.block_bytes}
+        return {"held_bytes": self._held_bytes()}
+
+    def _held_bytes(self) -> int:
+        """Return the bytes of the blocks that requests hold."""
+        return (self.free - self.pool.get_num_free_blocks()) * self.block_bytes
 
     def step(self) -> int:
         """Run a step of the engine; return how many requests got a token."""
         return len(self.engine.step())
 
-    def drain(self, requests: int, prompt: int, new: int) -> dict:
+    def drain(self, requests: int, prompt: int, new: int, seed: int = 0) -> dict:
         """Run all requests at once until the last is done; return the time and the scheduler's counts.
 
-        Each request has ``prompt`` random and ``new`` generated tokens.
+        Each request has ``prompt`` random and ``new`` generated tokens. Prompts of two seeds differ.
         """
         scheduler, done, most, preempted = self.engine.engine_core.engine_core.scheduler, 0, 0, {}
-        self._add([self.random_tokens(i, prompt) for i in range(requests)], new)
+        self._add([self.random_tokens(requests * seed + i, prompt) for i in range(requests)], new)
         begin = said = time.monotonic()
         generated = 0
         while self.engine.has_unfinished_requests():

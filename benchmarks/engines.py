@@ -33,6 +33,8 @@ BEFORE = ", before"
 """Suffix of a policy's twin that another checkout of this repository serves."""
 BEFORE_AGAIN = ", before again"
 """Suffix of a second twin of the other checkout: its ratio to the first one shows what the measurement resolves."""
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a number of each dtype."""
 NEAR_TIE = 0.5  # nats: four steps of a bfloat16 logit between 16 and 32
 SHORT_PROMPTS = (
     "The capital of France is",
@@ -44,8 +46,13 @@ SHORT_PROMPTS = (
 )
 
 
-LEAST_BUDGET = 768
-"""Smallest budget that holds the longest short prompt and its generated tokens."""
+LEAST_BUDGET, LONG_BUDGET = 128, 768
+"""Smallest budgets that hold the tokens, prompt and answer, of all short prompts but the last, and of the last."""
+
+
+def short_prompts(budget: int) -> tuple[str, ...]:
+    """Return the short prompts that a budget in slots holds, with their answers."""
+    return SHORT_PROMPTS if budget >= LONG_BUDGET else SHORT_PROMPTS[:-1]
 
 
 @contextmanager
@@ -87,8 +94,11 @@ def parser_of_any(description: str, *, rounds: int) -> argparse.ArgumentParser:
     threads = max(1, record.KEY["cores"] - 1)
     parser.add_argument("--threads", type=positive, default=threads, help="as vllm serve, all cores but 1")
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
+    parser.add_argument(
+        "--dtype", choices=BYTES, default="bfloat16", help="a CPU without AVX-512 multiplies float32 only"
+    )
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
-    parser.set_defaults(load_format="auto", prefix_caching=False, checkout=str(ROOT))
+    parser.set_defaults(load_format="auto", prefix_caching=False, without_hits=False, checkout=str(ROOT))
     return parser
 
 
@@ -135,7 +145,7 @@ def configurations(options, folder: Path) -> dict:
     }
     twins = {
         EAGER: options.eager_too and {"eager": True},
-        NO_HITS: options.prefix_caching and {"prefix_caching": False},
+        NO_HITS: options.without_hits and {"prefix_caching": False},
     }
     if options.against:
         twins |= dict.fromkeys((BEFORE, BEFORE_AGAIN), {"checkout": str(Path(options.against).resolve())})
@@ -144,7 +154,12 @@ def configurations(options, folder: Path) -> dict:
             settings |= {name + suffix: settings[name] | changes for name in policies}
     if options.peers:
         check_peers()
-        common = {"command": PEER, "short_prompts": SHORT_PROMPTS, "interval": PEER_INTERVAL, "dtype": "bfloat16"}
+        common = {
+            "command": PEER,
+            "short_prompts": short_prompts(options.budget),
+            "interval": PEER_INTERVAL,
+            "dtype": options.dtype,
+        }
         for name, budget in zip(PEER_NAMES, (None, options.budget), strict=True):
             settings[name] = common | {"kvpress_budget": budget}
     return settings
@@ -162,19 +177,17 @@ def check_model(options) -> None:
         sys.exit(f"no model in {options.model}: run `make model`")
 
 
-def token_bytes(model: str | Path) -> int:
-    """Return the bytes of a token's keys and values in stock's bfloat16 cache."""
+def token_bytes(model: str | Path, dtype: str) -> int:
+    """Return the bytes of a token's keys and values in stock's cache of a dtype."""
     config = json.loads((Path(model) / "config.json").read_text())
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * width
+    return BYTES[dtype] * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * width
 
 
 def check_budget(parser, options) -> None:
-    """Exit with a message if outputs could not be compared."""
+    """Exit with a message if no outputs could be compared."""
     if options.budget < LEAST_BUDGET:
-        parser.error(
-            f"outputs are compared on prompts that a budget of {options.budget} may not hold: raise --budget to {LEAST_BUDGET}"
-        )
+        parser.error(f"a budget of {options.budget} does not hold the short prompts: raise --budget to {LEAST_BUDGET}")
 
 
 def start(started: dict) -> None:
@@ -305,8 +318,14 @@ def setting(options, name: str = "") -> dict:
     from importlib.metadata import version
 
     eager = options.eager or name.endswith(EAGER) or name in PEER_NAMES
-    mode = {"mode": "eager" if eager else "compiled", "configuration": name}
-    return {"threads": options.threads, "vllm": version("vllm"), "budget": options.budget} | mode
+    mode = ("eager" if eager else "compiled") + f", {options.dtype}" * (options.dtype != "bfloat16")
+    return {
+        "threads": options.threads,
+        "vllm": version("vllm"),
+        "budget": options.budget,
+        "mode": mode,
+        "configuration": name,
+    }
 
 
 def add_pool(parser) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import openai
 import record
 from engines import (
-    SHORT_PROMPTS,
     add_pool,
     check_budget,
     check_model,
@@ -25,6 +24,7 @@ from engines import (
     report,
     say,
     setting,
+    short_prompts,
     token_bytes,
 )
 
@@ -81,14 +81,15 @@ def parse_arguments():
 
 def one_server(name: str, policy: dict | None, options, folder: Path) -> tuple[list, dict]:
     """Return greedy tokens of short prompts, and the measurements of the load generator."""
-    pool = int(options.dense_requests * 8192 * token_bytes(options.model))
+    pool = int(options.dense_requests * 8192 * token_bytes(options.model, options.dtype))
     flags = ["--kv-cache-memory-bytes", str(pool), "--no-enable-prefix-caching"]
+    flags += ["--dtype", options.dtype]
     flags += ["--enforce-eager"] if options.eager else []
     if policy:
         flags += ["--additional-config", json.dumps({"kv_policy": policy})]
     environment = {"OMP_NUM_THREADS": str(options.threads)}
     with Server(options.model, *flags, say=lambda line: say(f"{name}:{line}"), env=environment) as server:
-        answers = [greedy(server.url, options.model, prompt) for prompt in SHORT_PROMPTS]
+        answers = [greedy(server.url, options.model, prompt) for prompt in short_prompts(options.budget)]
         result = folder / "load.json"
         command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--base-url", server.url]
         command += ["--model", options.model, "--dataset-name", "random", "--seed", "0", "--ignore-eos"]
