@@ -46,8 +46,8 @@ def parse_arguments():
         parser.error("the peers decode one request: give --requests 1")
     if options.against and not (Path(options.against) / "kvpop_vllm" / "__init__.py").is_file():
         parser.error(f"there is no kvpop_vllm in {options.against}: give --against a checkout of this repository")
-    turns = options.rounds * len(options.requests)
-    if max(options.context) + turns * (options.steps + WARM_UP) > 8000:
+    longest = max(options.context) + options.rounds * len(options.requests) * (options.steps + WARM_UP)
+    if longest > 8000:
         parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")
     options.most_requests = max(options.requests)
     if min(options.context) <= STAGGER * options.most_requests:
@@ -57,7 +57,7 @@ def parse_arguments():
     if options.peers and options.steps % PEER_INTERVAL:
         parser.error(f"a turn must hold as many compressions as any other: make --steps a multiple of {PEER_INTERVAL}")
     # what stock needs for all requests, and a little more
-    options.pool_tokens = 1.15 * options.most_requests * 8192
+    options.pool_tokens = 1.15 * options.most_requests * (longest + 192)
     return options
 
 
