@@ -22,8 +22,8 @@ UNITS = "uniform", "layer", "head"
 UNCALIBRATED = "streaming-llm"
 """Policy that ``auto`` stands for without a calibration.
 
-Of the policies that need nothing of a model and prefill in chunks it diverges least on text (LOG, tables of policies), and
-its prefill is the fastest.
+Of the policies that need nothing of a model and prefill in chunks it diverges least on text
+(`docs/log/2026-W47-7.md`, all policies on one page), and its prefill is the fastest.
 """
 SIZES = "model_type", "num_layers", "num_kv_heads", "head_dim"
 

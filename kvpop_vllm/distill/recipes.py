@@ -52,9 +52,9 @@ DEMO = Recipe(
 """Recipe for scorers of the frozen 135M demo model, two hours on one CPU core.
 
 Budgets are from a half to a sixteenth of S. The listwise loss, ours, was better on text than the paper's boundary loss
-(LOG). There are few rows, so the rate is ten times the paper's. The decays in training are lower than the
-paper's, because its budgets of 2,048 and 4,096 are larger than these. They are fitted at the end (LOG
-"decay").
+(`docs/log/2026-W48-4.md`). There are few rows, so the rate is ten times the paper's. The decays in training are lower
+than the paper's, because its budgets of 2,048 and 4,096 are larger than these. They are fitted at the end
+(`docs/log/2026-W47-6.md`).
 """
 
 TRIMKV = Recipe(

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
+from datetime import date
 from pathlib import Path
 
 import pytest
+from words import LOG, ROOT, tracked
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = [
-    "README.md",
-    "DESIGN.md",
-    "LOG.md",
-    "CHANGELOG.md",
-    "SECURITY.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*/README.md")),
-]
+DOCUMENTS = tracked("*.md")
+WEEKS = sorted(path for path in (ROOT / LOG).glob("*.md") if path.name != "README.md")
+"""Files of the log, the oldest first."""
+LONGEST_WEEK = 1200
+"""Lines of a file of the log from which on a week has another file."""
 
 
 def headings(text: str) -> list[str]:
@@ -38,9 +34,9 @@ def test_links_resolve(name):
         if "://" in target:
             continue
         file, _, part = target.partition("#")
-        there = (path.parent / file).resolve() if file else path
-        assert there.exists(), f"{name}: {target}"
-        assert not part or part in map(anchor, headings(there.read_text())), f"{name}: {target}"
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), f"{name}: {target}"
+        assert not part or part in map(anchor, headings(linked.read_text())), f"{name}: {target}"
 
 
 def test_lengths():
@@ -48,14 +44,61 @@ def test_lengths():
     assert len((ROOT / "DESIGN.md").read_text().splitlines()) <= 250
 
 
+def first_day(week: Path) -> date:
+    """Return the day on which a file of the log begins, by its name: `2026-W48`, or `2026-W48-4` for the Thursday."""
+    year, number, day = re.fullmatch(r"(\d{4})-W(\d\d)(?:-([1-7]))?", week.stem).groups()
+    return date.fromisocalendar(int(year), int(number), int(day or 1))
+
+
+def test_the_log_is_by_weeks():
+    """A file has the days from its first one to the next file's or the week's end, the newest on top."""
+    starts = [first_day(week) for week in WEEKS]
+    assert len(WEEKS) >= 2 and starts == sorted(starts)
+    for week, start, following in zip(WEEKS, starts, [*starts[1:], date.max], strict=True):
+        days = [date.fromisoformat(day) for day in re.findall(r"^## (\S+): ", week.read_text(), re.M)]
+        assert days == sorted(days, reverse=True), week.name
+        assert start <= days[-1] and days[0] < following, week.name
+        assert {day.isocalendar()[:2] for day in days} == {start.isocalendar()[:2]}, week.name
+        assert len(week.read_text().splitlines()) <= LONGEST_WEEK, week.name
+
+
+def test_the_index_of_the_log_is_complete():
+    page = (ROOT / LOG / "README.md").read_text()
+    listed = re.findall(r"^- \[(.*)\]\((.*)#(.*)\): (.*)$", page, re.M)
+    days = [
+        (day, week.name, anchor(f"{day}: {topic}"), topic)
+        for week in reversed(WEEKS)
+        for day, topic in re.findall(r"^## (\S+): (.*)$", week.read_text(), re.M)
+    ]
+    assert listed == days
+
+
+def test_entries_of_the_log_have_short_titles():
+    """A title has its verdict in at most 80 characters, and a section of its own address."""
+    for week in WEEKS:
+        titles = re.findall(r"^### (.*)$", week.read_text(), re.M)
+        assert [title for title in titles if len(title) > 80] == [], week.name
+        assert len({anchor(title) for title in titles}) == len(titles), week.name
+
+
+def test_documents_that_code_names_exist():
+    """Every document in `docs` that a tracked source file names is there."""
+    named = [(file, path) for file in tracked("*.py", "*.h", "*.cpp", "Makefile") for path in paths_of_documents(file)]
+    assert named
+    assert [(file, path) for file, path in named if not (ROOT / path).exists()] == []
+
+
+def paths_of_documents(file: str) -> list[str]:
+    return re.findall(r"(?<![\w/.])docs/[\w/.-]+\.md\b", (ROOT / file).read_text())
+
+
 def test_code_refers_to_headings_of_the_design():
-    found = headings((ROOT / "DESIGN.md").read_text())
-    listed = subprocess.run(["git", "ls-files", "*.py", "*.h", "*.cpp"], cwd=ROOT, capture_output=True, text=True)
-    paths = [ROOT / line for line in listed.stdout.splitlines() if line != "tests/imports/test_documents.py"]
-    assert paths
-    for path in paths:
-        for named in re.findall(r'DESIGN "([^"]+)"', path.read_text()):
-            assert named in found, f"{path}: {named}"
+    design = headings((ROOT / "DESIGN.md").read_text())
+    files = [file for file in tracked("*.py", "*.h", "*.cpp") if file != "tests/imports/test_documents.py"]
+    assert files
+    for file in files:
+        for heading in re.findall(r'DESIGN "([^"]+)"', (ROOT / file).read_text()):
+            assert heading in design, f"{file}: {heading}"
 
 
 def test_tests_that_documents_name_exist():

@@ -273,7 +273,7 @@ def test_findings():
     page = (ROOT / "docs/findings.md").read_text()
     findings = re.findall(r"^\d*[-.] .*", page, re.M)
     assert 20 <= len(findings) <= 40
-    assert all(len(re.findall(r"\]\(\.\./LOG\.md#[^)]+\)", line)) == 1 for line in findings)
+    assert all(len(re.findall(r"\]\(log/[\w-]+\.md#[^)]+\)", line)) == 1 for line in findings)
 
 
 def test_changelog():
