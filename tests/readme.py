@@ -1,4 +1,4 @@
-"""Parts of README.md for tests: code blocks, code spans, commands and tables."""
+"""Parts of README.md and of other documents for tests: code blocks, code spans, commands, tables and sections."""
 
 from __future__ import annotations
 
@@ -46,3 +46,22 @@ def table(heading: str) -> list[list[str]]:
     start = README.index(f"\n| {heading} |")
     lines = README[start + 1 : README.index("\n\n", start + 1)].splitlines()
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[2:]]
+
+
+def headings(text: str) -> list[str]:
+    """Return the headings of a document, without marks."""
+    return re.findall(r"^#+ +(.*?) *$", text, flags=re.M)
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def section(text: str, part: str) -> str:
+    """Return the section of a document with an anchor and the sections within it, or the whole text for ``""``."""
+    if not part:
+        return text
+    (heading,) = (line for line in headings(text) if anchor(line) == part)
+    marks, rest = re.search(rf"^(#+) +{re.escape(heading)} *\n(.*)", text, re.M | re.S).groups()
+    return re.split(rf"^#{{1,{len(marks)}}} ", rest, maxsplit=1, flags=re.M)[0]

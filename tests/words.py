@@ -1,4 +1,4 @@
-"""Bare function words as names, and three words of prose: what is counted, and how often they occur today.
+"""Bare function words as names, three words of prose, and patterns of documents: what is counted, and how often.
 
 `python tests/words.py` prints :data:`COUNTS` as it should be now, `python tests/words.py WORD` where a word occurs.
 """
@@ -23,6 +23,58 @@ FUNCTION_WORDS = frozenset(
 """Words that say nothing of what a variable, a parameter or a field holds."""
 PROSE_WORDS = "behind", "beside", "anew"
 """Words of which plain English has better ones: after, next to, again."""
+PATTERNS: dict[str, tuple[str, str, str]] = {
+    "is no": (
+        r"(?<!there )\b(?:is|are|was|were|be) no (?!longer|more|less|fewer|other|slower|faster|better|worse|larger)[a-z]+",
+        "Cartridge slots are no tokens.",
+        "Cartridge slots are not tokens, and there are no others.",
+    ),
+    "of equal": (r"\bof equal [a-z]+,? the\b", "Of equal scores the older is evicted.", "Ties evict the older token."),
+    "what is what": (
+        r"\bwhat [^.;:|]{1,60} (?:is|are) what\b",
+        "What the engine keeps is what the oracle keeps.",
+        "The engine keeps the tokens that the oracle keeps.",
+    ),
+    "what else": (
+        r"\bwhat else\b",
+        "What else there is the wrapper passes on.",
+        "All other parameters are passed through.",
+    ),
+    "tell apart": (
+        r"\b(?:tells?|told) (?:[a-z]+ ){0,4}apart\b",
+        "Choices of four tell no caches apart.",
+        "Four-way multiple choice is too coarse to rank the methods.",
+    ),
+    "this is where": (
+        r"\bthis is where\b",
+        "This is where it is decided.",
+        "Single source of truth for supported versions.",
+    ),
+    "is asked for": (
+        r"\b(?:is|are|was|were) asked for\b",
+        "It is built each time it is asked for.",
+        "It is rebuilt for each layer.",
+    ),
+    "is told": (r"\b(?:is|are|was|were|be) told\b", "Workers are told the budget.", "Workers receive the budget."),
+    "is said": (r"\b(?:is|are|was|were) said\b", "What is assumed is said.", "Assumptions are printed."),
+    "own needs": (
+        r"'s own needs\b",
+        "More than the server's own needs `--kv-max-budget`.",
+        "To let requests exceed the server's budget, start it with `--kv-max-budget`.",
+    ),
+    "reads as": (r"\breads [a-z] as [a-z]\b", "It reads s as p.", "With a prefix, p takes the place of s."),
+    "reckon": (r"\breckon", "By reckoning it takes 2 s.", "By an estimate it takes 2 s."),
+    "the one before": (
+        r"\bthe ones? before\b",
+        "The scorer is better than the one before.",
+        "It beats the former one.",
+    ),
+    "semicolon": (r";(?=\s)", "The cache is small; it has pages.", "The cache is small. It has pages."),
+}
+"""Patterns that documents avoid: a regular expression for text without code, a sentence that has it, and a better one.
+
+Case does not matter, and a blank stands for a line break too.
+"""
 LOG = "docs/log/"
 """Folder of documents whose words are not counted."""
 COUNTS: dict[str, int] = {
@@ -32,9 +84,9 @@ COUNTS: dict[str, int] = {
     "name beside": 5,
     "name both": 10,
     "name each": 113,
-    "name found": 340,
+    "name found": 339,
     "name given": 51,
-    "name held": 121,
+    "name held": 122,
     "name here": 12,
     "name kept": 87,
     "name known": 34,
@@ -49,19 +101,21 @@ COUNTS: dict[str, int] = {
     "name some": 8,
     "name taken": 8,
     "name them": 2,
-    "name there": 32,
+    "name there": 31,
     "name those": 3,
     "name told": 61,
     "name wanted": 18,
-    "name what": 21,
+    "name what": 22,
     "name where": 38,
     "name which": 6,
     "name whole": 49,
-    "prose anew": 15,
-    "prose behind": 197,
-    "prose beside": 79,
+    "pattern semicolon": 360,
+    "prose anew": 11,
+    "prose behind": 163,
+    "prose beside": 51,
 }
-"""Uses of each word today: names of tracked Python files, words of docstrings, comments and documents.
+"""Uses of each word and pattern today: names in Python files, words of docstrings, comments and documents, patterns of
+documents.
 
 They may only be lowered. :mod:`tests.imports.test_words` fails where one has risen, and where one has fallen and is not
 lowered here.
@@ -116,6 +170,16 @@ def prose_uses(text: str, line: int = 1) -> Iterator[tuple[str, int]]:
         yield match[0].lower(), line + text.count("\n", 0, match.start())
 
 
+def pattern_uses(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the :data:`PATTERNS` of a document, each with its line. Code and targets of links do not count."""
+    text = re.sub(r"^```.*?^```|`[^`]*`", lambda code: re.sub(r"[^\n]", "x", code[0]), text, flags=re.M | re.S)
+    text = re.sub(r"(?<=\]\()[^)\s]*", lambda target: "x" * len(target[0]), text)
+    joined = re.sub(r"(?<=\S)\n(?=[\w(\"*])", " ", text)
+    for name, (pattern, _, _) in PATTERNS.items():
+        for match in re.finditer(pattern, joined, re.I):
+            yield name, 1 + text.count("\n", 0, match.start())
+
+
 def uses() -> Iterator[tuple[str, str, int]]:
     """Yield each use: a key of :data:`COUNTS`, the file and the line."""
     for file in tracked("*.py"):
@@ -130,6 +194,7 @@ def uses() -> Iterator[tuple[str, str, int]]:
     for file in tracked("*.md"):
         if not file.startswith(LOG):
             text = (ROOT / file).read_text(encoding="utf-8")
+            yield from ((f"pattern {name}", file, line) for name, line in pattern_uses(text))
             text = re.sub(r"\]\([^)\s]*\)", "]", text)  # targets of links
             yield from ((f"prose {word}", file, line) for word, line in prose_uses(text))
 
@@ -137,7 +202,7 @@ def uses() -> Iterator[tuple[str, str, int]]:
 if __name__ == "__main__":
     if words := sys.argv[1:]:
         for key, path, line in uses():
-            if key.split()[1] in words:
+            if key.partition(" ")[2] in words:
                 print(f"{path}:{line}: {key}")
     else:
         for key, number in sorted(Counter(key for key, *_ in uses()).items()):

@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from readme import anchor, headings
 from words import LOG, ROOT, tracked
 
 DOCUMENTS = tracked("*.md")
@@ -15,15 +16,6 @@ WEEKS = sorted(path for path in (ROOT / LOG).glob("*.md") if path.name != "READM
 """Files of the log, the oldest first."""
 LONGEST_WEEK = 1200
 """Lines of a file of the log from which on a week has another file."""
-
-
-def headings(text: str) -> list[str]:
-    return re.findall(r"^#+ +(.*?) *$", text, flags=re.M)
-
-
-def anchor(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -1,10 +1,11 @@
-"""Names that are bare function words, and three words of prose, only get fewer."""
+"""Names that are bare function words, words of prose, and patterns of documents only get fewer."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
 
+import pytest
 import words
 
 PLAIN = "README.md", "CHANGELOG.md", "docs/policies.md", "docs/findings.md"
@@ -44,3 +45,12 @@ class Kept:
     text = 'a = 1; // behind it\n/* one\n anew */\nb = "beside";\n'
     assert [line for line, _ in words.comments("a.cpp", text)] == [1, 2]
     assert [*words.prose_uses("one\n anew", 2)] == [("anew", 3)]
+
+
+@pytest.mark.parametrize("name", words.PATTERNS)
+def test_each_pattern_matches_its_example(name):
+    """Across a line's end too, in no code, and not in the sentence that is better."""
+    _, example, better = words.PATTERNS[name]
+    assert [*words.pattern_uses(f"Once.\n\n{example}\n")] == [(name, 3)]
+    assert [*words.pattern_uses(example.replace(" ", "\n", 2))][0][0] == name
+    assert [*words.pattern_uses(f"```\n{example}\n```\n")] == [*words.pattern_uses(better)] == []
