@@ -148,7 +148,7 @@ class CartridgeConfig(MadeFor):
         next_position: position of the first own token on the cartridge's timeline.
         method: how the cartridge was made.
         head: token ids with which the slots begin; a request's prompt begins with them too, and its own tokens are those
-            behind them. Empty if own tokens are the whole prompt.
+            after them. Empty if own tokens are the whole prompt.
     """
 
     schema = SCHEMA
@@ -190,7 +190,7 @@ class Cartridge(NamedTuple):
 def layer_at(
     config: CartridgeConfig, index: int, layer: Layer, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a layer's slots for the positions from ``first`` on, float32; own tokens go on behind them.
+    """Return a layer's slots for the positions from ``first`` on, float32; own tokens go on after them.
 
     Args:
         config: the cartridge's.
@@ -229,8 +229,8 @@ def read_config(folder: str | Path) -> CartridgeConfig:
 
 def _refuse_pickle(folder: Path) -> None:
     """Raise a ConfigError if a path is a pickle, or a folder with one."""
-    here = [folder] if folder.is_file() else sorted(folder.iterdir()) if folder.is_dir() else []
-    for path in here:
+    files = [folder] if folder.is_file() else sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in files:
         if path.suffix in PICKLES:
             raise ConfigError(f"{path} is a pickle, which could run code: convert it with 'kvpop import {path} DIR'")
 
@@ -249,9 +249,9 @@ def read_cartridge(folder: str | Path) -> Cartridge:
         raise ConfigError(f"no cartridge at {str(folder)!r}: {TENSORS_NAME} is missing; copy the whole folder")
     with reading(path), safe_open(path, "pt") as file:
         headers = {name: file.get_slice(name) for name in file.keys()}
-        found = {name: (tuple(own.get_shape()), own.get_dtype()) for name, own in headers.items()}
-        names = _check_headers(config, found, str(path))
-        layers = [tuple(name and file.get_tensor(name) for name in own) for own in names]
+        tensors = {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
+        names = _check_headers(config, tensors, str(path))
+        layers = [tuple(name and file.get_tensor(name) for name in layer) for layer in names]
     _check_values(layers, str(path))
     return Cartridge(config, layers, digest_of(folder, CONFIG_NAME, TENSORS_NAME))
 
@@ -320,9 +320,9 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
         if tensor is not None
     }
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    found = {name: (tuple(own.shape), codes.get(own.dtype, str(own.dtype))) for name, own in named.items()}
+    headers = {name: (tuple(own.shape), codes.get(own.dtype, str(own.dtype))) for name, own in named.items()}
     content = config.to_dict()
-    _check_headers(config, found, str(folder))
+    _check_headers(config, headers, str(folder))
     _check_values(layers, str(folder))
     write_folder(folder, CONFIG_NAME, content, TENSORS_NAME, named)
 
@@ -438,5 +438,5 @@ def check_base(
     digests = {"config": _config_digest(resolved, name), "weights": _weights_digest(Path(folder)) if folder else None}
     for key, value in digests.items():
         if None not in (value, config.base[key]) and value != config.base[key]:
-            what = "other weights" if key == "weights" else "a model of other sizes"
-            raise ConfigError(f"{source} was made for {what} than those of {name}: give a {kind} of this model")
+            difference = "other weights" if key == "weights" else "a model of other sizes"
+            raise ConfigError(f"{source} was made for {difference} than those of {name}: give a {kind} of this model")

@@ -173,15 +173,15 @@ def read_start(folder: str, model: str, slots: int, head: list[int]) -> Cartridg
     Raises:
         ConfigError: it cannot be read, is for another model, has another number of slots, or stands elsewhere.
     """
-    found = read_cartridge(folder)
-    check_base(found.config, model, f"the cartridge {folder}")
-    if found.config.slots != slots:
-        raise ConfigError(f"--init {folder} has {found.config.slots} slots, not {slots}: set --slots to as many")
-    if found.config.head != head:
+    start = read_cartridge(folder)
+    check_base(start.config, model, f"the cartridge {folder}")
+    if start.config.slots != slots:
+        raise ConfigError(f"--init {folder} has {start.config.slots} slots, not {slots}: set --slots to as many")
+    if start.config.head != head:
         raise ConfigError(
             f"--init {folder} stands in another place: give the --place and --system that it was made with"
         )
-    return found
+    return start
 
 
 def start_of(cartridge: Cartridge, model: torch.nn.Module) -> list[Layer]:
@@ -206,8 +206,8 @@ def stop_tokens(model: str, tokenizer) -> set[int]:
 
 def _rounds(path: Path, count: int) -> int:
     """Return how many rounds of conversations a file holds."""
-    found = min(count, len(whole_lines(path)))
-    return -(-count // ROUND) if found == count else found // ROUND
+    finished = min(count, len(whole_lines(path)))
+    return -(-count // ROUND) if finished == count else finished // ROUND
 
 
 class CacheTrainer(CosineLoop):
@@ -219,7 +219,7 @@ class CacheTrainer(CosineLoop):
         conversations: see :class:`Conversation`. Each epoch has them in another order.
         folder: folder of checkpoints and metrics.
         training: see :class:`Training`.
-        position: position of the first token behind the cache.
+        position: position of the first token after the cache.
         seed: seed of the order.
         options: ``save_every`` and ``quiet``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
     """
@@ -242,13 +242,13 @@ class CacheTrainer(CosineLoop):
     def batch(self, step: int) -> list[Conversation]:
         """Return the conversations of a step."""
         count, size = len(self.conversations), self.size
-        found = []
+        members = []
         for place in range(step * size, (step + 1) * size):
-            if not found or place % count == 0:
+            if not members or place % count == 0:
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place // count)
                 order = torch.randperm(count, generator=generator).tolist()
-            found.append(self.conversations[order[place % count]])
-        return found
+            members.append(self.conversations[order[place % count]])
+        return members
 
     def backward(self, step: int) -> dict[str, float]:
         """Add the gradient of a step's batch.
@@ -257,7 +257,7 @@ class CacheTrainer(CosineLoop):
             ``loss`` and ``kl`` to the sparse teacher (nats per token), ``tokens`` of answers.
         """
         batch = self.batch(step)
-        count = sum(len(own.answer) for own in batch)
+        count = sum(len(conversation.answer) for conversation in batch)
         loss = kl = 0.0
         for pack in packs(batch):
             total, entropy = losses(self.model, self.trained.layers(), pack, self.position)

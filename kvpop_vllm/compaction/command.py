@@ -155,8 +155,8 @@ def run_training(options: argparse.Namespace, engine: Callable) -> None:
 
     chosen = {name: getattr(options, name) for name in ("method", "chunk", *COMMON)}
     settings = CompactOptions(**chosen, slots=options.slots or SLOTS, calibration=options.kv_calibration)
-    given = {name: getattr(options, name) for name in ("init", "conversations", "steps", "batch", "lr")}
-    training = Training(**{name: value for name, value in given.items() if value is not None})
+    values = {name: getattr(options, name) for name in ("init", "conversations", "steps", "batch", "lr")}
+    training = Training(**{name: value for name, value in values.items() if value is not None})
     backend = options.backend or ("vllm" if importlib.util.find_spec("vllm") else "transformers")
     train_cartridge(
         options.model,
@@ -197,5 +197,5 @@ def run_train_compactor(options: argparse.Namespace) -> None:
     from kvpop_vllm.compaction.compactor_training import StillOptions, train_compactor
 
     names = ("slots", "window", "steps", "batch", "lr", "kl", "ce", "dtype", "seed")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    train_compactor(options.model, options.data, options.out, StillOptions(**given), save_every=options.save_every)
+    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    train_compactor(options.model, options.data, options.out, StillOptions(**values), save_every=options.save_every)

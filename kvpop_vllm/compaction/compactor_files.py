@@ -89,10 +89,10 @@ def read_compactor(folder: str | Path, model: str | Path, slots: int | None = No
     """
     folder = Path(folder)
     path, tensors = folder / CONFIG_NAME, folder / TENSORS_NAME
-    for each in (path, tensors):
-        if not each.is_file():
+    for file in (path, tensors):
+        if not file.is_file():
             raise ConfigError(
-                f"no compactor at {str(folder)!r}: {each.name} is missing; train one: kvpop train-compactor"
+                f"no compactor at {str(folder)!r}: {file.name} is missing; train one: kvpop train-compactor"
             )
     config = CompactorConfig.from_dict(read_json(path, "copy the compactor again"), str(path))
     check_base(config, model, f"the compactor {folder}", "compactor")
@@ -110,19 +110,19 @@ def _tensors(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torc
     """Return the tensors of a file in float32, checked against the names and shapes of ``expected``."""
     with reading(path), safe_open(path, "pt") as file:
         if wrong := sorted(set(file.keys()) ^ set(expected)):
-            known = "misses" if wrong[0] in expected else "has an unknown"
-            raise ConfigError(f"{path} {known} tensor {wrong[0]!r}: copy the compactor again")
+            problem = "misses" if wrong[0] in expected else "has an unknown"
+            raise ConfigError(f"{path} {problem} tensor {wrong[0]!r}: copy the compactor again")
         for name in file.keys():
             own = file.get_slice(name)
-            shape, wanted = tuple(own.get_shape()), tuple(expected[name].shape)
-            if shape != wanted or own.get_dtype() not in DTYPES:
+            shape, expected_shape = tuple(own.get_shape()), tuple(expected[name].shape)
+            if shape != expected_shape or own.get_dtype() not in DTYPES:
                 raise ConfigError(
-                    f"{path}: tensor {name} is {own.get_dtype()} {shape}, expected F16 {wanted}: copy the compactor again"
+                    f"{path}: tensor {name} is {own.get_dtype()} {shape}, expected F16 {expected_shape}: copy the compactor again"
                 )
-        found = {name: file.get_tensor(name).float() for name in file.keys()}
-    if bad := next((name for name, own in found.items() if not bool(own.isfinite().all())), None):
+        tensors = {name: file.get_tensor(name).float() for name in file.keys()}
+    if bad := next((name for name, own in tensors.items() if not bool(own.isfinite().all())), None):
         raise ConfigError(f"{path}: tensor {bad} holds NaN or infinity: train the compactor again")
-    return found
+    return tensors
 
 
 def write_compactor(folder: str | Path, config: CompactorConfig, module: Compactor) -> None:
@@ -132,7 +132,7 @@ def write_compactor(folder: str | Path, config: CompactorConfig, module: Compact
         ConfigError: a value is not finite in float16.
     """
     folder = Path(folder)
-    named = {name: own.detach().cpu().half().contiguous() for name, own in module.state_dict().items()}
-    if bad := next((name for name, own in named.items() if not bool(own.isfinite().all())), None):
+    named = {name: tensor.detach().cpu().half().contiguous() for name, tensor in module.state_dict().items()}
+    if bad := next((name for name, tensor in named.items() if not bool(tensor.isfinite().all())), None):
         raise ConfigError(f"tensor {bad} of the compactor is not finite in float16: train with a lower --lr")
     write_folder(folder, CONFIG_NAME, config.to_dict(), TENSORS_NAME, named)

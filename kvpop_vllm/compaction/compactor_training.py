@@ -27,7 +27,7 @@ from kvpop_vllm.files import remove
 from kvpop_vllm.model_shape import positions_of, read_model_config, vocabulary_of
 
 OWN = 4
-"""Tokens of a window for each token behind it."""
+"""Tokens of a window for each token after it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StillOptions:
 
     Attributes:
         slots: P.
-        window: most tokens of a window; those behind it are a quarter as many.
+        window: most tokens of a window; those after it are a quarter as many.
         steps: optimiser steps; 0 writes the start.
         batch: windows of a step.
         lr: peak of the learning rate.
@@ -58,7 +58,7 @@ class StillOptions:
 
     @property
     def own(self) -> int:
-        """Tokens behind a window."""
+        """Tokens after a window."""
         return self.window // OWN
 
     def check(self) -> None:
@@ -76,9 +76,9 @@ class StillOptions:
 
 
 def example_of(row: torch.Tensor, number: int, options: StillOptions) -> tuple[torch.Tensor, int]:
-    """Return the tokens of one example, a window and what is behind it, and T, the tokens of its window.
+    """Return the tokens of one example, a window and what is after it, and T, the tokens of its window.
 
-    A window has half of ``options.window`` tokens or more. Behind an even one its text goes on; behind an odd one a
+    A window has half of ``options.window`` tokens or more. After an even one its text goes on; after an odd one a
     passage of the window is repeated, which shows what can be found in the slots.
 
     Args:
@@ -101,7 +101,7 @@ def still_losses(
     """Return the KL divergence from the full context to the slots, and the cross-entropy, in nats per token.
 
     The teacher reads all tokens in one pass, whose keys and values of the window are compacted. The student reads the
-    tokens behind the window, from position T on. The first of them is predicted by the window and does not count.
+    tokens after the window, from position T on. The first of them is predicted by the window and does not count.
 
     Args:
         model: the frozen model, from :func:`kvpop_vllm.model_hook.load_model`.
@@ -176,9 +176,9 @@ def train_compactor(
     options = replace(options, slots=slots)
     options.check()
     base = base_of(model)
-    most = positions_of(read_model_config(model))
-    if most is not None and options.window + options.own > most:
-        raise ConfigError(f"the model has {most} positions: lower --window to {most * OWN // (OWN + 1)}")
+    positions = positions_of(read_model_config(model))
+    if positions is not None and options.window + options.own > positions:
+        raise ConfigError(f"the model has {positions} positions: lower --window to {positions * OWN // (OWN + 1)}")
     run = Path(out) / "run"
     settings = {"seed": options.seed, "vocab_size": vocabulary_of(model), "folder": run}
     rows = PackedTokens(data, load_tokenizer(model), options.window + options.own, **settings)

@@ -1,7 +1,7 @@
 """Self-study: conversations of a model about a corpus, with the teacher's most likely tokens, in a file.
 
-Each conversation is about a chunk of the corpus, which the model reads where the corpus will stand. A seed prompt behind
-it makes the model write a question or an instruction. The answer to that is sampled behind the same chunk
+Each conversation is about a chunk of the corpus, which the model reads where the corpus will stand. A seed prompt after
+it makes the model write a question or an instruction. The answer to that is sampled after the same chunk
 (arXiv:2506.06266, section 4).
 """
 
@@ -58,7 +58,7 @@ PLAIN = {
 QUESTION, ANSWER = 96, 256
 """Most tokens of a question and of an answer."""
 ROOM = 1024
-"""Positions that a conversation may take behind a chunk or a cartridge."""
+"""Positions that a conversation may take after a chunk or a cartridge."""
 LONGEST = 2048
 """Most tokens of a chunk by default; the fewest are a quarter."""
 ROUND = 32
@@ -83,7 +83,7 @@ class Answer(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Function that samples the model's answers behind one prefix."""
+    """Function that samples the model's answers after one prefix."""
 
     def __call__(
         self, prefix: Sequence[int], prompts: Sequence[list[int]], new: int, seeds: Sequence[int]
@@ -103,10 +103,10 @@ class Conversation:
     """One line of the file.
 
     Attributes:
-        chunk: first and behind the last token of the chunk in the corpus.
+        chunk: first token and the one after the last of the chunk in the corpus.
         kind: kind of the seed prompt.
         question: what the model was asked.
-        prompt: ids that the student reads behind its cache, without the chunk, up to where the answer begins.
+        prompt: ids that the student reads after its cache, without the chunk, up to where the answer begins.
         answer: ids of the answer.
         top: see :class:`Answer`.
         logp: see :class:`Answer`.
@@ -129,9 +129,9 @@ def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tens
         chances: ``[A, K]`` probabilities, 0 where filled.
         rest: ``[A]``, 1 less their sum.
     """
-    most = max(map(len, conversation.top))
-    ids = torch.tensor([own + own[:1] * (most - len(own)) for own in conversation.top])
-    logp = [torch.tensor(own) for own in conversation.logp]
+    width = max(map(len, conversation.top))
+    ids = torch.tensor([row + row[:1] * (width - len(row)) for row in conversation.top])
+    logp = [torch.tensor(row) for row in conversation.logp]
     chances = torch.nn.utils.rnn.pad_sequence(logp, True, padding_value=-torch.inf).exp()
     return ids, chances, (1 - chances.sum(-1)).clamp_min(0)
 
@@ -154,12 +154,12 @@ def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | No
         raise ConfigError(
             f"the model has {positions} positions, and {room} are for conversations: lower --slots to {max(0, left)}"
         )
-    most = min(chunk or min(LONGEST, left), tokens)
-    if most > left:
+    longest = min(chunk or min(LONGEST, left), tokens)
+    if longest > left:
         raise ConfigError(
             f"the model has {positions} positions, and {room} are for conversations: lower --chunk to {left}"
         )
-    return most
+    return longest
 
 
 def make_conversations(
@@ -192,9 +192,9 @@ def make_conversations(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(lines))
     for first in range(len(lines), count, ROUND):
-        found = _round(place, tokens, range(first, min(first + ROUND, count)), sample, longest, seed)
+        conversations = _round(place, tokens, range(first, min(first + ROUND, count)), sample, longest, seed)
         with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(asdict(own)) + "\n" for own in found))
+            file.write("".join(json.dumps(asdict(conversation)) + "\n" for conversation in conversations))
         done()
 
 
@@ -228,7 +228,7 @@ def _round(place: Place, tokens, numbers: range, sample: Sampler, longest: int, 
 
 
 def _chunk(tokens: int, longest: int, draws: torch.Generator) -> tuple[int, int]:
-    """Return the first and behind the last token of a random chunk."""
+    """Return the first token and the one after the last of a random chunk."""
     if tokens <= longest:
         return 0, tokens
     size = int(torch.randint(max(1, longest // 4), longest + 1, (), generator=draws))

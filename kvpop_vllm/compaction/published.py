@@ -2,7 +2,7 @@
 
 A file is a pickle of a dict with ``trainable_keys``, ``trainable_values``, ``fixed_keys`` and ``fixed_values``
 (also read as ``frozen_keys`` and ``frozen_values``), each a list with one ``[1, H, p, D]`` tensor per layer.
-Fixed tokens come first. Own tokens go on behind the last of them, at the position that is their number.
+Fixed tokens come first. Own tokens go on after the last of them, at the position that is their number.
 
 The pickle is read in a process of its own (:mod:`kvpop_vllm.compaction.unpickle`), by torch's restricted
 unpickler and with limited memory. That process hands over a safetensors file, which is read as untrusted data.
@@ -53,10 +53,10 @@ def published_cartridge(source: str | Path) -> Path | None:
         return source
     if not source.is_dir() or (source / "config.json").exists():
         return None
-    found = sorted(path for path in source.iterdir() if path.suffix in SUFFIXES)
-    if len(found) > 1:
-        raise ConfigError(f"{source} has {len(found)} pickles, {found[0].name} and others: give the path of one")
-    return found[0] if found else None
+    files = sorted(path for path in source.iterdir() if path.suffix in SUFFIXES)
+    if len(files) > 1:
+        raise ConfigError(f"{source} has {len(files)} pickles, {files[0].name} and others: give the path of one")
+    return files[0] if files else None
 
 
 def import_cartridge(source: str | Path, out: str | Path, model: str | Path) -> CartridgeConfig:

@@ -24,11 +24,11 @@ PROMPTS = (
 PIECE = 512
 """Most tokens of the corpus that are repeated in one sequence."""
 LEAST = 64
-"""Fewest reference tokens that must fit behind a corpus and an instruction."""
+"""Fewest reference tokens that must fit after a corpus and an instruction."""
 
 
 def room_behind(place: Place, tokens: int, positions: int | None, prompt: str) -> int:
-    """Return how many reference tokens fit behind a corpus and an instruction.
+    """Return how many reference tokens fit after a corpus and an instruction.
 
     Args:
         place: where the corpus stands.
@@ -52,15 +52,15 @@ def room_behind(place: Place, tokens: int, positions: int | None, prompt: str) -
 def repeat_prefill(
     place: Place, corpus: Sequence[int], chunks: Sequence[tuple[int, int]], positions: int | None
 ) -> Reference:
-    """Return the corpus again, in pieces that each follow directly behind it.
+    """Return the corpus again, in pieces that each follow directly after it.
 
-    Every other piece is behind an instruction to repeat the corpus. The others are without one, as text that goes
+    Every other piece is after an instruction to repeat the corpus. The others are without one, as text that goes
     on would be. Each chunk has pieces of its own.
 
     Args:
         place: where the corpus stands.
         corpus: its ids.
-        chunks: first and behind the last token of each chunk, among the tokens of ``place.around(corpus)``.
+        chunks: first token and the one after the last of each chunk, among the tokens of ``place.around(corpus)``.
         positions: positions of the model, or None.
 
     Raises:
@@ -69,14 +69,14 @@ def repeat_prefill(
     start, tokens = place.asking(REPEAT), place.around(corpus)
     first, last = len(place.head), len(tokens) - len(place.end)
     piece = min(PIECE, room_behind(place, len(corpus), positions, REPEAT))
-    found = Reference([], [], [])
+    reference = Reference([], [], [])
     for number, (a, b) in enumerate(chunks):
         for at in range(max(a, first), min(b, last), piece):
-            before = start if len(found.used) % 2 else []
-            found.sequences.append(before + tokens[at : min(b, last, at + piece)])
-            found.used.append(len(before))
-            found.chunks.append(number)
-    return found
+            before = start if len(reference.used) % 2 else []
+            reference.sequences.append(before + tokens[at : min(b, last, at + piece)])
+            reference.used.append(len(before))
+            reference.chunks.append(number)
+    return reference
 
 
 def self_study(

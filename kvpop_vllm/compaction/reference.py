@@ -1,4 +1,4 @@
-"""Reference tokens behind a corpus, whose queries a compact cache is fitted to, and the fit layer by layer."""
+"""Reference tokens after a corpus, whose queries a compact cache is fitted to, and the fit layer by layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpop_vllm.rules.matching import Matching, match, padded
 
 @dataclass(frozen=True)
 class Reference:
-    """Token sequences behind a corpus of T tokens. Each begins at position T and sees the corpus and itself.
+    """Token sequences after a corpus of T tokens. Each begins at position T and sees the corpus and itself.
 
     Attributes:
         sequences: token ids of each.
@@ -47,7 +47,7 @@ class Fitting:
         caches: every layer's keys and values ``[H, T, D]`` of the corpus.
         reference: the reference tokens.
         budgets: ``[L, H]``, slots of each head.
-        chunks: first and behind the last token of each chunk.
+        chunks: first token and the one after the last of each chunk.
         options: options of the fit.
         on_policy: True if upper layers see the compact caches of lower ones, False if they see the full caches.
         queries: most queries that a head is fitted to, drawn at random.
@@ -121,8 +121,8 @@ class Fitting:
     def _joined(self, parts: list, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return k, v ``[H, P, D]`` and bias ``[H, P]`` of all chunks; heads with fewer slots are padded."""
         heads = []
-        for own in zip(*parts, strict=True):
-            k, v, bias = (torch.cat(tensors).unsqueeze(0) for tensors in zip(*own, strict=True))
+        for layer_parts in zip(*parts, strict=True):
+            k, v, bias = (torch.cat(tensors).unsqueeze(0) for tensors in zip(*layer_parts, strict=True))
             heads.append(padded(k, v, bias, self.slots))
         k, v, bias = (torch.cat(tensors) for tensors in zip(*heads, strict=True))
         return k.to(dtype), v.to(dtype), bias
@@ -137,7 +137,7 @@ def fit(model, fitting: Fitting, reference: Reference, tokens: int) -> list[tupl
         reference: the reference tokens.
         tokens: T, where each sequence of them begins.
     """
-    positions = torch.cat([torch.arange(len(own)) for own in reference.sequences]) + tokens
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in reference.sequences]) + tokens
     with torch.no_grad():
-        hidden_states(model, [t for own in reference.sequences for t in own], positions, fitting)
+        hidden_states(model, [t for sequence in reference.sequences for t in sequence], positions, fitting)
     return fitting.layers

@@ -187,10 +187,10 @@ def slots_of(options: CompactOptions, base: dict) -> tuple[int, torch.Tensor]:
     if calibration.shares is None:
         return equal, torch.full((layers, heads), equal)
     budgets = proportional(calibration.shares, roles, layers, heads).long().clamp_min(1)
-    most = -(-int(budgets.max()) // BLOCK_SLOTS) * BLOCK_SLOTS
-    if most > MAX_BUDGET:
-        raise ConfigError(f"a head would have {most} slots, more than {MAX_BUDGET}: lower --slots")
-    return most, budgets
+    largest = -(-int(budgets.max()) // BLOCK_SLOTS) * BLOCK_SLOTS
+    if largest > MAX_BUDGET:
+        raise ConfigError(f"a head would have {largest} slots, more than {MAX_BUDGET}: lower --slots")
+    return largest, budgets
 
 
 def load(model: str, dtype: str) -> torch.nn.Module:
@@ -229,7 +229,7 @@ def layers_of(
         return [(k, v, None) for k, v in read_corpus(model, part)], slots
     size = options.chunk or len(corpus)
     ends = [len(place.head) + min(a + size, len(corpus)) for a in range(0, len(corpus), size)]
-    ends[-1] = len(tokens)  # the first chunk has what is before the corpus, the last one what is behind it
+    ends[-1] = len(tokens)  # the first chunk has what is before the corpus, the last one what is after it
     chunks = list(zip([0, *ends], ends, strict=False))
     caches = read_corpus(model, tokens)
     if options.queries == "self-study":

@@ -1,4 +1,4 @@
-"""Sampling of answers behind a shared prefix in transformers, for models loaded by :mod:`kvpop_vllm.model_hook`."""
+"""Sampling of answers after a shared prefix in transformers, for models loaded by :mod:`kvpop_vllm.model_hook`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpop_vllm.compaction.reference import read_corpus
 
 
 class Branches:
-    """Attention of R sequences that go on behind one prefix, whose keys and values are in memory once.
+    """Attention of R sequences that go on after one prefix, whose keys and values are in memory once.
 
     Args:
         prefix: keys and values ``[H, T, D]`` of every layer.

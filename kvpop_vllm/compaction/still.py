@@ -5,7 +5,7 @@ corpora. Latents, one for each slot, read the keys and values by cross-attention
 prefill and one pass. Departures from it:
 
 - Latents are shared by all layers, and queries and keys of the compactor have few channels. Values are not projected
-  before the weighted sum: with a single head, the projection behind it is the product of both. A compactor for 30
+  before the weighted sum: with a single head, the projection after it is the product of both. A compactor for 30
   layers of D = 64 is then 7 MB in float16.
 - At the start a latent reads the token at its position alone, so an untrained compactor keeps evenly spaced tokens.
   Its own queries and keys have rotary embeddings of type default, whatever the model's are.
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Cross-attention to the tokens and self-attention of the latents, each with a residual and an RMSNorm behind it."""
+    """Cross-attention to the tokens and self-attention of the latents, each with a residual and an RMSNorm after it."""
 
     def __init__(self, size: int, width: int, first: bool):
         super().__init__()

@@ -60,21 +60,21 @@ class Packed:
 
 def packs(conversations: Sequence[Conversation], most: int = PACK) -> list[list[Conversation]]:
     """Return the conversations in their order, in packs of at most ``most`` tokens, or of one conversation."""
-    found, room = [], -1
-    for own in conversations:
-        size = len(own.prompt) + len(own.answer)
+    packed, room = [], -1
+    for conversation in conversations:
+        size = len(conversation.prompt) + len(conversation.answer)
         if size > room:
-            found.append([])
+            packed.append([])
             room = most
-        found[-1].append(own)
+        packed[-1].append(conversation)
         room -= size
-    return found
+    return packed
 
 
 def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], position: int) -> tuple[torch.Tensor, float]:
     """Return the sums over the answers' tokens of the cross-entropy and of the teacher's entropy, in nats.
 
-    The student reads the conversations behind the cache, without the chunk. The teacher is that of
+    The student reads the conversations after the cache, without the chunk. The teacher is that of
     :func:`kvpop_vllm.compaction.conversations.sparse_teacher`; all tokens that are no candidates are one outcome, so that
     a cache that answers as the chunk does has the least loss. Candidates alone would draw their missing mass to them.
 
@@ -82,22 +82,22 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
         model: from :func:`kvpop_vllm.model_hook.load_model`.
         layers: keys, values and biases of the cache.
         pack: conversations.
-        position: position of the first token behind the cache.
+        position: position of the first token after the cache.
     """
     device, tokens, places, used = layers[0][0].device, [], [], []
-    for own in pack:
-        first = len(tokens) + len(own.prompt) - 1
-        used += range(first, first + len(own.answer))
-        tokens += own.prompt + own.answer
-        places += range(position, position + len(own.prompt) + len(own.answer))
-    attend = Packed(layers, [len(own.prompt) + len(own.answer) for own in pack])
+    for conversation in pack:
+        first = len(tokens) + len(conversation.prompt) - 1
+        used += range(first, first + len(conversation.answer))
+        tokens += conversation.prompt + conversation.answer
+        places += range(position, position + len(conversation.prompt) + len(conversation.answer))
+    attend = Packed(layers, [len(conversation.prompt) + len(conversation.answer) for conversation in pack])
     logp = log_probabilities(model, tokens, places, attend, used)
     total, entropy, place = logp.new_zeros(()), 0.0, 0
-    for own in pack:
-        ids, chances, rest = (told.to(device) for told in sparse_teacher(own))
-        answer = logp[place : place + len(own.answer)]
-        others = answer.scatter(1, ids, -torch.inf).logsumexp(-1)
-        total = total - (chances * answer.gather(1, ids)).sum() - (rest * others).sum()
+    for conversation in pack:
+        ids, chances, rest = (tensor.to(device) for tensor in sparse_teacher(conversation))
+        answer = logp[place : place + len(conversation.answer)]
+        rest_logp = answer.scatter(1, ids, -torch.inf).logsumexp(-1)
+        total = total - (chances * answer.gather(1, ids)).sum() - (rest * rest_logp).sum()
         entropy += float(torch.special.entr(chances).sum() + torch.special.entr(rest).sum())
-        place += len(own.answer)
+        place += len(conversation.answer)
     return total, entropy

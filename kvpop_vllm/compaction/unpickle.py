@@ -28,9 +28,9 @@ def tensors_of(value: object, name: str) -> list[torch.Tensor]:
     """
     if isinstance(value, torch.nn.ParameterList):
         value = list(value.__dict__.get("_parameters", {}).values())
-    if not isinstance(value, list | tuple) or not all(isinstance(each, torch.Tensor) for each in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in value):
         raise ValueError(f"{name} is no list of tensors")
-    return [each.detach() for each in value]
+    return [tensor.detach() for tensor in value]
 
 
 def main(source: Path, target: Path) -> None:
@@ -44,12 +44,12 @@ def main(source: Path, target: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + (1 << 20), 2 * size + (1 << 20)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with torch.serialization.safe_globals([torch.nn.ParameterList]):
-        found = torch.load(source, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict) or not {"trainable_keys", "trainable_values"} <= set(found):
+        tensors = torch.load(source, map_location="cpu", weights_only=True)
+    if not isinstance(tensors, dict) or not {"trainable_keys", "trainable_values"} <= set(tensors):
         raise ValueError("no dict with trainable_keys and trainable_values")
-    if unknown := sorted(set(found) - set(NAMES), key=str):
+    if unknown := sorted(set(tensors) - set(NAMES), key=str):
         raise ValueError(f"unknown key {unknown[0]!r}")
-    named = {f"{NAMES[n]}.{i}": t for n, value in found.items() for i, t in enumerate(tensors_of(value, n))}
+    named = {f"{NAMES[n]}.{i}": t for n, value in tensors.items() for i, t in enumerate(tensors_of(value, n))}
     if sum(t.numel() * t.element_size() for t in named.values()) > 2 * size:
         raise ValueError("tensors that are larger than the file")
     save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}, target)

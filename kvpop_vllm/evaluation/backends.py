@@ -164,8 +164,8 @@ class TransformersRun(Run):
         request, tokens, columns = self._request(), prompts, []
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         ended = torch.zeros(len(prompts), dtype=torch.bool)
-        for seen in range(prompts.shape[1], prompts.shape[1] + new):
-            hidden = self._forward(tokens, request, seen - tokens.shape[1])
+        for length in range(prompts.shape[1], prompts.shape[1] + new):
+            hidden = self._forward(tokens, request, length - tokens.shape[1])
             tokens = choose(self.logits(hidden[:, -1]).cpu(), sampling, draws).unsqueeze(1)
             columns.append(tokens)
             ended |= torch.isin(tokens[:, 0], torch.tensor(sorted(stop), dtype=torch.int64))

@@ -211,14 +211,14 @@ def run_eval(options, engine: Callable[[], type]) -> None:
 
 
 def _check_options(options) -> None:
-    given = {
+    task_options = {
         f"--{name.replace('_', '-')}": tasks
         for name, tasks in TASKS_OF.items()
         if getattr(options, name) not in (None, [])
     }
     if options.backend == "vllm":
-        given = {"--backend vllm": ("retrieval", "replay", "reasoning")} | given
-    for name, tasks in given.items():
+        task_options = {"--backend vllm": ("retrieval", "replay", "reasoning")} | task_options
+    for name, tasks in task_options.items():
         if options.task not in tasks:
             raise ConfigError(f"{name} says nothing to --task {options.task}: leave it out, or give --task {tasks[0]}")
     if options.task != "reasoning" and not options.data:
@@ -229,10 +229,10 @@ def _check_options(options) -> None:
         raise ConfigError(
             f"greedy decoding gives {options.samples} equal solutions: give --temperature, or --samples 1"
         )
-    known = KINDS.get(options.task, [])
-    if other := [kind for kind in options.kinds or () if kind not in known]:
-        raise ConfigError(f"--task {options.task} has no kind {other[0]}: choose from {', '.join(known)}")
-    options.kinds, options.digits = list(dict.fromkeys(options.kinds or known)), options.digits or 4
+    kinds = KINDS.get(options.task, [])
+    if other := [kind for kind in options.kinds or () if kind not in kinds]:
+        raise ConfigError(f"--task {options.task} has no kind {other[0]}: choose from {', '.join(kinds)}")
+    options.kinds, options.digits = list(dict.fromkeys(options.kinds or kinds)), options.digits or 4
     options.requests = options.requests or (16 if options.task == "reasoning" else 1)
     if options.length is None and options.task != "reasoning":
         options.length = [1024]

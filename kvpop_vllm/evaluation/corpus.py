@@ -1,6 +1,6 @@
 """Questions about documents, answered from caches that take the documents' place (`kvpop eval --task corpus`).
 
-Every cache is made once for a document, before a question is known, and every question is asked behind it. The document
+Every cache is made once for a document, before a question is known, and every question is asked after it. The document
 stands in the user's message, or in front of everything if the model has no chat template. The full context is the whole
 document in the same place.
 """
@@ -62,7 +62,7 @@ class Examination(NamedTuple):
         tokens: ids of the document.
         questions: with choices.
         opened: open questions.
-        answers: ids of the answer to each, sampled behind the full context.
+        answers: ids of the answer to each, sampled after the full context.
         logp: log-probabilities ``[A, V]`` of each answer's positions.
         full: keys and values ``[H, T, D]`` of every layer, of what stands before the document and of what separates it too.
     """
@@ -76,11 +76,11 @@ class Examination(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values that a question is asked behind.
+    """Keys and values that a question is asked after.
 
     Attributes:
         layers: keys, values and biases of every layer.
-        position: position of the first token behind it.
+        position: position of the first token after it.
         seconds: time that it took to make.
     """
 
@@ -108,10 +108,10 @@ def now(device: torch.device) -> float:
 
 def _held_slots(k: torch.Tensor, v: torch.Tensor, held: torch.Tensor) -> Layer:
     """Return the held tokens of a layer; heads that hold fewer than others are padded."""
-    heads, most = [], int(held.sum(-1).max())
+    heads, largest = [], int(held.sum(-1).max())
     for head, rows in enumerate(held.to(k.device)):
         bias = torch.zeros(1, int(rows.sum()), device=k.device)
-        heads.append(padded(k[None, head, rows], v[None, head, rows], bias, most))
+        heads.append(padded(k[None, head, rows], v[None, head, rows], bias, largest))
     return tuple(torch.cat(part) for part in zip(*heads, strict=True))
 
 
@@ -163,12 +163,12 @@ class Corpus:
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
         prompts = [self.place.asking(prompt) for prompt in opened]
         answers = [one.tokens for one in self.sampler(tokens, prompts, ANSWER, seeds)]
-        logp = [self.behind(cache, [own], [a])[0] for own, a in zip(prompts, answers, strict=True)]
+        logp = [self.behind(cache, [prompt_tokens], [a])[0] for prompt_tokens, a in zip(prompts, answers, strict=True)]
         return Examination(document, questions, opened, answers, logp, full), cache
 
     @torch.inference_mode()
     def behind(self, cache: Cache, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[torch.Tensor]:
-        """Return log-probabilities ``[A, V]`` at each position of answers to prompts, each alone behind a cache.
+        """Return log-probabilities ``[A, V]`` at each position of answers to prompts, each alone after a cache.
 
         They are on the CPU.
         """
@@ -205,12 +205,15 @@ class Corpus:
             layers, position = layers_of(self.model, self.place, exam.tokens, slots, equal, options)
         else:
             tokens = self.place.around(exam.tokens)
-            held, made = self._held(method.removeprefix(POLICY), slots, tokens)
+            held_tokens, made_layers = self._held(method.removeprefix(POLICY), slots, tokens)
             seconds = now(self.device) - began  # its own cache has the tokens that are held
-            if made[0][0].shape[1]:
-                layers = [_behind_made(*layer, own, slots) for layer, own in zip(exam.full, made, strict=True)]
+            if made_layers[0][0].shape[1]:
+                layers = [
+                    _behind_made(*layer, made_layer, slots)
+                    for layer, made_layer in zip(exam.full, made_layers, strict=True)
+                ]
             else:
-                layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held, strict=True)]
+                layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held_tokens, strict=True)]
             return Cache(layers, len(tokens), seconds)
         return Cache(layers, position, now(self.device) - began)
 
@@ -246,7 +249,7 @@ class Corpus:
         Yields:
             ``kind, right`` (the likeliest choice per token is the true one) and, for gaps, ``exact`` (greedy decoding
             writes it); then ``kl``, the divergence from the full context in nats per token of the answers, ``tokens`` of
-            them and ``first``, seconds to the first token behind the cache.
+            them and ``first``, seconds to the first token after the cache.
         """
         for question in exam.questions:
             prompt = self.place.asking(question.prompt) + self._tokens(question.begin)
@@ -286,9 +289,9 @@ def check_methods(methods: Sequence[str]) -> None:
         if methods.count(method) > 1:
             raise ConfigError(f"--methods names {method} twice: give it once")
         compressing = [policy.name for policy in policies.loadable()[0] if policy.compresses]
-        known = [*METHODS, *(POLICY + name if name in METHODS else name for name in compressing)]
-        if method not in known:
-            raise ConfigError(f"--methods {method} makes no cache of a document: choose from {', '.join(known)}")
+        names = [*METHODS, *(POLICY + name if name in METHODS else name for name in compressing)]
+        if method not in names:
+            raise ConfigError(f"--methods {method} makes no cache of a document: choose from {', '.join(names)}")
 
 
 def records_of(
@@ -307,10 +310,10 @@ def records_of(
         tick: called after each cache.
     """
     for number, (tokens, unit) in enumerate(documents):
-        exam, whole = corpus.ask(number, tokens)
+        exam, full_cache = corpus.ask(number, tokens)
         caches = [(FULL, 0), (NOTHING, 0), *((method, p) for p in slots for method in methods)]
         for method, count in caches:
-            cache = whole if method == FULL else corpus.make(method, count, exam)
+            cache = full_cache if method == FULL else corpus.make(method, count, exam)
             about = {"task": "corpus", "document": number, "unit": unit}
             about |= {"method": method, "slots": count, "bytes": cache.bytes}
             for record in corpus.measure(cache, exam):
@@ -327,18 +330,18 @@ def summarise(records: list[dict], against: str) -> list[dict]:
     groups: dict[tuple, list[dict]] = {}
     for record in records:
         groups.setdefault((record["slots"], record["method"]), []).append(record)
-    nats = {key: {m["document"]: m for m in own if m["kind"] == "open"} for key, own in groups.items()}
+    nats = {key: {m["document"]: m for m in members if m["kind"] == "open"} for key, members in groups.items()}
     table = []
-    for (slots, method), own in groups.items():
+    for (slots, method), members in groups.items():
         opened = list(nats[slots, method].values())
         line = {"slots": slots or None, "method": method, "documents": len(opened)}
         line |= {"MiB": statistics.mean(m["bytes"] for m in opened) / 2**20}
         units = [m["unit"] for m in opened]
         for kind in ("right", *corpus_questions.KINDS):
-            some = [m for m in own if m["kind"] != "open" and kind in ("right", m["kind"])]
-            if some:
-                line |= estimate(kind, [m["right"] for m in some], units=[m["unit"] for m in some], shares=True)
-        gaps = [m for m in own if "exact" in m]
+            closed = [m for m in members if m["kind"] != "open" and kind in ("right", m["kind"])]
+            if closed:
+                line |= estimate(kind, [m["right"] for m in closed], units=[m["unit"] for m in closed], shares=True)
+        gaps = [m for m in members if "exact" in m]
         if gaps:
             line |= estimate("exact", [m["exact"] for m in gaps], units=[m["unit"] for m in gaps], shares=True)
         other = nats.get((slots, against), {}) if method != against else {}
@@ -346,16 +349,16 @@ def summarise(records: list[dict], against: str) -> list[dict]:
             lost = [m["kl"] * m["tokens"] for m in opened]
             line |= estimate("kl", lost, [m["tokens"] for m in opened], units=units)
             if other:
-                beside = [other[m["document"]]["kl"] * m["tokens"] for m in opened]
-                line |= estimate("kl ratio", lost, beside, units=units)
+                reference = [other[m["document"]]["kl"] * m["tokens"] for m in opened]
+                line |= estimate("kl ratio", lost, reference, units=units)
         build, first = (statistics.median(m[name] for m in opened) for name in ("build", "first"))
         if method == FULL:
             line["first s"] = build + first
         else:
             line |= {"build s": build, "first s": first}
-            whole = next(one["first s"] for one in table if one["method"] == FULL)
-            if method != NOTHING and first < whole:
-                line["pays"] = math.ceil(build / (whole - first))
+            full_seconds = next(one["first s"] for one in table if one["method"] == FULL)
+            if method != NOTHING and first < full_seconds:
+                line["pays"] = math.ceil(build / (full_seconds - first))
         table.append(line)
     return table
 

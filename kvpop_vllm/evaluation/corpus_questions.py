@@ -41,7 +41,7 @@ class Question(NamedTuple):
 
     Attributes:
         kind: of :data:`KINDS`.
-        prompt: what the model is asked behind the text.
+        prompt: what the model is asked after the text.
         begin: beginning of its answer, which the choices complete.
         choices: different completions.
         right: index of the one that is true.
@@ -58,44 +58,46 @@ class Question(NamedTuple):
 
 def make_questions(text: str, each: int, seed: str) -> list[Question]:
     """Return at most ``each`` questions of every kind about a text, fewer where it has too few sentences or names."""
-    draw, found = random.Random(seed), []
-    known = sentences_of(text)
+    draw, questions = random.Random(seed), []
+    sentences = sentences_of(text)
     for kind in KINDS:
-        own = _gaps(kind, text, known, draw) if kind in GAPS else _placed(kind, text, known, draw)
-        found += [question for question in own if verified(question, text)][:each]
-    return found
+        candidates = _gaps(kind, text, sentences, draw) if kind in GAPS else _placed(kind, text, sentences, draw)
+        questions += [question for question in candidates if verified(question, text)][:each]
+    return questions
 
 
 def open_questions(text: str) -> list[str]:
     """Return the questions of :data:`OPEN` with the most frequent names of a text; those without a name are left out."""
     names = [name for name, _ in Counter(NAME.findall(text)).most_common()]
-    fields = [int(field) for field in (re.findall(r"\{(\d)\}", asked) or [-1] for asked in OPEN) for field in field]
-    return [asked.format(*names) for asked, field in zip(OPEN, fields, strict=True) if field < len(names)]
+    fields = [
+        int(field) for field in (re.findall(r"\{(\d)\}", template) or [-1] for template in OPEN) for field in field
+    ]
+    return [template.format(*names) for template, field in zip(OPEN, fields, strict=True) if field < len(names)]
 
 
 def sentences_of(text: str) -> list[str]:
     """Return the sentences of a text, on one line each, that occur once and are neither short nor long."""
-    found = re.split(r"(?<=[.!?])\s+|\n{2,}", text)
-    counts = Counter(found)
-    return [one for one in found if counts[one] == 1 and SHORTEST <= len(one) <= LONGEST and "\n" not in one]
+    sentences = re.split(r"(?<=[.!?])\s+|\n{2,}", text)
+    counts = Counter(sentences)
+    return [one for one in sentences if counts[one] == 1 and SHORTEST <= len(one) <= LONGEST and "\n" not in one]
 
 
 def _gaps(kind: str, text: str, known: list[str], draw: random.Random) -> list[Question]:
-    """Return a question for each sentence that has a name or number behind its first words, in random order."""
-    pattern, found = {"name": NAME, "number": NUMBER}[kind], []
+    """Return a question for each sentence that has a name or number after its first words, in random order."""
+    pattern, questions = {"name": NAME, "number": NUMBER}[kind], []
     every = sorted(set(pattern.findall(text)))
     for sentence in draw.sample(known, len(known)):
         gap = next((m for m in pattern.finditer(sentence) if m.start() >= BEFORE), None)
-        others = [one for one in every if gap and one != gap[0]]
-        if len(others) < CHOICES - 1:
+        wrong = [one for one in every if gap and one != gap[0]]
+        if len(wrong) < CHOICES - 1:
             continue
-        choices = [gap[0], *draw.sample(others, CHOICES - 1)]
+        choices = [gap[0], *draw.sample(wrong, CHOICES - 1)]
         draw.shuffle(choices)
-        begin, behind = sentence[: gap.start()].rstrip(), sentence[gap.end() :]
-        prompt = f'Fill the gap as it stands in the text above: "{begin} ____{behind}"'
+        begin, end = sentence[: gap.start()].rstrip(), sentence[gap.end() :]
+        prompt = f'Fill the gap as it stands in the text above: "{begin} ____{end}"'
         completions = tuple(f" {choice}" for choice in choices)
-        found.append(Question(kind, prompt, begin, completions, choices.index(gap[0]), (sentence,)))
-    return found
+        questions.append(Question(kind, prompt, begin, completions, choices.index(gap[0]), (sentence,)))
+    return questions
 
 
 def _placed(kind: str, text: str, known: list[str], draw: random.Random) -> list[Question]:
@@ -103,20 +105,20 @@ def _placed(kind: str, text: str, known: list[str], draw: random.Random) -> list
     quarters: list[list[str]] = [[] for _ in range(CHOICES)]
     for sentence in draw.sample(known, len(known)):
         quarters[_quarter(sentence, text)].append(sentence)
-    found = []
+    questions = []
     for four in zip(*quarters, strict=False):
         shown = draw.sample(four, CHOICES)
         if kind == "order":
             listed = "\n".join(f"{letter}. {one}" for letter, one in zip(LETTERS, shown, strict=True))
             prompt = f"Which of these sentences comes first in the text above?\n{listed}\nAnswer with its letter alone."
-            found.append(Question(kind, prompt, "", tuple(LETTERS), shown.index(four[0]), tuple(shown)))
+            questions.append(Question(kind, prompt, "", tuple(LETTERS), shown.index(four[0]), tuple(shown)))
         else:
             prompt = (
                 f'Where does this sentence stand in the text above? "{shown[0]}"\nA. In the first quarter\nB. In the second'
                 " quarter\nC. In the third quarter\nD. In the last quarter\nAnswer with the letter alone."
             )
-            found.append(Question(kind, prompt, "", tuple(LETTERS), four.index(shown[0]), (shown[0],)))
-    return found
+            questions.append(Question(kind, prompt, "", tuple(LETTERS), four.index(shown[0]), (shown[0],)))
+    return questions
 
 
 def _quarter(sentence: str, text: str) -> int:
@@ -138,4 +140,4 @@ def verified(question: Question, text: str) -> bool:
         place = text.find(question.about[0]) / len(text)
         proved = [i / CHOICES <= place < (i + 1) / CHOICES for i in range(CHOICES)]
     different = len(set(question.choices)) == CHOICES == len(question.choices)
-    return different and [i for i, each in enumerate(proved) if each] == [question.right]
+    return different and [i for i, proof in enumerate(proved) if proof] == [question.right]

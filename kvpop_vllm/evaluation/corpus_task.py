@@ -54,10 +54,10 @@ def evaluate_corpus(options) -> list[dict]:
             )
     config = read_model_config(options.model)
     check_attention(config)
-    most = positions_of(config)
-    if most is not None and length + ROOM > most:
+    positions = positions_of(config)
+    if positions is not None and length + ROOM > positions:
         raise ConfigError(
-            f"the model has {most} positions, {ROOM} for questions: lower --length to {max(0, most - ROOM)}"
+            f"the model has {positions} positions, {ROOM} for questions: lower --length to {max(0, positions - ROOM)}"
         )
     tokenizer = load_tokenizer(options.model)
     place = place_of(tokenizer)

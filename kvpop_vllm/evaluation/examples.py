@@ -121,8 +121,8 @@ def prompt_ids(tokenizer, body: str, answer: str = "") -> list[int]:
 
 def _hidden(sentences: list[str], needles: list[str], depths: list[float]) -> str:
     """Return the sentences with each needle at its depth; needles of one depth keep their order."""
-    parts, at = list(sentences), [int(depth * len(sentences)) for depth in depths]
-    for place, needle in reversed(sorted(zip(at, needles, strict=True), key=lambda pair: pair[0])):
+    parts, places = list(sentences), [int(depth * len(sentences)) for depth in depths]
+    for place, needle in reversed(sorted(zip(places, needles, strict=True), key=lambda pair: pair[0])):
         parts.insert(place, needle)  # from the end, so that needles of one place keep their order
     return " ".join(parts)
 
@@ -165,7 +165,7 @@ def multikey(draw: random.Random, sentences: list[str], depth: float, digits: in
 def variables(draw: random.Random, sentences: list[str], depth: float, digits: int) -> Question:
     """Return RULER's variable tracking: one chain of five variables, after a short example as in RULER."""
     names = ["".join(draw.sample(string.ascii_uppercase, 5)) for _ in range(10)]
-    example, asked = _numbers(draw, 2, 5)
+    example, name = _numbers(draw, 2, 5)
     depths = sorted(draw.random() for _ in range(5))
 
     def ask(chain, value, text, depths):
@@ -184,9 +184,9 @@ def variables(draw: random.Random, sentences: list[str], depth: float, digits: i
     filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.".split(". ")
     shown = ask(names[:5], example, filler, [0, 0.2, 0.4, 0.6, 0.8]) + answer(example) + f" {' '.join(names[:5])}\n\n"
     return Question(
-        lambda n: shown + ask(names[5:], asked, sentences[:n], depths),
+        lambda n: shown + ask(names[5:], name, sentences[:n], depths),
         len(sentences),
-        answer(asked),
+        answer(name),
         tuple(names[5:]),
         depths[0],
     )
@@ -198,16 +198,16 @@ COMMON, OFTEN = 10, 10
 
 def words(draw: random.Random, sentences: list[str], depth: float, digits: int) -> Question:
     """Return RULER's common words extraction, with words of the text."""
-    known = dict.fromkeys(
+    vocabulary = dict.fromkeys(
         word.lower() for sentence in sentences for word in re.findall(r"\b[a-zA-Z]{4,10}\b", sentence)
     )
-    every = list(known)
+    every = list(vocabulary)
     draw.shuffle(every)
-    common, others = every[:COMMON], every[COMMON:]
+    common, uncommon = every[:COMMON], every[COMMON:]
     mixed = draw.random()
 
     def body(n):
-        listed = common * OFTEN + others[:n]
+        listed = common * OFTEN + uncommon[:n]
         random.Random(f"{mixed}/{n}").shuffle(listed)
         numbered = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
         return (
@@ -216,7 +216,7 @@ def words(draw: random.Random, sentences: list[str], depth: float, digits: int) 
         )
 
     answer = f" Answer: The top {COMMON} words that appear most often in the list are:"
-    return Question(body, len(others), answer, tuple(common))
+    return Question(body, len(uncommon), answer, tuple(common))
 
 
 KINDS: dict[str, Callable[[random.Random, list[str], float, int], Question]] = {

@@ -68,11 +68,11 @@ def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: i
     Raises:
         ConfigError: the files cannot be read, or the tokenizer is not the model's.
     """
-    found = list(documents(paths, split))
-    random.Random(seed).shuffle(found)
+    texts = list(documents(paths, split))
+    random.Random(seed).shuffle(texts)
     tokens = DocumentEncoder(tokenizer, vocab_size)
     row, names, keys = [], [], []
-    for document, ids in tokens.encode(found):
+    for document, ids in tokens.encode(texts):
         row += [*ids.tolist(), tokens.eos][: length - len(row)]
         names.append(document.where)
         keys.append(key_of(document))
@@ -85,9 +85,9 @@ def single_documents(
     paths: list[str], tokenizer, length: int, *, split: str, seed: int, vocab_size: int
 ) -> Iterator[Row]:
     """Yield the first ``length`` tokens of each document that has as many; see :func:`replay_rows`."""
-    found = list(documents(paths, split))
-    random.Random(seed).shuffle(found)
-    for document, ids in DocumentEncoder(tokenizer, vocab_size).encode(found):
+    texts = list(documents(paths, split))
+    random.Random(seed).shuffle(texts)
+    for document, ids in DocumentEncoder(tokenizer, vocab_size).encode(texts):
         if len(ids) >= length:
             yield Row(ids[:length], [document.where], [key_of(document)])
 
@@ -124,16 +124,16 @@ def sentences(paths: list[str], split: str, least: int) -> list[str]:
     Raises:
         ConfigError: the files cannot be read, or there is no text.
     """
-    found, size = [], 0
+    passages, size = [], 0
     for document in documents(paths, split):
-        own = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]
-        found += own
-        size += sum(map(len, own))
+        parts = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]
+        passages += parts
+        size += sum(map(len, parts))
         if size >= max(least, ENOUGH):
             break
-    if not found:
+    if not passages:
         raise ConfigError(f"the {split} split of {', '.join(islice(map(str, paths), 3))} holds no text: give more text")
-    return found
+    return passages
 
 
 def _parted(sentence: str) -> Iterator[str]:

@@ -38,14 +38,14 @@ def first_rows(rows: Iterable[Row], options) -> list[Row]:
     Raises:
         ConfigError: there are none.
     """
-    found = list(itertools.islice(rows, options.rows))
-    if not found:
+    chosen = list(itertools.islice(rows, options.rows))
+    if not chosen:
         raise ConfigError(
             f"the {options.split} split holds no row of {max(options.length)} tokens: give more text or lower --length"
         )
-    if len(found) < options.rows:
-        note(f"only {len(found)} of {options.rows} rows: the {options.split} split holds no more")
-    return found
+    if len(chosen) < options.rows:
+        note(f"only {len(chosen)} of {options.rows} rows: the {options.split} split holds no more")
+    return chosen
 
 
 def reference_of(options, specs: list[PolicySpec]) -> str | None:
@@ -76,9 +76,9 @@ def check_teacher(model: str, teacher: str, length: int) -> None:
     encoders = [DocumentEncoder(tokenizer, None).fingerprint()[:-1] for tokenizer in (one, other)]  # no template
     if one.get_vocab() != other.get_vocab() or encoders[0] != encoders[1]:
         raise ConfigError(f"--teacher {teacher} has another tokenizer than {model}: {same}")
-    most = positions_of(read_model_config(teacher))
-    if most is not None and length > most:
-        raise ConfigError(f"--teacher {teacher} has {most} positions: lower --length {length}, or {same}")
+    positions = positions_of(read_model_config(teacher))
+    if positions is not None and length > positions:
+        raise ConfigError(f"--teacher {teacher} has {positions} positions: lower --length {length}, or {same}")
 
 
 def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], dict[str, ScorerShape]]:
@@ -147,21 +147,21 @@ def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str)
             raise ConfigError(
                 f"{spec.name} holds prompts until their end anyway: leave --protect-prompt out, or {spec.name}"
             )
-    asked = list({(type(each), each): each for each in asked}.values())  # True is not 1
-    if any(each is True for each in asked) and task not in ANSWERED:
+    asked = list({(type(protection), protection): protection for protection in asked}.values())  # True is not 1
+    if any(protection is True for protection in asked) and task not in ANSWERED:
         raise ConfigError(
             f"--protect-prompt all keeps all of a row in --task {task}: give a number, or --task retrieval"
         )
     if len(asked) == 1:  # the same for all, so that names need not say it
         return [replace(spec, protect=asked[0]) for spec in specs]
     unasked = [policies.get(c.policy).default_protect if task in ANSWERED else 0 for c in specs]
-    return [c.protecting(each, own) for c, own in zip(specs, unasked, strict=True) for each in asked]
+    return [c.protecting(protection, own) for c, own in zip(specs, unasked, strict=True) for protection in asked]
 
 
 def with_correction(specs: list[PolicySpec], correction: str) -> list[PolicySpec]:
     """Return each spec without correction and, with ``moment``, a corrected copy of each."""
-    found = [replace(c, correction="none") for c in specs]
-    return found + [spec.corrected() for spec in found] if correction == "moment" else found
+    plain = [replace(c, correction="none") for c in specs]
+    return plain + [spec.corrected() for spec in plain] if correction == "moment" else plain
 
 
 def _agreed(values: dict[str, int], name: str, default: int, where: str = "") -> int:
@@ -203,8 +203,8 @@ def _shared_roles(options, shapes: dict[str, ScorerShape], budget: int) -> tuple
     if sinks is None:
         sinks = _agreed({folder: shape.sinks for folder, shape in shapes.items()}, "sinks", DEFAULT_SINKS)
     if window is None:
-        own = {folder: shape.window_for(budget - sinks) for folder, shape in shapes.items()}
-        return sinks, _agreed(own, "window", DEFAULT_WINDOW, f" at a budget of {budget}")
+        windows = {folder: shape.window_for(budget - sinks) for folder, shape in shapes.items()}
+        return sinks, _agreed(windows, "window", DEFAULT_WINDOW, f" at a budget of {budget}")
     for shape in shapes.values():
         shape.check_window(window, "--window")
     return sinks, window
@@ -233,10 +233,10 @@ def settings_of(
     Raises:
         ConfigError: a budget is too large or too small, or the scorers do not agree.
     """
-    settings, beside = [], 1 if shapes is None else 2
+    settings, copies = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):
         for (budget, said), equal in itertools.product(budgets(options, written or length), options.equal or EQUAL):
-            if budget > length - beside:
+            if budget > length - copies:
                 raise ConfigError(
                     f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
                 )

@@ -105,17 +105,19 @@ class PolicySpec:
             ConfigError: the policy cannot be used with these settings; the message names options of `kvpop
                 eval`.
         """
-        own = {name: getattr(self, name) for name in ("scorer", "correction", "allocator", "calibration")}
-        settings = PolicySettings(self.policy, budget, sinks=sinks, window=window, protect_prompt=self.protect, **own)
+        values = {name: getattr(self, name) for name in ("scorer", "correction", "allocator", "calibration")}
+        settings = PolicySettings(
+            self.policy, budget, sinks=sinks, window=window, protect_prompt=self.protect, **values
+        )
         try:
             policy = policies.get(self.policy)(settings, model)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {str(error).replace('--kv-', '--')}") from None
         if self.shares is not None:
             policy.allocate = functools.partial(proportional, self.shares)
-        kept = policy.retention
+        retention = policy.retention
         step = policy.layer_rule(0, slice(0, model.num_kv_heads)).decay_step
-        return ResolvedPolicy(self, model, replace(kept, step=step), policy)
+        return ResolvedPolicy(self, model, replace(retention, step=step), policy)
 
 
 class ResolvedPolicy:
@@ -186,9 +188,9 @@ class ResolvedPolicy:
     @property
     def settings(self) -> dict:
         """Settings of the policy that are not defaults, by their keys in ``kv_policy``."""
-        given = {name: value for name, value in asdict(self.policy.settings).items() if value is not None}
+        values = {name: value for name, value in asdict(self.policy.settings).items() if value is not None}
         implied = self.policy.allocator in ("uniform", CALIBRATED, MEASURED)
-        return given if implied else given | {"allocator": self.policy.allocator}
+        return values if implied else values | {"allocator": self.policy.allocator}
 
     @property
     def protect(self) -> bool | int:

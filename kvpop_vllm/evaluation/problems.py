@@ -55,7 +55,7 @@ class Problem:
         prompt: words of the prompt.
         solution: words of the worked solution; ends with ``end``.
         answers: words of each single answer, as they stand in the solution's last line.
-        verify: returns whether the words behind ``answer`` are right.
+        verify: returns whether the words after ``answer`` are right.
     """
 
     kind: str
@@ -105,9 +105,9 @@ def make_problem(kind: str, seed: int, size: int | None = None) -> Problem:
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of problem {kind!r}: choose from {', '.join(KINDS)}")
-    size, most = KINDS[kind].size if size is None else size, KINDS[kind].most
-    if not 1 <= size <= most:
-        raise ConfigError(f"a problem of kind {kind!r} has 1 to {most} steps, not {size}")
+    size, largest = KINDS[kind].size if size is None else size, KINDS[kind].most
+    if not 1 <= size <= largest:
+        raise ConfigError(f"a problem of kind {kind!r} has 1 to {largest} steps, not {size}")
     prompt, steps, answers, verify = KINDS[kind].make(random.Random(f"{kind}/{size}/{seed}"), size, seed)
     solution = f"{steps} {' '.join(answers)} end"
     return Problem(kind, size, seed, prompt, solution, tuple(answers), verify)
@@ -118,15 +118,17 @@ def judge(problem: Problem, text: str) -> Verdict:
     written, expected = text.split(), problem.solution.split()
     same = next((i for i, (a, b) in enumerate(zip(written, expected, strict=False)) if a != b), None)
     same = min(len(written), len(expected)) if same is None else same
-    steps, found, final = " ".join(written).rpartition("answer ")
+    steps, separator, final = " ".join(written).rpartition("answer ")
     final, ended, _ = f"{final} ".partition("end ")
-    words, right, at = final.split(), 0, 0
+    words, right, start = final.split(), 0, 0
     for answer in problem.answers:
         size = len(answer.split())
-        right += " ".join(words[at : at + size]) == answer
-        at += size
-    exact = bool(found) and problem.verify(final.strip())
-    return Verdict(exact, bool(found and ended), same / len(expected), right / len(problem.answers) if found else 0.0)
+        right += " ".join(words[start : start + size]) == answer
+        start += size
+    exact = bool(separator) and problem.verify(final.strip())
+    return Verdict(
+        exact, bool(separator and ended), same / len(expected), right / len(problem.answers) if separator else 0.0
+    )
 
 
 def _digits(number: int) -> str:
@@ -153,31 +155,31 @@ def programs(draw: random.Random, size: int, seed: int):
     """Return a program: each line's variable is the sum modulo 100 of two earlier ones."""
     names = draw.sample(NAMES, CONSTANTS + size)
     values = {name: draw.randrange(100) for name in names[:CONSTANTS]}
-    given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
+    prompt = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
     lines, steps = [], []
-    for at, name in enumerate(names[CONSTANTS:]):
-        a, b = draw.sample(names[: CONSTANTS + at], 2)
-        line, x, y = f"{LINES[at]} {name} = {a} {b}", values[a], values[b]
+    for number, name in enumerate(names[CONSTANTS:]):
+        a, b = draw.sample(names[: CONSTANTS + number], 2)
+        line, x, y = f"{LINES[number]} {name} = {a} {b}", values[a], values[b]
         values[name] = (x + y) % 100
         lines.append(line)
         steps.append(f"{line} : {a} {_digits(x)} {b} {_digits(y)} , {_addition(x, y)} , {name} {_digits(values[name])}")
-    asked = draw.sample(names[CONSTANTS:], min(ASKED, size))
-    return _ask(draw, given, lines, steps, {name: values[name] for name in asked})
+    names_asked = draw.sample(names[CONSTANTS:], min(ASKED, size))
+    return _ask(draw, prompt, lines, steps, {name: values[name] for name in names_asked})
 
 
 def ledgers(draw: random.Random, size: int, seed: int):
     """Return a ledger: each line adds an amount to an account modulo 100."""
     accounts = draw.sample(NAMES, ACCOUNTS)
     values = {name: draw.randrange(100) for name in accounts}
-    given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
+    prompt = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
     lines, steps = [], []
-    for at in range(size):
+    for number in range(size):
         name, amount = draw.choice(accounts), draw.randrange(100)
-        line, x = f"{LINES[at]} {name} + {_digits(amount)}", values[name]
+        line, x = f"{LINES[number]} {name} + {_digits(amount)}", values[name]
         values[name] = (x + amount) % 100
         lines.append(line)
         steps.append(f"{line} : {name} {_digits(x)} , {_addition(x, amount)} , {name} {_digits(values[name])}")
-    return _ask(draw, given, lines, steps, {name: values[name] for name in draw.sample(accounts, ASKED)})
+    return _ask(draw, prompt, lines, steps, {name: values[name] for name in draw.sample(accounts, ASKED)})
 
 
 def sorting(draw: random.Random, size: int, seed: int):

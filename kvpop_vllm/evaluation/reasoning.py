@@ -44,15 +44,15 @@ def make_questions(tokenizer, kinds: Sequence[str], count: int, split: str, size
     """
     if split not in SEEDS:
         raise ConfigError(f"--task reasoning has problems of {', '.join(SEEDS)}, not {split!r}: change --split")
-    found = []
+    questions = []
     for kind in kinds:
         for seed in SEEDS[split][:count]:
             problem = make_problem(kind, seed, size)
             worked = tokenizer(problem.solution, add_special_tokens=False, verbose=False)["input_ids"]
             if tokenizer.decode(worked).split() != problem.solution.split():
                 raise ConfigError("the model's tokenizer cannot write the solutions: choose another model")
-            found.append(Question(problem, prompt_ids(tokenizer, problem.prompt), len(worked)))
-    return found
+            questions.append(Question(problem, prompt_ids(tokenizer, problem.prompt), len(worked)))
+    return questions
 
 
 def solve(
@@ -85,10 +85,10 @@ def solve(
     stop = {tokenizer.eos_token_id} - {None}
     jobs = [(question, sample) for question in questions for sample in range(samples)]
     for a in range(0, len(jobs), batch):
-        some = jobs[a : a + batch]
-        seeds = [hash((seed, question.problem.seed, sample)) % 2**63 for question, sample in some]
-        texts = run.generate([question.prompt for question, _ in some], new, stop, sampling, seeds)
-        for (question, sample), tokens in zip(some, texts, strict=True):
+        batch_jobs = jobs[a : a + batch]
+        seeds = [hash((seed, question.problem.seed, sample)) % 2**63 for question, sample in batch_jobs]
+        texts = run.generate([question.prompt for question, _ in batch_jobs], new, stop, sampling, seeds)
+        for (question, sample), tokens in zip(batch_jobs, texts, strict=True):
             problem = question.problem
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             if len(tokens) < new:

@@ -85,11 +85,15 @@ class Judge:
             )
         teacher_rank, teacher_cutoff = running_cutoffs(self.target(roles.window), log_gamma, roles)
         rows = []
-        for q0, held in zip(positions, kept, strict=True):
+        for q0, held_tokens in zip(positions, kept, strict=True):
             teacher = kept_at(teacher_rank, teacher_cutoff, q0, roles)
-            mass, count = self.later_mass(q0, roles.sinks, roles.window), int(held[0, 0].sum())
+            mass, count = self.later_mass(q0, roles.sinks, roles.window), int(held_tokens[0, 0].sum())
             best = mass.topk(count, dim=-1)
-            hindsight = held.gather(-1, best.indices).float().mean(-1)
-            shares = (held & teacher).sum(-1) / count, hindsight, (mass * held).sum(-1) / best.values.sum(-1)
+            hindsight = held_tokens.gather(-1, best.indices).float().mean(-1)
+            shares = (
+                (held_tokens & teacher).sum(-1) / count,
+                hindsight,
+                (mass * held_tokens).sum(-1) / best.values.sum(-1),
+            )
             rows.append(torch.stack(shares))
         return Recall(*torch.stack(rows).mean(dim=(0, 2)))

@@ -46,10 +46,10 @@ def compare(own: Predictions, tokens: torch.Tensor, dense: Predictions, bucket: 
         same most likely token. ``*_by_position``: lists of means over buckets of the query's position; the last
         bucket is shorter if they do not divide S - 1. ``bucket`` itself.
     """
-    found = token_measures(own, tokens, dense)
-    means = {name: found[name].mean().item() for name in MEASURES}
+    measures = token_measures(own, tokens, dense)
+    means = {name: measures[name].mean().item() for name in MEASURES}
     by_position = {
-        f"{name}_by_position": [part.mean().item() for part in found[name].split(bucket)] for name in MEASURES
+        f"{name}_by_position": [part.mean().item() for part in measures[name].split(bucket)] for name in MEASURES
     }
     return {"tokens": len(tokens) - 1} | means | by_position | {"bucket": bucket}
 

@@ -50,19 +50,19 @@ class Report:
 
         If the backend cannot run all of them, the table says so.
         """
-        held = backend.held(resolved, tokens)
-        if held.shape[-1] < len(tokens):
+        held_tokens = backend.held(resolved, tokens)
+        if held_tokens.shape[-1] < len(tokens):
             self._leave_out("this backend cannot run a prompt that fills the model: maps end a token earlier")
-        width = -(-held.shape[-1] // MOST_BINS)
+        width = -(-held_tokens.shape[-1] // MOST_BINS)
         for setting in settings:
             self.maps.append(
                 {
                     "policy": resolved.spec.name,
-                    "length": held.shape[-1],
+                    "length": held_tokens.shape[-1],
                     "budget": setting.budget,
                     "equal": setting.equal,
                     "tokens_per_bin": width,
-                    "held": retention_map(held, width).tolist(),
+                    "held": retention_map(held_tokens, width).tolist(),
                 }
             )
 

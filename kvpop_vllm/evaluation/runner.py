@@ -66,16 +66,16 @@ class Setting:
         plain = PageLayout(model.num_kv_heads, model.head_dim, dtype)
         protected = resolved.protected(self.length, self.prompt)
         sizes = model.num_layers, self.length, resolved.policy.retention
-        most = request_bytes(plain, *sizes, protected=protected).allocated
+        largest = request_bytes(plain, *sizes, protected=protected).allocated
         too_many = self.budget + 1
         # first whole pages, then single tokens
-        while resolved.request_bytes(self.length, dtype, self.prompt).allocated > most:
+        while resolved.request_bytes(self.length, dtype, self.prompt).allocated > largest:
             too_many = resolved.roles.budget
             resolved = self._deploy(spec, model, plain.block_slots * (cdiv(too_many, plain.block_slots) - 1))
         fits = resolved
         while too_many <= self.budget and too_many - fits.roles.budget > 1:
             between = self._deploy(spec, model, (fits.roles.budget + too_many) // 2)
-            if between.request_bytes(self.length, dtype, self.prompt).allocated <= most:
+            if between.request_bytes(self.length, dtype, self.prompt).allocated <= largest:
                 fits = between
             else:
                 too_many = between.roles.budget
@@ -104,12 +104,12 @@ def resolve_all(pairs: Iterable[tuple[PolicySpec, Setting]], shape: ModelShape, 
     Raises:
         ConfigError: a policy cannot be used with its setting.
     """
-    found: dict[tuple, tuple[ResolvedPolicy, list[Setting]]] = {}
+    resolved_settings: dict[tuple, tuple[ResolvedPolicy, list[Setting]]] = {}
     for spec, setting in pairs:
         resolved = setting.resolve(spec, shape, dtype)
         key = spec, setting.budget, *resolved.settings.items()
-        found.setdefault(key, (resolved, []))[1].append(setting)
-    return list(found.values())
+        resolved_settings.setdefault(key, (resolved, []))[1].append(setting)
+    return list(resolved_settings.values())
 
 
 def evaluate(
@@ -152,21 +152,21 @@ def evaluate(
     for number, row in enumerate(rows):
         for length in sorted(set(lengths)):
             tokens = row[None, :length].to(device)
-            here = [(resolved, [s for s in own if s.length == length]) for resolved, own in runs]
-            here = [(resolved, own) for resolved, own in here if own]
+            pairs = [(resolved, [s for s in chosen if s.length == length]) for resolved, chosen in runs]
+            pairs = [(resolved, chosen) for resolved, chosen in pairs if chosen]
             base = {"row": number, "length": length}
             exact = None
             if teacher is not None:
                 quality, exact = _next_token(teacher, tokens, Dense())
                 yield base | {"policy": DENSE} | _dense_size(teacher, length) | quality
                 tick(1)
-            observer = _Observer([(own[0], resolved) for resolved, own in here], recall, tick)
+            observer = _Observer([(chosen[0], resolved) for resolved, chosen in pairs], recall, tick)
             quality, states = _next_token(model, tokens, observer, exact)
             yield base | {"policy": OWN if teacher else DENSE} | _dense_size(model, length) | quality
             tick(1)
-            for i, (resolved, own) in enumerate(here):
+            for i, (resolved, chosen) in enumerate(pairs):
                 quality, _ = _next_token(model, tokens, Served(resolved), states if exact is None else exact)
-                for setting in own:
+                for setting in chosen:
                     yield base | described(setting, resolved, dtype) | quality | observer.record(i)
                 tick(1)
 
@@ -212,21 +212,21 @@ class _Observer(GateInputs):
     def __call__(self, layer, q, k, v, scale, sink_logits=None):
         out, lse = dense_attention(q, k, v, scale, sink_logits)
         judge, signals = Judge(q, k, lse, scale), self.signals(layer, k, v)
-        for found, (setting, resolved) in zip(self.layers, self.pairs, strict=True):
+        for layers, (setting, resolved) in zip(self.layers, self.pairs, strict=True):
             positions = setting.positions if self.recall else []
-            recall, own = resolved.on_dense(judge, layer, v, positions, signals, sink_logits)
-            found.append((recall, _output_error(own, out, resolved.roles.budget)))
+            recall, error = resolved.on_dense(judge, layer, v, positions, signals, sink_logits)
+            layers.append((recall, _output_error(error, out, resolved.roles.budget)))
             self.tick(1 / resolved.model.num_layers)
         return out
 
     def record(self, i: int) -> dict:
         """Return the recorded measures of pair i."""
-        found, known = {}, all(recall is not None for recall, _ in self.layers[i])
-        for name in RECALL if known else ():
+        means, complete = {}, all(recall is not None for recall, _ in self.layers[i])
+        for name in RECALL if complete else ():
             values = torch.stack([getattr(recall, name) for recall, _ in self.layers[i]])
-            found |= {name: values.mean().item(), f"{name}_by_layer": values.tolist()}
+            means |= {name: values.mean().item(), f"{name}_by_layer": values.tolist()}
         errors = torch.stack([error for _, error in self.layers[i]])
-        return found | {"error": errors.mean().item(), "error_by_layer": errors.tolist()}
+        return means | {"error": errors.mean().item(), "error_by_layer": errors.tolist()}
 
 
 def _output_error(out: torch.Tensor, exact: torch.Tensor, first: int) -> torch.Tensor:
@@ -249,7 +249,7 @@ def _next_token(model, tokens, attend, dense: Predictions | None = None) -> tupl
     """
     hidden = decoder_of(model)(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
     head = model.get_output_embeddings()
-    own = Predictions(hidden, lambda states: head(states).float())
-    found = token_measures(own, tokens[0], dense)
-    means = {name: found[name].mean().item() for name in ("nll", "accuracy", "kl") if name in found}
-    return {"tokens": len(hidden)} | means, own
+    predictions = Predictions(hidden, lambda states: head(states).float())
+    measures = token_measures(predictions, tokens[0], dense)
+    means = {name: measures[name].mean().item() for name in ("nll", "accuracy", "kl") if name in measures}
+    return {"tokens": len(hidden)} | means, predictions

@@ -87,11 +87,11 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
         for name in ("exact", "right", "before_error"):
             line |= estimate(name, list(_by_unit(members, name).values()), units=problems, shares=True)
         line |= {name: _mean([m[name] for m in members]) for name in ("answered", "written")}
-        for other, own in exact.items():
+        for other, answers in exact.items():
             name, kind = groups[other][0]["policy"], groups[other][0]["kind"]
             if kind != line["kind"] or not line["budget"]:
                 continue
-            pairs = [exact[key][p] for p in problems], [own[p] for p in problems]
+            pairs = [exact[key][p] for p in problems], [answers[p] for p in problems]
             if name == DENSE:
                 line |= estimate("of dense", *pairs, units=problems)
             elif name == against != line["policy"] and _at(groups[other][0]) == _at(line):
@@ -102,10 +102,10 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
 
 def _by_unit(records: list[dict], name: str) -> dict[int, float]:
     """Return the mean of a measure over the records of each unit."""
-    found: dict[int, list[float]] = {}
+    values_of_unit: dict[int, list[float]] = {}
     for record in records:
-        found.setdefault(record["unit"], []).append(float(record[name]))
-    return {unit: _mean(values) for unit, values in found.items()}
+        values_of_unit.setdefault(record["unit"], []).append(float(record[name]))
+    return {unit: _mean(values) for unit, values in values_of_unit.items()}
 
 
 def _nats(line: dict, members: list[dict], records: list[dict], against: str | None) -> dict:
@@ -123,25 +123,25 @@ def _nats(line: dict, members: list[dict], records: list[dict], against: str | N
         same of the summed difference from the dense model's negative log-likelihood.
     """
     tokens, units = [m["tokens"] for m in members], [m["unit"] for m in members]
-    found = {"perplexity": math.exp(_sum(members, "nll") / sum(tokens))}
+    columns = {"perplexity": math.exp(_sum(members, "nll") / sum(tokens))}
     if line["policy"] == DENSE:
-        return found
+        return columns
     kl = [m["kl"] * m["tokens"] for m in members]
-    found |= estimate("kl", kl, tokens, units=units)
-    here = [r for r in records if r["length"] == line["length"]]
-    other = {r["row"]: r for r in here if r["policy"] == against and _at(r) == _at(line)}
-    dense = {r["row"]: r for r in here if r["policy"] == DENSE}
+    columns |= estimate("kl", kl, tokens, units=units)
+    same_length = [r for r in records if r["length"] == line["length"]]
+    other = {r["row"]: r for r in same_length if r["policy"] == against and _at(r) == _at(line)}
+    dense = {r["row"]: r for r in same_length if r["policy"] == DENSE}
     if not line["budget"] or not other:
-        return found
+        return columns
     if line["policy"] == against:
-        return found | {"kl ratio": 1.0, "gap ratio": 1.0}
+        return columns | {"kl ratio": 1.0, "gap ratio": 1.0}
 
     def gap(record: dict) -> float:
         return (record["nll"] - dense[record["row"]]["nll"]) * record["tokens"]
 
     reference = [other[m["row"]] for m in members]
-    found |= estimate("kl ratio", kl, [r["kl"] * r["tokens"] for r in reference], units=units)
-    return found | estimate("gap ratio", list(map(gap, members)), list(map(gap, reference)), units=units)
+    columns |= estimate("kl ratio", kl, [r["kl"] * r["tokens"] for r in reference], units=units)
+    return columns | estimate("gap ratio", list(map(gap, members)), list(map(gap, reference)), units=units)
 
 
 def _at(record: dict) -> tuple:

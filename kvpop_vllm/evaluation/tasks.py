@@ -59,7 +59,7 @@ class Task(NamedTuple):
         columns: columns of the table.
         units: unit of each item (row or example); items of one unit are not independent.
         passes: passes of each run for an item and a length; a dense model makes one.
-        about: what the first line of the records says beside options and versions.
+        about: what the first line of the records says next to options and versions.
     """
 
     records: Callable[[Models, Runs, Callable[[float], object]], Iterable[dict]]
@@ -72,7 +72,7 @@ class Task(NamedTuple):
 
     def total(self, runs: Runs, lengths: list[int], teacher: bool) -> int:
         """Return the passes of all runs and dense models at all lengths."""
-        of_runs = sum(len({setting.length for setting in own}) for _, own in runs)
+        of_runs = sum(len({setting.length for setting in run_settings}) for _, run_settings in runs)
         return len(self.units) * (len(set(lengths)) * (1 + teacher) + self.passes * of_runs)
 
 
@@ -120,11 +120,11 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     print(format_table(table, task.columns), flush=True)
     note_few(task.units)
     if report:
-        maps = [(resolved, [s for s in own if s.length == longest]) for resolved, own in runs]
-        maps = [(resolved, own) for resolved, own in maps if own]
+        maps = [(resolved, [s for s in run_settings if s.length == longest]) for resolved, run_settings in runs]
+        maps = [(resolved, run_settings) for resolved, run_settings in maps if run_settings]
         with progress(len(maps), "maps") as tick:
-            for resolved, own in maps:
-                report.add_maps(models.backend, own, resolved, task.example)
+            for resolved, run_settings in maps:
+                report.add_maps(models.backend, run_settings, resolved, task.example)
                 tick(1)
         report.write(options.task, table, task.columns, " ".join(options.data))
     return table
@@ -163,12 +163,12 @@ def collected(
 
 def about_run(options) -> dict:
     """Return what is needed to repeat a run: options, versions, and names, sizes and hashes of the text."""
-    given = {name: value for name, value in vars(options).items() if not callable(value)}
+    values = {name: value for name, value in vars(options).items() if not callable(value)}
     libraries = ["torch", "transformers"] + ["vllm"] * (options.backend == "vllm")
     versions = {"kvpop_vllm": __version__, "python": platform.python_version()}
     versions |= {name: version(name) for name in libraries}
     data = [one.fingerprint() for one in find_sources(options.data)] if options.data else []
-    return {"options": given, "versions": versions, "data": data}
+    return {"options": values, "versions": versions, "data": data}
 
 
 def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype: torch.dtype) -> Runs:
@@ -183,8 +183,8 @@ def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: Mode
     certain = [s for s in settings if s.equal == "k" or options.equal]
     if options.policies is None and options.task != "text":
         specs = _deployable(specs, certain, shape, dtype)
-    pairs, others = list(itertools.product(specs, certain)), [s for s in settings if s not in certain]
-    for spec, setting in itertools.product(specs, others):
+    pairs, uncertain = list(itertools.product(specs, certain)), [s for s in settings if s not in certain]
+    for spec, setting in itertools.product(specs, uncertain):
         try:
             setting.resolve(spec, shape, dtype)
             pairs.append((spec, setting))
@@ -199,20 +199,20 @@ def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelSh
     Raises:
         ConfigError: none can, or one with a scorer cannot.
     """
-    found, why = [], list(policies.loadable()[1])
+    names, why = [], list(policies.loadable()[1])
     for spec in specs:
         try:
             resolve_all(itertools.product([spec], settings), shape, dtype)
-            found.append(spec)
+            names.append(spec)
         except ConfigError as error:
             if spec.scorer is not None:
                 raise
             why.append(str(error))
-    if not found:
+    if not names:
         raise ConfigError(why[-1])
     for line in why:
         note(f"left out: {line}")
-    return found
+    return names
 
 
 def run_task(
@@ -240,20 +240,20 @@ def run_task(
                 for record in ask(run, length):
                     tick(1)
                     yield about | record
-    for resolved, own in runs:
+    for resolved, run_settings in runs:
         with backend.start(resolved) as run:
-            for length in dict.fromkeys(setting.length for setting in own):
-                about = [described(s, resolved, dtype) for s in own if s.length == length]
+            for length in dict.fromkeys(setting.length for setting in run_settings):
+                about = [described(s, resolved, dtype) for s in run_settings if s.length == length]
                 for record in ask(run, length):
                     tick(1)
-                    yield from ({"length": length} | each | record for each in about)
+                    yield from ({"length": length} | description | record for description in about)
 
 
 def rows_of(options, rows: Callable[..., Iterator[Row]] = replay_rows) -> tuple[list[Row], list[int], dict]:
     """Return rows of text, their units, and what the records say of both; see :func:`rows_in_turn`."""
     places = {"split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)}
-    found = rows_in_turn(rows, options.data, load_tokenizer(options.model), max(options.length), **places)
-    rows = asked.first_rows(found, options)
+    rows_found = rows_in_turn(rows, options.data, load_tokenizer(options.model), max(options.length), **places)
+    rows = asked.first_rows(rows_found, options)
     units = units_of(rows)
     lines = enumerate(zip(units, rows, strict=True))
     return rows, units, {"rows": [{"row": i, "unit": unit, "documents": row.documents} for i, (unit, row) in lines]}
@@ -275,8 +275,10 @@ def _text(options, against: str | None) -> Task:
 def _retrieval(options, against: str | None) -> Task:
     tokenizer = load_tokenizer(options.model)
     text = sentences(options.data, options.split, CHARACTERS * max(options.length))
-    made = {"count": options.rows, "seed": options.seed, "digits": options.digits}
-    material = {n: retrieval.make_examples(options.kinds, tokenizer, text, n, **made) for n in options.length}
+    example_options = {"count": options.rows, "seed": options.seed, "digits": options.digits}
+    material = {
+        n: retrieval.make_examples(options.kinds, tokenizer, text, n, **example_options) for n in options.length
+    }
     if not tokenizer.chat_template:
         note(f"{options.model} has no chat template: prompts are plain text")
 
@@ -304,8 +306,8 @@ def _questions(options) -> tuple[list[reasoning.Question], dict]:
     Sets ``options.length`` if it is not given.
     """
     tokenizer = load_tokenizer(options.model)
-    found = reasoning.make_questions(tokenizer, options.kinds, options.rows, options.split, options.size)
-    prompt, worked = max(len(q.prompt) for q in found), max(q.worked for q in found)
+    questions = reasoning.make_questions(tokenizer, options.kinds, options.rows, options.split, options.size)
+    prompt, worked = max(len(q.prompt) for q in questions), max(q.worked for q in questions)
     options.length = options.length or [prompt + int(reasoning.ROOM * worked)]
     if len(options.length) > 1:
         raise ConfigError("--task reasoning has one length for all problems: give one --length, or none")
@@ -313,7 +315,7 @@ def _questions(options) -> tuple[list[reasoning.Question], dict]:
         raise ConfigError(
             f"--length {options.length[0]} is too short for {prompt + worked} tokens: raise it, or lower --size"
         )
-    return found, {"prompt": prompt, "written": round(sum(q.worked for q in found) / len(found))}
+    return questions, {"prompt": prompt, "written": round(sum(q.worked for q in questions) / len(questions))}
 
 
 def _reasoning(options, against: str | None, questions: list[reasoning.Question]) -> Task:
@@ -322,8 +324,8 @@ def _reasoning(options, against: str | None, questions: list[reasoning.Question]
 
     def ask(run: Run, length: int) -> Iterator[dict]:
         new = length - max(len(question.prompt) for question in questions)
-        asked = {"samples": samples, "sampling": sampling, "batch": options.requests}
-        return reasoning.solve(run, tokenizer, questions, new=new, seed=options.seed, **asked)
+        sampling_options = {"samples": samples, "sampling": sampling, "batch": options.requests}
+        return reasoning.solve(run, tokenizer, questions, new=new, seed=options.seed, **sampling_options)
 
     longest = max(questions, key=lambda question: len(question.prompt) + question.worked)
     worked = tokenizer(longest.problem.solution, add_special_tokens=False)["input_ids"]
@@ -355,8 +357,8 @@ class Replay:
         bucket = self.bucket or max(1, length // BUCKETS)
         dense = self.dense.setdefault(length, [])
         for number, row in enumerate(self.material[length]):
-            own = replay.predictions(run, row)
+            predictions = replay.predictions(run, row)
             if number == len(dense):
-                dense.append(own)
+                dense.append(predictions)
             exact = dense[number] if self.teacher else dense[number]._replace(logits=run.logits)
-            yield {"row": number, "unit": self.units[number]} | replay.compare(own, row, exact, bucket)
+            yield {"row": number, "unit": self.units[number]} | replay.compare(predictions, row, exact, bucket)

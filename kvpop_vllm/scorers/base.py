@@ -101,8 +101,8 @@ class Scorer(LayerModule):
 
     def weights(self) -> TokenScorer:
         """Return the parameters as the kernels take them, without copies; gradients flow through."""
-        own = {name.replace(".", "_"): p for name, p in self.named_parameters() if name != "decay_logit"}
-        return self.weights_class(**own, **{name: getattr(self.config, name) for name in self.weight_options})
+        parameters = {name.replace(".", "_"): p for name, p in self.named_parameters() if name != "decay_logit"}
+        return self.weights_class(**parameters, **{name: getattr(self.config, name) for name in self.weight_options})
 
     def forward(self, k: torch.Tensor, v: torch.Tensor, *, window: int) -> torch.Tensor:
         """Return the raw scores of all tokens of whole sequences.

@@ -58,15 +58,15 @@ def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]],
     """
     sizes: dict[str, int] = {}
     shapes = config.shapes(layers[0])
-    for i, found in enumerate(layers):
-        if unknown := sorted(set(found) - set(shapes)):
+    for i, layer in enumerate(layers):
+        if unknown := sorted(set(layer) - set(shapes)):
             raise ConfigError(
                 f"{source}: tensor layers.{i}.{unknown[0]} does not belong to this {config.scorer} scorer"
             )
         for name, shape in shapes.items():
-            if name not in found:
+            if name not in layer:
                 raise ConfigError(f"{source}: tensor layers.{i}.{name} is missing")
-            _check_shape(f"{source}: tensor layers.{i}.{name}", tuple(found[name]), shape, sizes)
+            _check_shape(f"{source}: tensor layers.{i}.{name}", tuple(layer[name]), shape, sizes)
 
 
 def _check_shape(what: str, found: tuple[int, ...], shape: tuple, sizes: dict[str, int]) -> None:
@@ -236,11 +236,11 @@ def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str,
     Raises:
         ConfigError: a file cannot be read.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with reading(path), safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
+    return tensors
 
 
 def full_checkpoint_name(name: str) -> str | None:

@@ -108,14 +108,14 @@ class _Shards:
         for header in self.headers.values():
             for dtype, size in header.values():
                 counts[dtype] += size
-        most = counts.most_common(1)[0][0]
-        return _DTYPES.get(most, "float32")
+        commonest = counts.most_common(1)[0][0]
+        return _DTYPES.get(commonest, "float32")
 
     def write(self, target: Path, scorer: dict) -> None:
         """Copy the base model's files, add the scorer's, and write the index of all.
 
         A single ``model.safetensors`` gets a numbered name, because many readers would read no other file
-        beside it.
+        next to it.
         """
         names = {name: name for name in self.headers}
         if list(names) == ["model.safetensors"]:

@@ -110,20 +110,20 @@ class ScorerConfig:
             ConfigError: unknown or missing keys, or invalid values.
         """
         keys = [key.name for key in dataclasses.fields(cls)]
-        given = dict(raw)
-        if given.get("decide_every") == 1:  # files of an earlier version may have this key
-            del given["decide_every"]
-        SCHEMA.check_keys(given, keys, _OPTIONAL, source)
-        SCHEMA.check(given, cls.rules, source)
-        _check_trained(given, source)
-        if given.get("shares", []) != []:
-            check_head_shares(given["shares"], given["num_layers"], given["num_kv_heads"], source)
-        cls.check(given, source)
-        decay = {"decay": Decay(**given["decay"])} if "decay" in given else {}
-        trained = tuple(TrainedBudget(**budget) for budget in given.get("trained", ()))
-        shares = tuple(tuple(map(float, row)) for row in given.get("shares", ()))
-        layers = tuple(SCHEMA.layers(given, source))
-        return cls(**{**given, **decay, "trained": trained, "shares": shares, "layers": layers})
+        values = dict(raw)
+        if values.get("decide_every") == 1:  # files of an earlier version may have this key
+            del values["decide_every"]
+        SCHEMA.check_keys(values, keys, _OPTIONAL, source)
+        SCHEMA.check(values, cls.rules, source)
+        _check_trained(values, source)
+        if values.get("shares", []) != []:
+            check_head_shares(values["shares"], values["num_layers"], values["num_kv_heads"], source)
+        cls.check(values, source)
+        decay = {"decay": Decay(**values["decay"])} if "decay" in values else {}
+        trained = tuple(TrainedBudget(**budget) for budget in values.get("trained", ()))
+        shares = tuple(tuple(map(float, row)) for row in values.get("shares", ()))
+        layers = tuple(SCHEMA.layers(values, source))
+        return cls(**{**values, **decay, "trained": trained, "shares": shares, "layers": layers})
 
     @classmethod
     def check(cls, given: Mapping, source: str) -> None:
@@ -137,7 +137,7 @@ class ScorerConfig:
         """Return the contents of ``kvpop_config.json``."""
         values = SCHEMA.header | {"scorer": self.scorer} | asdict(self)
         lists = {name: list(values.pop(name)) for name in _OPTIONAL}
-        return values | {name: found for name, found in lists.items() if found}
+        return values | {name: listed for name, listed in lists.items() if listed}
 
 
 @dataclass(frozen=True, kw_only=True)
