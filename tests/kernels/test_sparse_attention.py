@@ -22,8 +22,8 @@ SHAPES = {
     "no-sinks, window-of-one": dict(length=65, sinks=0, window=1, topk=9, group=3),
     "blocks": dict(length=140 if INTERPRETED else 600, sinks=4, window=24, topk=30, group=2),
 } | {str(size): dict(length=50, sinks=2, window=8, topk=9, size=size) for size in (64, 80, 96, 128, 256, 512)}
-TAKEN = [name for name in SHAPES if name != "512"]  # by Triton in float32
-BY_DTYPE = {F32: TAKEN, F16: ["plain", "80", "512"]} if INTERPRETED else dict.fromkeys((F64, F32, BF16), SHAPES)
+IN_FLOAT32 = [name for name in SHAPES if name != "512"]  # by Triton in float32
+BY_DTYPE = {F32: IN_FLOAT32, F16: ["plain", "80", "512"]} if INTERPRETED else dict.fromkeys((F64, F32, BF16), SHAPES)
 
 
 def inputs(length, seed=0, batch=1, heads=2, group=1, size=16, coarse=False, dtype=DTYPE, **_):
