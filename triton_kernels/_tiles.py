@@ -45,9 +45,19 @@ BACKWARD = {
     (False, 64): Tile(64, 64, 4, 2),
     (False, 128): Tile(64, 64, 8, 2),
     (True, 128): Tile(32, 32, 8, 1),
+    (False, 256): Tile(32, 32, 8, 2),
+    (True, 256): Tile(16, 16, 8, 1),
+    (False, 512): Tile(16, 16, 8, 2),
 }
 """Tiles of the backward pass of training, by hand."""
-MASS = {(False, 64): Tile(64, 128, 4, 3), (False, 128): Tile(64, 128, 8, 3), (True, 128): Tile(32, 64, 8, 2)}
+MASS = {
+    (False, 64): Tile(64, 128, 4, 3),
+    (False, 128): Tile(64, 128, 8, 3),
+    (True, 128): Tile(32, 64, 8, 2),
+    (False, 256): Tile(32, 64, 8, 3),
+    (True, 256): Tile(16, 32, 4, 1),
+    (False, 512): Tile(32, 32, 8, 2),
+}
 """Tiles of the attention of future queries, by hand."""
 
 

@@ -79,12 +79,16 @@ TRITON_DTYPES = {
 }
 """Dtypes that the Triton implementation of each op accepts for its first tensor."""
 
-TRITON_LARGEST_HEAD = {
-    **dict.fromkeys(SERVING, KERNELS["triton"].largest),
-    "future_attention_mass": 128,
-    "sparse_attention": 128,
-}
+ATTENDING = "future_attention_mass", "sparse_attention"
+TRITON_LARGEST_HEAD = dict.fromkeys((*SERVING, *ATTENDING), KERNELS["triton"].largest)
 """Largest head size D that the Triton implementation of each op accepts."""
+TRITON_LARGEST_FLOAT32_HEAD = TRITON_LARGEST_HEAD | dict.fromkeys(ATTENDING, 256)
+"""The same in float32, of which larger heads in training do not fit the shared memory of an A100."""
+
+
+def largest_head(op: str, dtype: torch.dtype) -> float:
+    """Return the largest head size that Triton takes for an op in a dtype; infinity if nothing bounds it."""
+    return (TRITON_LARGEST_FLOAT32_HEAD if dtype == torch.float32 else TRITON_LARGEST_HEAD).get(op, float("inf"))
 
 
 def select(op: str, tensor: torch.Tensor) -> str:
@@ -93,7 +97,7 @@ def select(op: str, tensor: torch.Tensor) -> str:
     if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _available("kvpop_vllm._C"):
         return "cpp"
     if tensor.device.type == "cuda" and tensor.dtype in TRITON_DTYPES.get(op, ()) and _available("triton"):
-        if tensor.shape[-1] <= TRITON_LARGEST_HEAD.get(op, tensor.shape[-1]):
+        if tensor.shape[-1] <= largest_head(op, tensor.dtype):
             return "triton"
     return "reference"
 

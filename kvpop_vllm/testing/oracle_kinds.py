@@ -29,6 +29,13 @@ _SINK = 2.0
 # Mean logit of attention sinks.
 
 S, F, C, R, H = SLIDING, FULL, CHUNKED, RECURRENT, HYBRID
+_DELTA_NET = {
+    "layer_types": [R, F, R, F, R, F],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 FAMILIES = {
     "gemma3_text": {"layer_types": [S, S, F, S, S, F], "sliding_window": 48, "query_pre_attn_scalar": 32},
     "olmo3": {"layer_types": [F, S, F, F], "sliding_window": 48},
@@ -83,20 +90,17 @@ FAMILIES = {
         "mamba_d_state": 16,
         "mamba_chunk_size": 16,
     },
-    "qwen3_next": {
-        "layer_types": [R, F, R, F, R, F],
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
+    "qwen3_next": _DELTA_NET
+    | {
         "num_experts": 2,
         "num_experts_per_tok": 2,  # all, so that rounding selects no other
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
     },
+    "qwen3_5_text": _DELTA_NET,
 }
 """Model types, each with what distinguishes its tiny model: where layers of full attention lie."""
-BFLOAT16 = frozenset({"qwen3_next"})
+BFLOAT16 = frozenset({"qwen3_next", "qwen3_5_text"})
 """Model types that vLLM serves on a CPU in bfloat16 only, which their weights have too; those of the others are float32."""
 
 

@@ -23,7 +23,16 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.supported import CHUNKED, FULL, HYBRID, RECURRENT, SLIDING
-from kvpop_vllm.testing import BFLOAT16, FAMILIES, random_prompt, write_random_scorer, write_tiny_model
+from kvpop_vllm.testing import (
+    BFLOAT16,
+    FAMILIES,
+    KindsOracle,
+    random_prompt,
+    require_distant_kinds,
+    write_mixed_model,
+    write_random_scorer,
+    write_tiny_model,
+)
 from kvpop_vllm.vllm_glue.run import cache_groups
 from kvpop_vllm.vllm_glue.run.cache_groups import with_block_sizes
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
@@ -65,7 +74,10 @@ def _hit_of_second_turn(served, prompt: list[int], new: int, protect: int) -> in
     "kind",
     [
         "gemma3_text",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt_oss", "olmo3", "exaone4", "llama4_text")),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("gpt_oss", "granite_swa", "olmo3", "exaone4", "llama4_text", "gemma4_text")
+        ),
     ],
 )
 def test_hits_in_all_groups(family, tmp_path, kind):
@@ -122,6 +134,18 @@ def test_requests_that_are_served_together(family, tmp_path):
     with serving(folder, settings, "granitemoehybrid") as engine, engine.small_pool(25):
         jobs = [Job(10 + 17 * i, new=30, scored=False) for i in range(16)]
         Served(engine, oracle, exact).serve(jobs)
+
+
+@pytest.mark.slow
+def test_experts_of_gemma_4(tmp_path):
+    """With `enable_moe_block` layers have experts next to their MLP."""
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+    folder = str(write_mixed_model(tmp_path / "model", "gemma4_text", **experts))
+    require_distant_kinds(folder)
+    oracle = KindsOracle(folder)
+    settings, exact = roles("kvpop", folder, tmp_path / "scorer", oracle)
+    with serving(folder, settings) as engine:
+        Served(engine, oracle, exact).serve([Job(1, new=70), Job(57), Job(200, new=20)], 16)
 
 
 MIXED = {"architectures": ["MistralForCausalLM"], "model_type": "ministral", "sliding_window": 48}

@@ -41,7 +41,14 @@ def mixed(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module", params=SERVED)
+LIKE_OTHERS = {"qwen3_5_text"}
+"""Families whose layers are those of another one, in slow tests only."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.slow if kind in LIKE_OTHERS else ()) for kind in SERVED],
+)
 def family(request, mixed):
     """Return a model of a family and its oracle."""
     return mixed(request.param)

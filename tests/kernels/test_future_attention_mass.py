@@ -25,6 +25,7 @@ F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat1
 if INTERPRETED:
     IMPL, DTYPES = "triton", [F32, F16]
     SHAPES = [(90, 9, 16, 2), (20, 50, 16, 1), (64, 64, 16, 1), (70, 1, 80, 3)]
+    SHAPES += [(50, 7, 256, 2)]
     LOOKAHEADS = [None, 0, 13, 500]
 else:
     IMPL, DTYPES = "reference", [F64, F32, BF16]

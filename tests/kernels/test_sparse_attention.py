@@ -21,8 +21,9 @@ SHAPES = {
     "no-long-range": dict(length=60, sinks=2, window=8, topk=0),
     "no-sinks, window-of-one": dict(length=65, sinks=0, window=1, topk=9, group=3),
     "blocks": dict(length=140 if INTERPRETED else 600, sinks=4, window=24, topk=30, group=2),
-} | {str(size): dict(length=50, sinks=2, window=8, topk=9, size=size) for size in (64, 80, 96, 128)}
-BY_DTYPE = {F32: SHAPES, F16: ["plain", "80"]} if INTERPRETED else dict.fromkeys((F64, F32, BF16), SHAPES)
+} | {str(size): dict(length=50, sinks=2, window=8, topk=9, size=size) for size in (64, 80, 96, 128, 256, 512)}
+IN_FLOAT32 = [name for name in SHAPES if name != "512"]  # by Triton in float32
+BY_DTYPE = {F32: IN_FLOAT32, F16: ["plain", "80", "512"]} if INTERPRETED else dict.fromkeys((F64, F32, BF16), SHAPES)
 
 
 def inputs(length, seed=0, batch=1, heads=2, group=1, size=16, coarse=False, dtype=DTYPE, **_):
@@ -180,7 +181,8 @@ class TestTriton:
         order = torch.zeros(1, 2, 8, dtype=torch.int32)
         for error, (*tokens, _) in (
             ("float64: use impl='reference'", inputs(8, dtype=F64)),
-            ("up to 128, got 256", inputs(8, size=256, dtype=F32)),
+            ("up to 256, got 512", inputs(8, size=512, dtype=F32)),
+            ("up to 512, got 528", inputs(8, size=528, dtype=F16)),
         ):
             with pytest.raises(ValueError, match=error):
                 ops.sparse_attention(*tokens, order, order, sinks=1, window=2, scale=1.0, impl="triton")

@@ -43,7 +43,9 @@ BIASED = dict.fromkeys(((100, "bfloat16", 128), *FEW), ("moment", "mlstm"))
 """Cases behind prefixes with biases."""
 LARGE = dict.fromkeys(((80, "bfloat16", 512), (90, "bfloat16", 512), (100, "bfloat16", 512)), STEPS)
 """Cases with heads of 512."""
-OF_LARGE = "_attend", "_attend_keys", "_products", "_residuals", "_steps"
+TRAINED = "_backward_queries", "_backward_keys", "_mass"
+"""Kernels of training alone whose blocks grow with the size of a head."""
+OF_LARGE = "_attend", "_attend_keys", "_products", "_residuals", "_steps", *TRAINED
 """Kernels whose blocks grow with the size of a head."""
 CHUNKS = {
     "mlstm": 500,
@@ -322,6 +324,7 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
             serve(case, DTYPES[dtype], size)
         for case in ("mlstm", "moment-corrected"):
             prefill(case, DTYPES[dtype], size, 1)
+        train(DTYPES[dtype], size, 77)
     elif op == "verify_step":
         notes["verified"] += [{"case": case, "found": verify(case, DTYPES[dtype], size)} for case in steps]
     else:
