@@ -8,8 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from child import Child
+from child import WARM_UP, Child
 from engines import short_prompts, token_bytes
+
+FORCED = 1e6
+"""Logit of a token that is forced, far above those of a model."""
 
 
 def greedy(new: int, **options):
@@ -25,6 +28,7 @@ class EngineChild(Child):
     def __init__(self, options: dict):
         super().__init__()
         self.options = argparse.Namespace(**options)
+        self.forced: dict[str, list[int]] | None = None  # by a request's internal id
 
     def start(self) -> dict:
         """Start the engine; return the seconds that it took, the bytes of its KV pool, and whether the plugin is loaded."""
@@ -44,6 +48,9 @@ class EngineChild(Child):
             enforce_eager=options.eager,
             load_format=options.load_format,
             additional_config={"kv_policy": options.policy} if options.policy else {},
+            speculative_config={"method": "ngram", "num_speculative_tokens": options.drafts}
+            if options.drafts
+            else None,
         )
         self.engine = self.llm.llm_engine
         scheduler = self.engine.engine_core.engine_core.scheduler
@@ -70,18 +77,23 @@ class EngineChild(Child):
         first, second = sorted((c.logprob for c in candidates.values()), reverse=True)[:2]
         return {"token": token, "logprob": candidates[token].logprob, "gap": first - second}
 
-    def prefill(self, lengths: list[int], new: int, shared: int = 0) -> dict:
+    def prefill(self, lengths: list[int], new: int, shared: int = 0, texts: list[list[int]] | None = None) -> dict:
         """Prefill requests; return seconds and tokens until all of them decode.
 
         Args:
             lengths: tokens of each prompt, without those that are shared.
             new: tokens generated for each.
             shared: tokens of a system prompt, which is read before.
+            texts: tokens that each request has and is forced to go on with, by default a random prompt and what follows.
         """
         system = self.random_tokens(0, shared)
         if system:
             self.llm.generate({"prompt_token_ids": system}, greedy(1), use_tqdm=False)
-        self._add([[*system, *self.random_tokens(1 + i + 1000 * n, n)] for i, n in enumerate(lengths)], new)
+        if texts is None:
+            self._add([[*system, *self.random_tokens(1 + i + 1000 * n, n)] for i, n in enumerate(lengths)], new)
+        else:
+            self._add([text[:n] for text, n in zip(texts, lengths, strict=True)], new)
+            self._force(dict(zip(self.internal, texts, strict=True)))
         begin = said = time.monotonic()
         while (decoding := self.step()) < len(lengths):
             if time.monotonic() - said > 30:
@@ -123,8 +135,56 @@ class EngineChild(Child):
     def _add(self, prompts: list[list[int]], new: int) -> None:
         """Add a request for each prompt, of which ``new`` tokens are generated."""
         self.asked = [f"{time.monotonic_ns()}-{i}" for i in range(len(prompts))]
-        for request, tokens in zip(self.asked, prompts, strict=True):
+        self.internal = [
             self.engine.add_request(request, {"prompt_token_ids": tokens}, greedy(new))
+            for request, tokens in zip(self.asked, prompts, strict=True)
+        ]
+
+    def _force(self, texts: dict[str, list[int]]) -> None:
+        """Raise the logits of the tokens of texts above all others before tokens are sampled, by internal ids of requests.
+
+        Drafts are then accepted as those of a model that writes these texts, whatever it attends to.
+        """
+        forces, self.forced = self.forced is not None, texts
+        if forces:
+            return
+        runner = self.engine.model_executor.driver_worker.worker.model_runner
+        sample = runner._sample
+
+        def forced(logits, drafted):
+            batch, starts = runner.input_batch, runner.query_start_loc.np
+            counts = [0] * len(batch.req_ids) if drafted is None else drafted.num_draft_tokens
+            ends = batch.num_computed_tokens_cpu[: len(counts)] + starts[1 : len(counts) + 1] - starts[: len(counts)]
+            tokens = [
+                self.forced[name][end - count + i]
+                for name, end, count in zip(batch.req_ids, ends.tolist(), counts, strict=True)
+                for i in range(count + 1)
+            ]
+            logits[[*range(len(tokens))], tokens] = FORCED
+            return sample(logits, drafted)
+
+        runner._sample = forced
+
+    def answer(self, requests: int, tokens: int) -> dict:
+        """Run steps until each request has ``tokens`` more; the first few steps are not counted.
+
+        Returns:
+            Milliseconds of all steps, their number, and the tokens of all requests.
+        """
+
+        def step() -> dict[str, int]:
+            lengths = {reply.request_id: len(reply.outputs[0].token_ids) for reply in self.engine.step()}
+            if len(lengths) != requests:
+                raise RuntimeError(f"{len(lengths)} of {requests} requests decoded: a turn must hold all of them")
+            return lengths
+
+        for _ in range(WARM_UP):
+            lengths = step()
+        before, steps, begin = lengths, 0, time.perf_counter()
+        while min(length - before[name] for name, length in lengths.items()) < tokens:
+            lengths, steps = step(), steps + 1
+        seconds = time.perf_counter() - begin
+        return {"ms": 1e3 * seconds, "steps": steps, "tokens": sum(lengths.values()) - sum(before.values())}
 
     def keep(self, requests: int) -> dict:
         """Continue with the first ``requests`` requests of the last ``prefill``.

@@ -29,6 +29,8 @@ EAGER = " eager"
 """Suffix of a policy's eager twin."""
 NO_HITS = ", no hits"
 """Suffix of a policy's twin without prefix caching."""
+DRAFTS = ", drafts"
+"""Suffix of a configuration's twin with speculative decoding."""
 BEFORE = ", before"
 """Suffix of a policy's twin that another checkout of this repository serves."""
 BEFORE_AGAIN = ", before again"
@@ -98,7 +100,8 @@ def parser_of_any(description: str, *, rounds: int) -> argparse.ArgumentParser:
         "--dtype", choices=BYTES, default="bfloat16", help="a CPU without AVX-512 multiplies float32 only"
     )
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
-    parser.set_defaults(load_format="auto", prefix_caching=False, without_hits=False, checkout=str(ROOT))
+    defaults = {"load_format": "auto", "prefix_caching": False, "without_hits": False, "drafts": 0}
+    parser.set_defaults(**defaults, checkout=str(ROOT))
     return parser
 
 
@@ -115,7 +118,7 @@ def parser_of(description: str, *, budget: int, rounds: int) -> argparse.Argumen
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
     parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop")
     parser.add_argument("--calibration", metavar="DIR", help="of triattention, which needs one")
-    parser.set_defaults(protect_prompt=False, eager_too=False, against=None, peers=False)
+    parser.set_defaults(protect_prompt=False, eager_too=False, against=None, peers=False, speculative=0)
     return parser
 
 
@@ -152,6 +155,8 @@ def configurations(options, folder: Path) -> dict:
     for suffix, changes in twins.items():
         if changes:
             settings |= {name + suffix: settings[name] | changes for name in policies}
+    if options.speculative:
+        settings |= {name + DRAFTS: changed | {"drafts": options.speculative} for name, changed in settings.items()}
     if options.peers:
         check_peers()
         common = {
@@ -225,7 +230,15 @@ def differs(name: str, dense: list, other: list) -> str | None:
 
 
 def compare(
-    options, measure, file: Path, keys: tuple[str, ...], value: str, *, judged: bool = True, starts: int = 1
+    options,
+    measure,
+    file: Path,
+    keys: tuple[str, ...],
+    value: str,
+    *,
+    judged: bool = True,
+    starts: int = 1,
+    shown: tuple[str, ...] = (),
 ) -> int:
     """Start the engines, check their outputs, measure, print and append.
 
@@ -237,6 +250,7 @@ def compare(
         value: column that is compared.
         judged: True to compare outputs and values with stock's.
         starts: times that all engines are started and measured.
+        shown: further columns whose medians are in the table.
 
     Returns:
         The exit code.
@@ -249,7 +263,7 @@ def compare(
             rows += [] if problems else measure(started, options)
         if problems:
             break
-    return conclude(problems, report(rows, keys, value, judged), rows, file, options)
+    return conclude(problems, report(rows, keys, value, judged, shown), rows, file, options)
 
 
 def conclude(problems: list[str], table: str, rows: list[dict], file: Path, options) -> int:
@@ -268,28 +282,34 @@ def conclude(problems: list[str], table: str, rows: list[dict], file: Path, opti
     return 0
 
 
-def report(rows: list[dict], keys: tuple[str, ...], value: str, judged: bool = True) -> str:
+def report(
+    rows: list[dict], keys: tuple[str, ...], value: str, judged: bool = True, shown: tuple[str, ...] = ()
+) -> str:
     """Return a table of medians over rounds, with the ratios of the rounds to stock and to each twin.
 
     A ratio is given as its median, least and largest, to another checkout with a 95% interval of the median. The
     arguments are those of :func:`compare`.
     """
-    groups: dict[tuple, dict[str, list[float]]] = {}
+    groups: dict[tuple, dict[str, list[dict]]] = {}
     for row in rows:
         place = groups.setdefault(tuple(row[key] for key in keys), {})
-        place.setdefault(row["configuration"], []).append(float(row[value]))
-    lines = ["  ".join([*keys, "configuration", value, "it / another: median (least to largest)"])]
-    for place, values in groups.items():
+        place.setdefault(row["configuration"], []).append(row)
+    lines = ["  ".join([*keys, "configuration", value, *shown, "it / another: median (least to largest)"])]
+    for place, rows_of in groups.items():
+        values = {name: [float(row[value]) for row in rows] for name, rows in rows_of.items()}
         for name, mine in values.items():
             line = [*map(str, place), f"{name:32}", f"{statistics.median(mine):10.1f}"]
+            line += [f"{statistics.median(float(row[column]) for row in rows_of[name]):.2f}" for column in shown]
             rivals = {"stock": "dense", "compiled": name.removesuffix(EAGER), "no hits": name + NO_HITS}
+            if name.endswith(DRAFTS):
+                rivals |= {"no drafts": name.removesuffix(DRAFTS), "stock with drafts": "dense" + DRAFTS}
             for label, rival in (rivals | {"before": policy_of(name) + BEFORE}).items() if judged else ():
                 if rival != name and rival in values:
                     over = [a / b for a, b in zip(mine, values[rival], strict=True)]
-                    shown = f"/ {label} {statistics.median(over):.3f} ({min(over):.3f} to {max(over):.3f})"
+                    ratio = f"/ {label} {statistics.median(over):.3f} ({min(over):.3f} to {max(over):.3f})"
                     if rival.endswith(BEFORE):
-                        shown += ", 95% interval {:.3f} to {:.3f}".format(*median_interval(over))
-                    line.append(shown)
+                        ratio += ", 95% interval {:.3f} to {:.3f}".format(*median_interval(over))
+                    line.append(ratio)
             lines.append("  ".join(line))
     return "\n".join(lines)
 

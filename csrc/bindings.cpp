@@ -8,10 +8,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <map>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "kvpop/decode_step.h"
 #include "kvpop/isa.h"
@@ -383,9 +384,10 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
     return results;
 }
 
-// staging: most drafts, and begin and sizes of staged drafts (VerifyStep).
+// places: state block and byte of each staged draft. query_bytes: bytes of its queries.
 std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
-                                       int64_t block_slots, int64_t state_blocks, const std::array<int64_t, 4>& staging,
+                                       int64_t block_slots, int64_t state_blocks,
+                                       const std::vector<std::pair<int64_t, int64_t>>& places, int64_t query_bytes,
                                        const Tensor& page_table, const Tensor& positions, const Tensor& first_tokens,
                                        const Tensor& drafts, const Tensor& budgets, const Tensor& windows, const Rule& rule,
                                        double scale, const std::optional<Tensor>& given,
@@ -401,20 +403,22 @@ std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const T
     check(drafts, "drafts", at::kInt, {requests});
     verified.first_tokens = first_tokens.data_ptr<int64_t>(), verified.first_tokens_stride = first_tokens.stride(0);
     verified.drafts = drafts.data_ptr<int32_t>(), verified.drafts_stride = drafts.stride(0);
-    verified.most_drafts = staging[0];
-    verified.staged_begin = staging[1], verified.staged_bytes = staging[2], verified.query_bytes = staging[3];
+    const int64_t most = verified.most_drafts = int64_t(places.size());
+    verified.places = places.data(), verified.query_bytes = query_bytes;
     const int64_t queries = step.scorer.coupled() ? step.group * step.size * (step.q_is_bf16 ? 2 : 4) : 0;
     const int64_t moments = step.keeps_moments() ? step.size * (step.size + 2) : 0;
-    int64_t byte = 0;
-    TORCH_CHECK_VALUE(staging[0] >= 0 && staging[1] >= 4 * (rule.scorer().state_floats() + moments) && staging[1] % 4 == 0 &&
-                          staging[2] % 4 == 0 && staging[2] <= step.region_bytes && staging[3] >= queries && staging[3] % 4 == 0 &&
-                          staging[2] >= 2 * verified.row_bytes() + staging[3] + 8 &&
-                          (staging[0] == 0 || verified.place(staging[0] - 1, byte) < state_blocks),
-                      "the layout has no room for ", staging[0], " staged drafts");
+    const int64_t bytes = 2 * verified.row_bytes() + query_bytes + 8;
+    int64_t used = 4 * (rule.scorer().state_floats() + moments);
+    for (const auto& [block, byte] : places) {
+        TORCH_CHECK_VALUE(block >= 0 && block < state_blocks && byte >= 0 && byte % 4 == 0 && byte + bytes <= step.region_bytes &&
+                              block * step.region_bytes + byte >= used && query_bytes >= queries && query_bytes % 4 == 0,
+                          "the layout has no room for ", most, " staged drafts");
+        used = block * step.region_bytes + byte + bytes;
+    }
     for (int64_t r = 0; r < requests; r++) {
         const int64_t first = verified.first_token(r), many = verified.drafts_of(r);
-        TORCH_CHECK_VALUE(many >= -1 && many <= staging[0] && (many < 0 || (first >= 0 && first < tokens - many)), "request ", r, ": ", many,
-                          " drafts after token ", first, " of ", tokens, " tokens do not fit: at most ", staging[0], " can be staged");
+        TORCH_CHECK_VALUE(many >= -1 && many <= most && (many < 0 || (first >= 0 && first < tokens - many)), "request ", r, ": ", many,
+                          " drafts after token ", first, " of ", tokens, " tokens do not fit: at most ", most, " can be staged");
     }
     fill_inputs(step, given, {tokens, step.heads}, keys);
     fill_sinks(step, sink_logits);

@@ -38,6 +38,8 @@ from kvpop_vllm.supported import (
     CHUNKED,
     DTYPES,
     HEAD_SIZES,
+    HYBRID,
+    RECURRENT,
     SLIDING,
     recurrence,
     recurrent_layers,
@@ -260,7 +262,8 @@ def _check_drafts(policy: Policy, drafts: int) -> None:
     Raises:
         ConfigError: it does not.
     """
-    reason = "its model has layers of several kinds" if policy.model.kinds else policy.no_drafts
+    recurrent = {RECURRENT, HYBRID} & {*policy.model.kinds}
+    reason = "its model has recurrent layers" if recurrent else policy.no_drafts
     if drafts and reason:
         raise ConfigError(f"no speculative decoding, since {reason}")
 

@@ -32,7 +32,7 @@ from kvpop_vllm.scorers import checkpoint
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
 from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
 from kvpop_vllm.scorers.untrained import init_scorer
-from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+from kvpop_vllm.testing import write_mixed_model, write_random_scorer, write_tiny_model
 
 NAN, MANY = float("nan"), 2**40
 
@@ -598,17 +598,16 @@ def test_engine_arguments(configure, llama):
 SPECULATION = [
     ("--tensor-parallel-size 2: set it to 1", STREAMING, {"tensor_parallel_size": 2}),
     ("--pipeline-parallel-size 2: set it to 1", STREAMING, STAGES),
-    ("leave --enable-lora out", STREAMING, {"enable_lora": True}),
     ("leave --enable-prompt-embeds out", STREAMING, {"enable_prompt_embeds": True}),
     (
         "--long-prefill-token-threshold 4, where vLLM stops at a hit: raise it to more than 4",
         STREAMING,
         {"long_prefill_token_threshold": 4},
     ),
-    ("--kv-reserve: leave it out", STREAMING | {"reserve": True}, {}),
-    ("rkv, since it evicts in rounds", {"policy": "rkv", "budget": 256}, {}),
-    ("vase, since it evicts in rounds", {"policy": "vase", "budget": 256}, {}),
-    ("snapkv, since it compresses prompts", {"policy": "snapkv", "budget": 64}, {}),
+    *(
+        (f"{name}, since it compresses prompts", {"policy": name, "budget": 64}, {})
+        for name in ("snapkv", "pyramidkv", "adakv", "attention-matching")
+    ),
 ]
 
 
@@ -620,9 +619,40 @@ def test_speculative_decoding(configure, llama, reason, policy, options):
 
 
 def test_speculative_decoding_that_is_served(configure, llama):
-    for options in ({}, {"long_prefill_token_threshold": 5}):
-        config = configure(llama, STREAMING, speculative_config=NGRAM, **options)
-        assert config.num_speculative_tokens == 4
+    for policy, options in (
+        (STREAMING, {"long_prefill_token_threshold": 5}),
+        (STREAMING | {"reserve": True}, {"enable_lora": True}),
+        ({"policy": "rkv", "budget": 256}, {}),
+    ):
+        config = configure(llama, policy, speculative_config=NGRAM, **options)
+        assert config.num_speculative_tokens == 4 and not config.scheduler_config.async_scheduling
+
+
+def test_speculative_decoding_with_asynchronous_scheduling(configure, llama):
+    """VLLM refuses it with n-grams by itself, and leaves it off unless it is asked for."""
+    with pytest.raises(ValueError, match="async"):
+        configure(llama, STREAMING, speculative_config=NGRAM, async_scheduling=True)
+
+
+def test_speculative_decoding_of_models_and_gates(configure, folder, llama, tmp_path):
+    """Recurrent states under refused drafts, a gate whose scores come late, and blocks that hold no draft are refused."""
+    for kind in ("nemotron_h", "qwen3_next"):
+        recurrent = write_mixed_model(tmp_path / kind, kind)
+        message = refusal(configure, recurrent, STREAMING, speculative_config=NGRAM, dtype="bfloat16")
+        assert "models with recurrent layers: leave --speculative-config out" in message
+    config = configure(folder("gpt-oss", SERVED["gpt-oss"]), STREAMING, speculative_config=NGRAM)
+    assert config.num_speculative_tokens == 4
+    write_random_scorer(tmp_path, llama, "dms", shifted=True)
+    late = {"policy": "dms", "scorer": str(tmp_path)}
+    reason = "--kv-policy dms, since the scores of its shifted gate come a token late: choose another policy"
+    assert reason in refusal(configure, llama, late, speculative_config=NGRAM)
+    wide = folder(
+        "wide", LLAMA | {"num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 2048}
+    )
+    h2o = {"policy": "h2o", "budget": 64}
+    message = refusal(configure, wide, h2o, speculative_config=NGRAM, block_size=16)
+    assert "no room for a draft and its" in message and "raise --block-size to 48" in message
+    configure(wide, h2o, speculative_config=NGRAM, block_size=48)
 
 
 def test_a_draft_model(configure, llama):

@@ -86,7 +86,7 @@ class FixedBudgetAttention:
 
     def _decode(self, q, k, v, pages: Pages, blocks: Pages, batch: StepBatch, out, gate_scores) -> None:
         """Run the decode rows of a step, and the rounds that are due after them; arguments as in :meth:`forward`."""
-        at = batch.tokens
+        tokens, part = batch.tokens, batch.flat
         options = {
             "rule": self.rule,
             "scale": self.scale,
@@ -95,23 +95,45 @@ class FixedBudgetAttention:
             "impl": self.impl,
             **batch.options,
         }
-        if batch.drafts is not None:
-            numbers = batch.positions, at, batch.drafts, batch.budgets
-            # outputs of chunks are overwritten later
-            out[:], _ = ops.verify_step(q, k, v, pages, batch.table, *numbers, gate_scores=gate_scores, **options)
-            return
-        scores, numbers = None if gate_scores is None else gate_scores[at], (batch.positions, batch.budgets)
-        out[at], _ = ops.decode_step(q[at], k[at], v[at], pages, batch.table, *numbers, gate_scores=scores, **options)
+        if batch.drafts is None:
+            numbers, scores = (batch.positions, batch.budgets), None if gate_scores is None else gate_scores[tokens]
+            out[tokens], _ = ops.decode_step(
+                q[tokens], k[tokens], v[tokens], pages, batch.table, *numbers, gate_scores=scores, **options
+            )
+        else:  # outputs of chunks in this part are overwritten later
+            numbers = batch.positions, tokens, batch.drafts, batch.budgets
+            scores = None if gate_scores is None else gate_scores[part]
+            out[part], _ = ops.verify_step(
+                q[part], k[part], v[part], pages, batch.table, *numbers, gate_scores=scores, **options
+            )
         if self.rule.rounds is not None:
-            due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
-            rounds.run_due_rounds(q[at], pages, batch.table, due, batch.seeds, self.rule, self.scale, self.sink_logits)
+            tokens, rows, due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
+            table, seeds = batch.table[rows], None if batch.seeds is None else batch.seeds[rows]
+            rounds.run_due_rounds(q[part][tokens], pages, table, due, seeds, self.rule, self.scale, self.sink_logits)
 
-    def _rounds_of_rows(self, batch: StepBatch) -> rounds.Due:
-        """Return the work of rounds after the decode rows of a step."""
+    def _rounds_of_rows(self, batch: StepBatch) -> tuple[slice | torch.Tensor, slice | torch.Tensor, rounds.Due]:
+        """Return the work of rounds after each token of the decode rows of a step, drafts included.
+
+        A round needs the queries of its newest tokens. Those of drafts are stored too: if a draft is refused, the token in
+        its place overwrites them before the round.
+
+        Returns:
+            Indices of the tokens in the part of the flat batch, their rows, and the work.
+
+        Raises:
+            RuntimeError: a round is due after a token of a request with drafts.
+        """
         prefixes = [0] * batch.decodes if batch.prefix is None else batch.prefix.tokens.tolist()
         sizes = (numbers.tolist() for numbers in (batch.numbers["budget"], batch.budgets, batch.windows))
-        ends, by_row = (batch.positions + 1).tolist(), list(map(self._rounds_of, *sizes, prefixes))
-        return rounds.due(self.rule.rounds.queries, ends, by_row)
+        groups, ends = list(map(self._rounds_of, *sizes, prefixes)), batch.positions + 1
+        if batch.drafts is None:
+            return batch.tokens, slice(None), rounds.due(self.rule.rounds.queries, ends.tolist(), groups)
+        rows, steps = batch.drafted
+        ends = (ends[rows] + steps).tolist()
+        due = rounds.due(self.rule.rounds.queries, ends, [groups[r] for r in rows.tolist()])
+        if late := [i for i, _ in due.rounds if batch.drafts[rows[i]] > 0]:
+            raise RuntimeError(f"a round is due after token {ends[late[0]] - 1} of a request with drafts in this step")
+        return batch.tokens[rows] + steps, rows, due
 
     def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunks: Chunks, out, gate_scores) -> None:
         """Run chunks together, and what is due at the end of one that is alone; arguments as in :meth:`forward`."""
@@ -180,12 +202,13 @@ def _check_starts(pages: Pages, batch: StepBatch) -> None:
     Raises:
         StepOrderError: a request's step does not start where its cache ends.
     """
-    heads = torch.arange(pages.layout.num_kv_heads, device=batch.slot_zero.device)
-    seen = pages.position[batch.slot_zero, heads, 0]  # [n, H]
-    starts, staged = batch.starts.unsqueeze(1), pages.layout.drafts
+    heads = torch.arange(pages.layout.num_kv_heads, device=batch.first_pages.device)
+    seen, starts = pages.position[batch.first_pages[..., -1], heads, 0], batch.starts.unsqueeze(1)  # [n, H]
+    staged = pages.staged(batch.first_pages, seen)
     wrong = ((starts < seen) | (starts > seen + staged)) & (starts > 0)
     if wrong.any():
         r, h = wrong.nonzero()[0].tolist()
+        more = f" and holds {int(staged[r, h])} staged drafts" if pages.layout.drafts else ""
         raise StepOrderError(
-            f"request {batch.requests[r]}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens"
+            f"request {batch.requests[r]}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens{more}"
         )

@@ -24,10 +24,13 @@ of slot 1 holds the number of filled long-range slots.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+
+from kvpop_vllm.config import ConfigError
 
 BLOCK_SLOTS = 64
 """Default number N of slots per block."""
@@ -63,7 +66,7 @@ class PageLayout:
             (:meth:`kvpop_vllm.kernels.ops.RetentionRule.draft_query_bytes`).
 
     Raises:
-        ValueError: ``block_slots`` is not a positive multiple of 16, or a draft does not fit into a block.
+        ConfigError: ``block_slots`` is not a positive multiple of 16, or a draft does not fit into a block.
     """
 
     num_kv_heads: int
@@ -76,13 +79,13 @@ class PageLayout:
 
     def __post_init__(self):
         if self.block_slots <= 0 or self.block_slots % 16:
-            raise ValueError(
+            raise ConfigError(
                 f"slots per block must be a positive multiple of 16, got {self.block_slots}: change --block-size"
             )
         if self.drafts and self.draft_bytes > self.region_bytes:
-            raise ValueError(
-                f"a staged draft of {self.draft_bytes} bytes does not fit into a block of {self.region_bytes} bytes:"
-                " increase --block-size"
+            raise ConfigError(
+                f"a block of {self.block_slots} tokens has no room for a draft and its {self.draft_query_bytes} bytes of queries:"
+                f" raise --block-size to {16 * cdiv(self.draft_bytes, 16 * self.slot_bytes)}, or leave --speculative-config out"
             )
 
     @property
@@ -99,7 +102,7 @@ class PageLayout:
     def state_blocks(self) -> int:
         """Number of blocks that hold a request's state and staged drafts; they precede its slot blocks."""
         if self.drafts:
-            return self.draft_place(self.drafts - 1)[0] + 1
+            return self.draft_places[-1][0] + 1
         return cdiv(4 * self.state_floats, self.region_bytes)
 
     @property
@@ -112,14 +115,16 @@ class PageLayout:
         """Number of bytes of a request's state before the first staged draft, a multiple of 16."""
         return 16 * cdiv(4 * self.state_floats, 16)
 
-    def draft_place(self, index: int) -> tuple[int, int]:
-        """Return the state block and the byte in it at which the staged draft at ``index`` begins."""
-        region, size = self.region_bytes, self.draft_bytes
-        block, byte = divmod(self.draft_start, region)
-        if index < (fit := (region - byte) // size):
-            return block, byte + index * size
-        more, index = divmod(index - fit, region // size)
-        return block + 1 + more, index * size
+    @functools.cached_property
+    def draft_places(self) -> list[tuple[int, int]]:
+        """State block and byte in it at which each staged draft begins; one does not go on in the next block."""
+        places, (block, byte) = [], divmod(self.draft_start, self.region_bytes)
+        for _ in range(self.drafts):
+            if byte + self.draft_bytes > self.region_bytes:
+                block, byte = block + 1, 0
+            places.append((block, byte))
+            byte += self.draft_bytes
+        return places
 
     def blocks(self, length: int, budget: int) -> int:
         """Return the number of blocks of a request of ``length`` tokens: state blocks and slot blocks."""
@@ -230,13 +235,29 @@ class Pages:
 
     def draft(self, row: torch.Tensor, head: int, index: int) -> StagedDraft:
         """Return the staged draft at ``index`` of a head whose page-table row is ``row [P]``."""
-        layout, (column, byte) = self.layout, self.layout.draft_place(index)
+        layout, (column, byte) = self.layout, self.layout.draft_places[index]
         data = self.raw[int(row[column]), head, byte : byte + layout.draft_bytes]
         size, queries = layout.head_size * layout.dtype.itemsize, layout.draft_query_bytes
         k, v, q, words = data[: 2 * size + queries + 8].split([size, size, queries, 8])
         return StagedDraft(
             k.view(layout.dtype), v.view(layout.dtype), q, words[:4].view(torch.float32), words[4:].view(torch.int32)
         )
+
+    def staged(self, table: torch.Tensor, tokens_seen: torch.Tensor) -> torch.Tensor:
+        """Return the number of drafts that heads have staged, ``[n, H]`` int64.
+
+        Args:
+            table: ``[n, H, P]`` int64 pages of n requests, those of state first.
+            tokens_seen: ``[n, H]``, of each head.
+        """
+        layout, words = self.layout, self.state.view(torch.int32)
+        heads, counts = torch.arange(layout.num_kv_heads, device=table.device), torch.zeros_like(tokens_seen).long()
+        complete = torch.ones_like(counts, dtype=torch.bool)
+        before = 2 * layout.head_size * layout.dtype.itemsize + layout.draft_query_bytes + 4  # the position
+        for column, byte in layout.draft_places:
+            complete &= words[table[..., column], heads, (byte + before) // 4] == tokens_seen + counts
+            counts += complete
+        return counts
 
     def load_states(self, rows: torch.Tensor, heads: torch.Tensor, weights) -> tuple[torch.Tensor, ...]:
         """Return the mLSTM states of heads: C ``[1, H, F, Dv]``, z ``[1, H, F]`` and m ``[1, H]``.

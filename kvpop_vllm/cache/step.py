@@ -154,7 +154,8 @@ class DecodeRows:
     for requests with chunks, whose accepted drafts enter the cache before the chunk.
 
     Attributes:
-        tokens: indices of their tokens in the flat batch; a slice if they come first and have no drafts.
+        tokens: indices of their tokens in the flat batch; a slice if they come first and have no drafts. With speculative
+            decoding they count from the beginning of ``flat``.
         tails: ``[R, W]`` int32, blocks of state and slots.
         positions: ``[R]`` int64, positions of their tokens.
         numbers: ``[R]`` each, numbers that kernels take, by name. Budgets may be ``[R, H]``. Seeds are missing if
@@ -163,6 +164,7 @@ class DecodeRows:
         prefix: prefixes of the requests, None if no request has one.
         writes: indices, blocks and slots of protected tokens, ``[n]`` int64 each; None if there are none.
         drafts: ``[R]`` int32, drafts of each request, -1 for one with a chunk; None without speculative decoding.
+        flat: part of the flat batch that holds their tokens and drafts, perhaps among others.
     """
 
     tokens: slice | torch.Tensor
@@ -173,6 +175,7 @@ class DecodeRows:
     prefix: Prefix | None = None
     writes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     drafts: torch.Tensor | None = None
+    flat: slice = field(default_factory=lambda: slice(None))
 
     @classmethod
     def of_spans(cls, spans: Sequence[Span], blocks: RequestBlocks) -> DecodeRows:
@@ -190,10 +193,20 @@ class DecodeRows:
     @classmethod
     def with_drafts(cls, spans: Sequence[Span], chunks: Sequence[Span], blocks: RequestBlocks) -> DecodeRows:
         """Return the rows of requests with drafts, and of those with chunks, whose drafts of the last step may be accepted."""
-        rows, tokens = cls.of_spans([*spans, *chunks], blocks), [span.first for span in [*spans, *chunks]]
+        rows, flat = cls.of_spans([*spans, *chunks], blocks), slice(0, 0)
+        if spans:
+            flat = slice(min(span.first for span in spans), max(span.first + span.length for span in spans))
+        tokens = [span.first - flat.start for span in spans] + [0] * len(chunks)
         drafts = [span.drafts for span in spans] + [-1] * len(chunks)
         tensors = {"tokens": torch.tensor(tokens, dtype=torch.int64, device="cpu")}
-        return replace(rows, **tensors, drafts=torch.tensor(drafts, dtype=torch.int32, device="cpu"))
+        return replace(rows, **tensors, drafts=torch.tensor(drafts, dtype=torch.int32, device="cpu"), flat=flat)
+
+    @property
+    def drafted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of each token and draft, and how many tokens of this step are before it in its row, ``[n]`` int64 each."""
+        counts = self.drafts.long() + 1
+        rows = torch.arange(len(counts)).repeat_interleave(counts)
+        return rows, torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
 
     @functools.cached_property
     def decodes(self) -> int:
@@ -258,8 +271,8 @@ class StepBatch(DecodeRows):
         starts: ``[n]`` int64, first position of each of these requests; 0 if it is at most p, because the tail then
             starts over. None if the host must not wait for it, or if another layer has checked them; each kernel then
             checks its own requests.
-        slot_zero: ``[n, H]`` int64, page of each head's slot 0, which stores ``tokens_seen``; None as for
-            ``starts``.
+        first_pages: ``[n, H, S + 1]`` int64, the S pages of each head's state and the one of slot 0, which stores
+            ``tokens_seen``; None as for ``starts``.
         begun: requests whose tails begin in this step, None if there are none.
     """
 
@@ -268,7 +281,7 @@ class StepBatch(DecodeRows):
     chunks: Chunks | None = None
     requests: Sequence[int] = ()
     starts: torch.Tensor | None = None
-    slot_zero: torch.Tensor | None = None
+    first_pages: torch.Tensor | None = None
     begun: Begun | None = None
     _memo: dict = field(default_factory=dict, repr=False)
 
@@ -392,7 +405,7 @@ class StepPlan:
         batch = None if shares.by_layer else self._shared
         if batch is None:
             batch = self._place(shares, layer)
-            self._shared = replace(batch, starts=None, slot_zero=None) if self.checks else batch
+            self._shared = replace(batch, starts=None, first_pages=None) if self.checks else batch
             self.checks = False
         return batch
 
@@ -410,8 +423,8 @@ class StepPlan:
             chunks = replace(chunks, budgets=budgets, table=pages, _memo={})
             places.append(pages[self.first_parts])
         if self.checks and places:
-            zero = torch.cat([table[:, :, self.layout.state_blocks] for table in places]).long()
-            step |= {"requests": self.requests, "starts": self.starts, "slot_zero": zero}
+            first = torch.cat([table[:, :, : self.layout.state_blocks + 1] for table in places]).long()
+            step |= {"requests": self.requests, "starts": self.starts, "first_pages": first}
         if begun is not None:
             tables = (step.get("table"), begun.rows), (chunks.table, begun.chunks)
             parts = [rows_of(table, chosen) for table, chosen in tables if chosen]

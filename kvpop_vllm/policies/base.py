@@ -188,8 +188,14 @@ class Policy(Declaration):
         Args:
             dtype: dtype of the queries.
         """
-        rule = self.layer_rule(0, slice(0, 1))
-        return rule.draft_query_bytes(self.query_group, self.model.head_dim, dtype) if rule.coupled else 0
+        if self.order is not Order.COUPLED:
+            return 0
+        return self.layer_rule(0, slice(0, 1)).draft_query_bytes(self.query_group, self.model.head_dim, dtype)
+
+    @functools.cached_property
+    def round_length(self) -> int:
+        """Most tokens between two rounds, the method's m; 0 for a policy without rounds."""
+        return self.layer_rule(0, slice(0, 1)).rounds.every if self.in_rounds else 0
 
     @property
     def allocator(self) -> str:

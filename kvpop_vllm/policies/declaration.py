@@ -134,13 +134,16 @@ class Declaration(ABC):
         return not self.compresses and not self.shifted
 
     @property
+    def in_rounds(self) -> bool:
+        """True if tokens are ranked every m tokens, between two steps."""
+        return self.order is Order.ROUNDS
+
+    @property
     def no_drafts(self) -> str | None:
         """Reason why drafts of speculative decoding cannot be verified, None if they can.
 
-        Rounds and the compression of a prompt lie between two steps.
+        The compression of a prompt lies between two steps. So do rounds, at which drafts are cut.
         """
-        if self.order is Order.ROUNDS:
-            return "it evicts in rounds, which lie between steps"
         if self.compresses:
             return "it compresses prompts"
         return "the scores of its shifted gate come a token late" if self.shifted else None

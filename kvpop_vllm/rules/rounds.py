@@ -43,6 +43,22 @@ def interval(every: int, topk: int) -> int:
     return min(every, max(1, topk // 2))
 
 
+def room_for_drafts(every: int, topk: int, equal: bool, position: int) -> int:
+    """Return the number of drafts that may follow the token at ``position`` in its step.
+
+    A round comes between two steps, so the token that ends one has a step of its own.
+
+    Args:
+        every: the method's m.
+        topk: k of equal heads.
+        equal: True if heads are equal, so that all have rounds after as many tokens.
+        position: position of the token.
+    """
+    longest = interval(every, topk)
+    before_round = (-(position + 1) % m for m in ((longest,) if equal else (longest, cdiv(longest, 2))))
+    return max(0, min(before_round) - 1)
+
+
 class EqualRoles(NamedTuple):
     """Heads of one request and layer whose tails have the same slot roles, and the rounds that they have.
 

@@ -134,7 +134,7 @@ def test_equal_to_batches_made_anew(name, kind, state):
         batch, d = filled(rows, lens, lengths, slots, send), leading_decodes(lens)
         table = engine_tables(rows, lens)[0][: len(lens)]
         expected = plan_batch(rows.layout, slots, lens, lengths, table).batch(EQUAL)
-        assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
+        assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.first_pages is None
         for each in ("positions", "budgets", "windows") if d else ():
             assert torch.equal(getattr(batch, each), getattr(expected, each)[:d]), each
         assert not d or batch.budgets[:, 0].tolist() == budgets[:d] and batch.windows.tolist() == windows[:d]

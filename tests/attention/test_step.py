@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
@@ -135,6 +138,27 @@ def test_one_bad_start_in_a_mixed_step_and_nothing_is_written(layer, bad, off):
     assert torch.equal(layer[1].raw, content)
     run(layer, good, 17, seed=8)
     assert not torch.equal(layer[1].raw, content)
+
+
+@pytest.mark.parametrize("start, fits", [(19, False), (20, True), (22, True), (23, False)])
+def test_a_step_starts_after_drafts_that_are_staged(layer, start, fits):
+    """Two of at most three drafts are staged, of a request that is decoded next to a chunk of another."""
+    attention = layer[0]
+    layout = replace(attention.layout, drafts=3)
+    g = torch.Generator().manual_seed(1)
+    layer = FixedBudgetAttention(layout, attention.rule, SIZE**-0.5), *random_page_table(layout, 2, BUDGET, g)
+    table = torch.nn.functional.pad(layer[2][:, 0], (0, 5))
+
+    def step(counts, lengths, drafts):
+        run(layer, plan_batch(layout, [SLOTS] * 2, counts, lengths, table, drafts=drafts).batch(EQUAL), sum(counts), 7)
+
+    step([19, 30], [19, 30], [0, 0])
+    step([3, 5], [22, 35], [2, 0])
+    content = layer[1].raw.clone()
+    message = f"at position {start}, but its cache has seen 20 tokens and holds 2 staged drafts"
+    with nullcontext() if fits else pytest.raises(StepOrderError, match=message):
+        step([1, 5], [start + 1, 40], [0, 0])
+    assert torch.equal(layer[1].raw, content) != fits
 
 
 def test_a_sequence_may_start_over(layer):

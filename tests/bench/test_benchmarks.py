@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import subprocess
 from contextlib import nullcontext
 
 import capacity
 import chat
 import decode
+import drafts
 import engines
 import load
 import prefill
@@ -69,7 +71,17 @@ def test_near_ties_everywhere_prove_nothing():
 
 
 def options_of(**more):
-    common = dict(no_csv=False, load_format="auto", threads=1, eager=False, budget=1024, rounds=3, steps=2, starts=1)
+    common = dict(
+        no_csv=False,
+        load_format="auto",
+        threads=1,
+        eager=False,
+        budget=1024,
+        rounds=3,
+        steps=2,
+        starts=1,
+        speculative=0,
+    )
     return argparse.Namespace(**common | more)
 
 
@@ -196,3 +208,51 @@ def test_only_what_is_measured_marks_a_commit_as_changed(tmp_path, monkeypatch):
     assert clean and not clean.endswith("+")
     (tmp_path / "kernel.cpp").write_text("two\n")
     assert record.commit() == clean + "+"
+
+
+def test_texts_for_drafts():
+    """The file is given back with one field changed, soon after the part that is read; prose begins elsewhere for each seed."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(engines.DEMO_MODEL, model_max_length=10**9)
+    (text,) = drafts.texts_of("json", str(engines.DEMO_MODEL), [1500], 1900)
+    chat = tokenizer.decode(drafts.json_text(tokenizer, 1500, 0))
+    before, after = (json.loads(part[part.index("[\n") : part.rindex("]") + 1]) for part in chat.split("assistant\n"))
+    (changed,) = (i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
+    assert before[changed] | {"count": 1000} == after[changed] and f"count of record {changed} set to 1000" in chat
+    assert '"count": 1000' in tokenizer.decode(text[1500:1800]) and len(text) == 1900
+    first, second = drafts.texts_of("prose", str(engines.DEMO_MODEL), [1500, 1483], 1900)
+    assert len(set(first[:50]) & set(second[:50])) < 45 and first[:50] != second[:50]
+    with pytest.raises(SystemExit, match="ends after .* tokens: raise --context"):
+        drafts.texts_of("json", str(engines.DEMO_MODEL), [1500], 8000)
+
+
+def test_tokens_are_timed_with_drafts(monkeypatch, capsys, tmp_path):
+    """A token of each request takes the time of all steps by the tokens; twins are compared with and without drafts."""
+    times = {"dense": (50, 10), "dense, drafts": (20, 4), "kvpop": (20, 10), "kvpop, drafts": (8, 4)}
+    started = {
+        name: Stub(
+            short=STOCK,
+            prefill=lambda lengths, new, texts: {"tokens": sum(lengths), "seconds": 1},
+            keep={"held_bytes": 7},
+            answer=lambda requests, tokens, ms=ms, steps=steps: {"ms": 10 * ms, "steps": steps, "tokens": 20},
+        )
+        for name, (ms, steps) in times.items()
+    }
+    monkeypatch.setattr(engines, "engines", lambda options: nullcontext(started))
+    monkeypatch.setattr(drafts, "texts_of", lambda kind, model, lengths, end: [[0] * end for _ in lengths])
+    options = options_of(
+        context=[500], requests=[2], most_requests=2, speculative=4, texts=["json"], written=60, model="m"
+    )
+    monkeypatch.setattr(decode, "parse_arguments", lambda: options)
+    monkeypatch.setattr(decode, "SPECULATIVE", tmp_path / "speculative.csv")
+    assert decode.main() == 0
+    lines = (line for line in capsys.readouterr().out.splitlines() if line.startswith("json  500  2"))
+    columns = ([part.strip() for part in line.split("  ") if part] for line in lines)
+    shown = {name: more for _, _, _, name, *more in columns}
+    assert shown["kvpop, drafts"] == [
+        "8.0", "2.50", "/ stock 0.160 (0.160 to 0.160)", "/ no drafts 0.400 (0.400 to 0.400)",
+        "/ stock with drafts 0.400 (0.400 to 0.400)",
+    ]  # fmt: skip
+    rows = list(csv.DictReader((tmp_path / "speculative.csv").open()))
+    assert len(rows) == 12 and {row["drafts"] for row in rows if "drafts" in row["configuration"]} == {"4"}

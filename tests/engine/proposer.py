@@ -42,6 +42,22 @@ class ForcedDrafts:
         return [token if i < right else (token + 1) % 256 for i, token in enumerate(rest)]
 
 
+class DrawnDrafts(ForcedDrafts):
+    """Proposer that draws any of some tokens, and remembers what it has drafted.
+
+    Attributes:
+        tokens: tokens that may be drafted.
+        drafted: the drafts after each text.
+    """
+
+    tokens: tuple[int, ...] = ()
+    drafted: dict[tuple[int, ...], list[int]] = {}
+    draw = random.Random(0)
+
+    def _draft(self, tokens: list[int]) -> list[int]:
+        return self.drafted.setdefault(tuple(tokens), self.draw.choices(self.tokens, k=DRAFTS))
+
+
 @contextmanager
 def drafting(texts: Iterable[list[int]], counts: Iterator[int]):
     """Have the proposer draft what follows in texts, with these numbers of right tokens."""

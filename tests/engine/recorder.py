@@ -135,7 +135,7 @@ class Recorder:
         for request in self.scheduler.running:
             name = request.request_id
             held = [block.block_id for block in self.manager.req_to_blocks[name]]
-            last = request.num_prompt_tokens + request.max_tokens
+            last = request.num_prompt_tokens + request.max_tokens + self.scheduler.num_spec_tokens
             running[name] = request.num_computed_tokens, last, self._sizes(request), held
         for request in self.scheduler.requests.values():
             self.preemptions[request.request_id] = request.num_preemptions

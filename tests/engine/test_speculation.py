@@ -1,4 +1,4 @@
-"""Speculative decoding under every policy that decides step by step: the engine equals the naive oracle.
+"""Speculative decoding under every policy but those that compress prompts: the engine equals the naive oracle.
 
 Drafts are those of a proposer that knows how texts go on, so that every number of them is accepted.
 """
@@ -6,6 +6,7 @@ Drafts are those of a proposer that knows how texts go on, so that every number 
 from __future__ import annotations
 
 import itertools
+import random
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -13,13 +14,19 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
+import torch
 from distill.byte_tokenizer import byte_tokenizer
+from engine import kinds
 from engine.driving import BLOCK, Job, Judges, preempt_all, serving, watched
+from engine.judge import Judge
 from engine.matrix import BUDGET
 from engine.n_grams import check_n_grams
-from engine.proposer import CONFIG, DRAFTS, drafting, mixed
+from engine.proposer import CONFIG, DRAFTS, DrawnDrafts, drafting, mixed
+from engine.test_cartridges import CartridgeJudge
+from engine.test_cartridges import write as write_cartridge
+from engine.test_sharing_features import adapter
 from engine.test_traffic import POLICIES
-from engine.tiny_engine import quick
+from engine.tiny_engine import quick, running
 from threads import one_thread
 from vllm import SamplingParams
 
@@ -31,6 +38,7 @@ QUICK = {
     "state, protected": ("llama", "kvpop", {"protect_prompt": 40}),
     "mass, protected": ("qwen3", "h2o", {"protect_prompt": 40}),
     "recency, all protected": ("llama", "streaming-llm", {"protect_prompt": True}),
+    "rounds, protected": ("qwen3", "vase", {"protect_prompt": 40}),
 }
 SLOW = {
     "state, all protected": ("llama", "kvpop", {"protect_prompt": True}),
@@ -47,6 +55,9 @@ SLOW = {
     "gate": ("qwen3", "trimkv", {}),
     "gate, threshold": ("llama", "dms-query", {"protect_prompt": 33}),
     "gate over hidden states": ("llama", "kvzap-early", {}),
+    "rounds": ("llama", "rkv", {}),
+    "rounds, fixed shares": ("llama", "rkv", {"allocator": "pyramid"}),
+    "rounds, statistics": ("qwen3", "triattention", {}),
 }
 CASES = QUICK | SLOW
 LENGTHS = [1, 5, 16, 33, 40, 41, BUDGET - 1, BUDGET, 90, 130]
@@ -103,8 +114,24 @@ def test_as_many_are_accepted(served, right):
     """All drafts of a step are refused, some are accepted, or all of them."""
     answers = forced(served, jobs_of((5, 33, BUDGET, 90), 30), itertools.repeat(right))
     served.check(answers)
-    for name in answers:
-        assert max(served.chunks(name)[1:]) == 1 and len(served.chunks(name)) == 1 + -(-29 // (1 + right))
+    for name, answer in answers.items():
+        assert max(served.chunks(name)[1:]) == 1
+        assert len(served.chunks(name)) == 1 + steps_of(len(answer.prompt_token_ids), 29, right, served.spec)
+
+
+def steps_of(start: int, new: int, right: int, spec) -> int:
+    """Return the steps in which ``new`` tokens from position ``start`` on are made, with so many right drafts in each.
+
+    Drafts end before the last token of a round.
+    """
+    steps, position = 0, start
+    longest = min(spec.rounds, (spec.budget - spec.sinks - spec.window) // 2)
+    rounds = (longest,) if spec.shares is None else (longest, -(-longest // 2))
+    while position < start + new:
+        room = min(m - 1 - position % m for m in rounds) if spec.rounds else DRAFTS + 1
+        position += 1 + min(right, max(0, room - 1))
+        steps += 1
+    return steps
 
 
 def test_mixed_numbers(served):
@@ -211,7 +238,7 @@ def test_a_prompt_that_is_hit_but_for_its_last_token(served):
 # Conversations
 
 
-@pytest.fixture(scope="module", params=[("kvpop", 0), ("h2o", 40), ("momentkv", 0)], ids=str)
+@pytest.fixture(scope="module", params=[("kvpop", 0), ("h2o", 40), ("momentkv", 0), ("vase", 0)], ids=str)
 def chats(request, case):
     """Yield an engine whose requests go on from snapshots."""
     policy, protect = request.param
@@ -267,7 +294,7 @@ def test_an_answer_that_ends_within_drafts(chats, new):
 
 
 def test_settings_of_requests(case):
-    """Requests of one batch have other budgets and protect other numbers of tokens."""
+    """Requests of one batch have other budgets and protect other numbers of tokens; each reserves its blocks."""
     kind, options = POLICIES["kvpop"]
     setup, text = case(kind, "kvpop", **options), random_prompt(150, seed=96)
     asks = (
@@ -282,7 +309,7 @@ def test_settings_of_requests(case):
         for length, ask in zip((3, BLOCK, 41, 60, 90), asks, strict=True)
     ]
     judges = Judges("kvpop", setup)
-    settings = setup.settings | {"max_budget": 72, "max_protect": 50}
+    settings = setup.settings | {"max_budget": 72, "max_protect": 50, "reserve": True}
     with speculating(setup._replace(settings=settings), max_model_len=512) as engine:
         answers = forced(engine, jobs, mixed(6))
         engine.check_blocks()
@@ -301,6 +328,58 @@ def test_the_inspect_page(case):
             shown, numbers = recorded(engine.llm, name)
             assert numbers["error"] is None and numbers["seen_tokens"] == engine.recorder.held[name][0][-1].seen
             assert (shown == left(engine, name)).all()
+
+
+# What requests share
+
+
+@pytest.mark.parametrize(
+    "kind, policy", [("gemma3_text", "kvpop"), pytest.param("gpt_oss", "h2o", marks=pytest.mark.slow)]
+)
+def test_layers_with_windows(family, tmp_path, kind, policy):
+    """Layers of vLLM's own see drafts as vLLM has them see; chats go on in both kinds of layers."""
+    folder, oracle = family(kind)
+    settings, judge = kinds.roles(policy, folder, tmp_path, oracle)
+    with kinds.serving(folder, settings, kind, speculative_config=CONFIG, enable_prefix_caching=True) as engine:
+        served, jobs = kinds.Served(engine, oracle, judge), jobs_of((1, 40, kinds.BUDGET, 130), 60)
+        texts = plain(engine, jobs)
+        with drafting(texts, mixed(10)):
+            answers = served.serve(jobs, 16, lambda step: step == 9 and preempt_all(engine.recorder.scheduler))
+            assert [whole(answers[engine.names[str(i)]]) for i in range(len(jobs))] == texts
+        turn = Job(prompt=[*texts[2], *random_prompt(30, seed=7)], new=30, scored=False)
+        (text,) = plain(engine, [turn])
+        engine.serve(jobs[2:3])
+        with drafting([text], mixed(11)):
+            (answer,) = served.serve([turn]).values()
+        assert whole(answer) == text and answer.num_cached_tokens == len(texts[2]) - 1
+
+
+def test_adapters(case, tmp_path):
+    """Requests under two adapters have other numbers of drafts, and are those of the merged weights."""
+    from vllm.lora.request import LoRARequest
+
+    setup, judges, adapters = case("qwen3", "kvpop", protect_prompt=True), [], []
+    for number, name in enumerate(("first", "second"), 1):
+        merged, folder = adapter(setup.model, tmp_path / name, seed=number)
+        judges.append(Judge(str(merged), setup.judge.policy, protect=True))
+        adapters.append(LoRARequest(name, number, str(folder)))
+    jobs = [Job(length, new=40, scored=False, adapter=adapters[i % 2]) for i, length in enumerate((3, 40, 90, 130))]
+    with speculating(setup, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:
+        answers = forced(engine, jobs, mixed(12))
+        for number, judge in enumerate(judges):
+            engine.check({name: a for name, a in answers.items() if int(a.request_id) % 2 == number}, judge)
+
+
+def test_cartridges(case, tmp_path):
+    """Requests that begin with a cartridge, whose slots are no tokens for drafts."""
+    setup = case("qwen3", "kvpop")
+    folder = write_cartridge(tmp_path / "biased", setup.model, "biased")
+    judge = CartridgeJudge(setup, [folder], 0)
+    settings = setup.settings | {"cartridge": [f"biased={folder}"]}
+    jobs = [Job(length, new=40, scored=False, asks={"kv_cartridges": ["biased"]}) for length in (1, 5, 40, 90)]
+    with watched(setup.model, settings, speculative_config=CONFIG, num_gpu_blocks_override=301) as engine:
+        engine.recorder.slots = {"biased": judge.made}
+        judge.check(forced(engine, jobs, mixed(13)), engine.recorder.held)
 
 
 OTHERS = [("qwen3", "l2norm"), ("qwen3", "full"), ("qwen3", "trimkv-kv"), ("qwen3", "kvzap"), ("qwen3", "dms")]
@@ -345,6 +424,56 @@ def drawn(engine, jobs: list[Job], texts: list[list[int]]) -> list[list[int]]:
     """Return the whole texts of sampled jobs, with drafts from other texts."""
     with drafting(texts, mixed(9)):
         return sorted(whole(answer) for answer in engine.serve(jobs).values())
+
+
+LETTERS, PLACES = (3, 77, 150), 1 + DRAFTS
+LARGEST = 29.59
+"""The 0.999 quantile of the chi-square distribution with (letters - 1) x places = 10 degrees of freedom."""
+
+
+@pytest.mark.slow
+def test_draws_have_the_distribution_of_the_oracle(case, monkeypatch):
+    """Of 12,000 sampled tokens, as many are each letter as the oracle's probabilities of three letters say.
+
+    The oracle's probabilities are those after the tokens that were drawn before, under its evictions. Tokens are counted by
+    their place in a step, and letters as the draft, the likeliest of the others, and so on. Draft and place follow from
+    earlier tokens, so that deviations are uncorrelated and their covariances add up.
+    """
+    setup = case("qwen3", "kvpop")
+    monkeypatch.setattr(DrawnDrafts, "tokens", LETTERS)
+    monkeypatch.setattr(DrawnDrafts, "drafted", drafted := {})
+    monkeypatch.setattr(DrawnDrafts, "draw", random.Random(5))
+    config, prompts = CONFIG | {"model": "engine.proposer.DrawnDrafts"}, range(60)
+    with running(setup.model, setup.settings, max_num_seqs=60, block_size=BLOCK, speculative_config=config) as llm:
+        answers = llm.generate(
+            [{"prompt_token_ids": random_prompt(5 + i, seed=i)} for i in prompts],
+            [SamplingParams(temperature=1, seed=i, max_tokens=200, ignore_eos=True, detokenize=False, allowed_token_ids=[*LETTERS]) for i in prompts],
+            use_tqdm=False,
+        )  # fmt: skip
+    deviations = torch.zeros(PLACES, len(LETTERS), dtype=torch.float64)
+    covariances = torch.zeros(PLACES, len(LETTERS), len(LETTERS), dtype=torch.float64)
+    counts = [0] * PLACES
+    for answer in answers:
+        text, length = whole(answer), len(answer.prompt_token_ids)
+        logprobs = setup.judge.models[0].run(text[:-1], setup.judge.policy.protecting(0, length)).logprobs
+        place, drafts = 0, []
+        for position in range(length, len(text)):
+            draft = drafts[place] if place < len(drafts) else None
+            odds = logprobs[position - 1, list(LETTERS)].softmax(0).tolist()
+            ranked = sorted(zip(LETTERS, odds, strict=True), key=lambda pair: (pair[0] != draft, -pair[1]))
+            p = torch.tensor([probability for _, probability in ranked], dtype=torch.float64)
+            drawn_letter = [letter for letter, _ in ranked].index(text[position])
+            deviations[place, drawn_letter] += 1
+            deviations[place] -= p
+            covariances[place] += p.diag() - p.outer(p)
+            counts[place] += 1
+            place += 1
+            if text[position] != draft:
+                place, drafts = 0, drafted.get(tuple(text[: position + 1]), [])
+    assert sum(counts) == 12_000 and min(counts) > 50, counts
+    d, c = deviations[:, 1:], covariances[:, 1:, 1:]
+    statistic = float((d * torch.linalg.solve(c, d)).sum())
+    assert statistic < LARGEST, (statistic, counts, deviations)
 
 
 def test_options_of_requests(case, tmp_path, monkeypatch):

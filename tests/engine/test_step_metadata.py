@@ -38,8 +38,8 @@ def test_layers_with_equal_heads_share_a_batch(monkeypatch):
     metadata = FixedBudgetMetadata(plan(), 7)
     first, second, third = (metadata.batch(layer, Counted(HEADS)) for layer in range(LAYERS))
     assert Counted.placed == 2, "once for decode rows and once for chunks"
-    assert first.starts.tolist() == [49, 8, 65] and first.slot_zero.shape == (3, HEADS)
-    assert second.starts is second.slot_zero is None and third is second
+    assert first.starts.tolist() == [49, 8, 65] and first.first_pages.shape == (3, HEADS, 1)
+    assert second.starts is second.first_pages is None and third is second
     assert second.table is first.table and second.chunks is first.chunks
 
 

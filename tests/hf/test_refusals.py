@@ -282,11 +282,14 @@ def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
     [
         ({"num_beams": 2}, "does not exchange rows: set num_beams to 1", [30] * 2),
         ({"prompt_lookup_num_tokens": 3}, "takes no token back: leave assistant_model and prompt_lookup", []),
+        ({"assistant_model": True}, "takes no token back: leave assistant_model and prompt_lookup", []),
     ],
 )
 def test_ways_of_generating(model, options, message, lengths):
     """Unsupported ways of generating are refused; beams are first exchanged after the prompt."""
     cache = KVpopCache(model, **STREAMING)
+    if "assistant_model" in options:
+        options = {"assistant_model": model}
     with pytest.raises(ConfigError, match=message):
         generate(model, cache, [PROMPT], **options)
     assert cache.lengths == lengths

@@ -158,7 +158,7 @@ class Pool:
         """Return the mask ``[blocks, H, bytes]`` of the bytes of a request's pages where drafts are staged."""
         layout, mask = self.p.layout, torch.zeros(self.pages.raw.shape, dtype=torch.bool)
         for i in range(layout.drafts):
-            column, byte = layout.draft_place(i)
+            column, byte = layout.draft_places[i]
             for h in range(self.p.heads):
                 mask[int(self.table[r, h, column]), h, byte : byte + layout.draft_bytes] = True
         return mask

@@ -10,6 +10,7 @@ from kernels.problems import SOME_CASES, Problem, decided, problem
 from kernels.served import INTERPRETED, ISAS, Pool, Served, check_exact
 
 from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import draws, ops
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -282,7 +283,7 @@ def test_places_of_staged_drafts():
         for drafts in (1, 4, 8):
             layout = replace(without, drafts=drafts, draft_query_bytes=queries)
             assert layout.draft_bytes == 16 * -(-(2 * 64 * dtype.itemsize + 8 + queries) // 16)
-            places = [layout.draft_place(i) for i in range(drafts)]
+            places = layout.draft_places
             begins = [block * layout.region_bytes + byte for block, byte in places]
             assert begins[0] >= 4 * floats and all(
                 byte + layout.draft_bytes <= layout.region_bytes for _, byte in places
@@ -291,9 +292,12 @@ def test_places_of_staged_drafts():
             assert layout.state_blocks == places[-1][0] + 1 <= without.state_blocks + 1
             assert layout.blocks(1000, 512) - without.blocks(1000, 512) == layout.state_blocks - without.state_blocks
     many = PageLayout(1, 32, F32, 16, 100, drafts=40)
-    assert many.state_blocks == 3 and many.draft_place(39)[0] == 2
-    with pytest.raises(ValueError, match="does not fit into a block of .* bytes: increase --block-size"):
+    assert many.state_blocks == 3 and many.draft_places[39][0] == 2
+    with pytest.raises(
+        ConfigError, match="no room for a draft and its 10000 bytes of queries: raise --block-size to 48,"
+    ):
         PageLayout(1, 32, F32, 16, drafts=1, draft_query_bytes=10_000)
+    assert PageLayout(1, 32, F32, 48, drafts=1, draft_query_bytes=10_000).state_blocks == 1
 
 
 TRITON = {

@@ -16,8 +16,8 @@ def verify_step(
     """Implement :func:`kvpop_vllm.kernels.ops.verify_step`."""
     check_dtype(k, pages)
     layout = pages.layout
-    staging = layout.drafts, layout.draft_start, layout.draft_bytes, layout.draft_query_bytes
-    place = pages.raw, layout.block_slots, layout.state_blocks, staging, page_table
+    staging = layout.draft_places, layout.draft_query_bytes
+    place = pages.raw, layout.block_slots, layout.state_blocks, *staging, page_table
     requests = positions, first_tokens, drafts, budgets, windows
     try:
         more = gate_scores, tensors_of(prefix), keys, sink_logits

@@ -79,7 +79,7 @@ def tokens_seen(request) -> int:
 
 def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:
     """Return the most blocks that a request can come to hold."""
-    length = min(request.num_prompt_tokens + request.max_tokens, scheduler.max_model_len)
+    length = manager.longest(request, scheduler.max_model_len)
     return len(managers_of(scheduler)) * manager.kv_cache_spec.blocks(length, manager.slots(request))
 
 

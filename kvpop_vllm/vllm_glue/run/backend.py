@@ -128,6 +128,7 @@ class FixedBudgetBackend(AttentionBackend):
             state_floats=layout.state_floats,
             drafts=layout.drafts,
             draft_query_bytes=layout.draft_query_bytes,
+            rounds=cls.policy.round_length,
             shares=cls.division(),
             largest=tuple((largest.budget, largest.window) for largest in cls.policy.largest_retentions()),
             protect=cls.policy.protect,
@@ -226,12 +227,11 @@ class FixedBudgetMetadata:
 
 
 class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
-    """Metadata builder that has the runner put one-token requests first, and splits the batch there."""
-
-    reorder_batch_threshold = 1
+    """Metadata builder that has the runner put requests of one token and its drafts first, and splits the batch there."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.layout, self.policy = kv_cache_spec.layout, engine_policy(vllm_config)
         self.seed = request_seed(vllm_config.model_config.seed, 0)
         self.unequal = kv_cache_spec.shares is not None or self.policy.adaptive_head_budgets

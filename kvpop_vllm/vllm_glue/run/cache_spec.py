@@ -19,6 +19,7 @@ from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.ranks import Division
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
+from kvpop_vllm.rules.rounds import room_for_drafts
 
 if TYPE_CHECKING:
     from kvpop_vllm.vllm_glue.run.snapshots import Snapshots
@@ -81,8 +82,12 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         for other in self.placed - set(self.req_to_blocks) - {name}:
             self._forget_cartridges(other)  # a request that was not admitted must not hold what others wait for
         self.requests[name] = slots
-        self.final[name] = min(request.num_prompt_tokens + request.max_tokens, max_model_len)
+        self.final[name] = self.longest(request, max_model_len)
         return self._place(name, slots) if slots.cartridges else []
+
+    def longest(self, request, max_model_len: int) -> int:
+        """Return the most tokens that a request may come to, drafts after its last token included."""
+        return min(request.num_prompt_tokens + request.max_tokens + self.kv_cache_spec.drafts, max_model_len)
 
     def slots(self, request) -> RequestSlots:
         """Return the slots of a request, admitted or not."""
@@ -114,6 +119,11 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         evictable = self._get_num_evictable_blocks(new_computed_blocks)
         copies = 0 if self.snapshots is None else self.snapshots.copied(request_id, self, new_computed_blocks)
         return max(0, self._blocks(request_id, num_tokens) - held) + evictable + copies
+
+    def most_drafts(self, request_id: str, position: int) -> int:
+        """Return how many drafts a request may have in a step that begins with its token at ``position``."""
+        spec, slots = self.kv_cache_spec, self.requests[request_id]
+        return room_for_drafts(spec.rounds, slots.budget - spec.sinks - slots.window, spec.shares is None, position)
 
     def most_missing(self, request_id: str) -> int:
         """Return the most blocks that an admitted request may still ask for."""
@@ -222,6 +232,7 @@ class FixedBudgetSpec(AttentionSpec):
         state_floats: float32 values in the state of one head.
         drafts: most drafts of a step, 0 without speculative decoding.
         draft_query_bytes: bytes of the queries that are staged with a draft of one head.
+        rounds: most tokens between two rounds of eviction, 0 for a policy without rounds.
         protect: value of ``--kv-protect-prompt``, True for whole prompts.
         max_budget: largest budget that a request may ask for.
         max_protect: most tokens that a request may ask to protect, True for whole prompts.
@@ -250,6 +261,7 @@ class FixedBudgetSpec(AttentionSpec):
     max_window: int = 1
     drafts: int = 0
     draft_query_bytes: int = 0
+    rounds: int = 0
     compression: Compression | None = None
     shares: Division | None = None
     largest: tuple[tuple[int, int], ...] = ()

@@ -54,6 +54,24 @@ def cache_blocks(original, self, request, num_computed_tokens, *args, **kwargs):
     return result
 
 
+def update_after_schedule(original, self, scheduler_output, *args, **kwargs):
+    """Wrap the end of a step's planning: cut the drafts of each request where a round of eviction is due.
+
+    The blocks that cut drafts would have needed have been claimed; later tokens take them.
+    """
+    scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+    (manager, *_) = _managers(self.kv_cache_manager.coordinator)
+    for name, tokens in [*drafts.items()]:
+        room = manager.most_drafts(name, self.requests[name].num_computed_tokens)
+        if (left_out := len(tokens) - room) > 0:
+            scheduled[name] -= left_out
+            scheduler_output.total_num_scheduled_tokens -= left_out
+            drafts[name] = tokens[:room]
+            if not room:
+                del drafts[name]
+    return original(self, scheduler_output, *args, **kwargs)
+
+
 def free_request(original, self, request, *args, **kwargs):
     """Wrap the end of a request: take a snapshot of it."""
     if (snapshots := _snapshots(self)) is not None:

@@ -13,6 +13,7 @@ from vllm import envs
 from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
+from kvpop_vllm.cache.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.supported import (
     CACHE_SPECS,
@@ -20,11 +21,13 @@ from kvpop_vllm.supported import (
     FULL,
     GDN,
     HEAD_SIZES,
+    HYBRID,
     LOCAL_LAYERS,
     MAMBA2,
     NEEDS_FULL,
     POLICY_LAYERS,
     RECURRENCES,
+    RECURRENT,
     REFUSED,
     Refused,
     layer_kinds,
@@ -183,7 +186,7 @@ def check_speculation(vllm_config: Any, policy: Any) -> None:
     """Check that the policy and the other options work with speculative decoding.
 
     Raises:
-        ConfigError: one line with every reason.
+        ConfigError: one line with every reason; or no draft fits into a block.
     """
     if (speculation := vllm_config.speculative_config) is None:
         return
@@ -194,13 +197,10 @@ def check_speculation(vllm_config: Any, policy: Any) -> None:
         {
             "a GPU yet: leave --speculative-config out": vllm_config.device_config.device_type != "cpu",
             f"--kv-policy {policy.name}, since {policy.no_drafts}: choose another policy": policy.no_drafts is not None,
-            "models with layers of several kinds: leave --speculative-config out": bool(policy.model.kinds),
-            "prompts as embeddings: leave --enable-prompt-embeds out": model.enable_prompt_embeds,
-            "LoRA: leave --enable-lora out": vllm_config.lora_config is not None,
-            "cartridges: leave --kv-cartridge out, and unset VLLM_ALLOW_RUNTIME_LORA_UPDATING": bool(
-                policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
+            "models with recurrent layers: leave --speculative-config out": bool(
+                {RECURRENT, HYBRID} & {*policy.model.kinds}
             ),
-            "--kv-reserve: leave it out": bool(policy.settings.reserve),
+            "prompts as embeddings: leave --enable-prompt-embeds out": model.enable_prompt_embeds,
             f"--tensor-parallel-size {parallel.tensor_parallel_size}: set it to 1": parallel.tensor_parallel_size > 1,
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: set it to 1": (
                 parallel.pipeline_parallel_size > 1
@@ -212,6 +212,8 @@ def check_speculation(vllm_config: Any, policy: Any) -> None:
         },
         "--speculative-config with a policy",
     )
+    slots = vllm_config.cache_config.block_size if vllm_config.cache_config.user_specified_block_size else BLOCK_SLOTS
+    PageLayout(1, policy.model.head_dim, model.dtype, slots, 0, drafts, policy.draft_query_bytes(model.dtype))
 
 
 def has_no_hits(vllm_config: Any) -> bool:
