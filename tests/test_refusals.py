@@ -651,8 +651,8 @@ def test_speculative_decoding_of_models_and_gates(configure, folder, llama, tmp_
     )
     h2o = {"policy": "h2o", "budget": 64}
     message = refusal(configure, wide, h2o, speculative_config=NGRAM, block_size=16)
-    assert "no room for a draft and its" in message and "raise --block-size to 48" in message
-    configure(wide, h2o, speculative_config=NGRAM, block_size=48)
+    assert "no room for a draft and its" in message and "raise --block-size to 32" in message
+    configure(wide, h2o, speculative_config=NGRAM, block_size=32)
 
 
 def test_a_draft_model(configure, llama):

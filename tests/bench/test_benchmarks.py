@@ -81,6 +81,7 @@ def options_of(**more):
         steps=2,
         starts=1,
         speculative=0,
+        dtype="bfloat16",
     )
     return argparse.Namespace(**common | more)
 
@@ -242,7 +243,13 @@ def test_tokens_are_timed_with_drafts(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(engines, "engines", lambda options: nullcontext(started))
     monkeypatch.setattr(drafts, "texts_of", lambda kind, model, lengths, end: [[0] * end for _ in lengths])
     options = options_of(
-        context=[500], requests=[2], most_requests=2, speculative=4, texts=["json"], written=60, model="m"
+        context=[500],
+        requests=[2],
+        most_requests=2,
+        speculative=4,
+        texts=["json"],
+        written=60,
+        model="m",
     )
     monkeypatch.setattr(decode, "parse_arguments", lambda: options)
     monkeypatch.setattr(decode, "SPECULATIVE", tmp_path / "speculative.csv")

@@ -261,8 +261,8 @@ def test_each_turn_goes_on_from_the_one_before(chats, right, last):
         (answer,) = chats.serve([Job(prompt=prompt, new=20, scored=False, asks=asks)]).values()
         before = {layer: [*steps] for layer, steps in chats.recorder.held[chats.names["0"]].items()}
         assert whole(answer) == first
-        length = len(first) - last
-        assert answer.kv_transfer_params["kv_report"]["seen_tokens"] == length
+        length = answer.kv_transfer_params["kv_report"]["seen_tokens"]
+        assert length == len(first) - last or (chats.spec.rounds and length in (len(first) - 1, len(first)))
         answers = chats.serve([Job(prompt=[*first, *more], new=20, scored=False)])
     (later,) = answers.values()
     assert later.num_cached_tokens == length
@@ -284,9 +284,10 @@ def test_an_answer_that_ends_within_drafts(chats, new):
         before = {layer: [*steps] for layer, steps in chats.recorder.held[chats.names["0"]].items()}
         assert whole(answer) == first
         (later,) = (answers := chats.serve([Job(prompt=[*first, *more], new=12, scored=False)])).values()
-    # 1 + 5 i tokens are there after i steps with drafts
+    # 1 + 5 i tokens are there after i steps with drafts, where no round cuts them
     expected = len(first) - (new % (1 + DRAFTS) == 1)
-    assert answer.kv_transfer_params["kv_report"]["seen_tokens"] == later.num_cached_tokens == expected
+    assert answer.kv_transfer_params["kv_report"]["seen_tokens"] == later.num_cached_tokens
+    assert later.num_cached_tokens == expected or (chats.spec.rounds and len(first) - later.num_cached_tokens in (0, 1))
     for layer, steps in chats.recorder.held[chats.names["0"]].items():
         steps[:0] = before[layer]
     chats.check(answers)

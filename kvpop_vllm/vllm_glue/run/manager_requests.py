@@ -60,9 +60,9 @@ def update_after_schedule(original, self, scheduler_output, *args, **kwargs):
     The blocks that cut drafts would have needed have been claimed; later tokens take them.
     """
     scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
-    (manager, *_) = _managers(self.kv_cache_manager.coordinator)
-    for name, tokens in [*drafts.items()]:
-        room = manager.most_drafts(name, self.requests[name].num_computed_tokens)
+    in_rounds = [manager for manager in _managers(self.kv_cache_manager.coordinator) if manager.kv_cache_spec.rounds]
+    for name, tokens in [*drafts.items()] if in_rounds else ():
+        room = in_rounds[0].most_drafts(name, self.requests[name].num_computed_tokens)
         if (left_out := len(tokens) - room) > 0:
             scheduled[name] -= left_out
             scheduler_output.total_num_scheduled_tokens -= left_out
