@@ -30,7 +30,7 @@ COUNTS: dict[str, int] = {
     "name at": 95,
     "name behind": 11,
     "name beside": 5,
-    "name both": 10,
+    "name both": 9,
     "name each": 113,
     "name found": 340,
     "name given": 51,
