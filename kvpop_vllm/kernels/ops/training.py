@@ -136,8 +136,7 @@ def running_topk(
         NotFinite: a priority on a CPU is NaN. A GPU is not waited for.
         ValueError: w < 1, s or k negative, or not one k for each head.
     """
-    _axes("running_topk", "priority", priority, "B H S")
-    slots = _slots("running_topk", topk, priority.shape[1])
+    slots = _slots("running_topk", topk, priority.shape[-2])
     _roles("running_topk", sinks, window, min(slots))
     run = resolve("running_topk", impl, priority)
     return run(priority.detach(), sinks=sinks, window=window, topk=slots)
