@@ -523,16 +523,18 @@ Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, in
     return evicted_at;
 }
 
-std::pair<Tensor, Tensor> running_topk(const Tensor& priority, int64_t sinks, int64_t window, int64_t topk) {
+std::pair<Tensor, Tensor> running_topk(const Tensor& priority, int64_t sinks, int64_t window,
+                                       const std::vector<int64_t>& topk) {
     TORCH_CHECK_VALUE(priority.dim() >= 1 && priority.size(-1) <= std::numeric_limits<int32_t>::max(),
                       "priority must be [.., S] with S below 2^31");
     check(priority, "priority", at::kDouble, priority.sizes());
     const Tensor p = priority.contiguous();
-    const int64_t tokens = p.size(-1), rows = tokens ? p.numel() / tokens : 0;
+    const int64_t tokens = p.size(-1), rows = tokens ? p.numel() / tokens : 0, heads = int64_t(topk.size());
+    TORCH_CHECK_VALUE(heads > 0 && rows % heads == 0, "topk must have a number for each head");
     Tensor rank = at::empty(p.sizes(), p.options().dtype(at::kInt)), cutoff = at::empty_like(rank);
     // Sinks and window are clamped to the number of tokens: the result is the same, and sums stay in range.
-    kvpop::running_topk(p.data_ptr<double>(), rows, tokens, std::min(sinks, tokens), std::min(window, tokens), topk,
-                        rank.data_ptr<int32_t>(), cutoff.data_ptr<int32_t>());
+    kvpop::running_topk(p.data_ptr<double>(), rows, tokens, std::min(sinks, tokens), std::min(window, tokens),
+                        topk.data(), heads, rank.data_ptr<int32_t>(), cutoff.data_ptr<int32_t>());
     return {rank, cutoff};
 }
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kvpop_vllm.kernels.ops.training import check_priorities
+from kvpop_vllm.kernels.transfers import to_device
 
 BLOCK = 1024
 
@@ -125,20 +126,23 @@ def kth_smallest(ranks: torch.Tensor, left: torch.Tensor, count: torch.Tensor) -
 @torch.library.custom_op(
     "kvpop::running_topk",
     mutates_args=(),
-    schema="(Tensor priority, int sinks, int window, int topk) -> (Tensor, Tensor)",
+    schema="(Tensor priority, int sinks, int window, int[] topk) -> (Tensor, Tensor)",
 )
 def _running_topk(priority, sinks, window, topk):
     check_priorities(priority)
     shape, length = priority.shape, priority.shape[-1]
     rank = _ranks(priority.reshape(-1, length))
-    cutoff = torch.full_like(rank, length - 1 if topk else -1)
-    first = sinks + window + topk  # the first query with more than k eligible tokens
-    if topk and length > first:
+    slots = to_device(torch.tensor(topk, dtype=torch.int32), rank.device).repeat(len(rank) // len(topk)).unsqueeze(1)
+    cutoff = torch.where(slots > 0, length - 1, -1).int().repeat(1, length)
+    fewest = min(topk)
+    first = sinks + window + fewest  # the first query at which a head has more than its k eligible tokens
+    if any(topk) and length > first:
         # tokens that are never eligible go last: no prefix includes them, and the ranks stay a permutation
         arrival = torch.cat([rank[:, sinks : length - window], rank[:, length - window :], rank[:, :sinks]], dim=1)
-        count = torch.arange(topk + 1, topk + 1 + length - first, dtype=torch.int32, device=rank.device)
+        count = torch.arange(fewest + 1, fewest + 1 + length - first, dtype=torch.int32, device=rank.device)
         count = count.repeat(len(rank), 1)
-        cutoff[:, first:] = kth_smallest(arrival, torch.full_like(count, topk), count)
+        last = kth_smallest(arrival, slots.minimum(count).clamp_min(1), count)
+        cutoff[:, first:] = torch.where((slots > 0) & (count > slots), last, cutoff[:, first:])
     return rank.view(shape), cutoff.view(shape)
 
 

@@ -36,12 +36,12 @@ void one_row(const double* priority, int64_t tokens, int64_t sinks, int64_t wind
 
 }  // namespace
 
-void running_topk(const double* priority, int64_t rows, int64_t tokens, int64_t sinks, int64_t window, int64_t topk,
-                  int32_t* rank, int32_t* cutoff) {
+void running_topk(const double* priority, int64_t rows, int64_t tokens, int64_t sinks, int64_t window,
+                  const int64_t* topk, int64_t heads, int32_t* rank, int32_t* cutoff) {
     at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             const int64_t at = r * tokens;
-            one_row(priority + at, tokens, sinks, window, topk, rank + at, cutoff + at);
+            one_row(priority + at, tokens, sinks, window, topk[r % heads], rank + at, cutoff + at);
         }
     });
 }

@@ -7,6 +7,10 @@ each training-free one, on validation problems; solves test problems under all o
 that were found; and writes runs/summary.md (all kinds together), runs/table.md (each kind) and runs/answers.csv, which
 `kvpop bench plot` draws. Records that are there already are not made again, and a stopped training or calibration goes on.
 Problems, records and calibrations of other problems, models, scorers or settings are refused.
+
+With --train-shares 8 each scorer is trained a second time, from the start, with the shares that were found for the first
+one at 8 times, and its shares are found again; --train-windows 32 trains each once more with a window of 32 tokens and as
+many slots in all. How long all this takes is printed before each command, as soon as one of each kind has been timed.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -59,6 +64,10 @@ STATISTICS = "triattention"
 """Policy that cannot do without a calibration."""
 GATES_ONLY = "trimkv", "dms"
 """Trained policies that have no shares."""
+VARIANT = re.compile(r"(?P<policy>.+?)(-window-(?P<window>\d+))?(-shares-(?P<shares>\d+))?")
+"""Names of trained policies: a key of :data:`TRAINED`, another window, and the compression whose shares it is trained with."""
+ROLES = re.compile(r"--window (\d+) --topk ([\d ]*\d)")
+"""Window and long-range slots among the options of a trained policy."""
 MEASURES = {"exact": "exact answers", "before_error": "share of a solution before its first error"}
 """Measures of the summary."""
 
@@ -83,6 +92,21 @@ TRAINED = {
 """Options of `kvpop distill` for each trained policy; streaming-plus is streaming-llm on a base trained for it."""
 
 
+def training_options(name: str) -> list[str]:
+    """Return the options of `kvpop distill` for a trained policy, without those for shares; see :data:`VARIANT`.
+
+    With another window the long-range slots make up for it.
+    """
+    variant = VARIANT.fullmatch(name)
+    options = TRAINED[variant["policy"]]
+    if variant["window"]:
+        window, topk = ROLES.search(options).groups()
+        more = int(variant["window"]) - int(window)
+        slots = " ".join(str(int(k) - more) for k in topk.split())
+        options = ROLES.sub(f"--window {variant['window']} --topk {slots}", options)
+    return options.split()
+
+
 class Comparison:
     """Folder of a comparison.
 
@@ -96,6 +120,11 @@ class Comparison:
         size: steps of a problem; None for the kinds' own.
         seed: other seeds have other test problems.
         untrained: names of training-free policies, of :data:`FREE`.
+        shares: compressions whose shares trained policies are trained with a second time.
+
+    Attributes:
+        seconds: how long commands took, by the name of their action.
+        cells: outputs of the commands that are still to end, with the name of the action.
     """
 
     def __init__(
@@ -109,9 +138,12 @@ class Comparison:
         size: int | None = None,
         seed: int = 0,
         untrained: Iterable[str] = FREE,
+        shares: Iterable[int] = (),
     ):
         self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
-        self.seed, self.untrained = seed, tuple(untrained)
+        self.seed, self.untrained, self.shares = seed, tuple(untrained), tuple(shares)
+        self.seconds: dict[str, list[float]] = {}
+        self.cells: dict[Path, str] = {}
         self.kinds, self.size, self.sized = kinds, size, ["--size", size] if size else []
         self.problems, self.records = folder / "problems.jsonl", folder / "records"
         self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
@@ -179,12 +211,12 @@ class Comparison:
 
     def calibrate_untrained(self) -> None:
         """Find the shares of the training-free policies."""
-        calibrations = product(self.untrained, CALIBRATED)
+        for name in self.untrained if self.protect else ():
+            self._expect_shares(name)
         self._all(
             self._calibration(name, c, [self.model, "--policy", name])
-            for name, c in calibrations
-            if name != STATISTICS
-            or c == min(CALIBRATED)  # its window has 128 tokens, which leave no slot at the others
+            for name in self.untrained
+            for c in _calibrated(name)
         )
 
     def _with_shares(self, name: str, words: list) -> Iterator[list]:
@@ -195,25 +227,66 @@ class Comparison:
             words: model and policy.
         """
         for measured, used in CALIBRATED.items():
-            folder, out = self.calibrations / f"{name}-{measured}", self.records / f"shares-{measured}-{name}.jsonl"
+            folder, out = self.calibrations / f"{name}-{measured}", self._shared(name, measured)
             path = folder / NAME
-            if path.exists() and json.loads(path.read_text())["unit"] != UNITS[0] and not self._has(out, self.rows):
+            if not path.exists() or json.loads(path.read_text())["unit"] == UNITS[0]:
+                self.cells.pop(out, None)
+            elif not self._has(out, self.rows):
                 yield self._evaluation(out, [*words, "--calibration", folder, "--share", *used, "--rows", self.rows])
+
+    def _shared(self, name: str, compression: int) -> Path:
+        """Return the file of the records of a policy with the shares that were found at a compression."""
+        return self.records / f"shares-{compression}-{name}.jsonl"
 
     def run_trained(self, names: Iterable[str], steps: int) -> None:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
         common = ["--model", self.model, "--data", self.problems, *COMMON.split(), "--threads", 1]
         common += ["--protect-prompt"] * self.protect
-        lacking = [name for name in names if not self._has(self.records / f"{name}.jsonl", self.rows)]
-        if lacking:
+        names, variants = list(names), [name for one in names for name in (one, *self._with_trained_shares(one))]
+        if any(not self._has(self.records / f"{name}.jsonl", self.rows) for name in variants):
             self._prepare()
-        self._all(self._steps_of(name, common, steps if name in lacking else 0) for name in names)
+        for name in variants:
+            self._expect(name)
+        self._all(self._trainings(name, common, steps) for name in names)
+
+    def _with_trained_shares(self, name: str) -> list[str]:
+        """Return the names under which a policy is trained with shares; gates have none."""
+        return [] if name in GATES_ONLY or not self.protect else [f"{name}-shares-{c}" for c in self.shares]
+
+    def _expect(self, name: str) -> None:
+        """Note the commands of a trained policy."""
+        if not (record := self.records / f"{name}.jsonl").exists():
+            self.cells |= {self.folder / name: "distill", record: "eval"}
+        if self.protect and name not in GATES_ONLY:
+            self._expect_shares(name)
+
+    def _expect_shares(self, name: str) -> None:
+        """Note the commands about a policy's shares."""
+        for c in _calibrated(name):
+            for file, action in ((self.calibrations / f"{name}-{c}", "calibrate"), (self._shared(name, c), "eval")):
+                if not (file / NAME if action == "calibrate" else file).exists():
+                    self.cells[file] = action
+
+    def _trainings(self, name: str, common: list, steps: int) -> Iterator[list]:
+        """Yield the commands of a trained policy, then those of the same one trained with the shares that were found.
+
+        Where no shares were better than equal ones there is nothing to train with.
+        """
+        yield from self._steps_of(name, common, steps)
+        for variant, c in zip(self._with_trained_shares(name), self.shares, strict=False):
+            source = self.calibrations / f"{name}-{c}"
+            if json.loads((source / NAME).read_text())["unit"] == UNITS[0]:
+                for out in [out for out in list(self.cells) if variant in str(out)]:
+                    self.cells.pop(out, None)
+            else:
+                yield from self._steps_of(variant, [*common, "--shares", source], steps)
 
     def _steps_of(self, name: str, common: list, steps: int) -> Iterator[list]:
         """Yield the commands of a trained policy: training, and what follows from it."""
         out, words = self.folder / name, self._contender(name)
+        steps = 0 if self._has(self.records / f"{name}.jsonl", self.rows) else steps
         if steps:
-            yield ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", out]
+            yield ["kvpop", "distill", *common, *training_options(name), "--steps", steps, "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
         for compression in CALIBRATED:
             yield from self._calibration(name, compression, [words[1], *decides])
@@ -272,7 +345,7 @@ class Comparison:
             for record in read_records(path)[1]:
                 policy, shares = record["policy"], SHARES.fullmatch(path.stem)
                 stem = shares[1] if shares else path.stem
-                name = stem if stem in TRAINED or shares else policy
+                name = stem if VARIANT.fullmatch(stem)["policy"] in TRAINED or shares else policy
                 name += ", shares" if shares else ""
                 name = {DENSE: DENSE, OWN: f"{stem}, nothing evicted"}.get(policy, name)
                 if "budget" not in record:  # every command solves the problems with the dense model too
@@ -322,16 +395,18 @@ class Comparison:
         return True
 
     def _contender(self, name: str) -> list:
-        out, options, model, teacher = self.folder / name, TRAINED[name], self.model, []
+        out, options, model, teacher = self.folder / name, training_options(name), self.model, []
         if "--train-base" in options:
             model, teacher = out / "model", ["--teacher", self.model]
-        if "--phase streaming-plus" in options:
-            return ["--model", model, *teacher, "--policies", "streaming-llm", "--window", 24]
+        if "streaming-plus" in options:
+            window = options[options.index("--window") + 1]
+            return ["--model", model, *teacher, "--policies", "streaming-llm", "--window", window]
         return ["--model", model, *teacher, "--policies", "--scorer", out]
 
     def _solve(self, calls: dict[Path, list], rows: int) -> None:
         """Run evaluations of ``rows`` problems of each kind whose records are not there yet."""
         new = {out: [*words, "--rows", rows] for out, words in calls.items() if not self._has(out, rows)}
+        self.cells |= dict.fromkeys(new, "eval")
         self._all([self._evaluation(out, words)] for out, words in new.items())
 
     def _evaluation(self, out: Path, words: list) -> list:
@@ -342,7 +417,29 @@ class Comparison:
     def _all(self, chains: Iterable[Iterable[list]]) -> None:
         """Run chains of commands, ``jobs`` at once."""
         with ThreadPoolExecutor(self.jobs) as pool:
-            list(pool.map(lambda chain: [_run(command) for command in chain], list(chains)))
+            list(pool.map(lambda chain: [self._timed(command) for command in chain], list(chains)))
+
+    def _timed(self, command: list) -> None:
+        """Run a command, and print before how long it and all others take."""
+        print(self.left(), flush=True)
+        began = time.monotonic()
+        _run(command)
+        self.seconds.setdefault(command[1], []).append(time.monotonic() - began)
+        self.cells.pop(command[command.index("--out") + 1], None)
+
+    def left(self) -> str:
+        """Return how many commands of this stage are still to end, and how long they take, by those that have ended."""
+        actions = list(self.cells.values())
+        timed = [fmean(self.seconds[action]) for action in actions if action in self.seconds]
+        if not timed or len(timed) < len(actions):
+            return f"{len(actions)} results to come"
+        return f"{len(actions)} results to come, in about {math.ceil(sum(timed) / self.jobs / 60)} minutes"
+
+
+def _calibrated(name: str) -> list[int]:
+    """Return the compressions at which a policy's shares are measured."""
+    # the window of STATISTICS has 128 tokens, which leave no slot at the others
+    return [min(CALIBRATED)] if name == STATISTICS else list(CALIBRATED)
 
 
 def _run(command: list) -> None:
@@ -416,13 +513,30 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the test problems (default: 0)")
     parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
     parser.add_argument("--only", nargs="*", choices=TRAINED, default=TRAINED, help="trained policies")
+    parser.add_argument(
+        "--train-shares",
+        type=int,
+        nargs="*",
+        choices=CALIBRATED,
+        default=[],
+        metavar="C",
+        help=f"train once more with the shares found at C times less, of {', '.join(map(str, CALIBRATED))} (default: do not)",
+    )
+    parser.add_argument(
+        "--train-windows", type=positive, nargs="*", default=[], metavar="W", help="train once more with these windows"
+    )
     parser.add_argument("--untrained", nargs="*", choices=FREE, default=FREE, help="training-free policies")
     parser.add_argument("--against", default="kvpop", help="policy that differences are from (default: kvpop)")
     options = parser.parse_args(words)
+    if options.train_shares and not options.protect_prompt:
+        parser.error("--train-shares needs protected prompts, with which shares are measured: leave one out")
     problems = options.kinds, options.rows, options.jobs, options.size, options.seed, options.untrained
-    comparison = Comparison(options.folder, options.model, options.protect_prompt, *problems)
+    comparison = Comparison(options.folder, options.model, options.protect_prompt, *problems, options.train_shares)
     comparison.prepare_calibration()
-    comparison.run_trained(options.only, options.steps)
+    windows = [
+        f"{name}-window-{w}" for w in options.train_windows for name in options.only if ROLES.search(TRAINED[name])
+    ]
+    comparison.run_trained([*options.only, *windows], options.steps)
     comparison.calibrate_untrained()
     comparison.run_untrained(comparison.choose_windows())
     comparison.report(options.against)

@@ -57,7 +57,8 @@ def _add_field(group, flag: str, name: str, hint, text: str) -> None:
         settings |= {"nargs": "+", "type": typing.get_args(hint)[0], "metavar": "N"}
     else:
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]
-        settings |= {"type": next(kind for kind in kinds if kind is not type(None)), "metavar": "X"}
+        kind = next(kind for kind in kinds if kind is not type(None))
+        settings |= {"type": kind, "metavar": "X"} if isinstance(kind, type) else {"metavar": "DIR"}
     group.add_argument(_flag(flag), **settings)
 
 
@@ -68,9 +69,12 @@ def recipe_of(options) -> Recipe:
         ConfigError: a value is invalid, an option has no effect, or options contradict each other.
     """
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Recipe)}
-    recipe = dataclasses.replace(
-        RECIPES[options.recipe or "paper"], **{n: v for n, v in given.items() if v is not None}
-    )
+    preset = RECIPES[options.recipe or "paper"]
+    if options.shares is not None:
+        from kvpop_vllm.distill.shares import read_shares
+
+        given["shares"] = read_shares(options.shares, options.model, options.length or preset.length)
+    recipe = dataclasses.replace(preset, **{n: v for n, v in given.items() if v is not None})
     if options.train_base is False and recipe.trains_base:
         raise ConfigError(f"--phase {options.phase} trains the base model: leave --no-train-base out")
     if options.action == "teacher":  # the recipe identifies the run that the logits are for

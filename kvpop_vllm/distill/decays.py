@@ -49,6 +49,7 @@ def lost_mass(
     budgets: Sequence[Retention],
     positions: torch.Tensor,
     scale: float,
+    topk: Sequence[Sequence[int] | None] | None = None,
 ) -> torch.Tensor:
     """Return the attention that queries give to evicted tokens, for each budget and decay.
 
@@ -61,6 +62,7 @@ def lost_mass(
         budgets: slot roles of each budget, all with the same sinks.
         positions: ``[P]``, positions of the queries.
         scale: factor on q . k.
+        topk: for each budget k ``[H]`` of the heads; None for that of the roles.
 
     Returns:
         ``[len(budgets), G, H]``, a share of all attention: mean over sequences, positions and the query heads
@@ -73,10 +75,10 @@ def lost_mass(
     t = torch.arange(length, device=k.device)
     mass *= t >= budgets[0].sinks
     found = []
-    for roles, score in zip(budgets, scores, strict=True):
+    for roles, score, slots in zip(budgets, scores, topk or [None] * len(budgets), strict=True):
         left = mass * (t <= positions.unsqueeze(-1) - roles.window)
         for log_gamma in log_gammas:
-            rank, cutoff = running_cutoffs(score, log_gamma.expand(heads), roles)
+            rank, cutoff = running_cutoffs(score, log_gamma.expand(heads), roles, slots)
             evicted = rank.unsqueeze(2) > cutoff[:, :, positions].unsqueeze(-1)
             found.append((left * evicted).sum(-1).mean((0, 2)))
     return torch.stack(found).view(len(budgets), len(log_gammas), heads)
@@ -106,7 +108,8 @@ class _LostMass:
         first, last = max(r.budget for r in self.budgets), k.shape[2] - 1
         positions = torch.linspace(first, last, min(QUERIES, last - first + 1), device=k.device).long().unique()
         log_gammas = self.log_gammas.to(k.device)
-        self.lost[layer] += lost_mass(q, k, lse, scores, log_gammas, self.budgets, positions, scale).cpu()
+        topk = [slots and slots[layer] for slots in map(self.student.topk, self.budgets)]
+        self.lost[layer] += lost_mass(q, k, lse, scores, log_gammas, self.budgets, positions, scale, topk).cpu()
         return out
 
 

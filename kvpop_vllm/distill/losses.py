@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -10,6 +12,7 @@ from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sparse_attention import Pass, dense_attention
 from kvpop_vllm.distill.targets import attention_from, retention_target
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.transfers import to_device
 from kvpop_vllm.roles import Retention
 
 MARGIN, BALANCE = (0.1, 1.0), (0.2, 5.0)
@@ -61,7 +64,7 @@ class RetentionLoss:
                 seen.log_gamma,
                 sinks=roles.sinks,
                 window=roles.window,
-                topk=roles.topk,
+                topk=seen.topk,
                 step=roles.step,
                 tau=recipe.tau,
                 samples=recipe.samples,
@@ -69,10 +72,12 @@ class RetentionLoss:
                 balance=BALANCE if recipe.balance else None,
                 generator=torch.Generator().manual_seed(seed),
             )
-        if recipe.listwise and roles.budget < target.shape[-1]:
-            where = _positions(recipe.lists, roles.budget, target.shape[-1], seed)
+        begins = [roles.first_long + topk for topk in seen.topk]
+        if recipe.listwise and min(begins) < target.shape[-1]:
+            where = _positions(recipe.lists, min(begins), target.shape[-1], seed)
             coming = attention_from(q, k, lse, where, scale=seen.scale, groups=recipe.groups)
-            lists = listwise_loss(seen.score, seen.log_gamma, coming, torch.tensor(where, device=q.device), roles)
+            positions = torch.tensor(where, device=q.device)
+            lists = listwise_loss(seen.score, seen.log_gamma, coming, positions, roles, begins)
             loss = loss + recipe.listwise * lists
         self.losses[seen.layer] = loss
         self.recalls[seen.layer] = _teacher_recall(seen, target, roles)
@@ -94,18 +99,23 @@ def _positions(count: int, first: int, end: int, seed: int) -> list[int]:
 
 @torch.no_grad()
 def _teacher_recall(seen: Pass, target, roles: Retention) -> torch.Tensor:
-    rank, cutoff = running_cutoffs(target, seen.log_gamma, roles)
+    rank, cutoff = running_cutoffs(target, seen.log_gamma, roles, seen.topk)
     # half way from B to the end: targets of the youngest tokens rest on few queries
     q = (roles.budget + target.shape[-1]) // 2
-    if q >= target.shape[-1] or roles.topk == 0:
+    if q >= target.shape[-1] or not any(seen.topk):
         return torch.ones((), device=target.device)
-    both = kept_at(rank, cutoff, q, roles) & kept_at(seen.rank, seen.cutoff, q, roles)
-    return (both.sum(-1) / roles.topk).mean()
+    teacher = kept_at(rank, cutoff, q, roles)
+    return (teacher & kept_at(seen.rank, seen.cutoff, q, roles)).sum() / teacher.sum()
 
 
 def listwise_loss(
-    score: torch.Tensor, log_gamma: torch.Tensor, target: torch.Tensor, positions: torch.Tensor, roles: Retention
-) -> torch.Tensor:  # fmt: skip
+    score: torch.Tensor,
+    log_gamma: torch.Tensor,
+    target: torch.Tensor,
+    positions: torch.Tensor,
+    roles: Retention,
+    begins: Sequence[int] | None = None,
+) -> torch.Tensor:
     """Return the KL of the tokens' shares of coming attention to the softmax of their effective scores.
 
     At each position all tokens behind the window are ranked (ListNet's top one probability, Cao et al. 2007). A
@@ -118,31 +128,46 @@ def listwise_loss(
             (:func:`kvpop_vllm.distill.targets.attention_from`).
         positions: ``[P]`` positions of queries.
         roles: slot roles and decay step.
+        begins: ``[H]``, the position at which each head begins to evict, for some head at most the last of the positions;
+            None if all heads evict at all positions.
 
     Returns:
-        Mean over positions and heads, in nats.
+        Mean over positions and the heads that evict there, in nats.
     """
     age = positions.unsqueeze(1) - torch.arange(score.shape[-1], device=score.device)  # [P, S]
     outside = (age < roles.window) | (age > positions.unsqueeze(1) - roles.sinks)
     effective = score.unsqueeze(2) + (age // roles.step) * log_gamma.to(score.dtype)[:, None, None]
     log_q = effective.masked_fill(outside, -torch.inf).log_softmax(-1).masked_fill(outside, 0.0)
     log_p = target.to(score.dtype).masked_fill(outside, -torch.inf).log_softmax(-1)
-    return (log_p.exp() * (log_p.masked_fill(outside, 0.0) - log_q)).sum(-1).mean()
+    lists = (log_p.exp() * (log_p.masked_fill(outside, 0.0) - log_q)).sum(-1)  # [B, H, P]
+    if begins is None:
+        return lists.mean()
+    evicts = positions >= to_device(torch.tensor(begins), positions.device).unsqueeze(1)
+    return (lists * evicts).sum() / (len(lists) * evicts.sum())
 
 
-def top_kl(student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def top_kl(student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor, focus: float = 0.0) -> torch.Tensor:
     """Return the forward KL of the teacher's top K tokens to the student.
 
-    The teacher is renormalised over its top K tokens, the student over the whole vocabulary.
+    The teacher is renormalised over its top K tokens, the student over the whole vocabulary. With ``focus`` above 0 a
+    position counts ``1 + focus * p (1 - q)`` times: p is the teacher's probability of its best token, q the student's of
+    the same token. So positions count most whose teacher is sure and whose student is not, at most ``1 + focus`` times.
+    The weight carries no gradient. It is ours, after the focal loss ``(1 - q)^gamma`` (Lin et al. 2017, eq. 4).
 
     Args:
         student: ``[..., V]`` logits.
         teacher: ``[..., K]`` logits of the tokens ``indices``.
         indices: ``[..., K]`` ids.
+        focus: see above.
 
     Returns:
-        Mean over positions, in nats.
+        Mean over positions of the weighted divergence, in nats.
     """
     log_p = F.log_softmax(teacher.float(), -1)
     log_q = F.log_softmax(student.float(), -1).gather(-1, indices.long())
-    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    if focus:
+        sure, best = log_p.exp().max(-1, keepdim=True)
+        doubt = 1 - log_q.detach().gather(-1, best).exp()
+        kl = kl * (1 + focus * sure * doubt).squeeze(-1)
+    return kl.mean()

@@ -18,14 +18,14 @@ _OF_SCORERS = (
     "scorer hidden positions boundary listwise lists decay_step decay_min decay_max fit_decays"
     f" {_OF_MLSTM} {_OF_BOUNDARY} {_OF_TARGET} {_OF_DECAYS}"
 )
-_OF_SPARSE = "sinks window topk protect_prompt"
+_OF_SPARSE = "sinks window topk shares protect_prompt"
 _OF_BASE = "lr_base lr_base_end"
 _OF_NEW = "lr_new lr_new_end"
 _OF_TRIMKV = "gate_gated gate_bias capacity"
 _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
 READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query"), "kvzap": ("hidden",)}
 _AT_LEAST_1 = "length batch micro_batch steps samples lists decay_step kl_top fit_decay_rows gate_width features value_size hidden compression"
-_AT_LEAST_0 = "kl ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead"
+_AT_LEAST_0 = "kl kl_focus ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead"
 _ABOVE_0 = "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau"
 RANGES = (
     ("at least 1", lambda value: 1 <= value < math.inf, _AT_LEAST_1),
@@ -111,6 +111,10 @@ class Recipe:
     topk: list[int] = told(
         [2016], "k, long-range tokens; several take turns row by row, the first is what the scorer's config says"
     )
+    shares: list[list[float]] | None = told(
+        None,
+        "heads share the long-range slots of all heads as measured: folder of 'kvpop calibrate', file of shares, or folder of a scorer that has them; the scorer is written with them (default: equally)",
+    )
     decay_step: int = told(1, "n")
     decay_min: float = told(0.999, "smallest decay of a head")
     decay_max: float = told(0.999999, "largest decay of a head")
@@ -122,6 +126,10 @@ class Recipe:
     kl: float = told(1.0, "weight of the KL to the teacher's top tokens (base or gates trained)")
     ce: float = told(0.0, "weight of cross-entropy (base or gates trained)")
     kl_top: int = told(256, "teacher logits in the KL")
+    kl_focus: float = told(
+        0.0,
+        "f: a position counts 1 + f p (1 - q) times in the KL, p and q the teacher's and the student's probability of the teacher's best token",
+    )
     boundary: float = told(1.0, "weight of the boundary loss")
     listwise: float = told(0.0, "weight of the listwise loss")
     lists: int = told(16, "query positions of the listwise loss per row and layer")
@@ -285,6 +293,7 @@ class Recipe:
             return options | {"reads": self.gate_reads, "scale": self.gate_scale}
         if self.phase == "kvzap":
             return options | {"reads": self.gate_reads, "linear": self.gate_linear}
+        options["shares"] = self.shares or []
         options["decay"] = {"step": self.decay_step, "min": self.decay_min, "max": self.decay_max}
         if self.scorer == "mlstm":
             names = ("delayed", "feature_map", "gate_softcap", "norm", "skip")
@@ -328,6 +337,11 @@ class Recipe:
             (self.phase != "uptrain", "is about sparse attention, and phase uptrain is dense", _OF_SPARSE),
             (self.phase != "uptrain", "is a weight beside others, and phase uptrain has cross-entropy alone", "kl ce"),
             (scorers, f"is about scorers, and phase {self.phase} has none", _OF_SCORERS),
+            (
+                not self.trains_gates,
+                f"is about heads that rank tokens apart, and gates of phase {phase} have no shares",
+                "shares",
+            ),
             (self.scorer == "mlstm", f"is about mlstm scorers, not {self.scorer}", _OF_MLSTM),
             (self.scorer == "mlp", f"is about mlp scorers, not {self.scorer}", "hidden"),
             (self.project_values, "is about the value projection, and there is none", "value_size"),
@@ -339,7 +353,7 @@ class Recipe:
                 "is about targets, and both losses that have them have weight 0",
                 _OF_TARGET,
             ),
-            (kl, "is about the KL to a teacher, and there is none", "kl_top"),
+            (kl, "is about the KL to a teacher, and there is none", "kl_top kl_focus"),
         )
         for applies, why, names in reasons:
             without = (name for name in given if name in names.split() and name not in in_effect)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,7 @@ class Pass:
         log_gamma: ``[H]``.
         rank: ``[B, H, S]``, see :func:`~kvpop_vllm.distill.cutoffs.running_cutoffs`.
         cutoff: ``[B, H, S]``, likewise.
+        topk: ``[H]``, k of each head.
         sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
     """
 
@@ -58,6 +59,7 @@ class Pass:
     log_gamma: torch.Tensor
     rank: torch.Tensor
     cutoff: torch.Tensor
+    topk: Sequence[int]
     sink_logits: torch.Tensor | None = None
 
 
@@ -71,23 +73,31 @@ class Sparse:
         score: see :data:`Score`.
         roles: slot roles of the budget.
         observe: called once per layer, or None.
+        topk: ``[layers][H]``, k of each head of each layer; None for that of the roles.
     """
 
     takes_sinks = True
 
-    def __init__(self, score: Score, roles: Retention, observe: Callable[[Pass], None] | None = None):
-        self.score, self.roles, self.observe = score, roles, observe
+    def __init__(
+        self,
+        score: Score,
+        roles: Retention,
+        observe: Callable[[Pass], None] | None = None,
+        topk: Sequence[Sequence[int]] | None = None,
+    ):
+        self.score, self.roles, self.observe, self.topk = score, roles, observe, topk
 
     def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         score, log_gamma = self.score(layer, k.detach(), v.detach(), self.roles)
-        rank, cutoff = running_cutoffs(score, log_gamma, self.roles)
+        topk = [self.roles.topk] * k.shape[1] if self.topk is None else self.topk[layer]
+        rank, cutoff = running_cutoffs(score, log_gamma, self.roles, topk)
         out, lse = ops.sparse_attention(
             q, k, v, rank, cutoff, sinks=self.roles.sinks, window=self.roles.window, scale=scale
         )
         out, lse = _with_sinks(out, lse, sink_logits)
         if self.observe is not None:
-            self.observe(Pass(layer, q, k, v, scale, lse, score, log_gamma, rank, cutoff, sink_logits))
+            self.observe(Pass(layer, q, k, v, scale, lse, score, log_gamma, rank, cutoff, topk, sink_logits))
         return out
 
 

@@ -16,6 +16,7 @@ from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sparse_attention import Sparse, recency
 from kvpop_vllm.kernels.ops.rules import REPLAY
 from kvpop_vllm.model_hook import POSITIONS, Attend, Dense, borrow_channel, decoder_of
+from kvpop_vllm.policies.allocators import proportional
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Scorer, Signals
 
@@ -80,6 +81,15 @@ class Student(nn.Module):
         window, topk = r.trained[row % len(r.trained)]
         sinks = prompt if r.protect_prompt and prompt else r.sinks
         return Retention(sinks + window + topk, sinks, window, step=r.decay_step)
+
+    def topk(self, roles: Retention) -> list[list[int]] | None:
+        """Return k ``[layers][H]`` of each head under the recipe's shares, None without shares.
+
+        Serving divides the slots of a request with this budget in the same way (DESIGN "Unequal shares").
+        """
+        if (shares := self.recipe.shares) is None:
+            return None
+        return (proportional(shares, roles, len(shares), len(shares[0])) - roles.first_long).tolist()
 
     def score(self, layer: int, k: torch.Tensor, v: torch.Tensor, roles: Retention):
         """Return scores of one layer; see :data:`kvpop_vllm.distill.sparse_attention.Score`.
@@ -153,11 +163,12 @@ class Student(nn.Module):
         elif recipe.phase == "uptrain":
             attend = Dense()
         elif recipe.phase == "streaming-plus":
-            attend = Sparse(recency, self.roles(row, prompt))
+            roles = self.roles(row, prompt)
+            attend = Sparse(recency, roles, topk=self.topk(roles))
         else:
             roles = self.roles(row, prompt)
             observer = RetentionLoss(roles, recipe, seed=recipe.seed * 1_000_003 + row)
-            attend = Sparse(self.score, roles, observer)
+            attend = Sparse(self.score, roles, observer, self.topk(roles))
         hidden = self.read(tokens, attend, row)
         loss, parts = self._distillation(hidden, tokens, top, prompt) if recipe.distils else (0.0, {})
         if recipe.trains_gates:
@@ -195,5 +206,5 @@ class Student(nn.Module):
         """Return sums of KL and cross-entropy over a slice of positions."""
         logits = self.base.get_output_embeddings()(hidden).float()
         ce = F.cross_entropy(logits[:, : following.shape[1]].flatten(0, 1), following.flatten(), reduction="sum")
-        kl = top_kl(logits, *top) * hidden.shape[1] if top is not None else ce.new_zeros(())
+        kl = top_kl(logits, *top, self.recipe.kl_focus) * hidden.shape[1] if top is not None else ce.new_zeros(())
         return kl, ce

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ConfigError, check_head_shares
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
 from kvpop_vllm.distill.decays import fit_decays
 from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
@@ -73,7 +73,10 @@ class Trainer(Loop):
             self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
         options = {"source": "the recipe"} | recipe.scorer_options()
-        self.config = make_config(folder_sizes(model), **options) if recipe.has_scorers else None
+        sizes = folder_sizes(model)
+        if recipe.shares is not None:
+            check_head_shares(recipe.shares, sizes["num_layers"], sizes["num_kv_heads"], "the recipe")
+        self.config = make_config(sizes, **options) if recipe.has_scorers else None
         self.student = self._student(model)
         run = {"clip": recipe.clip, "save_every": save_every, "quiet": quiet}
         super().__init__(self.student, self._optimiser(), self.out / "run", recipe.steps, **run)

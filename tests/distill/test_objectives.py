@@ -118,6 +118,10 @@ def test_listwise_loss_token_by_token(layer, groups, step):
             terms.append(sum(p * math.log(p / other) for p, other in shares))
     found = listwise_loss(score, log_gamma, coming, torch.tensor(where), roles)
     assert float(found) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
+    late = listwise_loss(
+        score, log_gamma, coming, torch.tensor(where), roles, [13, 21]
+    )  # the second head has more slots
+    assert float(late) == pytest.approx((sum(terms[:3]) + terms[5]) / 4, rel=1e-4)
 
 
 def test_listwise_loss_teaches_scores_and_decays_what_is_kept_with_hindsight(layer):
@@ -159,6 +163,20 @@ def test_teachers_kl_by_definition():
         terms.append(float((p * (p / q).log()).sum()))
     assert float(top_kl(student, best.values, best.indices)) == pytest.approx(sum(terms) / 3, rel=1e-5)
     assert float(top_kl(teacher, teacher, torch.arange(50).expand(3, 50))) == pytest.approx(0, abs=1e-6)
+
+
+def test_focus_counts_positions_whose_teacher_is_sure_and_whose_student_is_not():
+    """Position by position ``1 + f p (1 - q)`` times the divergence; the weight has no gradient."""
+    teacher = torch.tensor([[9.0, 0, 0, 0], [9.0, 0, 0, 0], [0.1, 0, 0, 0]])
+    student = torch.tensor([[0.0, 3, 0, 0], [9.0, 1, 0, 0], [0.0, 3, 0, 0]], requires_grad=True)
+    best, p, q = teacher.topk(3), teacher.topk(3).values.softmax(-1)[:, 0], student.detach().softmax(-1)[:, 0]
+    kl = torch.stack([top_kl(student[i], best.values[i], best.indices[i]) for i in range(3)])
+    weight = 1 + 2.5 * p * (1 - q)
+    assert weight[0] > 3 > 1.01 > weight[1] and weight[2] < weight[0] - 1
+    focused = top_kl(student, best.values, best.indices, 2.5)
+    torch.testing.assert_close(focused, (weight * kl).mean())
+    (grad,), (expected,) = (torch.autograd.grad(x, student, retain_graph=True) for x in (focused, (weight * kl).mean()))
+    torch.testing.assert_close(grad, expected)
 
 
 RATES = [

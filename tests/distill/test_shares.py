@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from distill.typed import evaluated, refused
+from distill.typed import distill, evaluated, refused
+from kernels.naive import visible_keys
 
+from kvpop_vllm.distill.metrics import read_metrics
+from kvpop_vllm.distill.recipes import DEMO
+from kvpop_vllm.distill.sparse_attention import Sparse
+from kvpop_vllm.distill.student import Student
 from kvpop_vllm.evaluation.policies import learned
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.model_shape import ModelShape
-from kvpop_vllm.scorers.checkpoint import read_config, write_shares
-from kvpop_vllm.testing import write_random_scorer
+from kvpop_vllm.scorers import from_tensors
+from kvpop_vllm.scorers.checkpoint import read_config, read_scorer, write_shares
+from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer
 
 SHARES = ((0.5, 1.5), (1.25, 0.75))
 
@@ -60,6 +66,37 @@ def test_a_scorers_shares_serve_every_policy(kvpop, folder):
         ValueError, match="is a file of shares and recommends nothing: give policy the name of a policy"
     ):
         KVpopCache(network, "auto", calibration=file)
+
+
+def test_training_with_shares_keeps_what_serving_with_them_keeps(kvpop, folder):
+    """Masks of training, with each window that was trained, are those of the oracle for the folder that is written."""
+    Path("measured.json").write_text(json.dumps({"shares": SHARES}))
+    words = ["--window", "8", "12", "--topk", "20", "13", "--sinks=3", "--decay-step=1", "--no-fit-decays"]
+    distill(kvpop, "shared", "--shares=measured.json", "--steps=3", "--batch=2", *words)
+    config, layers = read_scorer("shared")
+    assert config.shares == SHARES and [(b.window, b.topk) for b in config.trained] == [(8, 20), (12, 13)]
+    again = distill(kvpop, "again", "--shares=shared", "--steps=3", "--batch=2", *words)
+    assert again == read_metrics(Path("shared/run/metrics.jsonl"))
+    equal = distill(kvpop, "equal", "--steps=3", "--batch=2", *words)
+    assert again[0]["retention"] != equal[0]["retention"]
+    recipe = dataclasses.replace(
+        DEMO, length=96, positions=None, sinks=3, window=[8, 12], topk=[20, 13], shares=config.shares
+    )
+    student = Student(load_model("qwen3", torch.float64), [from_tensors(config, tensors) for tensors in layers], recipe)
+    tokens, oracle = random_prompt(96), OracleModel("qwen3")
+    for row, (window, topk) in enumerate(recipe.trained):
+        masks, roles = [], student.roles(row)
+        near = roles.sinks, roles.window
+
+        def observe(layer, masks=masks, near=near):
+            masks.append(visible_keys(layer.rank, layer.cutoff, *near)[0])
+
+        student.read(torch.tensor([tokens]), Sparse(student.score, roles, observe, student.topk(roles)), row=0)
+        policy = OraclePolicy.from_scorer("shared", window=window, topk=topk)
+        judged = oracle.run(tokens, policy, visible=masks)  # refuses sets that the slots of a head do not allow
+        assert all(float(margins.min()) > -1e-5 for margins in judged.margins), "float32 scores decide otherwise"
+        slots = [mask[:, -1].sum(-1).tolist() for mask in masks]
+        assert slots == [[roles.first_long + k for k in layer] for layer in policy.topk] != [[roles.budget] * 2] * 2
 
 
 def test_the_former_command_names_the_new_one(kvpop, folder):

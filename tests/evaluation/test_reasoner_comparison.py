@@ -107,6 +107,41 @@ def test_prompts_that_are_not_protected(tmp_path, reasoner, small):
         assert settings == {None if "snapkv" in path.name else 0}, path.name
 
 
+def test_policies_are_trained_again_with_the_shares_that_were_found(tmp_path, reasoner, small):
+    """The second training gets the shares of the first one; where equal ones were best there is none."""
+    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,))
+    comparison.prepare_calibration()
+    for name, unit in (("kvpop", "head"), ("kvpop-window-10", "head"), ("kvpop-frozen-base", "uniform")):
+        comparison.cells, ran = {}, []
+        for variant in (name, *comparison._with_trained_shares(name)):
+            comparison._expect(variant)
+        for command in comparison._trainings(name, [], 2):
+            program, action, *words = map(str, command)
+            ran.append((action, words[words.index("--out") + 1].removeprefix(f"{tmp_path}/")))
+            if action == "calibrate":
+                folder = Path(words[words.index("--out") + 1])
+                folder.mkdir(parents=True)
+                (folder / compare.NAME).write_text(json.dumps({"unit": unit}))
+            if action == "distill":
+                source = [str(comparison.calibrations / f"{name}-2")] if ran[-1][1] == f"{name}-shares-2" else []
+                assert words[words.index("--shares") + 1 :][:1] == source if "--shares" in words else not source
+                assert ("--window 10 --topk 10" if "window" in name else "--window 8 --topk 12") in " ".join(words)
+            comparison.cells.pop(command[command.index("--out") + 1], None)
+        actions = ["distill", "calibrate", "eval", "eval"]
+        assert [action for action, _ in ran] == (2 * actions if unit == "head" else actions[:3])
+        assert not comparison.cells, "commands were expected that did not come"
+        assert {out for action, out in ran if action == "distill"} <= {name, f"{name}-shares-2"}
+
+
+def test_time_left_is_told_once_every_kind_of_command_has_ended(tmp_path):
+    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 2)
+    comparison.cells = {Path("a"): "distill", Path("b"): "eval", Path("c"): "eval"}
+    comparison.seconds = {"distill": [600.0, 1200.0]}
+    assert comparison.left() == "3 results to come"
+    comparison.seconds["eval"] = [300.0]
+    assert comparison.left() == "3 results to come, in about 13 minutes"
+
+
 def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, untrained=("h2o", "tova"))

@@ -66,13 +66,16 @@ def held_by_teacher(target, log_gamma, q, step, sinks, window, topk):
 
 
 def naive(pred, target, log_gamma, positions, step, margin, balance, roles=(SINKS, WINDOW, TOPK)):
-    window, terms = roles[1], []
+    window, terms, topk = roles[1], [], [roles[2]] * 2 if isinstance(roles[2], int) else roles[2]
     for b in range(2):
         for h in range(2):
             rows = []
             for q in positions:
                 new, gamma = q - window, float(log_gamma[h].detach())
-                held, left = held_by_teacher([float(x) for x in target[b, h].detach().float()], gamma, q, step, *roles)
+                own_roles = (*roles[:2], topk[h])
+                held, left = held_by_teacher(
+                    [float(x) for x in target[b, h].detach().float()], gamma, q, step, *own_roles
+                )
                 kept, bound = new in held, held[0] if held[0] != new else left
 
                 def gap(score, gamma, new=new, bound=bound, q=q):
@@ -106,7 +109,7 @@ def naive(pred, target, log_gamma, positions, step, margin, balance, roles=(SINK
     length=st.integers(0, 80),
     sinks=st.integers(0, 4),
     window=st.integers(1, 12),
-    topk=st.integers(0, 12),
+    topk=st.integers(0, 12) | st.lists(st.integers(1, 12), min_size=2, max_size=2),
     step=st.sampled_from([1, 4]),
     ties=st.booleans(),
     margin=st.sampled_from([None, (0.1, 0.5), (0.2, 1.0)]),
@@ -117,7 +120,8 @@ def test_equals_the_definition(length, sinks, window, topk, step, ties, margin, 
     """Sequences that end before the window or the budget is full are included and cost nothing."""
     pred, target, log_gamma = inputs(seed, ties, length=length)
     target.requires_grad_()
-    positions = list(range(sinks + window + topk, length)) if topk else []
+    largest = topk if isinstance(topk, int) else max(topk)
+    positions = list(range(sinks + window + largest, length)) if topk else []
     samples = torch.tensor(positions) if positions else 5
     options = dict(sinks=sinks, window=window, topk=topk, step=step, samples=samples)
     loss = loss_of(pred, target, log_gamma, margin=margin, balance=balance, **options)
@@ -130,6 +134,26 @@ def test_equals_the_definition(length, sinks, window, topk, step, ties, margin, 
     for a, e in zip(*grads, strict=True):
         torch.testing.assert_close(a, e)
     assert loss.requires_grad and torch.autograd.grad(loss, target, allow_unused=True)[0] is None
+
+
+@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("topk", [[TOPK, 0], [TOPK, S], [0, 5], [3, TOPK]])
+def test_heads_that_never_evict_do_not_count(topk, step):
+    """Positions of a head are drawn where its slots are full; the loss is that of the heads which have some."""
+    pred, target, log_gamma = inputs(1)
+    options = dict(step=step, samples=6, balance=(0.2, 5.0), margin=(0.1, 1.0))
+    first = SINKS + WINDOW + torch.tensor(topk)
+    q = _positions(6, pred.shape, first, torch.Generator().manual_seed(4), torch.device("cpu"))
+    chosen = [h for h, k in enumerate(topk) if k and SINKS + WINDOW + k < S]
+    assert all(int(q[:, h].min()) >= first[h] and int(q[:, h].max()) < S for h in chosen)
+    if len(chosen) == 2:
+        assert int(q[:, 0].min()) < first[1], "each head has positions of its own"
+    loss = loss_of(pred, target, log_gamma, topk=topk, **options, generator=torch.Generator().manual_seed(4))
+    options |= {"samples": q[:, chosen], "topk": [topk[h] for h in chosen]}
+    expected = loss_of(pred[:, chosen], target[:, chosen], log_gamma[chosen], **options)
+    torch.testing.assert_close(loss, expected)
+    (grad,) = torch.autograd.grad(loss, pred)
+    assert sorted(h for h in range(2) if grad[:, h].any()) == chosen
 
 
 def test_the_reference_runs_references(monkeypatch):
@@ -169,7 +193,7 @@ def test_what_makes_no_sense_is_refused(change, options, message):
 
 
 def test_positions_are_drawn_where_the_budget_is_full_and_biased_late():
-    q = _positions(4000, (2, 2, S), FIRST, torch.Generator().manual_seed(0), torch.device("cpu"))
+    q = _positions(4000, (2, 2, S), torch.tensor([FIRST] * 2), torch.Generator().manual_seed(0), torch.device("cpu"))
     assert q.shape == (2, 2, 4000) and int(q.min()) == FIRST and int(q.max()) == S - 1
     middle, uniform, late = (FIRST + S) / 2, q[..., :2000].double(), q[..., 2000:].double()
     assert abs((uniform > middle).double().mean() - 0.5) < 0.03 and abs((late > middle).double().mean() - 0.75) < 0.03

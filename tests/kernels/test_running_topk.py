@@ -22,7 +22,7 @@ IMPLS = ["triton"] if INTERPRETED else ["reference", "cpp"]
     length=st.integers(1, 70) | st.sampled_from([64, 65]),
     sinks=st.integers(0, 5),
     window=st.integers(1, 12) | st.just(50),
-    topk=st.integers(0, 25) | st.sampled_from([0, 1, 100]),
+    topk=st.integers(0, 25) | st.sampled_from([0, 1, 100]) | st.lists(st.integers(0, 40), min_size=3, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     coarse=st.booleans(),
     seed=st.integers(0, 2**30),
@@ -30,10 +30,13 @@ IMPLS = ["triton"] if INTERPRETED else ["reference", "cpp"]
 def test_equals_a_sort_for_every_query(impl, batch, heads, length, sinks, window, topk, dtype, coarse, seed):
     priority = torch.randn(batch, heads, length, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2
     priority = priority.round() if coarse else priority
+    slots = [topk] * heads if isinstance(topk, int) else topk[:heads]
+    topk = topk if isinstance(topk, int) else slots
     rank, cutoff = ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl=impl)
     assert rank.dtype == cutoff.dtype == torch.int32 and rank.shape == cutoff.shape == priority.shape
     assert torch.equal(rank.sort(-1).values, torch.arange(length, dtype=torch.int32).expand_as(rank))
-    assert torch.equal(visible_keys(rank, cutoff, sinks, window), kept_sets(priority, sinks, window, topk))
+    expected = [kept_sets(row, sinks, window, k) for row, k in zip(priority.split(1, 1), slots, strict=True)]
+    assert torch.equal(visible_keys(rank, cutoff, sinks, window), torch.cat(expected, 1))
     expected = ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl="reference")
     assert torch.equal(rank, expected[0]) and torch.equal(cutoff, expected[1])
 
@@ -114,6 +117,8 @@ def test_bad_arguments_are_refused(impl):
         (right, {"window": 0}, "window >= 1"),
         (right, {"topk": -1}, "topk >= 0"),
         (right, {"sinks": -1}, "sinks, topk >= 0"),
+        (right, {"topk": [1, -1]}, "one for each of 1 heads, got 2"),
+        (right, {"topk": [-1]}, "topk >= 0"),
         (right * torch.nan, {}, "NaN priority"),
     ):
         with pytest.raises(ValueError, match=message):

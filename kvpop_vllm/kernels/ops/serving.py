@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvpop_vllm.cache.chunks import Chunks
@@ -297,7 +299,7 @@ def online_topk(
     position: torch.Tensor,
     held: int,
     *,
-    topk: int,
+    topk: int | Sequence[int],
     window: int,
     log_gamma: torch.Tensor,
     decay_step: int = 1,
@@ -315,7 +317,7 @@ def online_topk(
         score: ``[H, T]`` float32 raw scores.
         position: ``[H, T]`` int64; the positions of the arrivals increase by one.
         held: number of tokens in the slots at the start.
-        topk: k.
+        topk: k, or k of each head; heads that differ are simulated one after another.
         window: w.
         log_gamma: ``[H]`` float64.
         decay_step: n.
@@ -331,6 +333,18 @@ def online_topk(
         ValueError: ``held`` exceeds the number of tokens or slots; ``window`` is not in [1, 2**29], so that
             times of the first 2**30 positions fit 31 bits; or ``decay_step`` is not in [1, 2**31 - 1].
     """
+    if not isinstance(topk, int) and len(set(topk)) == 1:
+        topk = topk[0]
+    if not isinstance(topk, int):
+        rows = zip(score.split(1), position.split(1), topk, log_gamma.split(1), strict=True)
+        options = {"window": window, "decay_step": decay_step, "ages": ages, "impl": impl}
+        drawn = [None] * len(score) if keys is None else keys.split(1)
+        return torch.cat(
+            [
+                online_topk(*row, held, topk=slots, log_gamma=decay, keys=key, **options)
+                for (*row, slots, decay), key in zip(rows, drawn, strict=True)
+            ]
+        )
     if not 0 <= held <= min(topk, score.shape[-1]):
         raise ValueError(f"online_topk needs 0 <= held <= min(topk, T), got {held}, {topk} and {score.shape[-1]}")
     most = {"window": (window, 2**29), "decay_step": (decay_step, 2**31 - 1)}

@@ -5,6 +5,8 @@ Tensors hold whole sequences, with the head axis before the position axis.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvpop_vllm.kernels.dispatch import resolve
@@ -35,6 +37,14 @@ def _roles(op: str, sinks: int, window: int, topk: int) -> None:
     """Check that the numbers of sinks, window tokens and long-range slots are valid."""
     if window < 1 or sinks < 0 or topk < 0:
         raise ValueError(f"{op} needs window >= 1 and sinks, topk >= 0, got {window}, {sinks}, {topk}")
+
+
+def _slots(op: str, topk: int | Sequence[int], heads: int) -> list[int]:
+    """Return the number of long-range slots of each head, from one number for all or from those of the heads."""
+    slots = [topk] * heads if isinstance(topk, int) else list(topk)
+    if len(slots) != heads:
+        raise ValueError(f"{op} needs topk, or one for each of {heads} heads, got {len(slots)}")
+    return slots
 
 
 def delayed_mlstm(
@@ -100,7 +110,7 @@ def check_priorities(priority: torch.Tensor) -> None:
 
 
 def running_topk(
-    priority: torch.Tensor, *, sinks: int, window: int, topk: int, impl: str = "auto"
+    priority: torch.Tensor, *, sinks: int, window: int, topk: int | Sequence[int], impl: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ranks under a static order and, for every query, the rank of the k-th best eligible key.
 
@@ -115,7 +125,7 @@ def running_topk(
             1e-2 only in float32.
         sinks: s.
         window: w >= 1.
-        topk: k.
+        topk: k, or k of each of the H heads.
         impl: implementation.
 
     Returns:
@@ -124,11 +134,12 @@ def running_topk(
 
     Raises:
         NotFinite: a priority on a CPU is NaN. A GPU is not waited for.
-        ValueError: w < 1, or s or k negative.
+        ValueError: w < 1, s or k negative, or not one k for each head.
     """
-    _roles("running_topk", sinks, window, topk)
+    slots = _slots("running_topk", topk, priority.shape[-2])
+    _roles("running_topk", sinks, window, min(slots))
     run = resolve("running_topk", impl, priority)
-    return run(priority.detach(), sinks=sinks, window=window, topk=topk)
+    return run(priority.detach(), sinks=sinks, window=window, topk=slots)
 
 
 def sparse_attention(
@@ -219,7 +230,7 @@ def boundary_loss(
     *,
     sinks: int,
     window: int,
-    topk: int,
+    topk: int | Sequence[int],
     step: int,
     tau: float,
     samples: int | torch.Tensor,
@@ -244,7 +255,7 @@ def boundary_loss(
             predicted effective scores alone.
         sinks: s.
         window: w.
-        topk: k.
+        topk: k, or k of each of the H heads.
         step: decay step n.
         tau: temperature.
         samples: number of positions ``q >= s + w + k`` drawn for each sequence and head, half uniformly and
@@ -257,21 +268,23 @@ def boundary_loss(
         impl: implementation.
 
     Returns:
-        Mean over sequences, heads and samples, a scalar in pred's dtype; 0 if k = 0 or no position qualifies.
+        Mean over sequences, samples and the heads that have any, a scalar in pred's dtype. A head has none if k = 0 or
+            no position qualifies; the loss is 0 if no head has any.
 
     Raises:
         ValueError: shapes that do not match, positions before ``s + w + k`` or beyond the sequence, w < 1, n
-            < 1, s or k negative, or tau not above 0.
+            < 1, s or k negative, not one k for each head, or tau not above 0.
     """
     _axes("boundary_loss", "pred", pred, "B H S")
     _same("pred and target", pred.shape, target.shape)
     _same("log_gamma and the heads of pred", log_gamma.shape, pred.shape[1:2])
-    _roles("boundary_loss", sinks, window, topk)
+    slots = _slots("boundary_loss", topk, pred.shape[1])
+    _roles("boundary_loss", sinks, window, min(slots))
     if step < 1 or not tau > 0 or (not isinstance(samples, torch.Tensor) and samples < 0):
         raise ValueError(f"boundary_loss needs step >= 1, tau > 0 and samples >= 0, got {step}, {tau} and {samples}")
     # there is one implementation, but the ops that it uses for ordering have fast ones
     order = {"order": "auto"} if impl == "auto" else {}
     return resolve("boundary_loss", impl, pred)(
-        pred, target, log_gamma, sinks=sinks, window=window, topk=topk, step=step, tau=tau, samples=samples,
+        pred, target, log_gamma, sinks=sinks, window=window, topk=slots, step=step, tau=tau, samples=samples,
         margin=margin, balance=balance, generator=generator, **order,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.transfers import to_device
 
 
 def boundary_loss(
@@ -13,36 +14,42 @@ def boundary_loss(
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.boundary_loss`.
 
-    ``order`` is the implementation of the ops that rank scores.
+    ``topk`` has a k for each head; ``order`` is the implementation of the ops that rank scores.
     """
-    first, length = sinks + window + topk, pred.shape[-1]
+    length, slots = pred.shape[-1], torch.tensor(topk, dtype=torch.int64)
+    first = sinks + window + slots  # [H], the first query at which a head evicts
+    evicts = (slots > 0) & (first < length)
     q = _positions(samples, pred.shape, first, generator, pred.device)
-    if topk == 0 or q.numel() == 0:
+    if q.numel() == 0 or not bool((slots > 0).any()):
         return pred.sum() * 0 + log_gamma.sum().to(pred.dtype) * 0
-    if isinstance(samples, torch.Tensor) and (int(q.min()) < first or int(q.max()) >= length):
-        raise ValueError(f"samples must lie in [{first}, {length - 1}] = [s + w + k, S - 1]")
+    begin, counted = (to_device(x, pred.device).unsqueeze(1) for x in (first, evicts))
+    if isinstance(samples, torch.Tensor) and bool(((q < begin) | (q >= length)).any()):
+        raise ValueError(f"samples must lie in [{int(first.max())}, {length - 1}] = [s + w + k, S - 1]")
+    number = int(evicts.sum()) * q.shape[0] * q.shape[2]
     with torch.no_grad():
         decay = log_gamma.detach().double()
         teacher = _static_teacher if step == 1 else _aged_teacher
         kept, boundary = teacher(target.detach(), decay, q, sinks, window, topk, step, order)
         y = torch.where(kept, 1.0, -1.0).to(pred.dtype)
         gap = _gap(target.detach().double(), decay, q, q - window, boundary, step)
-        weight = _weights(y, gap, margin, balance).to(pred.dtype)
+        weight = _weights(y, gap, margin, balance, counted, number).to(pred.dtype)
     difference = _gap(pred.double(), log_gamma.double(), q, q - window, boundary, step).to(pred.dtype)
-    return (weight * F.softplus(-y * difference / tau)).mean()
+    return (counted * weight * F.softplus(-y * difference / tau)).sum() / max(1, number)
 
 
 def _positions(samples, shape, first, generator, device):
-    """Return the query positions ``[B, H, N]``."""
+    """Return the query positions ``[B, H, N]``; the last one for heads that never evict."""
     batch, heads, length = shape
     if isinstance(samples, torch.Tensor):
         return samples.to(device).long().expand(batch, heads, samples.shape[-1])
-    span = max(0, length - first)
+    span = (length - first).clamp_min(0).unsqueeze(1)
     source = device if generator is None else generator.device
-    u = torch.rand(batch, heads, samples if span else 0, generator=generator, dtype=torch.float64, device=source)
+    count = samples if bool(span.any()) else 0
+    u = torch.rand(batch, heads, count, generator=generator, dtype=torch.float64, device=source)
     late = u[..., samples // 2 :].sqrt()
     u = torch.cat([u[..., : samples // 2], late], -1)
-    return (first + (u * span).long().clamp_max(span - 1)).to(device)
+    span, first = (x.to(source) for x in (span, first.unsqueeze(1)))
+    return to_device((first + (u * span).long().minimum(span - 1)).clamp_max(length - 1), device)
 
 
 def _gap(score, log_gamma, q, a, b, step):
@@ -60,10 +67,12 @@ def _static_teacher(target, log_gamma, q, sinks, window, topk, step, order):
     priority = target.double() - t * log_gamma.unsqueeze(-1)
     rank, cutoff = (x.long() for x in ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl=order))
     by_rank = torch.empty_like(rank).scatter_(-1, rank, t.expand_as(rank))
-    own, last = rank.gather(-1, q - window), cutoff.gather(-1, q)
-    dropped = cutoff.gather(-1, q - 1)  # last kept token at q - 1; evicted if t_new is kept
-    all_of_them = rank[..., sinks : sinks + topk].amax(-1, keepdim=True)  # q has no earlier cutoff
-    dropped = torch.where(q == sinks + window + topk, all_of_them, dropped)
+    own, last = rank.gather(-1, q - window), cutoff.gather(-1, q).clamp_min(0)
+    dropped = cutoff.gather(-1, q - 1).clamp_min(0)  # last kept token at q - 1; evicted if t_new is kept
+    end = to_device(sinks + torch.tensor(topk), target.device).unsqueeze(1)
+    among_first = (t >= sinks) & (t < end)  # the first k eligible tokens, which query s + w + k - 1 keeps
+    all_of_them = rank.where(among_first, 0).amax(-1, keepdim=True)
+    dropped = torch.where(q == window + end, all_of_them, dropped)
     return own <= last, by_rank.gather(-1, torch.where(own == last, dropped, last))
 
 
@@ -80,7 +89,7 @@ def _aged_teacher(target, log_gamma, q, sinks, window, topk, step, order):
         target[..., sinks:].reshape(batch * heads, -1).contiguous(),
         eligible.expand(batch * heads, -1).contiguous(),
         0,
-        topk=topk,
+        topk=topk * batch,
         window=window,
         log_gamma=log_gamma.repeat(batch),
         decay_step=step,
@@ -100,14 +109,17 @@ def _lowest(effective, held):
     return effective.masked_fill(~held, torch.inf).argmin(-1)
 
 
-def _weights(y, gap, margin, balance):
-    """Return the weight of each example from the keep/drop balance and the margin."""
+def _weights(y, gap, margin, balance, counted, number):
+    """Return the weight of each example from the keep/drop balance and the margin.
+
+    ``number`` examples count, those of the heads ``counted [H, 1]``.
+    """
     weight = torch.ones_like(gap)
     if balance is not None:
         keep = (y > 0).double().mean(dim=(0, 2), keepdim=True)
         share = torch.where(y > 0, keep, 1 - keep)
         weight = (0.5 / share).clamp(*balance)
-        weight = weight / weight.mean()
+        weight = weight / ((counted * weight).sum() / max(1, number))
     if margin is not None:
         least, sharpness = margin
         weight = weight * (least + (1 - least) * torch.sigmoid(y * gap / sharpness))

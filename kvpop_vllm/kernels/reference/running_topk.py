@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import cycle
 
 import torch
 
@@ -26,7 +27,8 @@ def running_topk(priority, *, sinks, window, topk):
     check_priorities(priority)
     shape, length = priority.shape, priority.shape[-1]
     rank = ranks(priority)
-    cutoff = [_cutoffs(row, sinks, window, topk) for row in rank.reshape(-1, max(1, length)).tolist()]
+    rows = rank.reshape(-1, max(1, length)).tolist()
+    cutoff = [_cutoffs(row, sinks, window, slots) for row, slots in zip(rows, cycle(topk), strict=False)]
     return rank.int(), torch.tensor(cutoff, dtype=torch.int32, device=priority.device).view(shape)
 
 
