@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
+from kvpop_vllm.distill.listwise import listwise_loss
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sparse_attention import Pass, dense_attention
-from kvpop_vllm.distill.targets import attention_from, retention_target
+from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.roles import Retention
 
@@ -70,9 +71,9 @@ class RetentionLoss:
                 generator=torch.Generator().manual_seed(seed),
             )
         if recipe.listwise and roles.budget < target.shape[-1]:
-            where = _positions(recipe.lists, roles.budget, target.shape[-1], seed)
-            coming = attention_from(q, k, lse, where, scale=seen.scale, groups=recipe.groups)
-            lists = listwise_loss(seen.score, seen.log_gamma, coming, torch.tensor(where, device=q.device), roles)
+            positions = _positions(recipe.lists, roles.budget, target.shape[-1], seed)
+            options = {"scale": seen.scale, "groups": recipe.groups}
+            lists = listwise_loss(seen.score, seen.log_gamma, q, k, lse, positions, roles, **options)
             loss = loss + recipe.listwise * lists
         self.losses[seen.layer] = loss
         self.recalls[seen.layer] = _teacher_recall(seen, target, roles)
@@ -101,33 +102,6 @@ def _teacher_recall(seen: Pass, target, roles: Retention) -> torch.Tensor:
         return torch.ones((), device=target.device)
     both = kept_at(rank, cutoff, q, roles) & kept_at(seen.rank, seen.cutoff, q, roles)
     return (both.sum(-1) / roles.topk).mean()
-
-
-def listwise_loss(
-    score: torch.Tensor, log_gamma: torch.Tensor, target: torch.Tensor, positions: torch.Tensor, roles: Retention
-) -> torch.Tensor:  # fmt: skip
-    """Return the KL of the tokens' shares of coming attention to the softmax of their effective scores.
-
-    At each position all tokens behind the window are ranked (ListNet's top one probability, Cao et al. 2007). A
-    token weighs as much as the attention that is lost with it.
-
-    Args:
-        score: ``[B, H, S]`` raw scores.
-        log_gamma: ``[H]``.
-        target: ``[B, H, P, S]`` logarithms of the attention from a position on
-            (:func:`kvpop_vllm.distill.targets.attention_from`).
-        positions: ``[P]`` positions of queries.
-        roles: slot roles and decay step.
-
-    Returns:
-        Mean over positions and heads, in nats.
-    """
-    age = positions.unsqueeze(1) - torch.arange(score.shape[-1], device=score.device)  # [P, S]
-    outside = (age < roles.window) | (age > positions.unsqueeze(1) - roles.sinks)
-    effective = score.unsqueeze(2) + (age // roles.step) * log_gamma.to(score.dtype)[:, None, None]
-    log_q = effective.masked_fill(outside, -torch.inf).log_softmax(-1).masked_fill(outside, 0.0)
-    log_p = target.to(score.dtype).masked_fill(outside, -torch.inf).log_softmax(-1)
-    return (log_p.exp() * (log_p.masked_fill(outside, 0.0) - log_q)).sum(-1).mean()
 
 
 def top_kl(student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ class Student(nn.Module):
 
     def forward(
         self, tokens: torch.Tensor, row: int, top: tuple[torch.Tensor, torch.Tensor] | None = None, prompt: int = 0
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:  # fmt: skip
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
         """Return the loss of a micro-batch of rows.
 
         Args:

@@ -19,6 +19,7 @@ from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_we
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, only_run_in, read_settings
 from kvpop_vllm.files import replacing, write_whole
+from kvpop_vllm.kernels.transfers import to_device
 from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
 from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
@@ -241,14 +242,13 @@ class Trainer(Loop):
 
     def one_pass(self, row: int, passes: int) -> dict[str, torch.Tensor]:
         """Add the gradient of a micro-batch that begins with ``row``, one of ``passes``; return ``loss`` and its parts."""
-        recipe, device = self.recipe, self.process.device
-        tokens = torch.stack([self.rows[row + i] for i in range(recipe.micro_batch)]).to(device)
+        recipe = self.recipe
+        tokens = to_device(torch.stack([self.rows[row + i] for i in range(recipe.micro_batch)]), self.process.device)
         prompt = 0 if recipe.pack else self.rows.prompt_length(row)
         top = None if self.teacher is None else self._targets(tokens, row)  # before the model has gathered anything
         loss, parts = self.student(tokens, row, top, prompt)
         (loss / passes).backward()
-        values = {"loss": loss.detach()} | parts
-        return {name: torch.as_tensor(value, dtype=torch.float64, device=device) for name, value in values.items()}
+        return {name: value.double() for name, value in ({"loss": loss.detach()} | parts).items()}
 
     def _targets(self, tokens: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the teacher's top logits of a micro-batch, and their indices."""

@@ -177,8 +177,11 @@ class Loop(ABC):
 
     @staticmethod
     def numbers(metrics: dict[str, torch.Tensor | float]) -> dict[str, float]:
-        """Return metrics as numbers; this is where a step waits for its device."""
-        return {name: float(value) for name, value in metrics.items()}
+        """Return metrics as numbers; this is where a step waits for its device, once."""
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
+        values = torch.stack([value.detach().double() for value in tensors.values()]).tolist() if tensors else []
+        numbers = dict(zip(tensors, values, strict=True))
+        return {name: numbers.get(name, value) for name, value in metrics.items()}
 
     @abstractmethod
     def rates(self, step: int) -> Sequence[float]:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.transfers import to_device
 
 
 def boundary_loss(
@@ -42,7 +43,7 @@ def _positions(samples, shape, first, generator, device):
     u = torch.rand(batch, heads, samples if span else 0, generator=generator, dtype=torch.float64, device=source)
     late = u[..., samples // 2 :].sqrt()
     u = torch.cat([u[..., : samples // 2], late], -1)
-    return (first + (u * span).long().clamp_max(span - 1)).to(device)
+    return to_device(first + (u * span).long().clamp_max(span - 1), device)
 
 
 def _gap(score, log_gamma, q, a, b, step):
