@@ -118,7 +118,10 @@ class DMSAttend(_Gated):
     def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the compression loss, and the values to report."""
         evicted = torch.stack([self.evicted[layer] for layer in sorted(self.evicted)]).mean()
-        return (self.target - evicted).clamp_min(0), {"evicted": evicted.detach(), "target": torch.full_like(evicted, self.target, dtype=torch.float64)}
+        return (self.target - evicted).clamp_min(0), {
+            "evicted": evicted.detach(),
+            "target": torch.full_like(evicted, self.target, dtype=torch.float64),
+        }
 
     def _noise(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         """Return the difference of two Gumbel variables, in the shape of ``like``."""

@@ -146,7 +146,9 @@ def test_listwise_loss_in_blocks_is_the_dense_one(monkeypatch, blocks, groups, s
     age = positions.unsqueeze(1) - torch.arange(S)
     ranked = (age >= WINDOW) & (age <= positions.unsqueeze(1) - 2)
     log_p = target.masked_fill(~ranked, -torch.inf).log_softmax(-1)
-    log_q = (score.unsqueeze(2) + (age // step) * log_gamma[:, None, None]).masked_fill(~ranked, -torch.inf).log_softmax(-1)
+    log_q = (
+        (score.unsqueeze(2) + (age // step) * log_gamma[:, None, None]).masked_fill(~ranked, -torch.inf).log_softmax(-1)
+    )
     expected = torch.where(ranked, log_p.exp() * (log_p - log_q), 0.0).sum(-1).mean()
     found = listwise_loss(score, log_gamma, q, k, lse, positions.tolist(), roles, scale=SCALE, groups=groups)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
