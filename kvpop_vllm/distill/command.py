@@ -14,7 +14,7 @@ from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
 from kvpop_vllm.distill.recipes import RECIPES
 
 TRAINING = "save_every", "validate_every", "validation_rows", "tracker"
-"""Options of a training run beside those of its recipe."""
+"""Options of a training run that its recipe does not have."""
 
 
 def add_distill(commands) -> None:

@@ -170,11 +170,11 @@ class TokenFile:
     def _tokenise(self, batch: dict[str, list[str]]) -> dict[str, list]:
         """Return the columns of :meth:`_tokenised` for documents of a table."""
         documents = [Document(**json.loads(text)) for text in batch["document"]]
-        found = list(self.tokens.encode(documents))
+        encoded = list(self.tokens.encode(documents))
         return {
             "share": [share_of_document(document) for document in documents],
-            "ids": [ids for _, ids in found],
-            "prompt": [self._prompt(document, ids) for document, ids in found],
+            "ids": [ids for _, ids in encoded],
+            "prompt": [self._prompt(document, ids) for document, ids in encoded],
         }
 
     def _prompt(self, document: Document, ids: np.ndarray) -> int:
@@ -259,7 +259,7 @@ class Rows(ABC):
 
     @abstractmethod
     def made_from(self) -> list:
-        """Return what the rows are made from beside the arguments of this class, for the fingerprint."""
+        """Return what the rows are made from besides the arguments of this class, for the fingerprint."""
 
     @abstractmethod
     def __getitem__(self, row: int) -> torch.Tensor:
@@ -462,16 +462,16 @@ class DocumentRows(StoredRows):
         sources: see :class:`StoredRows`.
         tokenizer: see :class:`Rows`.
         length: S.
-        least: minimum number of tokens of a row.
-        behind_prompt: True if a prompt does not count towards ``least``.
+        shortest: minimum number of tokens of a row.
+        behind_prompt: True if a prompt does not count towards ``shortest``.
         options: see :class:`StoredRows`.
     """
 
     prompts = True
 
-    def __init__(self, sources, tokenizer, length: int, *, least: int, behind_prompt: bool, **options):
+    def __init__(self, sources, tokenizer, length: int, *, shortest: int, behind_prompt: bool, **options):
         super().__init__(sources, tokenizer, length, **options)
-        self.least, self.behind_prompt = least, behind_prompt
+        self.shortest, self.behind_prompt = shortest, behind_prompt
 
     @property
     def cut(self) -> int:
@@ -485,9 +485,9 @@ class DocumentRows(StoredRows):
         ours = self._taken(stored)
         ends, lengths, prompts = stored.lengths.cumsum()[ours], stored.lengths[ours], stored.prompts[ours]
         rows = np.minimum(lengths + 1, self.length)
-        enough = rows - (prompts if self.behind_prompt else 0) >= self.least
+        enough = rows - (prompts if self.behind_prompt else 0) >= self.shortest
         where = " behind its prompt" if self.behind_prompt else ""
-        short = "" if enough.any() else f"no document of {self.least} tokens{where}"
+        short = "" if enough.any() else f"no document of {self.shortest} tokens{where}"
         self._check(stored, len(lengths), "give longer documents, raise --length, or lower --topk or --window", short)
         return stored.ids, (ends - lengths)[enough], ends[enough], np.minimum(prompts, rows - 1)[enough]
 

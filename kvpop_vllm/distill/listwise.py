@@ -1,4 +1,4 @@
-"""Listwise loss of scores: at some positions, all tokens behind the window against the attention to come."""
+"""Listwise loss of scores: at some positions, all tokens that have left the window against the attention to come."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def listwise_loss(
 ) -> torch.Tensor:
     """Return the KL of the tokens' shares of coming attention to the softmax of their effective scores.
 
-    At each position all tokens behind the window are ranked (ListNet's top one probability, Cao et al. 2007). A token
-    weighs as much as the attention that it gets from the position on, which is lost with it. Positions are taken from
-    the last to the first, so that this attention is a sum that grows, and no array of positions and tokens is formed.
-    Memory is O(S) and does not depend on the number of positions.
+    At each position all tokens that have left the window are ranked (ListNet's top one probability, Cao et al. 2007).
+    A token weighs as much as the attention that it gets from the position on, which is lost with it. Positions are
+    taken from the last to the first, so that this attention is a sum that grows, and no array of positions and tokens
+    is formed. Memory is O(S) and does not depend on the number of positions.
 
     Args:
         score: ``[B, H, S]`` raw scores.
@@ -40,7 +40,7 @@ def listwise_loss(
         q: ``[B, Hq, S, D]``; no gradient reaches q, k and lse.
         k: ``[B, H, S, D]``.
         lse: ``[B, Hq, S]``, log-normalisers, float32 or float64.
-        positions: positions of queries, ascending, each with tokens behind its window.
+        positions: positions of queries, ascending, each with tokens that have left the window.
         roles: slot roles and decay step.
         scale: factor on q . k.
         groups: ``max`` or ``mean`` over the query heads that share a KV head.
@@ -68,16 +68,16 @@ class _Listwise(torch.autograd.Function):
         loss, by_score, by_decay = score.new_zeros(()), torch.zeros_like(score), torch.zeros_like(log_gamma)
         mass = lse.new_zeros(*k.shape[:2], q.shape[1] // k.shape[1], k.shape[2])
         for first, end in reversed(list(pairwise([*positions, q.shape[2]]))):
-            behind = slice(sinks, first - roles.window + 1)
-            _add_attention(mass, q, k, lse, slice(first, end), behind, scale)
-            log_p = of_kv_heads(mass[..., behind].log(), groups).to(score.dtype).log_softmax(-1)
-            steps = (first - torch.arange(behind.start, behind.stop, device=score.device)) // roles.step
-            aged = score[..., behind] + steps * log_gamma.to(score.dtype).unsqueeze(-1)
+            ranked = slice(sinks, first - roles.window + 1)
+            _add_attention(mass, q, k, lse, slice(first, end), ranked, scale)
+            log_p = of_kv_heads(mass[..., ranked].log(), groups).to(score.dtype).log_softmax(-1)
+            steps = (first - torch.arange(ranked.start, ranked.stop, device=score.device)) // roles.step
+            aged = score[..., ranked] + steps * log_gamma.to(score.dtype).unsqueeze(-1)
             log_q = aged.log_softmax(-1)
             p = log_p.exp()
             loss += (p * (log_p - log_q)).sum() / count
             slope = (log_q.exp() - p) / count
-            by_score[..., behind] += slope
+            by_score[..., ranked] += slope
             by_decay += (slope * steps).sum((0, 2))
         ctx.save_for_backward(by_score, by_decay)
         return loss

@@ -54,8 +54,8 @@ class StreamedRows(Rows):
         pack: True to fill rows with documents as :class:`kvpop_vllm.distill.data.PackedTokens`; otherwise a row is one
             document of at most S tokens, as in :class:`kvpop_vllm.distill.data.DocumentRows`.
         piece_rows: rows that one document may fill in succession.
-        least: minimum number of tokens of a row that is a document.
-        behind_prompt: True if a prompt does not count towards ``least``.
+        shortest: minimum number of tokens of a row that is a document.
+        behind_prompt: True if a prompt does not count towards ``shortest``.
         select: conditions on records, see :class:`kvpop_vllm.distill.sources.Selection`.
         options: see :class:`Rows`.
 
@@ -71,7 +71,7 @@ class StreamedRows(Rows):
         *,
         pack: bool = True,
         piece_rows: int = 4,
-        least: int = 2,
+        shortest: int = 2,
         behind_prompt: bool = False,
         select: Sequence[str] = (),
         **options,
@@ -82,7 +82,7 @@ class StreamedRows(Rows):
                 f"--stream reads data sets, and {files[0]} is none: give {PREFIX}NAME, or {PREFIX}./FOLDER"
             )
         self.names, self.pack, self.piece = sorted(set(names)), pack, piece_rows * length
-        self.least, self.behind_prompt, self.selection = least, behind_prompt, Selection(select)
+        self.shortest, self.behind_prompt, self.selection = shortest, behind_prompt, Selection(select)
         self.data = [HubData(name) for name in self.names]
         self.stream = self._interleaved()
         self.go_to(Place())
@@ -101,7 +101,7 @@ class StreamedRows(Rows):
 
     def made_from(self) -> list:
         """Return the data sets with their revisions, the tokenizer, and how documents become rows."""
-        cut = [self.piece] if self.pack else [self.least, self.behind_prompt]
+        cut = [self.piece] if self.pack else [self.shortest, self.behind_prompt]
         files = [data.fingerprint() for data in self.data]
         return ["stream", cut, self._block_size, self.selection.conditions, files, self.tokens.fingerprint()]
 
@@ -193,7 +193,7 @@ class StreamedRows(Rows):
         for number in self._permutation(place.block, len(tokens)):
             document, ids = tokens[number]
             row, prompt = np.append(ids, self.tokens.eos)[: self.length], self.tokens.prompt_length(document, ids)
-            if len(row) - (prompt if self.behind_prompt else 0) >= self.least:
+            if len(row) - (prompt if self.behind_prompt else 0) >= self.shortest:
                 rows.append(row)
                 prompts.append(min(prompt, len(row) - 1))
         return rows, prompts, []
@@ -202,6 +202,6 @@ class StreamedRows(Rows):
         names = " ".join(self.names)
         reasons = [f"--select {self.selection}"] if self.selection.conditions else []
         reasons += [f"--longest {self.longest}"] if self.longest else []
-        reasons += [] if self.pack else [f"{self.least} tokens of a row"]
+        reasons += [] if self.pack else [f"{self.shortest} tokens of a row"]
         rest = f" that fits {', '.join(reasons)}" if reasons else ""
         return f"the {self.split} split of {names} has no document{rest}: give more text"

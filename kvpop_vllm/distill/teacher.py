@@ -122,7 +122,7 @@ def _id_type(vocab_size: int) -> torch.dtype:
 
 
 def check_disk(folder: str | Path, settings: dict, count: int, vocab_size: int) -> None:
-    """Print what the logits of ``count`` rows will take of the disk beside those that a folder has.
+    """Print what the logits of ``count`` rows will take of the disk without those that a folder has.
 
     Raises:
         ConfigError: less is free.

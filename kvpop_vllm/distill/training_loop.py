@@ -197,7 +197,7 @@ class Loop(ABC):
         return {}
 
     def notes(self) -> dict:
-        """Return what a checkpoint holds beside parameters, optimiser and random state, as JSON has it."""
+        """Return what a checkpoint holds besides parameters, optimiser and random state, as JSON has it."""
         return {}
 
     def restore(self, notes: dict) -> None:
@@ -297,8 +297,7 @@ class Loop(ABC):
         with tqdm(range(first, total), initial=first, total=total, disable=self.quiet or not is_main()) as bar:
             for step in bar:
                 self.check_stop()
-                last = self.step(step)
-                last |= self.judge(step + 1)
+                last = self.step(step) | self.judge(step + 1)
                 if metrics:
                     metrics.add(step, last)
                     shown = {name: f"{value:.4f}" for name, value in last.items()}

@@ -11,7 +11,7 @@ from kvpop_vllm.files import size_text
 
 GPUS, GPU_MEMORY, MFU, TFLOPS = 8, 80 * 10**9, 0.35, 989
 """Defaults: GPUs, bytes of one, share of the peak, and an H100's peak in bfloat16."""
-RECIPE = "train_base", "length", "batch", "micro_batch", "steps"
+RECIPE = "train_base", "length", "batch", "micro_batch", "steps", "boundary", "listwise"
 """Fields of a recipe that the command takes."""
 LOGITS = "teacher's logits"
 CHECKPOINTS = 3

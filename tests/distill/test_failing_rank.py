@@ -42,13 +42,13 @@ def start(folder: Path, limit: int) -> subprocess.CompletedProcess:
 
 def processes_in(folder: Path) -> list[str]:
     """Return the ids of the processes that work in a folder."""
-    found = []
+    numbers = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            found += [process.name] if process.joinpath("cwd").resolve() == folder.resolve() else []
+            numbers += [process.name] if process.joinpath("cwd").resolve() == folder.resolve() else []
         except OSError:  # it has ended, or is another user's
             pass
-    return found
+    return numbers
 
 
 @pytest.mark.slow

@@ -150,9 +150,9 @@ def test_listwise_loss_in_blocks_is_the_dense_one(monkeypatch, blocks, groups, s
         (score.unsqueeze(2) + (age // step) * log_gamma[:, None, None]).masked_fill(~ranked, -torch.inf).log_softmax(-1)
     )
     expected = torch.where(ranked, log_p.exp() * (log_p - log_q), 0.0).sum(-1).mean()
-    found = listwise_loss(score, log_gamma, q, k, lse, positions.tolist(), roles, scale=SCALE, groups=groups)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    for a, b in zip(*(torch.autograd.grad(3 * loss, (score, log_gamma)) for loss in (found, expected)), strict=True):
+    loss = listwise_loss(score, log_gamma, q, k, lse, positions.tolist(), roles, scale=SCALE, groups=groups)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for a, b in zip(*(torch.autograd.grad(3 * value, (score, log_gamma)) for value in (loss, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 

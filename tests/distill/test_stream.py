@@ -67,14 +67,14 @@ def trained_on(all_records):
 def test_a_pass_of_a_stream_has_each_document_once(data):
     """Documents are those of the split; passes have other orders, and blocks of documents follow each other."""
     folder, all_records = data
-    rows, own = streamed(folder, piece_rows=100), trained_on(all_records)
-    size = sum(len(text.encode()) + 1 for text in own)
-    found = texts_of(rows, 2 * size // 32 + 1)
-    first, second = found[: len(own)], found[len(own) : 2 * len(own)]
-    assert sorted(first) == sorted(own) and len(second) >= len(own) - 1 and set(second) <= set(own)
-    assert first != own and first != second
-    for block in range(0, len(own) - 15, 16):
-        assert sorted(first[block : block + 16]) == sorted(own[block : block + 16])
+    rows, trained = streamed(folder, piece_rows=100), trained_on(all_records)
+    size = sum(len(text.encode()) + 1 for text in trained)
+    read = texts_of(rows, 2 * size // 32 + 1)
+    first, second = read[: len(trained)], read[len(trained) : 2 * len(trained)]
+    assert sorted(first) == sorted(trained) and len(second) >= len(trained) - 1 and set(second) <= set(trained)
+    assert first != trained and first != second
+    for block in range(0, len(trained) - 15, 16):
+        assert sorted(first[block : block + 16]) == sorted(trained[block : block + 16])
 
 
 def test_rows_follow_from_the_seed_and_their_number(data):
@@ -92,7 +92,7 @@ def test_rows_follow_from_the_seed_and_their_number(data):
 def test_a_stream_goes_on_without_what_was_before(data):
     """Files before the place are not read, but for the last one of them: they hold something else by then."""
     folder, _ = data
-    whole = list(islice(streamed(folder), 500))
+    complete = list(islice(streamed(folder), 500))
     rows = streamed(folder)
     for j in range(300):
         rows[j]
@@ -103,7 +103,7 @@ def test_a_stream_goes_on_without_what_was_before(data):
         (folder / f"train-{i:02}.jsonl").write_text("no JSON")
     goes_on.restore(state)
     assert 3 <= file < FILES and 200 < state["row"] <= 299
-    assert equal([goes_on[j] for j in range(299, 400)], whole[299:400])
+    assert equal([goes_on[j] for j in range(299, 400)], complete[299:400])
 
 
 def test_data_sets_take_turns(data, tmp_path):
@@ -111,8 +111,8 @@ def test_data_sets_take_turns(data, tmp_path):
     folder, _ = data
     write(tmp_path / "other", "train", "parquet", records([f"other {i}" for i in range(60)]))
     names = [f"hf:{folder}", f"hf:{tmp_path}/other:train"]
-    found = texts_of(rows := StreamedRows(names, byte_tokenizer(), 32, piece_rows=100), 120)
-    assert 0.3 < sum(text.startswith("other") for text in found) / len(found) < 0.7
+    read = texts_of(rows := StreamedRows(names, byte_tokenizer(), 32, piece_rows=100), 120)
+    assert 0.3 < sum(text.startswith("other") for text in read) / len(read) < 0.7
     goes_on = StreamedRows(names[::-1], byte_tokenizer(), 32, piece_rows=100)
     goes_on.restore(json.loads(json.dumps(rows.state())))
     assert rows.place.row > 50 and torch.equal(goes_on[120], rows[120]) and rows.fingerprint == goes_on.fingerprint
@@ -120,7 +120,7 @@ def test_data_sets_take_turns(data, tmp_path):
 
 def test_documents_of_a_stream_as_rows(data, tmp_path):
     folder, all_records = data
-    options = {"validation": 0.0, "test": 0.0, "least": 60, "behind_prompt": False}
+    options = {"validation": 0.0, "test": 0.0, "shortest": 60, "behind_prompt": False}
     talks = [{"prompt": "Why? " * i, "response": f"{i} " + "So. " * 9} for i in range(1, 40)]
     write(tmp_path / "talks", "train", "jsonl", talks)
     rows = streamed(tmp_path / "talks", 100, pack=False, **options)
@@ -149,14 +149,14 @@ SELECTIONS = {
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_records_are_selected_by_their_fields(data, kind, name):
     folder, all_records = data
-    select, taken = SELECTIONS[name]
-    expected = {r["text"] for i, r in enumerate(all_records) if taken(r, i)}
+    select, fits = SELECTIONS[name]
+    expected = {r["text"] for i, r in enumerate(all_records) if fits(r, i)}
     options = {"split": "all", "select": select, "piece_rows": 100}
     if kind == "stream":
-        found = set(texts_of(streamed(folder, **options), 1200))
+        read = set(texts_of(streamed(folder, **options), 1200))
     else:
-        found = set(documents(folder if kind == "files" else f"hf:{folder}", split="all", select=select))
-    assert found == expected
+        read = set(documents(folder if kind == "files" else f"hf:{folder}", split="all", select=select))
+    assert read == expected
 
 
 def test_long_documents_are_left_out(data):
@@ -183,7 +183,7 @@ def test_several_processes_tokenise_into_the_same_file(data, tmp_path, prompts):
         rows = (
             pack(folder, **options)
             if not prompts
-            else DocumentRows(folder, byte_tokenizer(), 32, least=2, behind_prompt=False, **options)
+            else DocumentRows(folder, byte_tokenizer(), 32, shortest=2, behind_prompt=False, **options)
         )
         rows.file.load()
         files.append((options["folder"] / "tokens.bin").read_bytes())
