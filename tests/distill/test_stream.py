@@ -92,9 +92,9 @@ def test_rows_follow_from_the_seed_and_their_number(data):
 def test_a_stream_goes_on_without_what_was_before(data):
     """Files before the place are not read, but for the last one of them: they hold something else by then."""
     folder, _ = data
-    complete = list(islice(streamed(folder), 500))
+    complete = list(islice(streamed(folder), 800))
     rows = streamed(folder)
-    for j in range(300):
+    for j in range(600):
         rows[j]
     state = json.loads(json.dumps(rows.state()))
     file = shard_of(state["state"])
@@ -102,8 +102,8 @@ def test_a_stream_goes_on_without_what_was_before(data):
     for i in range(file - 1):
         (folder / f"train-{i:02}.jsonl").write_text("no JSON")
     goes_on.restore(state)
-    assert 3 <= file < FILES and 200 < state["row"] <= 299
-    assert equal([goes_on[j] for j in range(299, 400)], complete[299:400])
+    assert 3 <= file < FILES and 400 < state["row"] <= 599
+    assert equal([goes_on[j] for j in range(599, 700)], complete[599:700])
 
 
 def test_data_sets_take_turns(data, tmp_path):
