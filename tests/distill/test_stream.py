@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import islice
 
@@ -12,12 +13,15 @@ import pytest
 import torch
 from distill.byte_tokenizer import EOS, byte_tokenizer
 from distill.texts_on_disk import documents, equal, pack, pieces, records, texts, write
+from distill.train_tiny import LENGTH, RECIPES
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import stream as streams
 from kvpop_vllm.distill.data import DocumentRows, in_split, share_of
 from kvpop_vllm.distill.hub_data import HubData
 from kvpop_vllm.distill.stream import StreamedRows
+from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.testing import write_tiny_model
 
 FILES, EACH = 12, 15
 
@@ -104,6 +108,31 @@ def test_a_stream_goes_on_without_what_was_before(data):
     goes_on.restore(state)
     assert 3 <= file < FILES and 400 < state["row"] <= 599
     assert equal([goes_on[j] for j in range(599, 700)], complete[599:700])
+
+
+def test_training_goes_on_at_the_place_of_a_stream(data, tmp_path, monkeypatch):
+    """Losses are those of an undisturbed run; the checkpoint has the place, and the start of the stream is not read."""
+    model = write_tiny_model(tmp_path / "model", "qwen3", vocab=264)
+    recipe = dataclasses.replace(RECIPES["frozen"], batch=12, steps=6, fit_decays=False)
+
+    class Interrupted(StreamedRows):
+        def __getitem__(self, row):
+            if row == 50:
+                raise KeyboardInterrupt
+            return super().__getitem__(row)
+
+    def run(out, kind=StreamedRows):
+        rows = kind([f"hf:{data[0]}"], byte_tokenizer(), LENGTH)
+        return Trainer(model, recipe, tmp_path / out, rows, save_every=4, quiet=True).run(), rows
+
+    expected, _ = run("undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", Interrupted)
+    notes = json.loads((tmp_path / "cut/run/step-4/meta.json").read_text())["notes"]
+    assert 0 < notes["rows"]["row"] < 48
+    begins, states = StreamedRows._begin, []
+    monkeypatch.setattr(StreamedRows, "_begin", lambda rows, state: states.append(state) or begins(rows, state))
+    assert run("cut")[0] == expected and states == [notes["rows"]["state"]]
 
 
 def test_data_sets_take_turns(data, tmp_path):
