@@ -53,10 +53,10 @@ SIZES = {
 }
 
 
-def write_config(folder: Path, size: str) -> Path:
-    """Write the config of Qwen3-8B or Qwen3-4B into a folder."""
+def write_config(folder: Path, size: str, **changes) -> Path:
+    """Write the config of Qwen3-8B or Qwen3-4B, or one with changes, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(QWEN3 | SIZES[size]))
+    (folder / "config.json").write_text(json.dumps(QWEN3 | SIZES[size] | changes))
     return folder
 
 
