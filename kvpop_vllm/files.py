@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -81,6 +82,14 @@ def json_lines(path: Path, *keys: str) -> list[dict]:
     return lines
 
 
+def size_text(count: int) -> str:
+    """Return a number of bytes in the largest unit of which there is at least one, MB at least."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e6:.1f} MB"
+
+
 def write_figure(path: Path, figure) -> None:
     """Write a figure of matplotlib as PNG by :func:`replacing`."""
     with replacing(path) as draft:
@@ -124,6 +133,14 @@ def add_file(digest, path: Path) -> None:
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
+
+
+def sample_digest(path: Path) -> str:
+    """Return the SHA-256 of the first and the last 4,096 bytes of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        sample = file.read(4096)
+        file.seek(max(0, path.stat().st_size - 4096))
+        return hashlib.sha256(sample + file.read(4096)).hexdigest()
 
 
 def remove(path: Path) -> None:

@@ -106,7 +106,7 @@ COUNTS: dict[str, int] = {
     "name told": 60,
     "name wanted": 17,
     "name what": 21,
-    "name where": 38,
+    "name where": 36,
     "name which": 6,
     "name whole": 47,
     "pattern semicolon": 360,

@@ -52,13 +52,14 @@ class Checkpoints:
         names = (re.fullmatch(r"step-(\d+)", p.name) for p in self.folder.glob("step-*"))
         return sorted(int(m.group(1)) for m in names if m)
 
-    def save(self, step: int, model, optimiser) -> None:
+    def save(self, step: int, model, optimiser, notes: dict | None = None) -> None:
         """Write the state after ``step`` optimiser steps; then remove all checkpoints but the two newest.
 
         Args:
             step: number of optimiser steps taken.
             model: the trained model.
             optimiser: its optimiser.
+            notes: what else a run needs to go on, as JSON has it; those of the first process are written.
 
         Raises:
             OSError: the state cannot be written; earlier checkpoints are untouched.
@@ -84,7 +85,8 @@ class Checkpoints:
             ) from error
         barrier()
         if is_main():
-            (draft / "meta.json").write_text(json.dumps({"step": step, "processes": _world()}))
+            meta = {"step": step, "processes": _world(), "notes": notes or {}}
+            (draft / "meta.json").write_text(json.dumps(meta))
             to_disk(draft / "meta.json")
             to_disk(draft)
             draft.rename(self.folder / f"step-{step}")
@@ -117,6 +119,10 @@ class Checkpoints:
             raise ValueError(
                 f"{folder} cannot be read ({_cause(error)}): if it is damaged, remove it to go on from {rest}"
             ) from error
+
+    def notes(self, step: int) -> dict:
+        """Return the notes of the checkpoint of a step; older ones have none."""
+        return json.loads((self.folder / f"step-{step}" / "meta.json").read_text()).get("notes", {})
 
     @staticmethod
     def _load(folder: Path, model, optimiser, processes: int) -> None:

@@ -13,6 +13,9 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
 from kvpop_vllm.distill.recipes import RECIPES
 
+TRAINING = "save_every", "validate_every", "validation_rows", "tracker"
+"""Options of a training run that its recipe does not have."""
+
 
 def add_distill(commands) -> None:
     """Add `kvpop distill` to argparse's ``commands``."""
@@ -24,7 +27,12 @@ def add_distill(commands) -> None:
     add = command.add_argument
     add("action", nargs="?", choices=("train", "teacher", "shares", "texts"), default="train")
     add("--model", metavar="MODEL", help="folder of the base model")
-    add("--data", nargs="+", metavar="TEXT", help="text, JSONL, Parquet or datasets folders")
+    add(
+        "--data",
+        nargs="+",
+        metavar="TEXT",
+        help="text, JSONL or Parquet files, folders, or data sets: hf:NAME[@REVISION][:[CONFIG/]SPLIT]",
+    )
     add("--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued")
     add("--recipe", choices=sorted(RECIPES), help="defaults of all that follows (default: paper)")
     add(
@@ -32,7 +40,12 @@ def add_distill(commands) -> None:
         metavar="DIR",
         help="logits written by 'kvpop distill teacher', instead of a teacher (which only a base that is trained has)",
     )
+    add("--stream", action="store_const", const=True, help="read data sets as far as rows are needed")
+    add("--processes", type=positive, metavar="N", help="processes that tokenise text (default 1)")
     add("--save-every", type=positive, help="optimiser steps between checkpoints (default 50)")
+    add("--validate-every", type=positive, help="optimiser steps between judgements of held-out rows (default: none)")
+    add("--validation-rows", type=positive, metavar="N", help="held-out rows (default 8)")
+    add("--tracker", metavar="MODULE:FUNCTION", help="function to call with each step's number and metrics")
     add(
         "--rows",
         type=positive,
@@ -102,8 +115,8 @@ def _refuse_options_of_others(options) -> None:
     recipe = tuple(f.name for f in dataclasses.fields(Recipe))
     others = {
         "train": ("rows",),
-        "teacher": ("teacher", "save_every"),
-        "texts": ("model", "recipe", "teacher", "save_every", "rows", "threads", *recipe),
+        "teacher": ("teacher", *TRAINING),
+        "texts": ("model", "recipe", "teacher", *TRAINING, "stream", "processes", "rows", "threads", *recipe),
     }
     for name in others[options.action]:
         if getattr(options, name) is not None:
@@ -133,16 +146,22 @@ def distill(options) -> None:
                 f"no {', '.join(missing)} among the texts: to do without, name the other kinds with --data"
             )
         return
+    if options.stream and options.processes:
+        raise ConfigError("--processes is about text that is tokenised once: leave it out, or --stream")
+    if options.validation_rows and not options.validate_every:
+        raise ConfigError("--validation-rows is about held-out rows: give --validate-every")
     for name in ("model", "data"):
         if not getattr(options, name):
             raise ConfigError(f"kvpop distill needs --{name}")
-    from kvpop_vllm.distill.run import train, write_teacher
+    from kvpop_vllm.distill.metrics import find_tracker
+    from kvpop_vllm.distill.run import Reading, train, write_teacher
 
+    reading = Reading(bool(options.stream), options.processes or 1)
     recipe = recipe_of(options)
     if options.action == "teacher":
         if recipe.phase == "uptrain":
             raise ConfigError("phase uptrain has no teacher: there are no logits to write for it")
-        write_teacher(options.model, options.data, options.out, recipe, rows=options.rows)
+        write_teacher(options.model, options.data, options.out, recipe, rows=options.rows, reading=reading)
     else:
         train(
             options.model,
@@ -151,4 +170,8 @@ def distill(options) -> None:
             recipe,
             teacher=options.teacher,
             save_every=options.save_every or 50,
+            reading=reading,
+            validate_every=options.validate_every or 0,
+            validation_rows=options.validation_rows or 8,
+            track=find_tracker(options.tracker) if options.tracker else None,
         )

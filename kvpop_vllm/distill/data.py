@@ -8,7 +8,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.sources import Document, documents_of, find_sources
+from kvpop_vllm.distill.hub_data import needs
+from kvpop_vllm.distill.sources import Document, Source, documents_of, find_sources
 from kvpop_vllm.distill.tokens import DocumentEncoder
 from kvpop_vllm.files import replacing, write_whole
 
@@ -73,16 +74,22 @@ class TokenFile:
         tokens: the tokeniser.
         folder: folder of the two files.
         prompts: True to store the lengths of prompts too.
+        processes: processes that tokenise. The file does not depend on it.
     """
 
-    def __init__(self, sources: list, tokens: DocumentEncoder, folder: Path, prompts: bool = False):
+    def __init__(
+        self, sources: list[Source], tokens: DocumentEncoder, folder: Path, prompts: bool = False, processes: int = 1
+    ):
         self.sources, self.tokens, self.folder, self.prompts = sources, tokens, folder, prompts
+        self.processes = processes
         self.path, self.note = folder / "tokens.bin", folder / "tokens.json"
         self.made_from = {
             "version": 1,
             "files": [source.fingerprint() for source in sources],
             "tokenizer": tokens.fingerprint(),
         } | ({"prompts": True} if prompts else {})
+        if conditions := sources[0].selection.conditions:
+            self.made_from["select"] = conditions
         self.modified = [file.stat().st_mtime_ns for source in sources for file in source.files]
 
     def load(self) -> Stored:
@@ -117,12 +124,12 @@ class TokenFile:
         self.note.unlink(missing_ok=True)  # it is about the file of before
         self.read, lengths, shares, prompts = 0, array("q"), array("d"), array("q")
         with replacing(self.path) as draft, open(draft, "wb") as file:
-            for document, ids in self.tokens.encode(self._distinct()):
+            for share, ids, prompt in self._tokenised():
                 file.write(ids.tobytes())
                 lengths.append(len(ids))
-                shares.append(share_of(document.group or _text_of(document)))
+                shares.append(share)
                 if self.prompts:
-                    prompts.append(self.tokens.prompt_length(document, ids))
+                    prompts.append(prompt)
             lengths.tofile(file)
             shares.tofile(file)
             prompts.tofile(file)
@@ -136,16 +143,63 @@ class TokenFile:
         write_whole(self.note, json.dumps(note) + "\n")
         return note
 
+    def _tokenised(self) -> Iterator[tuple[float, np.ndarray, int]]:
+        """Yield :func:`share_of` each document, its ids, and their number in its prompt (0 if that was not asked for)."""
+        if self.processes == 1:
+            for document, ids in self.tokens.encode(self._distinct()):
+                yield share_of_document(document), ids, self._prompt(document, ids)
+            return
+        datasets = needs("datasets")
+        content = datasets.Features({"document": datasets.Value("large_string")})
+        columns = {"share": datasets.Value("float64"), "ids": datasets.List(datasets.Value("int32"))}
+        columns |= {"prompt": datasets.Value("int64")}
+        with TemporaryDirectory(prefix="documents-", dir=self.folder) as scratch:
+            documents = datasets.Dataset.from_generator(
+                lambda: ({"document": json.dumps(vars(document))} for document in self._distinct()),
+                features=content,
+                cache_dir=scratch,
+                fingerprint="documents",
+            )
+            options = {"features": datasets.Features(columns), "remove_columns": ["document"]}
+            tokens = documents.map(
+                self._tokenise, batched=True, batch_size=64, num_proc=self.processes, new_fingerprint="ids", **options
+            )
+            for row in tokens.with_format("numpy"):
+                yield float(row["share"]), row["ids"].astype(np.int32), int(row["prompt"])
+
+    def _tokenise(self, batch: dict[str, list[str]]) -> dict[str, list]:
+        """Return the columns of :meth:`_tokenised` for documents of a table."""
+        documents = [Document(**json.loads(text)) for text in batch["document"]]
+        encoded = list(self.tokens.encode(documents))
+        return {
+            "share": [share_of_document(document) for document in documents],
+            "ids": [ids for _, ids in encoded],
+            "prompt": [self._prompt(document, ids) for document, ids in encoded],
+        }
+
+    def _prompt(self, document: Document, ids: np.ndarray) -> int:
+        return self.tokens.prompt_length(document, ids) if self.prompts else 0
+
     def _distinct(self) -> Iterator[Document]:
         """Yield the documents that are not empty, each content once."""
         seen = set()
         for document in documents_of(self.sources):
             text = _text_of(document)
-            if document.content and text.strip():
+            if has_content(document):
                 self.read += 1
                 if (digest := _digest(text)) not in seen:
                     seen.add(digest)
                     yield document
+
+
+def has_content(document: Document) -> bool:
+    """Return whether a document is more than white space."""
+    return bool(document.content and _text_of(document).strip())
+
+
+def share_of_document(document: Document) -> float:
+    """Return :func:`share_of` a document."""
+    return share_of(document.group or _text_of(document))
 
 
 def _text_of(document: Document) -> str:
@@ -157,31 +211,24 @@ def _text_of(document: Document) -> str:
 class Rows(ABC):
     """Rows of tokens of one split; ``rows[j]`` is row j, ``[S]`` int64, for any j from 0 on.
 
-    A document belongs to a split for good, by the hash of its group or else its text. A pass holds every piece
-    of a document once, in an order that depends on the sources, the seed and the pass alone. The text is read
-    when the first row is asked for.
+    A document belongs to a split for good, by the hash of its group or else its text.
 
     Args:
-        sources: files and folders, see :func:`kvpop_vllm.distill.sources.find_sources`.
         tokenizer: the model's tokenizer.
         length: maximum S.
         split: ``train``, ``validation``, ``test`` or ``all``.
-        seed: seed of the shuffle, which differs from pass to pass.
+        seed: seed of the order.
         vocab_size: vocabulary of the model, to detect a tokenizer of another model.
         validation: validation share of the documents.
         test: test share of the documents.
-        folder: folder of the tokens, see :class:`TokenFile`; default: one that is removed at the end.
+        longest: most tokens of a document; longer ones are left out. None for any number.
 
     Raises:
         ConfigError: the data cannot be used. An empty or too small split is found only when it has been read.
     """
 
-    prompts = False
-    """True if the rows know the lengths of prompts."""
-
     def __init__(
         self,
-        sources: Iterable[str | Path] | str | Path,
         tokenizer,
         length: int,
         *,
@@ -190,7 +237,7 @@ class Rows(ABC):
         vocab_size: int | None = None,
         validation: float = 0.05,
         test: float = 0.05,
-        folder: Path | None = None,
+        longest: int | None = None,
     ):
         if length < 2:
             raise ConfigError(f"a row needs at least 2 tokens, got length {length}: raise --length")
@@ -201,23 +248,18 @@ class Rows(ABC):
                 f"shares of validation {validation} and test {test} leave nothing to train on: lower them"
             )
         self.length, self.split, self.seed, self.shares = length, split, seed, (validation, test)
-        self.tokens = DocumentEncoder(tokenizer, vocab_size)
-        if folder is None:
-            self._own_folder = TemporaryDirectory(prefix="kvpop-tokens-")
-            folder = Path(self._own_folder.name)
-        self.file = TokenFile(find_sources(sources), self.tokens, folder, self.prompts)
-        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.longest, self.tokens = longest, DocumentEncoder(tokenizer, vocab_size)
 
     @property
     def fingerprint(self) -> str:
         """Hash that is equal for equal rows: sources, tokenizer, S, split, seed and order."""
-        settings = [self.length, self.split, self.seed, self.shares, self.cut, self.file.made_from]
+        settings = [self.length, self.split, self.seed, self.shares, *self.made_from()]
+        settings += [self.longest] if self.longest else []
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
-    @property
     @abstractmethod
-    def cut(self) -> int:
-        """Number that says how documents are cut, for the fingerprint."""
+    def made_from(self) -> list:
+        """Return what the rows are made from besides the arguments of this class, for the fingerprint."""
 
     @abstractmethod
     def __getitem__(self, row: int) -> torch.Tensor:
@@ -229,13 +271,82 @@ class Rows(ABC):
 
     def in_other_order(self) -> Rows:
         """Return rows of the same text in another order."""
-        other = copy.copy(self)
-        other.seed, other._orders = (self.seed + 1) % 2**31, {}
+        other = self._fresh()
+        other.seed = (self.seed + 1) % 2**31
         return other
 
-    def _permutation(self, epoch: int, count: int) -> np.ndarray:
-        """Return the order of ``count`` pieces in a pass."""
-        return np.random.RandomState([self.seed % 2**32, epoch]).permutation(count)  # NumPy keeps its numbers
+    def of_split(self, split: str) -> Rows:
+        """Return rows of another split of the same text."""
+        other = self._fresh()
+        other.split = split
+        return other
+
+    @abstractmethod
+    def _fresh(self) -> Rows:
+        """Return a copy that has read nothing yet."""
+
+    def _permutation(self, number: int, count: int) -> np.ndarray:
+        """Return the order of ``count`` pieces in a pass or block."""
+        return np.random.RandomState([self.seed % 2**32, number]).permutation(count)  # NumPy keeps its numbers
+
+
+class StoredRows(Rows):
+    """Rows of text that is tokenised once into a file; see :class:`Rows`.
+
+    A pass holds every piece of a document once, in an order that depends on the sources, the seed and the pass alone.
+    The text is read when the first row is asked for.
+
+    Args:
+        sources: files and folders, see :func:`kvpop_vllm.distill.sources.find_sources`.
+        tokenizer: see :class:`Rows`.
+        length: see :class:`Rows`.
+        folder: folder of the tokens, see :class:`TokenFile`; default: one that is removed at the end.
+        select: conditions on records, see :class:`kvpop_vllm.distill.sources.Selection`.
+        processes: processes that tokenise.
+        options: see :class:`Rows`.
+    """
+
+    prompts = False
+    """True if the rows know the lengths of prompts."""
+
+    def __init__(
+        self,
+        sources: Iterable[str | Path] | str | Path,
+        tokenizer,
+        length: int,
+        *,
+        folder: Path | None = None,
+        select: Sequence[str] = (),
+        processes: int = 1,
+        **options,
+    ):
+        super().__init__(tokenizer, length, **options)
+        if folder is None:
+            self._own_folder = TemporaryDirectory(prefix="kvpop-tokens-")
+            folder = Path(self._own_folder.name)
+        self.file = TokenFile(find_sources(sources, select), self.tokens, folder, self.prompts, processes)
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def made_from(self) -> list:
+        """Return how documents are cut, and what the file of tokens is made from."""
+        return [self.cut, self.file.made_from]
+
+    @property
+    @abstractmethod
+    def cut(self) -> int:
+        """Number that says how documents are cut, for the fingerprint."""
+
+    def _fresh(self) -> Rows:
+        other = copy.copy(self)
+        other._orders = {}
+        for name in ("_pieces", "_documents", "pass_tokens"):  # which depend on the split
+            other.__dict__.pop(name, None)
+        return other
+
+    def _taken(self, stored: Stored) -> np.ndarray:
+        """Return which documents are this split's and not too long, ``[documents]`` booleans."""
+        ours = in_split(stored.shares, self.split, *self.shares)
+        return ours if self.longest is None else ours & (stored.lengths <= self.longest)
 
     def _check(self, stored: Stored, documents: int, needed: str, short: str = "") -> None:
         """Check that the split holds documents and that nothing is too short.
@@ -246,21 +357,23 @@ class Rows(ABC):
             needed: what to change if the split is too short.
             short: why it is, empty if it is not.
         """
-        sources = self.file.sources
+        sources, selection = self.file.sources, self.file.sources[0].selection
         names = ", ".join(str(source.path) for source in sources[:3])
         names += f" and {len(sources) - 3} more" if len(sources) > 3 else ""
         if not stored.read:
-            raise ConfigError(f"there are no documents in {names}: all are empty")
+            reason = f"none fits --select {selection}" if selection.conditions else "all are empty"
+            raise ConfigError(f"there are no documents in {names}: {reason}")
         if not documents:
+            limit = f" of at most {self.longest} tokens" if self.longest else ""
             raise ConfigError(
-                f"the {self.split} split of {names} is empty: it got none of {stored.read} documents; give more text"
+                f"the {self.split} split of {names} is empty: it got none of {stored.read} documents{limit}; give more text"
             )
         if short:
             raise ConfigError(f"the {self.split} split of {names} holds {short}: {needed}")
 
 
-class PackedTokens(Rows):
-    """Rows of exactly S tokens, filled with documents one after another; see :class:`Rows`.
+class PackedTokens(StoredRows):
+    """Rows of exactly S tokens, filled with documents one after another; see :class:`StoredRows`.
 
     A document ends with EOS; if it is long, it is cut into pieces that end with EOS and are independent of each
     other from then on. Pieces follow each other without a gap; a row may begin and end anywhere in a document.
@@ -268,32 +381,32 @@ class PackedTokens(Rows):
     open the next pass.
 
     Args:
-        sources: see :class:`Rows`.
+        sources: see :class:`StoredRows`.
         tokenizer: see :class:`Rows`.
         length: S.
         piece_rows: rows that one document may fill in succession.
-        options: see :class:`Rows`.
+        options: see :class:`StoredRows`.
     """
 
     def __init__(self, sources, tokenizer, length: int, *, piece_rows: int = 4, **options):
         if piece_rows < 1:
             raise ConfigError(f"a document fills at least 1 row in succession, got piece_rows {piece_rows}")
         super().__init__(sources, tokenizer, length, **options)
-        self.longest = piece_rows * length
+        self.piece = piece_rows * length
 
     @property
     def cut(self) -> int:
         """Maximum tokens of a piece; see :class:`Rows`."""
-        return self.longest
+        return self.piece
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids of all documents, and where the pieces of this split begin and end in them."""
         stored = self.file.load()
-        ours = in_split(stored.shares, self.split, *self.shares)
+        ours = self._taken(stored)
         ends = stored.lengths.cumsum()[ours]
         lengths = stored.lengths[ours]
-        step = self.longest - 1
+        step = self.piece - 1
         counts = -(-lengths // step)
         numbers = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
         first = np.repeat(ends - lengths, counts) + numbers * step
@@ -340,25 +453,25 @@ class PackedTokens(Rows):
         return map(self.__getitem__, range(self.pass_tokens // self.length))
 
 
-class DocumentRows(Rows):
-    """Rows of one document each, with EOS at its end, of at most S tokens; see :class:`Rows`.
+class DocumentRows(StoredRows):
+    """Rows of one document each, with EOS at its end, of at most S tokens; see :class:`StoredRows`.
 
     What a document has beyond S tokens is left out. So are documents from which nothing would be evicted.
 
     Args:
-        sources: see :class:`Rows`.
+        sources: see :class:`StoredRows`.
         tokenizer: see :class:`Rows`.
         length: S.
-        least: minimum number of tokens of a row.
-        behind_prompt: True if a prompt does not count towards ``least``.
-        options: see :class:`Rows`.
+        shortest: minimum number of tokens of a row.
+        behind_prompt: True if a prompt does not count towards ``shortest``.
+        options: see :class:`StoredRows`.
     """
 
     prompts = True
 
-    def __init__(self, sources, tokenizer, length: int, *, least: int, behind_prompt: bool, **options):
+    def __init__(self, sources, tokenizer, length: int, *, shortest: int, behind_prompt: bool, **options):
         super().__init__(sources, tokenizer, length, **options)
-        self.least, self.behind_prompt = least, behind_prompt
+        self.shortest, self.behind_prompt = shortest, behind_prompt
 
     @property
     def cut(self) -> int:
@@ -369,12 +482,12 @@ class DocumentRows(Rows):
     def _documents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Ids of all documents, and where the rows' documents begin and end in them, and their prompts' lengths."""
         stored = self.file.load()
-        ours = in_split(stored.shares, self.split, *self.shares)
+        ours = self._taken(stored)
         ends, lengths, prompts = stored.lengths.cumsum()[ours], stored.lengths[ours], stored.prompts[ours]
         rows = np.minimum(lengths + 1, self.length)
-        enough = rows - (prompts if self.behind_prompt else 0) >= self.least
+        enough = rows - (prompts if self.behind_prompt else 0) >= self.shortest
         where = " behind its prompt" if self.behind_prompt else ""
-        short = "" if enough.any() else f"no document of {self.least} tokens{where}"
+        short = "" if enough.any() else f"no document of {self.shortest} tokens{where}"
         self._check(stored, len(lengths), "give longer documents, raise --length, or lower --topk or --window", short)
         return stored.ids, (ends - lengths)[enough], ends[enough], np.minimum(prompts, rows - 1)[enough]
 

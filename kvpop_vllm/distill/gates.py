@@ -63,7 +63,7 @@ class TrimKVAttend(_Gated):
         self.losses[layer] = capacity_loss(log_beta, self.capacity)
         return soft_attention(q, k, v, F.pad(log_beta, (self.protected, 0)), by_age, scale)
 
-    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
+    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss over layers, and the values to report."""
         loss = torch.stack([self.losses[layer] for layer in sorted(self.losses)]).mean()
         return loss, {"capacity": loss.detach()}
@@ -115,10 +115,13 @@ class DMSAttend(_Gated):
         term = torch.cat([torch.zeros_like(left[..., :sinks]), left[..., sinks:]], -1)
         return soft_attention(q, k, v, term, after(self.roles.window), scale)
 
-    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
+    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the compression loss, and the values to report."""
         evicted = torch.stack([self.evicted[layer] for layer in sorted(self.evicted)]).mean()
-        return (self.target - evicted).clamp_min(0), {"evicted": evicted.detach(), "target": self.target}
+        return (self.target - evicted).clamp_min(0), {
+            "evicted": evicted.detach(),
+            "target": torch.full_like(evicted, self.target, dtype=torch.float64),
+        }
 
     def _noise(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         """Return the difference of two Gumbel variables, in the shape of ``like``."""
@@ -159,7 +162,7 @@ class KVzapAttend(_Gated):
         self.variances[layer] = target.var(-1, correction=0).mean()
         return out
 
-    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
+    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss over layers, and the share of the targets' variance that scores explain."""
         errors, variances = (
             torch.stack([values[layer] for layer in sorted(values)]) for values in (self.errors, self.variances)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
+from kvpop_vllm.distill.listwise import listwise_loss
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sparse_attention import Pass, dense_attention
-from kvpop_vllm.distill.targets import attention_from, retention_target
+from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.transfers import to_device
 from kvpop_vllm.roles import Retention
 
 MARGIN, BALANCE = (0.1, 1.0), (0.2, 5.0)
@@ -74,10 +72,9 @@ class RetentionLoss:
             )
         begins = [roles.first_long + topk for topk in seen.topk]
         if recipe.listwise and min(begins) < target.shape[-1]:
-            where = _positions(recipe.lists, min(begins), target.shape[-1], seed)
-            coming = attention_from(q, k, lse, where, scale=seen.scale, groups=recipe.groups)
-            positions = torch.tensor(where, device=q.device)
-            lists = listwise_loss(seen.score, seen.log_gamma, coming, positions, roles, begins)
+            positions = _positions(recipe.lists, min(begins), target.shape[-1], seed)
+            options = {"scale": seen.scale, "groups": recipe.groups, "begins": begins}
+            lists = listwise_loss(seen.score, seen.log_gamma, q, k, lse, positions, roles, **options)
             loss = loss + recipe.listwise * lists
         self.losses[seen.layer] = loss
         self.recalls[seen.layer] = _teacher_recall(seen, target, roles)
@@ -106,44 +103,6 @@ def _teacher_recall(seen: Pass, target, roles: Retention) -> torch.Tensor:
         return torch.ones((), device=target.device)
     teacher = kept_at(rank, cutoff, q, roles)
     return (teacher & kept_at(seen.rank, seen.cutoff, q, roles)).sum() / teacher.sum()
-
-
-def listwise_loss(
-    score: torch.Tensor,
-    log_gamma: torch.Tensor,
-    target: torch.Tensor,
-    positions: torch.Tensor,
-    roles: Retention,
-    begins: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """Return the KL of the tokens' shares of coming attention to the softmax of their effective scores.
-
-    At each position all tokens behind the window are ranked (ListNet's top one probability, Cao et al. 2007). A
-    token weighs as much as the attention that is lost with it.
-
-    Args:
-        score: ``[B, H, S]`` raw scores.
-        log_gamma: ``[H]``.
-        target: ``[B, H, P, S]`` logarithms of the attention from a position on
-            (:func:`kvpop_vllm.distill.targets.attention_from`).
-        positions: ``[P]`` positions of queries.
-        roles: slot roles and decay step.
-        begins: ``[H]``, the position at which each head begins to evict, for some head at most the last of the positions;
-            None if all heads evict at all positions.
-
-    Returns:
-        Mean over positions and the heads that evict there, in nats.
-    """
-    age = positions.unsqueeze(1) - torch.arange(score.shape[-1], device=score.device)  # [P, S]
-    outside = (age < roles.window) | (age > positions.unsqueeze(1) - roles.sinks)
-    effective = score.unsqueeze(2) + (age // roles.step) * log_gamma.to(score.dtype)[:, None, None]
-    log_q = effective.masked_fill(outside, -torch.inf).log_softmax(-1).masked_fill(outside, 0.0)
-    log_p = target.to(score.dtype).masked_fill(outside, -torch.inf).log_softmax(-1)
-    lists = (log_p.exp() * (log_p.masked_fill(outside, 0.0) - log_q)).sum(-1)  # [B, H, P]
-    if begins is None:
-        return lists.mean()
-    evicts = positions >= to_device(torch.tensor(begins), positions.device).unsqueeze(1)
-    return (lists * evicts).sum() / (len(lists) * evicts.sum())
 
 
 def top_kl(student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor, focus: float = 0.0) -> torch.Tensor:

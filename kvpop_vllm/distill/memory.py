@@ -167,8 +167,6 @@ class Run:
         recipe = self.recipe
         if recipe.trains_gates:
             raise ConfigError(f"kvpop plan --train does not count phase {recipe.phase}: choose a recipe with scorers")
-        if recipe.listwise:
-            raise ConfigError("kvpop plan --train does not count the listwise loss: choose a recipe without it")
         if recipe.batch % (self.gpus * recipe.micro_batch):
             raise ConfigError(
                 f"batch {recipe.batch} cannot be shared by {self.gpus} GPUs with {recipe.micro_batch} rows a pass evenly:"

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import json_lines, naming, write_figure, write_whole
+
+Tracker = Callable[[int, dict[str, float]], object]
+"""Function that is called with a step's number and its metrics, for another tracker than TensorBoard."""
+
+
+def find_tracker(name: str) -> Tracker:
+    """Return the function that ``MODULE:FUNCTION`` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--tracker {name} is no function ({error}): give MODULE:FUNCTION, on PYTHONPATH") from None
 
 
 class Metrics:
@@ -16,14 +35,15 @@ class Metrics:
     Args:
         folder: folder of the files.
         first: the first step that will be added.
+        track: further tracker, called after the others with what is added.
 
     Raises:
         ConfigError: the file of earlier steps is damaged.
     """
 
-    def __init__(self, folder: Path, first: int):
+    def __init__(self, folder: Path, first: int, track: Tracker | None = None):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.path = folder, folder / "metrics.jsonl"
+        self.folder, self.path, self.track = folder, folder / "metrics.jsonl", track
         self.rows = [row for row in read_metrics(self.path) if row["step"] < first]
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.file = self.path.open("a")
@@ -39,6 +59,8 @@ class Metrics:
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
+        if self.track:
+            self.track(step, values)
 
     def last(self) -> dict[str, float]:
         """Return the metrics of the last step without its number, or an empty dictionary."""

@@ -24,7 +24,7 @@ _OF_NEW = "lr_new lr_new_end"
 _OF_TRIMKV = "gate_gated gate_bias capacity"
 _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
 READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query"), "kvzap": ("hidden",)}
-_AT_LEAST_1 = "length batch micro_batch steps samples lists decay_step kl_top fit_decay_rows gate_width features value_size hidden compression"
+_AT_LEAST_1 = "length longest batch micro_batch steps samples lists decay_step kl_top fit_decay_rows gate_width features value_size hidden compression"
 _AT_LEAST_0 = "kl kl_focus ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead"
 _ABOVE_0 = "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau"
 RANGES = (
@@ -75,6 +75,10 @@ class Recipe:
         "fill rows with documents one after another; else a row is one document of at most S tokens, and a loss at the output covers what follows its prompt",
     )
     protect_prompt: bool = told(False, "never evict a document's prompt, as --kv-protect-prompt all; needs --no-pack")
+    select: list[str] = told(
+        [], "FIELD=VALUE: take records whose field has this value, or one of several; a.b is field b of field a"
+    )
+    longest: int | None = told(None, "leave documents of more tokens out (default: cut them)")
     positions: int | None = told(
         None,
         "rows begin at random positions and end before this one, so that scorers meet the rotated keys of longer contexts (the same as --length: rows begin at 0)",
@@ -363,8 +367,8 @@ class Recipe:
 
     @staticmethod
     def defaults() -> dict:
-        """Return the fields that have a plain default, with that default."""
-        return {f.name: f.default for f in dataclasses.fields(Recipe) if f.default is not dataclasses.MISSING}
+        """Return all fields with their defaults."""
+        return dataclasses.asdict(Recipe())
 
     def to_json(self) -> dict:
         """Return all fields, ``train_base`` with the value that takes effect."""

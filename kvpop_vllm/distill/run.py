@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,9 +13,10 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import DocumentRows, PackedTokens, Rows
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_weights, shard_layers
+from kvpop_vllm.distill.stream import StreamedRows
 from kvpop_vllm.distill.student import Teacher
-from kvpop_vllm.distill.teacher import TeacherReader, settings_of, top_logits, write_rows
-from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.distill.teacher import TeacherReader, TopLogits, check_disk, settings_of, top_logits, write_rows
+from kvpop_vllm.distill.trainer import Trainer, Validation
 from kvpop_vllm.distill.training_loop import only_run_in
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.model_shape import check_length, vocabulary_of
@@ -33,15 +34,38 @@ def load_tokenizer(model: str | Path):
         raise ConfigError(f"{model} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
 
 
-def rows_of(model, data, recipe: Recipe, folder: Path) -> Rows:
-    """Return the training rows; ``folder`` is that of their tokens."""
+@dataclass(frozen=True)
+class Reading:
+    """How text is read.
+
+    Attributes:
+        stream: True to read data sets as a stream, as far as rows are needed.
+        processes: processes that tokenise text which is not streamed.
+    """
+
+    stream: bool = False
+    processes: int = 1
+
+
+READING = Reading()
+"""How text is read by default."""
+
+
+def rows_of(model, data, recipe: Recipe, folder: Path, reading: Reading = READING) -> Rows:
+    """Return the training rows; ``folder`` is that of their tokens.
+
+    Raises:
+        ConfigError: the data cannot be used.
+    """
     check_length(model, recipe.length)
-    options = {"seed": recipe.seed, "vocab_size": vocabulary_of(model), "folder": folder}
+    options = {name: getattr(recipe, name) for name in ("seed", "select", "longest")}
+    options |= {"vocab_size": vocabulary_of(model)}
+    cut = {} if recipe.pack else {"shortest": recipe.least, "behind_prompt": recipe.protect_prompt}
     tokenizer = load_tokenizer(model)
-    if recipe.pack:
-        return PackedTokens(data, tokenizer, recipe.length, **options)
-    options |= {"least": recipe.least, "behind_prompt": recipe.protect_prompt}
-    return DocumentRows(data, tokenizer, recipe.length, **options)
+    if reading.stream:
+        return StreamedRows(data, tokenizer, recipe.length, pack=recipe.pack, **options, **cut)
+    kind = PackedTokens if recipe.pack else DocumentRows
+    return kind(data, tokenizer, recipe.length, folder=folder, processes=reading.processes, **options, **cut)
 
 
 def default_device() -> torch.device:
@@ -76,9 +100,9 @@ class OnlineTeacher(torch.nn.Module):
         base = empty_model(model, dtype) if sharded else None
         return load_model(model, dtype) if base is None else base
 
-    def forward(self, tokens: torch.Tensor, row: int):
+    def forward(self, tokens: torch.Tensor, row: int | None = None) -> TopLogits:
         """Return the top logits of a row; see :data:`kvpop_vllm.distill.student.Teacher`."""
-        return top_logits(self.model, tokens, self.top, attend=Dense())[:2]
+        return top_logits(self.model, tokens, self.top, attend=Dense())
 
 
 def train(
@@ -89,7 +113,10 @@ def train(
     *,
     teacher: str | None = None,
     save_every: int = 50,
-    quiet: bool = False,
+    reading: Reading = READING,
+    validate_every: int = 0,
+    validation_rows: int = 8,
+    **loop,
 ) -> dict[str, float]:
     """Start or continue a training run; see :class:`kvpop_vllm.distill.trainer.Trainer`.
 
@@ -100,7 +127,10 @@ def train(
         recipe: see :class:`Recipe`.
         teacher: folder of stored teacher logits; default: the model itself.
         save_every: optimiser steps between checkpoints.
-        quiet: True to hide the progress bar.
+        reading: how the data is read.
+        validate_every: optimiser steps between judgements of held-out rows; 0 for none.
+        validation_rows: number of these rows, of the validation split.
+        loop: ``quiet`` and ``track``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
 
     Returns:
         Metrics of the last step.
@@ -110,8 +140,11 @@ def train(
         TrainingError: training cannot go on.
     """
     with Process.start() as process, only_run_in(Path(out) / "run"):
-        rows = rows_of(model, data, recipe, Path(out) / "run")
+        rows = rows_of(model, data, recipe, Path(out) / "run", reading)
         asks = _teacher(teacher, model, rows, recipe, process)
+        if teacher and validate_every:
+            raise ConfigError("--teacher has no logits of held-out rows: leave it or --validate-every out")
+        validation = _validation(rows, validate_every, validation_rows) if validate_every else None
         trainer = Trainer(
             model,
             recipe,
@@ -120,12 +153,20 @@ def train(
             teacher=asks,
             process=process,
             save_every=save_every,
-            quiet=quiet,
+            validation=validation,
+            **loop,
         )
         result = trainer.run()
         if recipe.trains_base and process.rank == 0:
             load_tokenizer(model).save_pretrained(Path(out) / "model")
     return result
+
+
+def _validation(rows: Rows, every: int, count: int) -> Validation:
+    """Return held-out rows, the first ones of the validation split."""
+    held_out = rows.of_split("validation")
+    numbers = range(count)
+    return Validation(every, [held_out[row] for row in numbers], [held_out.prompt_length(row) for row in numbers])
 
 
 def _teacher(folder: str | None, model: str, rows: Rows, recipe: Recipe, process: Process) -> Teacher | None:
@@ -147,33 +188,26 @@ def _teacher(folder: str | None, model: str, rows: Rows, recipe: Recipe, process
     return None
 
 
-def write_teacher(model: str, data: list[str], out: str, recipe: Recipe, *, rows: int | None = None) -> None:
-    """Write the teacher's logits of a run's first ``rows`` rows (default: all).
+def write_teacher(
+    model: str, data: list[str], out: str, recipe: Recipe, *, rows: int | None = None, reading: Reading = READING
+) -> None:
+    """Write the teacher's logits of a run's first ``rows`` rows (default: all), by all processes.
 
-    A folder that exists is continued.
+    A folder that exists is continued. What it will take of the disk is printed first.
 
     Raises:
-        ConfigError: the data cannot be used, the folder holds logits of other data, model or settings, or
-            there are several processes.
+        ConfigError: the data cannot be used, the folder holds logits of other data, model or settings, or the disk is too
+            small.
         OSError: the disk is full; rows of files that were written before are safe.
     """
-    _check_alone("teacher")
-    asked = OnlineTeacher(model, recipe, Process(device=default_device()))
-    tokens = rows_of(model, data, recipe, Path(out))
     vocabulary = vocabulary_of(model)
-    settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)
-    count = rows or recipe.steps * recipe.batch
-    write_rows(asked.model, tokens, out, settings, count, vocab_size=vocabulary, attend=Dense())
-
-
-def _check_alone(action: str) -> None:
-    """Check that this is the only process.
-
-    Raises:
-        ConfigError: torchrun has started several.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(f"kvpop distill {action} runs in one process: leave torchrun out")
+    with Process.start() as process, only_run_in(Path(out)):
+        tokens = rows_of(model, data, recipe, Path(out), reading)
+        settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)
+        count = rows or recipe.steps * recipe.batch
+        check_disk(Path(out), settings, count, vocabulary)
+        asked = OnlineTeacher(model, recipe, process)
+        write_rows(asked, tokens, out, settings, count, vocab_size=vocabulary, process=process)
 
 
 def stored_teacher(folder: str, model: str, rows: Rows, recipe: Recipe) -> TeacherReader:

@@ -1,4 +1,4 @@
-"""Documents on disk: plain text, JSONL, Parquet and `datasets` folders, read in a fixed order.
+"""Documents of files and data sets: plain text, JSONL, Parquet, `datasets` folders and names, read in a fixed order.
 
 A document is a text or a conversation, see :func:`kvpop_vllm.distill.chat.content_of`. Its optional ``group``
 names documents that belong together.
@@ -6,19 +6,19 @@ names documents that belong together.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.chat import FIELDS, content_of
+from kvpop_vllm.distill.hub_data import PREFIX, HubData, needs
+from kvpop_vllm.files import sample_digest
 
 LANES = 8
 """Number of files read in turn."""
@@ -41,15 +41,56 @@ class Document:
     before: float
 
 
+class Selection:
+    """Conditions on the fields of records, each ``FIELD=VALUE``; ``a.b`` is field b of field a.
+
+    A record is taken if each named field has one of its values.
+
+    Raises:
+        ConfigError: a condition has another form.
+    """
+
+    def __init__(self, conditions: Sequence[str] = ()):
+        self.conditions = list(conditions)
+        self.values: dict[tuple[str, ...], set[str]] = {}
+        for condition in conditions:
+            field, equal, value = condition.partition("=")
+            if not (field and equal):
+                raise ConfigError(f"--select {condition} is no condition: give FIELD=VALUE")
+            self.values.setdefault(tuple(field.split(".")), set()).add(value)
+
+    def __contains__(self, record: dict) -> bool:
+        """Return whether a record is taken."""
+        return all(str(_field(record, path)) in values for path, values in self.values.items())
+
+    @property
+    def columns(self) -> list[str]:
+        """Fields of a record that it reads."""
+        return sorted({path[0] for path in self.values})
+
+    def __str__(self) -> str:
+        return " ".join(self.conditions)
+
+
+def _field(record, path: tuple[str, ...]):
+    for name in path:
+        record = record.get(name) if isinstance(record, dict) else None
+    return record
+
+
 class Source:
     """One file, or one `datasets` folder.
+
+    Args:
+        path: its path.
+        selection: which records are documents.
 
     Attributes:
         size: bytes.
     """
 
-    def __init__(self, path: Path):
-        self.path, self.files = path, [path]
+    def __init__(self, path: Path, selection: Selection):
+        self.path, self.files, self.selection = path, [path], selection
         self.size = path.stat().st_size
 
     def documents(self) -> Iterator[Document]:
@@ -62,18 +103,16 @@ class Source:
 
     def fingerprint(self) -> list:
         """Return name, size and a hash of a sample of each file, which reveal a change without reading all."""
-        return [self.path.name, self.size, [_sample(file) for file in self.files]]
-
-
-def _sample(path: Path) -> str:
-    with open(path, "rb") as file:
-        sample = file.read(4096)
-        file.seek(max(0, path.stat().st_size - 4096))
-        return hashlib.sha256(sample + file.read(4096)).hexdigest()
+        return [self.path.name, self.size, [sample_digest(file) for file in self.files]]
 
 
 class TextFile(Source):
     """Text file, which is one document."""
+
+    def __init__(self, path: Path, selection: Selection):
+        super().__init__(path, selection)
+        if selection.conditions:
+            raise ConfigError(f"{path} has no fields for --select {selection}: leave the file or --select out")
 
     def documents(self) -> Iterator[Document]:
         """Yield the file's document."""
@@ -93,8 +132,10 @@ class Jsonl(Source):
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    where = f"{self.path}:{number}"
-                    yield _document(_parsed(line, where), where, before)
+                    name = f"{self.path}:{number}"
+                    record = _parsed(line, name)
+                    if record in self.selection:
+                        yield document_of(record, name, before)
                 before += len(line)
 
 
@@ -123,7 +164,8 @@ class Table(Source):
     def documents(self) -> Iterator[Document]:
         """Yield the documents."""
         for row, record in enumerate(self.records()):
-            yield _document(record, f"{self.path}, row {row}", self.size * row / self.rows)
+            if record in self.selection:
+                yield document_of(record, f"{self.path}, row {row}", self.size * row / self.rows)
 
     def records(self) -> Iterator[dict]:
         """Yield the rows."""
@@ -133,15 +175,15 @@ class Table(Source):
 class Parquet(Table):
     """Parquet file, of which a few rows are in memory at a time."""
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self.open = _needs("pyarrow.parquet").ParquetFile
+    def __init__(self, path: Path, selection: Selection):
+        super().__init__(path, selection)
+        self.open = needs("pyarrow.parquet").ParquetFile
         try:
             with self.open(path) as file:
                 names, self.rows = file.schema_arrow.names, file.metadata.num_rows
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             raise _unreadable(path, "a Parquet file", error) from None
-        self.columns = _columns(names, path)
+        self.columns = columns_of(names, path, selection)
 
     def records(self) -> Iterator[dict]:
         """Yield the rows."""
@@ -156,39 +198,63 @@ class Parquet(Table):
 class Saved(Table):
     """Folder written by ``Dataset.save_to_disk``."""
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        datasets = _needs("datasets")
+    def __init__(self, path: Path, selection: Selection):
+        super().__init__(path, selection)
+        datasets = needs("datasets")
         try:
             table = datasets.load_from_disk(str(path))
         except (OSError, ValueError, KeyError) as error:
             raise _unreadable(path, "a `datasets` folder", error) from None
-        self.table, self.rows = table.select_columns(_columns(table.column_names, path)), len(table)
-        self.files = sorted(path.glob("*.arrow"))
-        self.size = sum(file.stat().st_size for file in self.files)
+        self._take(table, sorted(path.glob("*.arrow")))
+
+    def _take(self, table, files: list[Path]) -> None:
+        """Take a `Dataset` that lies in some files."""
+        columns = columns_of(table.column_names, self.path, self.selection)
+        self.table, self.rows, self.files = table.select_columns(columns), len(table), files
+        self.size = sum(file.stat().st_size for file in files)
 
     def records(self) -> Iterator[dict]:
         """Yield the rows."""
         return iter(self.table)
 
 
+class Hub(Saved):
+    """Data set by its name, downloaded into the cache of `datasets`."""
+
+    def __init__(self, data: HubData, selection: Selection):
+        self.data, self.path, self.selection = data, data.text, selection
+        table = data.table()
+        self._take(table, [Path(file["filename"]) for file in table.cache_files])
+
+    def fingerprint(self) -> list:
+        """Return values that change with the data; see :meth:`HubData.fingerprint`."""
+        return self.data.fingerprint()
+
+
 FORMATS = {".txt": TextFile, ".jsonl": Jsonl, ".parquet": Parquet}
 
 
-def find_sources(paths: Iterable[str | Path] | str | Path) -> list[Source]:
-    """Return the sources in ``paths``, each once, in the order of their resolved paths.
+def find_sources(paths: Iterable[str | Path] | str | Path, select: Sequence[str] = ()) -> list[Source]:
+    """Return the sources in ``paths``, each once: files in the order of their resolved paths, then data sets.
 
     Folders are searched. Hidden files in them are ignored; files of other kinds are ignored and counted on
     stderr.
 
+    Args:
+        paths: files, folders, and names of data sets (:class:`HubData`).
+        select: conditions on records, see :class:`Selection`.
+
     Raises:
-        ConfigError: a path does not exist, is of another kind, or is a folder without sources.
+        ConfigError: a path does not exist, is of another kind, or is a folder without sources; or a data set cannot be
+            read.
     """
+    selection = Selection(select)
     found: dict[Path, tuple[Path, type[Source]]] = {}
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     if not paths:
         raise ConfigError("no text is given: name files or folders with --data")
-    for path in map(Path, paths):
+    names = sorted({str(path) for path in paths if str(path).startswith(PREFIX)})
+    for path in (Path(path) for path in paths if str(path) not in names):
         if not path.exists():
             raise ConfigError(f"there is no file or folder {path}: give --data one that exists")
         if not path.is_dir() and path.suffix.lower() not in FORMATS:
@@ -197,7 +263,8 @@ def find_sources(paths: Iterable[str | Path] | str | Path) -> list[Source]:
         if not here:
             raise ConfigError(f"folder {path} holds no {', '.join(FORMATS)} file and no `datasets` folder")
         found |= {file.resolve(): (file, kind) for file, kind in here.items()}
-    return [kind(file) for _, (file, kind) in sorted(found.items())]
+    files = [kind(file, selection) for _, (file, kind) in sorted(found.items())]
+    return files + [Hub(HubData(name), selection) for name in names]
 
 
 def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:
@@ -223,28 +290,29 @@ def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:
         print(f"{folder}: {len(others)} files of other kinds are passed over ({kinds})", file=sys.stderr)
 
 
-def _columns(names: list[str], path: Path) -> list[str]:
+def columns_of(names: list[str], path: Path | str, selection: Selection) -> list[str]:
+    """Return the columns of a table that are read.
+
+    Raises:
+        ConfigError: the table has no content, or lacks a field of the selection.
+    """
+    if missing := [name for name in selection.columns if name not in names]:
+        raise ConfigError(f"{path} has no column {missing[0]}, only {', '.join(names)}: change --select {selection}")
     if not ("text" in names or "messages" in names or {"prompt", "response"} <= set(names)):
         raise ConfigError(
             f"{path} has no column `text` or `messages`, nor `prompt` and `response`, only {', '.join(names)}: rename one"
         )
-    return [name for name in (*FIELDS, "group") if name in names]
+    return [name for name in dict.fromkeys([*FIELDS, "group", *selection.columns]) if name in names]
 
 
-def _document(record: dict, where: str, before: float) -> Document:
+def document_of(record: dict, where: str, before: float) -> Document:
+    """Return the document of a record; see :func:`content_of` for errors."""
     group = record.get("group")
     return Document(content_of(record, where), None if group is None else str(group), where, before)
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
     return ConfigError(f"{path} is not {kind} ({' '.join(str(error).split())}): leave it out")
-
-
-def _needs(module: str):
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ConfigError(f"this data needs {module.split('.')[0]}: pip install 'kvpop-vllm[distill]'") from None
 
 
 def documents_of(sources: list[Source]) -> Iterator[Document]:

@@ -23,7 +23,7 @@ from kvpop_vllm.scorers import Gate, Scorer, Signals
 Teacher = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Teacher function: ``teacher(tokens [1, S], row) -> (logits [1, S, K], indices [1, S, K])``.
 
-It returns the top K tokens of every position.
+It returns the top K tokens of every position. What it returns besides is not read.
 """
 
 
@@ -104,15 +104,14 @@ class Student(nn.Module):
         """Return gate scores of one layer; see :data:`kvpop_vllm.distill.gates.Given`."""
         return self.scorers[layer](seen)
 
-    def gated(self, row: int, prompt: int = 0) -> TrimKVAttend | DMSAttend | KVzapAttend:
-        """Return the attention of one row in a phase that trains gates."""
+    def gated(self, row: int, prompt: int, step: int) -> TrimKVAttend | DMSAttend | KVzapAttend:
+        """Return the attention of one row, at an optimiser step, in a phase that trains gates."""
         recipe, roles = self.recipe, self.roles(row, prompt)
         if recipe.phase == "kvzap":
             return KVzapAttend(self.given, roles, recipe)
         if recipe.phase == "trimkv":
             protected = roles.sinks if recipe.protect_prompt else 0
             return TrimKVAttend(self.given, roles.budget - protected, protected)
-        step = row // recipe.batch
         target = eviction_target(step, recipe.steps, recipe.compression)
         if recipe.gate_reads == "query":
             borrow_channel(self.base, min(1.0, (step + 1) / recipe.borrow_steps) if recipe.borrow_steps else 1.0)
@@ -144,8 +143,13 @@ class Student(nn.Module):
         return decoder_of(self.base)(input_ids=tokens, position_ids=positions, attend=attend).last_hidden_state
 
     def forward(
-        self, tokens: torch.Tensor, row: int, top: tuple[torch.Tensor, torch.Tensor] | None = None, prompt: int = 0
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:  # fmt: skip
+        self,
+        tokens: torch.Tensor,
+        row: int,
+        top: tuple[torch.Tensor, torch.Tensor] | None = None,
+        prompt: int = 0,
+        held_out_at: int | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a micro-batch of rows.
 
         Args:
@@ -153,13 +157,15 @@ class Student(nn.Module):
             row: number of the first row in the global order of data, which seeds the positions drawn.
             top: what a :data:`Teacher` returns of the rows, for recipes with a KL, else None.
             prompt: number of tokens of the row's prompt, which losses at the output leave out.
+            held_out_at: optimiser step at which held-out rows are judged; None for rows that are trained on.
 
         Returns:
-            The scalar loss, NaN if a score is not finite, and its parts.
+            The scalar loss, NaN if a score is not finite, and its parts. Those of held-out rows have ``accuracy``, the
+            share of tokens after the prompt that were the most probable one (KVpop Figure 5).
         """
         recipe, observer = self.recipe, None
         if recipe.trains_gates:
-            attend = self.gated(row, prompt)
+            attend = self.gated(row, prompt, row // recipe.batch if held_out_at is None else held_out_at)
         elif recipe.phase == "uptrain":
             attend = Dense()
         elif recipe.phase == "streaming-plus":
@@ -179,6 +185,8 @@ class Student(nn.Module):
             retention = observer.total()
             loss = loss + retention
             parts |= {"retention": retention.detach(), "recall": observer.recall()}
+        if held_out_at is not None:
+            parts |= {"accuracy": self._accuracy(hidden, tokens, prompt)}
         return torch.where(self.finite(), loss, torch.nan) if len(self.scorers) else loss, parts
 
     def finite(self) -> torch.Tensor:
@@ -201,6 +209,15 @@ class Student(nn.Module):
         weight = 1.0 if recipe.phase == "uptrain" else recipe.ce
         loss = recipe.kl * kl + weight * ce if use_kl else weight * ce
         return loss, {"ce": ce.detach()} | ({"kl": kl.detach()} if use_kl else {})
+
+    def _accuracy(self, hidden, tokens, prompt):
+        """Return the share of tokens after the prompt, or the first one, that are the most probable after those before."""
+        first, right = max(1, prompt), torch.zeros((), device=tokens.device)
+        for a in range(first, tokens.shape[1], POSITIONS):
+            following = tokens[:, a : a + POSITIONS]
+            logits = self.base.get_output_embeddings()(hidden[:, a - 1 : a - 1 + following.shape[1]])
+            right += (logits.argmax(-1) == following).sum()
+        return right / (tokens.shape[0] * (tokens.shape[1] - first))
 
     def _slice(self, hidden, following, top):
         """Return sums of KL and cross-entropy over a slice of positions."""

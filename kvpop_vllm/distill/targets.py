@@ -8,8 +8,6 @@ import torch
 
 from kvpop_vllm.kernels import ops
 
-ROWS = 256
-"""Queries whose logits are in memory at once."""
 EPS = 1e-8
 """Constant added to the mass inside the logarithm; no paper gives it."""
 
@@ -49,43 +47,19 @@ def retention_target(
         if lookahead is not None:
             count = count.clamp_max(lookahead + 1)
         log_mass = log_mass - count.log()
-    return _of_kv_heads(log_mass.unflatten(1, (k.shape[1], -1)), groups)
+    return of_kv_heads(log_mass.unflatten(1, (k.shape[1], -1)), groups)
 
 
-@torch.no_grad()
-def attention_from(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, positions: list[int], *, scale: float, groups: str = "max"
-) -> torch.Tensor:  # fmt: skip
-    """Return the logarithm of the attention that each token gets from each of some positions on.
+def of_kv_heads(log_mass: torch.Tensor, groups: str) -> torch.Tensor:
+    """Return the log-masses ``[B, H, ...]`` of KV heads from those of their query heads ``[B, H, G, ...]``.
 
     Args:
-        q: ``[B, Hq, S, D]``.
-        k: ``[B, H, S, D]``.
-        lse: ``[B, Hq, S]``, log-normalisers.
-        positions: positions of queries, ascending, P of them.
-        scale: factor on q . k.
-        groups: ``max`` or ``mean`` over the query heads that share a KV head.
+        log_mass: logarithms of attention.
+        groups: ``max`` or ``mean`` of the masses of the query heads that share a KV head (KVpop eqs. 14, 15).
 
-    Returns:
-        ``[B, H, P, S]`` float32; only tokens up to a position are meant to be read in its row.
+    Raises:
+        ValueError: ``groups`` is neither.
     """
-    q, k, lse = (
-        q.float().unflatten(1, (k.shape[1], -1)),
-        k.float().unsqueeze(2),
-        lse.float().unflatten(1, (k.shape[1], -1)),
-    )
-    mass = q.new_zeros(*q.shape[:3], len(positions), q.shape[3])
-    for i, (first, end) in enumerate(zip(positions, (*positions[1:], q.shape[3]), strict=True)):
-        for a in range(first, end, ROWS):
-            rows = slice(a, min(a + ROWS, end))
-            logits = q[..., rows, :] @ k[..., : rows.stop, :].transpose(-1, -2) * scale - lse[..., rows, None]
-            mass[..., i, : rows.stop] += logits.exp().sum(-2)
-    mass = mass.flip(3).cumsum(3).flip(3)
-    return _of_kv_heads(mass.log(), groups)
-
-
-def _of_kv_heads(log_mass: torch.Tensor, groups: str) -> torch.Tensor:
-    """Return the log-masses ``[B, H, ...]`` of KV heads from those of their query heads ``[B, H, G, ...]``."""
     if groups == "max":
         log_mass = log_mass.amax(2)
     elif groups == "mean":

@@ -18,7 +18,7 @@ ones is 2e-7 nats a position on average and 7e-7 at most (3,072 positions of hel
 float32 alike). A position costs 4 K + 8 bytes (6 K + 8 beyond 65,536 tokens).
 
 Files are written whole or not at all, and the index names only files that exist. A folder left by a kill or a
-full disk is therefore readable and is continued by the same call.
+full disk is therefore readable and is continued by the same call, with any number of processes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +37,9 @@ from safetensors.torch import save
 from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.files import replacing, write_whole
+from kvpop_vllm.distill.checkpoints import barrier, is_main
+from kvpop_vllm.distill.sharding import Process
+from kvpop_vllm.files import replacing, size_text, write_whole
 from kvpop_vllm.model_hook import POSITIONS, decoder_of
 
 INDEX = "index.json"
@@ -108,70 +112,108 @@ def model_fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def row_bytes(settings: dict, vocab_size: int) -> int:
+    """Return the bytes of a row of logits on the disk, with its tokens."""
+    return settings["length"] * (settings["top"] * (2 + _id_type(vocab_size).itemsize) + 8)
+
+
+def _id_type(vocab_size: int) -> torch.dtype:
+    return torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+
+
+def check_disk(folder: str | Path, settings: dict, count: int, vocab_size: int) -> None:
+    """Print what the logits of ``count`` rows will take of the disk without those that a folder has.
+
+    Raises:
+        ConfigError: less is free.
+    """
+    done = read_index(Path(folder))["rows"] if (Path(folder) / INDEX).exists() else 0
+    needed = max(0, count - done) * row_bytes(settings, vocab_size)
+    free = shutil.disk_usage(folder).free
+    if is_main():
+        print(
+            f"teacher's logits of {max(0, count - done)} rows: {size_text(needed)}; free in {folder}: {size_text(free)}"
+        )
+    if needed > free:
+        raise ConfigError(
+            f"{folder} has {size_text(free)} free and the teacher's logits need {size_text(needed)}: give fewer --rows or"
+            " another --out, or train without stored logits"
+        )
+
+
 def write_rows(
-    model,
+    ask: Callable[[torch.Tensor], TopLogits],
     rows,
     folder: str | Path,
     settings: dict,
     count: int,
     *,
     vocab_size: int,
+    process: Process | None = None,
     shard_bytes: int = 1 << 26,
     quiet: bool = False,
-    **options,
 ) -> None:
     """Write the logits of the first ``count`` of ``rows``, without those that ``folder`` has already.
 
+    Several processes take turns file by file, and ask as often as each other. Any number of them may go on.
+
     Args:
-        model: see :func:`top_logits`.
+        ask: returns the :func:`top_logits` of tokens ``[1, S]``.
         rows: ``rows[j]`` is row j, ``[S]``.
         folder: folder to write; it is continued if it exists.
         settings: see :func:`settings_of`; a folder with other settings is refused.
         count: number of rows.
         vocab_size: vocabulary of the model.
-        shard_bytes: size of a file; a kill loses at most one file.
+        process: this process; default: one alone, on the CPU.
+        shard_bytes: size of a file; a kill loses at most one file of each process.
         quiet: True to hide the progress bar.
-        options: see :func:`top_logits`.
 
     Raises:
         ConfigError: the folder has other settings.
         OSError: a file cannot be written; the rows of earlier files are safe.
     """
-    folder, device = Path(folder), next(model.parameters()).device
-    ids = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
-    shard = max(1, shard_bytes // (settings["length"] * (settings["top"] * (2 + ids.itemsize) + 8)))
+    folder, process, ids = Path(folder), process or Process(), _id_type(vocab_size)
+    shard = max(1, shard_bytes // row_bytes(settings, vocab_size))
     folder.mkdir(parents=True, exist_ok=True)
     done = 0
     if (folder / INDEX).exists():
         index = read_index(folder)
         _refuse_others(folder, index["settings"], settings)
         shard, done = index["rows_per_shard"], index["rows"]
-    with tqdm(total=count, initial=min(done, count), unit="row", disable=quiet) as bar:
+    with tqdm(total=count, initial=min(done, count), unit="row", disable=quiet or process.rank > 0) as bar:
         while done < count:
             first = done - done % shard  # a file that is not full is written again
-            found = []
-            for row in range(first, min(first + shard, count)):
-                tokens = rows[row].unsqueeze(0)
-                best = top_logits(model, tokens.to(device), settings["top"], **options)
-                logp = (best.logits - best.lse.unsqueeze(-1)).clamp_min(-65504).half()
-                own = {"tokens": tokens.int(), "ids": best.ids.to(ids), "lse": best.lse.float(), "logp": logp}
-                found.append({name: _filled(tensor.cpu(), settings["length"]) for name, tensor in own.items()})
-                bar.update(row >= done)
-            tensors = {name: torch.cat([own[name] for own in found]) for name in found[0]}
-            index = FORMAT | {"settings": settings, "rows": first + len(found), "rows_per_shard": shard}
-            _write(folder, first // shard, tensors, index, done)
-            done = index["rows"]
+            end = min(first + process.world * shard, count)
+            start, parts = first + process.rank * shard, []
+            for row in range(start, start + min(shard, count - first)):
+                tokens = rows[min(row, count - 1)].unsqueeze(0)
+                best = ask(tokens.to(process.device))
+                if row < count:
+                    logp = (best.logits - best.lse.unsqueeze(-1)).clamp_min(-65504).half()
+                    tensors = {"tokens": tokens.int(), "ids": best.ids.to(ids), "lse": best.lse.float(), "logp": logp}
+                    parts.append({name: _filled(tensor.cpu(), settings["length"]) for name, tensor in tensors.items()})
+            index = FORMAT | {"settings": settings, "rows": end, "rows_per_shard": shard}
+            with _full_disk(folder, end, done):
+                if parts:
+                    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+                    with replacing(_shard(folder, start // shard)) as draft:
+                        draft.write_bytes(save(tensors))
+                barrier()
+                if process.rank == 0:
+                    write_whole(folder / INDEX, json.dumps(index, indent=1))
+            bar.update(end - done)
+            done = end
 
 
-def _write(folder: Path, shard: int, tensors: dict[str, torch.Tensor], index: dict, safe: int) -> None:
+@contextmanager
+def _full_disk(folder: Path, rows: int, safe: int) -> Iterator[None]:
+    """Name in an error of the disk how many rows are safe, and how many were to be."""
     try:
-        with replacing(_shard(folder, shard)) as draft:
-            draft.write_bytes(save(tensors))
-        write_whole(folder / INDEX, json.dumps(index, indent=1))
+        yield
     except OSError as error:
         free = shutil.disk_usage(folder).free >> 20
         raise OSError(
-            f"teacher logits of rows {safe} to {index['rows'] - 1} cannot be written to {folder}, where {free} MiB are"
+            f"teacher logits of rows {safe} to {rows - 1} cannot be written to {folder}, where {free} MiB are"
             f" free: {error.strerror or error}; the {safe} rows before them are safe: make room and run the same"
             " command again"
         ) from None

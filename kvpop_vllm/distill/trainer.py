@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from kvpop_vllm.config import ConfigError, check_head_shares
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
@@ -19,6 +19,7 @@ from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_we
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, only_run_in, read_settings
 from kvpop_vllm.files import replacing, write_whole
+from kvpop_vllm.kernels.transfers import to_device
 from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
 from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
@@ -27,6 +28,21 @@ from kvpop_vllm.scorers.checkpoint import write_scorer
 
 NUMERICS = 2
 """Version of how a run in mixed precision computes: 1 was torch's autocast, 2 is a bfloat16 copy of each parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """Rows that are not trained on, and how often they are judged.
+
+    Attributes:
+        every: optimiser steps from one time to the next; the last step is followed by one too.
+        rows: ``[S]`` tokens each, the same in all processes.
+        prompts: number of tokens of each row's prompt.
+    """
+
+    every: int
+    rows: list[torch.Tensor]
+    prompts: list[int]
 
 
 class Trainer(Loop):
@@ -41,7 +57,8 @@ class Trainer(Loop):
         teacher: see :data:`Teacher`; needed if the recipe has a KL.
         process: see :class:`Process`.
         save_every: optimiser steps between checkpoints.
-        quiet: True to hide the progress bar.
+        validation: held-out rows that are judged meanwhile, or None.
+        loop: ``quiet`` and ``track``; see :class:`Loop`.
 
     Raises:
         ConfigError: the batch cannot be divided among the processes, or the folder holds another run.
@@ -57,9 +74,11 @@ class Trainer(Loop):
         teacher: Teacher | None = None,
         process: Process | None = None,
         save_every: int = 50,
-        quiet: bool = False,
+        validation: Validation | None = None,
+        **loop,
     ):
         self.recipe, self.out, self.rows, self.teacher = recipe, Path(out), rows, teacher
+        self.validation = validation
         self.process = process or Process()
         if recipe.batch % self.process.world:
             raise ConfigError(
@@ -78,8 +97,8 @@ class Trainer(Loop):
             check_head_shares(recipe.shares, sizes["num_layers"], sizes["num_kv_heads"], "the recipe")
         self.config = make_config(sizes, **options) if recipe.has_scorers else None
         self.student = self._student(model)
-        run = {"clip": recipe.clip, "save_every": save_every, "quiet": quiet}
-        super().__init__(self.student, self._optimiser(), self.out / "run", recipe.steps, **run)
+        loop |= {"clip": recipe.clip, "save_every": save_every}
+        super().__init__(self.student, self._optimiser(), self.out / "run", recipe.steps, **loop)
 
     def _check_same_run(self, model: str) -> None:
         """Check that the folder holds nothing but this run, because a checkpoint found there is continued.
@@ -221,6 +240,15 @@ class Trainer(Loop):
             write_whole(self.out / "run" / "decays.json", json.dumps(found) + "\n")
         return dataclasses.replace(self.config, decay=decay), logits, lost
 
+    def notes(self) -> dict:
+        """Return the place in a stream of rows, if rows are streamed."""
+        return {"rows": self.rows.state()} if hasattr(self.rows, "state") else {}
+
+    def restore(self, notes: dict) -> None:
+        """Take up the place in a stream of rows."""
+        if "rows" in notes:
+            self.rows.restore(notes["rows"])
+
     def rates(self, step: int) -> list[float]:
         """Return the learning rate of each group of parameters in a step."""
         recipe = self.recipe
@@ -244,18 +272,49 @@ class Trainer(Loop):
 
     def one_pass(self, row: int, passes: int) -> dict[str, torch.Tensor]:
         """Add the gradient of a micro-batch that begins with ``row``, one of ``passes``; return ``loss`` and its parts."""
-        recipe, device = self.recipe, self.process.device
-        tokens = torch.stack([self.rows[row + i] for i in range(recipe.micro_batch)]).to(device)
+        recipe = self.recipe
+        tokens = to_device(torch.stack([self.rows[row + i] for i in range(recipe.micro_batch)]), self.process.device)
+        self.tokens += tokens.numel() * self.process.world
         prompt = 0 if recipe.pack else self.rows.prompt_length(row)
         top = None if self.teacher is None else self._targets(tokens, row)  # before the model has gathered anything
         loss, parts = self.student(tokens, row, top, prompt)
         (loss / passes).backward()
-        values = {"loss": loss.detach()} | parts
-        return {name: torch.as_tensor(value, dtype=torch.float64, device=device) for name, value in values.items()}
+        return {name: value.double() for name, value in ({"loss": loss.detach()} | parts).items()}
+
+    def judge(self, step: int) -> dict[str, float]:
+        """Return ``validation_loss`` and its parts after ``step`` steps, means of the held-out rows, if they are due.
+
+        Their parts are those of training and ``accuracy``, see :class:`Student`. No process judges a row of another one,
+        and each has as many passes as the others.
+        """
+        validation = self.validation
+        if validation is None or (step % validation.every and step != self.recipe.steps):
+            return {}
+        process, count = self.process, len(validation.rows)
+        self.student.eval()
+        total: dict[str, torch.Tensor] = {}
+        for first in range(0, count, process.world):
+            row = min(first + process.rank, count - 1)
+            weight = float(first + process.rank < count)
+            for name, value in self._judged(validation.rows[row], row, validation.prompts[row], step).items():
+                total[name] = total.get(name, 0.0) + weight * value * process.world / count
+        self.student.train()
+        self.student.base.train(self.recipe.distils)
+        return {f"validation_{name}": value for name, value in self.numbers(self._mean(total)).items()}
+
+    @torch.no_grad()
+    def _judged(self, tokens: torch.Tensor, row: int, prompt: int, step: int) -> dict[str, torch.Tensor]:
+        """Return loss and parts of a held-out row, the first of which has number 0."""
+        tokens = to_device(tokens.unsqueeze(0), self.process.device)
+        top = None if self.teacher is None else self._targets(tokens, row)
+        loss, parts = self.student(tokens, row, top, prompt, held_out_at=step - 1)
+        if isinstance(self.student, FSDPModule):
+            self.student.reshard()  # which only a backward pass does by itself
+        return {name: value.double() for name, value in ({"loss": loss} | parts).items()}
 
     def _targets(self, tokens: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the teacher's top logits of a micro-batch, and their indices."""
-        tops = [self.teacher(tokens[i : i + 1], row + i) for i in range(len(tokens))]
+        tops = [self.teacher(tokens[i : i + 1], row + i)[:2] for i in range(len(tokens))]
         return tops[0] if len(tops) == 1 else tuple(map(torch.cat, zip(*tops, strict=True)))
 
     def _mean(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
-from kvpop_vllm.distill.metrics import Metrics
+from kvpop_vllm.distill.metrics import Metrics, Tracker
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.files import check_new, remove, to_disk, write_whole
 from kvpop_vllm.kernels.ops.training import NotFinite
@@ -150,9 +151,11 @@ class Loop(ABC):
         clip: largest norm of a step's gradient.
         save_every: optimiser steps between checkpoints.
         quiet: True to hide the progress bar.
+        track: see :class:`Metrics`.
 
     Attributes:
         next_step: number of the next optimiser step, and of those taken.
+        tokens: tokens that all processes have read since this one began, about; 0 if a loop does not count them.
     """
 
     def __init__(
@@ -165,9 +168,11 @@ class Loop(ABC):
         clip: float = 1.0,
         save_every: int = 50,
         quiet: bool = False,
+        track: Tracker | None = None,
     ):
         self.trained, self.optimiser, self.folder, self.steps = trained, optimiser, folder, steps
         self.clip, self.save_every, self.quiet = clip, save_every, quiet
+        self.track, self.tokens = track, 0
         self.checkpoints, self.next_step = Checkpoints(folder), 0
         self._asked_to_stop = False
 
@@ -177,12 +182,32 @@ class Loop(ABC):
 
     @staticmethod
     def numbers(metrics: dict[str, torch.Tensor | float]) -> dict[str, float]:
-        """Return metrics as numbers; this is where a step waits for its device."""
-        return {name: float(value) for name, value in metrics.items()}
+        """Return metrics as numbers; this is where a step waits for its device, once."""
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
+        values = torch.stack([value.detach().double() for value in tensors.values()]).tolist() if tensors else []
+        numbers = dict(zip(tensors, values, strict=True))
+        return {name: numbers.get(name, value) for name, value in metrics.items()}
 
     @abstractmethod
     def rates(self, step: int) -> Sequence[float]:
         """Return the learning rate of each group of parameters in a step."""
+
+    def judge(self, step: int) -> dict[str, float]:
+        """Return metrics of what was not trained on, after so many steps; none if they are not due."""
+        return {}
+
+    def notes(self) -> dict:
+        """Return what a checkpoint holds besides parameters, optimiser and random state, as JSON has it."""
+        return {}
+
+    def restore(self, notes: dict) -> None:
+        """Take up the :meth:`notes` of the checkpoint that a run goes on from.
+
+        Raises:
+            ValueError: they are of another kind of run.
+        """
+        if notes:
+            raise ValueError(f"a checkpoint of this run has no {', '.join(notes)}")
 
     def finish(self, last: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a run with the given metrics of its last step, after what a run ends with.
@@ -203,10 +228,12 @@ class Loop(ABC):
         with only_run_in(self.folder), self._until_asked_to_stop():
             try:
                 self.next_step = self.checkpoints.load(self.trained, self.optimiser)
+                if self.next_step:
+                    self.restore(self.checkpoints.notes(self.next_step))
             except ValueError as error:
                 raise ConfigError(str(error)) from None
             try:
-                with Metrics(self.folder, self.next_step) if is_main() else nullcontext() as metrics:
+                with Metrics(self.folder, self.next_step, self.track) if is_main() else nullcontext() as metrics:
                     last = self._steps(metrics)
                 return self.finish(last)
             except (OSError, SafetensorError, NotFinite) as error:
@@ -243,6 +270,10 @@ class Loop(ABC):
         if stop:
             raise AskedToStop
 
+    def _save(self, step: int) -> None:
+        """Write a checkpoint of the last step taken, as :meth:`Checkpoints.save`."""
+        self.checkpoints.save(step, self.trained, self.optimiser, self.notes())
+
     def _save_and_exit(self) -> None:
         """Write a checkpoint of the last step taken, and exit with status 0.
 
@@ -252,7 +283,7 @@ class Loop(ABC):
         step, saved = self.next_step, self.checkpoints.steps()
         try:
             if step and step not in saved:
-                self.checkpoints.save(step, self.trained, self.optimiser)
+                self._save(step)
         except OSError as error:
             raise self._stopped(str(error)) from None
         if is_main():
@@ -261,18 +292,20 @@ class Loop(ABC):
         raise SystemExit(0)
 
     def _steps(self, metrics: Metrics | None) -> dict[str, float]:
-        first, total = self.next_step, self.steps
+        first, total, began = self.next_step, self.steps, time.monotonic()
         last = metrics.last() if metrics else {}
         with tqdm(range(first, total), initial=first, total=total, disable=self.quiet or not is_main()) as bar:
             for step in bar:
                 self.check_stop()
-                last = self.step(step)
+                last = self.step(step) | self.judge(step + 1)
                 if metrics:
                     metrics.add(step, last)
-                    bar.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
+                    shown = {name: f"{value:.4f}" for name, value in last.items()}
+                    speed = {"tokens/s": f"{self.tokens / (time.monotonic() - began):.0f}"} if self.tokens else {}
+                    bar.set_postfix(speed | shown)
                 self.next_step = step + 1
                 if self.next_step % self.save_every == 0 or self.next_step == total:
-                    self.checkpoints.save(self.next_step, self.trained, self.optimiser)
+                    self._save(self.next_step)
         return last
 
     def step(self, step: int) -> dict[str, float]:

@@ -7,10 +7,11 @@ import dataclasses
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.memory import Run, Sizes
 from kvpop_vllm.distill.recipes import RECIPES
+from kvpop_vllm.files import size_text
 
 GPUS, GPU_MEMORY, MFU, TFLOPS = 8, 80 * 10**9, 0.35, 989
 """Defaults: GPUs, bytes of one, share of the peak, and an H100's peak in bfloat16."""
-RECIPE = "train_base", "length", "batch", "micro_batch", "steps"
+RECIPE = "train_base", "length", "batch", "micro_batch", "steps", "boundary", "listwise"
 """Fields of a recipe that the command takes."""
 LOGITS = "teacher's logits"
 CHECKPOINTS = 3
@@ -68,20 +69,13 @@ def _disk(run: Run) -> list[str]:
     """Return the lines on the disk."""
     disk = run.disk()
     lines = [
-        f"disk: {_size(CHECKPOINTS * disk['checkpoint'])} of checkpoints, {CHECKPOINTS} of {_size(disk['checkpoint'])};"
-        f" {_size(disk['result'])} of results"
+        f"disk: {size_text(CHECKPOINTS * disk['checkpoint'])} of checkpoints, {CHECKPOINTS} of {size_text(disk['checkpoint'])};"
+        f" {size_text(disk['result'])} of results"
     ]
     if disk[LOGITS]:
         remark = "" if run.stored else ", which this run does not store"
-        lines.append(f"logits of the teacher for all rows: {_size(disk[LOGITS])}{remark}")
+        lines.append(f"logits of the teacher for all rows: {size_text(disk[LOGITS])}{remark}")
     return lines
-
-
-def _size(count: int) -> str:
-    for unit, size in (("TB", 10**12), ("GB", 10**9)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1e6:.1f} MB"
 
 
 def _table(cells: dict[str, str]) -> list[str]:

@@ -14,11 +14,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
+from kvpop_vllm.distill import losses
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.run import OnlineTeacher
 from kvpop_vllm.distill.sharding import Process
@@ -52,10 +53,10 @@ SIZES = {
 }
 
 
-def write_config(folder: Path, size: str) -> Path:
-    """Write the config of Qwen3-8B or Qwen3-4B into a folder."""
+def write_config(folder: Path, size: str, **changes) -> Path:
+    """Write the config of Qwen3-8B or Qwen3-4B, or one with changes, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(QWEN3 | SIZES[size]))
+    (folder / "config.json").write_text(json.dumps(QWEN3 | SIZES[size] | changes))
     return folder
 
 
@@ -69,6 +70,7 @@ def fake_gpus(world: int):
         with (
             mock.patch.multiple(dispatch, **of_gpu),
             mock.patch.object(F, ATTENTION, _flash),
+            mock.patch.object(losses, "_positions", _drawn),
             FakeTensorMode(),
             _in_place(),
         ):
@@ -79,6 +81,11 @@ def fake_gpus(world: int):
 
 def _of_gpu(op, tensor):
     return "triton" if op in dispatch.TRITON_DTYPES else "reference"
+
+
+def _drawn(*args, draw=losses._positions):
+    with unset_fake_temporarily():  # positions are numbers of the host
+        return draw(*args)
 
 
 def _flash(q, k, v, **options):

@@ -28,8 +28,8 @@ FULL = [f"<user>{t['prompt']}</user>\n<assistant>{t['response']}</assistant>\n" 
 PROMPTS = [len(f"<user>{t['prompt']}</user>\n") for t in TALKS]
 
 
-def rows_of(path, length=200, least=60, behind_prompt=False, **options) -> DocumentRows:
-    options = {"validation": 0.0, "test": 0.0, "least": least, "behind_prompt": behind_prompt} | options
+def rows_of(path, length=200, shortest=60, behind_prompt=False, **options) -> DocumentRows:
+    options = {"validation": 0.0, "test": 0.0, "shortest": shortest, "behind_prompt": behind_prompt} | options
     return DocumentRows(path, byte_tokenizer(), length, **options)
 
 
@@ -57,7 +57,7 @@ def test_a_row_is_a_document_up_to_its_length(tmp_path, behind_prompt):
 def test_documents_from_which_nothing_is_evicted_are_refused(tmp_path):
     path = write(tmp_path, "talks", "jsonl", TALKS[:5])
     with pytest.raises(ConfigError, match="no document of 150 tokens behind its prompt: give longer documents"):
-        rows_of(path, least=150, behind_prompt=True)[0]
+        rows_of(path, shortest=150, behind_prompt=True)[0]
 
 
 @pytest.fixture(scope="module")

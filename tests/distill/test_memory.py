@@ -72,6 +72,18 @@ def test_the_model_is_what_a_step_of_the_trainer_takes(tmp_path, size, gpus, tra
     assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
 
 
+@pytest.mark.slow
+def test_the_listwise_loss_is_counted(tmp_path):
+    """Four layers of Qwen3-8B: each layer but the embeddings and the output layer as in the whole model."""
+    check_tracker()
+    folder = write_config(tmp_path / "8B", "8B", num_hidden_layers=4)
+    recipe = dataclasses.replace(PAPER, train_base=False, boundary=0.0, listwise=1.0)
+    measurement = measured(folder, tmp_path / "out", recipe, 1)
+    run = Run(Sizes.of(folder, recipe), recipe, 1)
+    compare(run, measurement)
+    assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
+
+
 def test_two_processes_take_what_the_model_says(model, tmp_path):
     """The bytes of real shards; activations are those of other kernels than a GPU's."""
     check_tracker()

@@ -7,16 +7,19 @@ import math
 
 import pytest
 import torch
+from distill.dispatched import AllocatedBytes
 from distill.rows import Rows, teacher_of
 from distill.train_tiny import LENGTH, RECIPE, RECIPES
 from kernels.naive import masked_attention
 
+from kvpop_vllm.distill import listwise
 from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
 from kvpop_vllm.distill.gates import KVzapAttend
-from kvpop_vllm.distill.losses import RetentionLoss, listwise_loss, top_kl
+from kvpop_vllm.distill.listwise import listwise_loss
+from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipes import KVZAP, PAPER
 from kvpop_vllm.distill.sparse_attention import Sparse, dense_attention
-from kvpop_vllm.distill.targets import attention_from, retention_target
+from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.model_hook import Dense, load_model
@@ -100,10 +103,9 @@ def test_listwise_loss_token_by_token(layer, groups, step):
     roles, where = Retention(2 + WINDOW + 6, 2, WINDOW, step=step), [13, 20, 39]
     score = torch.randn(1, 2, S, generator=torch.Generator().manual_seed(1))
     log_gamma = torch.tensor([-0.1, -0.3])
-    coming = attention_from(q, k, lse, where, scale=SCALE, groups=groups)
     terms = []
     for h in range(2):
-        for i, at in enumerate(where):
+        for at in where:
             tokens = range(2, at - WINDOW + 1)
             mass = []
             for t in tokens:
@@ -112,11 +114,10 @@ def test_listwise_loss_token_by_token(layer, groups, step):
                     for g in (2 * h, 2 * h + 1)
                 ]
                 mass.append((max(heads) if groups == "max" else sum(heads) / 2) + 1e-8)
-                assert float(coming[0, h, i, t]) == pytest.approx(math.log(mass[-1]), abs=2e-4)
             weight = [math.exp(float(score[0, h, t]) + (at - t) // step * float(log_gamma[h])) for t in tokens]
             shares = [(m / sum(mass), w / sum(weight)) for m, w in zip(mass, weight, strict=True)]
             terms.append(sum(p * math.log(p / other) for p, other in shares))
-    found = listwise_loss(score, log_gamma, coming, torch.tensor(where), roles)
+    found = listwise_loss(score, log_gamma, q, k, lse, where, roles, scale=SCALE, groups=groups)
     assert float(found) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
     late = listwise_loss(
         score, log_gamma, coming, torch.tensor(where), roles, [13, 21]
@@ -124,19 +125,71 @@ def test_listwise_loss_token_by_token(layer, groups, step):
     assert float(late) == pytest.approx((sum(terms[:3]) + terms[5]) / 4, rel=1e-4)
 
 
+def attention_from(q, k, lse, positions):
+    """Return the attention that each token gets from each position on, ``[B, H, G, P, S]``, as one dense array."""
+    asking, norms = q.unflatten(1, (k.shape[1], -1)), lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
+    weights = (asking @ k.unsqueeze(2).mT * SCALE - norms).exp().tril()
+    return torch.stack([weights[..., position:, :].sum(-2) for position in positions], 3)
+
+
+@pytest.mark.parametrize("blocks", [(256, 4096), (3, 7)])
+@pytest.mark.parametrize("groups", ["max", "mean"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_listwise_loss_in_blocks_is_the_dense_one(monkeypatch, blocks, groups, step):
+    """Values and gradients in float64, against autograd through dense arrays."""
+    for name, size in zip(("QUERIES", "KEYS"), blocks, strict=True):
+        monkeypatch.setattr(listwise, name, size)
+    g = torch.Generator().manual_seed(2)
+    q, k, score = (torch.randn(2, n, S, 8, generator=g).double() for n in (4, 2, 2))
+    score, log_gamma = score[..., 0].requires_grad_(), torch.tensor([-0.1, -0.3]).double().requires_grad_()
+    roles, positions = Retention(2 + WINDOW + 6, 2, WINDOW, step=step), torch.tensor([13, 14, 25, 39])
+    lse = (q.unflatten(1, (2, 2)) @ k.unsqueeze(2).mT * SCALE).flatten(1, 2)
+    lse = lse.masked_fill(~torch.ones(S, S).bool().tril(), -torch.inf).logsumexp(-1)
+    mass = attention_from(q, k, lse, positions)
+    target = ((mass.amax(2) if groups == "max" else mass.mean(2)) + 1e-8).log()
+    age = positions.unsqueeze(1) - torch.arange(S)
+    ranked = (age >= WINDOW) & (age <= positions.unsqueeze(1) - 2)
+    log_p = target.masked_fill(~ranked, -torch.inf).log_softmax(-1)
+    log_q = (
+        (score.unsqueeze(2) + (age // step) * log_gamma[:, None, None]).masked_fill(~ranked, -torch.inf).log_softmax(-1)
+    )
+    expected = torch.where(ranked, log_p.exp() * (log_p - log_q), 0.0).sum(-1).mean()
+    loss = listwise_loss(score, log_gamma, q, k, lse, positions.tolist(), roles, scale=SCALE, groups=groups)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for a, b in zip(*(torch.autograd.grad(3 * value, (score, log_gamma)) for value in (loss, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_listwise_loss_takes_memory_for_its_tokens_alone(monkeypatch):
+    """Twice as many tokens and positions take at most twice the bytes, less than one array of positions and tokens."""
+    monkeypatch.setattr(listwise, "QUERIES", 16)
+    monkeypatch.setattr(listwise, "KEYS", 64)
+
+    def peak(length):
+        q, k, score = (torch.randn(1, n, length, 4) for n in (4, 2, 2))
+        lse, score = torch.randn(1, 4, length).abs() + 9, score[..., 0].requires_grad_()
+        positions, roles = list(range(16, length, 8)), Retention(2 + WINDOW + 6, 2, WINDOW)
+        with AllocatedBytes() as allocated:
+            listwise_loss(score, torch.zeros(2), q, k, lse, positions, roles, scale=SCALE).backward()
+        return allocated.peak, 4 * score.numel() * len(positions)
+
+    (short, _), (long, dense) = peak(1024), peak(2048)
+    assert 1.5 * short < long < 2.2 * short and 5 * long < dense
+
+
 def test_listwise_loss_teaches_scores_and_decays_what_is_kept_with_hindsight(layer):
     """Scores and decays fitted to it lose less of the coming attention than recency does."""
     q, k, lse = layer
     roles, where = Retention(2 + WINDOW + 6, 2, WINDOW), list(range(13, S))
-    coming = attention_from(q, k, lse, where, scale=SCALE)
+    coming = attention_from(q, k, lse, where).amax(2)
     score, log_gamma = torch.zeros(1, 2, S, requires_grad=True), torch.full((2,), -0.2, requires_grad=True)
-    before = listwise_loss(score, log_gamma, coming, torch.tensor(where), roles)
+    before = listwise_loss(score, log_gamma, q, k, lse, where, roles, scale=SCALE)
     before.backward()
     assert log_gamma.grad.abs().min() > 0 and not score.grad[..., :2].any() and not score.grad[..., -WINDOW + 1 :].any()
     optimiser = torch.optim.Adam([score, log_gamma], lr=0.05)
     for _ in range(200):
         optimiser.zero_grad()
-        loss = listwise_loss(score, log_gamma, coming, torch.tensor(where), roles)
+        loss = listwise_loss(score, log_gamma, q, k, lse, where, roles, scale=SCALE)
         loss.backward()
         optimiser.step()
 
@@ -145,7 +198,7 @@ def test_listwise_loss_teaches_scores_and_decays_what_is_kept_with_hindsight(lay
         out = 0.0
         for i, at in enumerate(where):
             kept = kept_at(rank, cutoff, at, roles)
-            out += float((coming[:, :, i, 2 : at - WINDOW + 1].exp() * ~kept).sum())
+            out += float((coming[:, :, i, 2 : at - WINDOW + 1] * ~kept).sum())
         return out
 
     assert lost(score, log_gamma) < 0.6 * lost(torch.zeros(1, 2, S), torch.full((2,), -0.2))

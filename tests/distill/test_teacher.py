@@ -14,6 +14,7 @@ from itertools import islice
 import pytest
 import torch
 from distill.byte_tokenizer import byte_tokenizer
+from distill.launching import launch
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import teacher
@@ -61,7 +62,15 @@ def settings(folder, packed):
 def write(model, rows, out, settings, count=ROWS, vocab_size=VOCAB):
     """Write logits, three rows to a file."""
     size = {"vocab_size": vocab_size, "shard_bytes": 3 * ROW_BYTES + 1}
-    write_rows(model, rows, out, settings, count, **size, quiet=True, attend=Dense())
+    write_rows(
+        lambda tokens: top_logits(model, tokens, settings["top"], attend=Dense()),
+        rows,
+        out,
+        settings,
+        count,
+        **size,
+        quiet=True,
+    )
 
 
 def contents(folder):
@@ -159,6 +168,19 @@ def test_a_full_disk_loses_nothing(model, rows, settings, tmp_path, whole, monke
         TeacherReader(tmp_path / "out", settings)(rows[number].unsqueeze(0), number)
     write(model, rows, tmp_path / "out", settings)
     assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_files_of_one(tmp_path):
+    """They go on where fewer rows were asked for; the model is sharded among them, and the last files are not full."""
+    written = []
+    for processes in (1, 2):
+        model = write_tiny_model(tmp_path / "model", "qwen3")
+        outcome = launch(model, tmp_path / str(processes), 7, 11, processes=processes, script="teacher_tiny.py")
+        assert outcome.returncode == 0, outcome.stderr[-3000:]
+        written.append(contents(tmp_path / str(processes)))
+    assert len(written[0]) == 5 and read_index(tmp_path / "2")["rows"] == 11
+    assert written[0] == written[1]
 
 
 # refusals

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from distill.launching import last_loss, launch
 from distill.rows import Rows, teacher_of
-from distill.train_tiny import LENGTH, RECIPE, RECIPES
+from distill.train_tiny import LENGTH, RECIPE, RECIPES, VALIDATION
 from safetensors.torch import load_file
 from threads import one_thread
 
@@ -25,7 +25,8 @@ from kvpop_vllm.distill.checkpoints import Checkpoints
 from kvpop_vllm.distill.decays import decay_grid
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe, TrainingError
-from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.distill.sparse_attention import Sparse
+from kvpop_vllm.distill.trainer import Trainer, Validation
 from kvpop_vllm.distill.training_loop import only_run_in
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.scorers import Decay, log_gamma
@@ -156,18 +157,46 @@ def test_the_trained_model_has_the_generation_config_of_its_base(model, tmp_path
 
 
 @one_thread()  # as in the processes that are launched
-@pytest.mark.parametrize("kind", ["frozen", "base", "gates"])
-def test_two_processes_equal_one(model, tmp_path, complete, kind):
-    train(model, tmp_path, RECIPES[kind]).run()
-    folders = tmp_path, complete(kind, 2)[0]
+@pytest.mark.parametrize("kind, processes", [("frozen", 2), ("base", 2), ("gates", 2), ("base", 4)])
+def test_several_processes_equal_one(model, tmp_path, complete, kind, processes):
+    """Losses of training and of held-out rows, and what was trained."""
+    train(model, tmp_path, RECIPES[kind], validation=VALIDATION).run()
+    folders = tmp_path, complete(kind, processes)[0]
     one, two = (read_metrics(folder / "run/metrics.jsonl") for folder in folders)
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-4)
+    judged = [row["step"] for row in one if "validation_accuracy" in row]
+    assert judged == [3, 7] and ("validation_recall" in one[3]) == (kind != "gates")
     a, b = (load_file(folder / "kvpop_scorer.safetensors") for folder in folders)
     for name in a:  # Adam turns rounding of a small gradient into a full step, so single entries may differ
         if name.endswith("out.bias"):  # it cancels in every comparison, so its gradient is rounding only
             continue
         assert (b[name] - a[name]).norm() <= 0.02 * a[name].norm() + 1e-3, name
+
+
+def test_held_out_rows_are_judged_and_not_trained_on(model, tmp_path):
+    """Losses are means of the rows' own, and accuracy is that of the model under the mask of its scores."""
+    recipe = dataclasses.replace(RECIPES["base"], steps=3, positions=None)
+    tracked, plain = [], train(model, tmp_path / "plain", recipe)
+    expected = plain.run()
+    held_out_rows = [Rows(LENGTH, first=7000)[row] for row in range(16)]
+    options = {"validation": Validation(4, held_out_rows, [0] * 16)}
+    options |= {"track": lambda step, values: tracked.append((step, dict(values)))}
+    trainer = train(model, tmp_path / "judged", recipe, **options)
+    last = trainer.run()
+    held_out = {name: last.pop(name) for name in list(last) if name.startswith("validation_")}
+    assert last == expected and tracked[-1] == (2, last | held_out) and [step for step, _ in tracked] == [0, 1, 2]
+    student, right, losses = plain.student.eval(), [], []
+    for row, tokens in enumerate(held_out_rows):
+        tokens = tokens.unsqueeze(0)
+        with torch.no_grad():
+            loss, parts = student(tokens, row, plain.teacher(tokens, row))
+            logits = student.base(tokens, attend=Sparse(student.score, student.roles(row))).logits
+        losses.append([loss, parts["recall"], parts["ce"], parts["kl"]])
+        right += (logits[0, :-1].argmax(-1) == tokens[0, 1:]).tolist()
+    means = torch.tensor(losses).mean(0).tolist()
+    assert [held_out[f"validation_{name}"] for name in ("loss", "recall", "ce", "kl")] == pytest.approx(means, rel=1e-4)
+    assert held_out["validation_accuracy"] == pytest.approx(sum(right) / len(right)) and any(right)
 
 
 def test_another_number_of_processes_goes_on(model, tmp_path, complete):

@@ -16,7 +16,7 @@ from distill.rows import Rows, teacher_of
 
 from kvpop_vllm.distill.recipes import DEMO, TRIMKV
 from kvpop_vllm.distill.sharding import Process
-from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.distill.trainer import Trainer, Validation
 from kvpop_vllm.model_hook import load_model
 
 LENGTH = 96
@@ -50,6 +50,10 @@ RECIPES["gates"] = dataclasses.replace(
 )
 
 
+VALIDATION = Validation(4, [Rows(LENGTH, first=5000)[row] for row in range(3)], [0] * 3)
+"""Held-out rows, which two or four processes cannot share evenly."""
+
+
 class Mortal(Rows):
     """Rows that send a process, or its launcher, a signal, SIGKILL by default, when it asks for a given row.
 
@@ -81,6 +85,7 @@ def main(model, out, kind, die_at=None, sent="SIGKILL", to="process"):
         teacher=teacher,
         process=process,
         save_every=3,
+        validation=VALIDATION,
         quiet=True,
     )
     result = rows.trainer.run()
