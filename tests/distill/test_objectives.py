@@ -119,9 +119,8 @@ def test_listwise_loss_token_by_token(layer, groups, step):
             terms.append(sum(p * math.log(p / other) for p, other in shares))
     found = listwise_loss(score, log_gamma, q, k, lse, where, roles, scale=SCALE, groups=groups)
     assert float(found) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
-    late = listwise_loss(
-        score, log_gamma, coming, torch.tensor(where), roles, [13, 21]
-    )  # the second head has more slots
+    options = {"scale": SCALE, "groups": groups, "begins": [13, 21]}  # the second head has more slots
+    late = listwise_loss(score, log_gamma, q, k, lse, where, roles, **options)
     assert float(late) == pytest.approx((sum(terms[:3]) + terms[5]) / 4, rel=1e-4)
 
 
