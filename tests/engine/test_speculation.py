@@ -434,7 +434,7 @@ LARGEST = 29.59
 
 @pytest.mark.slow
 def test_draws_have_the_distribution_of_the_oracle(case, monkeypatch):
-    """Of 12,000 sampled tokens, as many are each letter as the oracle's probabilities of three letters say.
+    """Among 12,000 sampled tokens, each of three letters is as frequent as the oracle's probabilities say.
 
     The oracle's probabilities are those after the tokens that were drawn before, under its evictions. Tokens are counted by
     their place in a step, and letters as the draft, the likeliest of the others, and so on. Draft and place follow from

@@ -162,7 +162,7 @@ ARROWS = {
     "local_attention": "kernels",
     "model_hook": "local_attention rope scorers model_shape config",
     "policies": "calibration rope scorers model_shape cache kernels config roles",
-    "cache": "requests roles",
+    "cache": "requests config roles",
     "attention": "rules kernels cache requests",
     "testing": "",
     "bench": "config files",
