@@ -1,4 +1,4 @@
-"""Torch threads in tests. Their number decides the last bits of results."""
+"""Torch threads in tests, whose number decides the last bits of results, and the dtype that this processor multiplies fast."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+DTYPE = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+"""Dtype of models of real size: products in bfloat16 take 100 times as long on processors without AVX-512."""
 
 
 @contextmanager

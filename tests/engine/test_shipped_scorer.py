@@ -11,6 +11,7 @@ import torch
 from engine.driving import Job, watched
 from engine.judge import MOST_NEAR_TIES
 from kernels.naive import visible_keys
+from threads import DTYPE
 from transformers import AutoTokenizer
 
 from kvpop_vllm.distill.cutoffs import running_cutoffs
@@ -30,13 +31,13 @@ PROMPT, NEW, BUDGET, CHUNK = 640, 48, 256, 128
 
 @pytest.fixture(scope="module")
 def run():
-    """Yield the engine's bfloat16 queries, keys and values of every layer, and its held tokens.
+    """Yield the engine's queries, keys and values of every layer, and its held tokens.
 
     Held tokens are recorded after every step.
     """
     ids = AutoTokenizer.from_pretrained(MODEL)(TEXT.read_text())["input_ids"][500 : 500 + PROMPT]
     settings = {"policy": "kvpop", "scorer": str(SCORER), "budget": BUDGET}
-    sizes = {"dtype": "bfloat16", "block_size": 64, "kv_cache_memory_bytes": 64 << 20}
+    sizes = {"dtype": DTYPE, "block_size": 64, "kv_cache_memory_bytes": 64 << 20}
     with watched(MODEL, settings, max_num_batched_tokens=CHUNK, **sizes) as engine:
         engine.serve([Job(new=NEW, prompt=ids, scored=False)])
         (held,) = engine.recorder.held.values()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from serving import Server
+from threads import DTYPE
 from transformers import AutoTokenizer
 
 pytest.importorskip("lm_eval.tasks", reason="needs lm-eval: `make lm-eval` installs it")
@@ -73,13 +74,13 @@ def test_a_server_with_a_policy(tmp_path, served, client, endpoint):
 
 @pytest.fixture(scope="module")
 def served():
-    options = ["--kv-policy", "streaming-llm", "--kv-budget", str(BUDGET), "--max-model-len", "2048"]
+    options = ["--kv-policy", "streaming-llm", "--kv-budget", str(BUDGET), "--max-model-len", "2048", "--dtype", DTYPE]
     with Server(MODEL, *options, "--kv-cache-memory-bytes", str(256 << 20), "--enforce-eager") as server:
         yield server
 
 
 def test_in_process_with_the_shipped_scorer(tmp_path):
-    args = {"pretrained": MODEL, "dtype": "bfloat16", "max_model_len": 2048, "enforce_eager": True}
+    args = {"pretrained": MODEL, "dtype": DTYPE, "max_model_len": 2048, "enforce_eager": True}
     policy = {"policy": "kvpop", "scorer": SCORER, "budget": BUDGET, "allocator": "uniform"}
     args |= {"kv_cache_memory_bytes": 256 << 20, "additional_config": {"kv_policy": policy}}
     samples, metrics, output = run_lm_eval(tmp_path, "vllm", args, extra_args={"kv_budget": 100})

@@ -21,6 +21,7 @@ import openai
 import pytest
 import yaml
 from serving import Server
+from threads import DTYPE
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -128,6 +129,7 @@ def measured(tmp_path_factory):
     binary("prometheus")
     options = ["--kv-policy", "streaming-llm", "--kv-budget", str(BUDGET), "--kv-max-protect", "100"]
     options += ["--max-model-len", "2048", "--kv-cache-memory-bytes", str(256 << 20), "--enforce-eager"]
+    options += ["--dtype", DTYPE]
     folder = tmp_path_factory.mktemp("prometheus")
     with Server(str(MODEL), *options, "--served-model-name", NAME) as server, prometheus(server, folder) as api:
         client, usage, reports = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), [], []

@@ -19,6 +19,7 @@ import jsonschema
 import openai
 import pytest
 from serving import Server
+from threads import DTYPE
 from transformers import AutoTokenizer
 
 from kvpop_vllm import _C, policies
@@ -46,9 +47,9 @@ def served(request, scorer):
 
     settings = PolicySettings(request.param, BUDGET, scorer=scorer if request.param == "kvpop" else None)
     policy = policies.get(request.param)(settings, ModelShape(**folder_sizes(MODEL), max_model_len=8192))
-    most = PageLayout(3, 64, torch.bfloat16, state_floats=policy.state_floats).blocks(8192, BUDGET)
+    most = PageLayout(3, 64, getattr(torch, DTYPE), state_floats=policy.state_floats).blocks(8192, BUDGET)
     options = ["--kv-budget", str(BUDGET), "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)]
-    options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    options += ["--dtype", DTYPE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options += ["--enforce-eager"] if request.param == "streaming-llm" else ["--kv-scorer", scorer]
     with Server(str(MODEL), "--kv-policy", request.param, *options) as server:
         yield server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), most
