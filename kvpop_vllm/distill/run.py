@@ -36,7 +36,7 @@ def load_tokenizer(model: str | Path):
 
 @dataclass(frozen=True)
 class Reading:
-    """How text is read.
+    """Settings of how text is read.
 
     Attributes:
         stream: True to read data sets as a stream, as far as rows are needed.
@@ -48,7 +48,7 @@ class Reading:
 
 
 READING = Reading()
-"""How text is read by default."""
+"""Settings of how text is read by default."""
 
 
 def rows_of(model, data, recipe: Recipe, folder: Path, reading: Reading = READING) -> Rows:
