@@ -30,6 +30,8 @@ from kvpop_vllm.scorers.untrained import init_scorer
 
 MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 BUDGET, MEMORY = 1024, 512 << 20
+VECTORS = {"bfloat16": 256, "float32": 512}[DTYPE]
+"""Bytes of a token's key and value in a head."""
 VLLM = str(Path(sys.executable).with_name("vllm"))
 
 
@@ -156,10 +158,8 @@ def test_a_response_says_what_its_cache_did(served):
         kept = min(BUDGET, found["seen_tokens"])
         assert found["kept_tokens_per_head"] == {"min": kept, "mean": kept, "max": kept}
         assert found["evicted_tokens_per_head"]["mean"] == found["seen_tokens"] - kept
-        assert (
-            found["bytes"] == found["blocks"] * 64 * 264 * 90
-            and found["dense_bytes"] == found["seen_tokens"] * 256 * 90
-        )
+        assert found["bytes"] == found["blocks"] * 64 * (VECTORS + 8) * 90
+        assert found["dense_bytes"] == found["seen_tokens"] * VECTORS * 90
     assert answers[0].choices[0].finish_reason == "stop", "a token may be in flight when the answer stops"
     assert reports[1]["evicted_tokens_per_head"]["mean"] > 100 and reports[1]["blocks"] == most
     assert ask(client, **stops | {"extra_body": {"min_tokens": 6}}).model_extra.get("kv_transfer_params") is None
