@@ -15,6 +15,10 @@ FORCED = 1e6
 """Logit of a token that is forced, far above those of a model."""
 
 
+LEAST_POOL = 8320
+"""Tokens for which vLLM wants room: the demo model's 8,192 positions, and a block."""
+
+
 def greedy(new: int, **options):
     """Return sampling parameters for ``new`` greedy tokens."""
     from vllm import SamplingParams
@@ -43,7 +47,7 @@ class EngineChild(Child):
             options.model,
             dtype=options.dtype,
             max_num_seqs=options.most_requests,
-            kv_cache_memory_bytes=int(options.pool_tokens * token_bytes(options.model, options.dtype)),
+            kv_cache_memory_bytes=int(max(options.pool_tokens, LEAST_POOL) * token_bytes(options.model, options.dtype)),
             enable_prefix_caching=options.prefix_caching,
             enforce_eager=options.eager,
             load_format=options.load_format,
