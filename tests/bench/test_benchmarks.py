@@ -82,6 +82,7 @@ def options_of(**more):
         starts=1,
         speculative=0,
         dtype="bfloat16",
+        history=None,
     )
     return argparse.Namespace(**common | more)
 

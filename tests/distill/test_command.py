@@ -244,7 +244,7 @@ REFUSED = {
     f"{START} --validation-rows=3": "--validation-rows is about held-out rows: give --validate-every",
     f"{START} --tracker=nowhere:f": "--tracker nowhere:f is no function (No module named 'nowhere'): give MODULE:FUNCTION",
     f"distill teacher {START.removeprefix('distill ')} --length=96 --window=8 --topk 20 --validate-every=3": "teacher has no use for --validate-every",
-    f"distill teacher {START.removeprefix('distill ')} --length=96 --window=8 --topk 20 --rows={10**14}": "MB free and the teacher's logits need 10",
+    f"distill teacher {START.removeprefix('distill ')} --length=96 --window=8 --topk 20 --rows={10**14}": " free and the teacher's logits need 9907200.0 TB",
     "distill texts --out=x --steps=5": "kvpop distill texts has no use for --steps",
     "distill --out=x --model=damaged --data text.jsonl --recipe=demo --length=96 --positions=96 --window=8 --topk 20": "damaged cannot be loaded",
     "distill --out=x --model=holed --data text.jsonl --recipe=demo --length=96 --positions=96 --window=8 --topk 20": "has no weights for model.layers.1.self_attn.k_proj.weight",
