@@ -52,7 +52,7 @@ COUNTS: dict[str, int] = {
     "name there": 32,
     "name those": 3,
     "name told": 61,
-    "name wanted": 18,
+    "name wanted": 16,
     "name what": 21,
     "name where": 38,
     "name which": 6,
