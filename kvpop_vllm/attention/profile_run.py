@@ -34,7 +34,7 @@ def worst_case_batches(
 ) -> Iterator[tuple[Pages, StepBatch, int]]:
     """Yield the steps of one layer that take the most memory.
 
-    The first step decodes up to ``requests`` rows of padding together. The second is a prefill chunk behind a
+    The first step decodes up to ``requests`` rows of padding together, each with as many drafts as it may have. The second is a prefill chunk behind a
     full cache. If the rule processes tokens one by one, this chunk has two tokens, which represent all, and
     without a prefix it starts at position 0.
 
@@ -62,19 +62,20 @@ def worst_case_batches(
     shares = HeadBudgets({max(budgets): budgets}, device)
     slots = RequestSlots(0, 0, max(budgets), rule.window, 0 if rule.seeded else None)
     blocks = torch.zeros(1, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
+    steps = 1 + layout.drafts
 
     def step(rows: int, spans: list[Span]) -> tuple[Pages, StepBatch, int]:
         padding = DeviceRows(layout, slots, rows, table.shape[2], None, device, longest).view(rows, rule.seeded, False)
         place = RequestBlocks(*(x.expand(max(1, len(spans)), -1) for x in (table[0, :1], blocks)))
         plan = StepPlan(layout, spans, place, rows=padding, checks=False)
-        return pages, plan.batch(shares), rows + sum(span.length for span in spans)
+        return pages, plan.batch(shares), rows * steps + sum(span.length for span in spans)
 
     def chunks(length: int, start: int, prefix: int, several: int = 1) -> tuple[Pages, StepBatch, int]:
         """Return a step of chunks of ``length`` tokens from position ``start`` on, after prefixes of ``prefix`` tokens."""
         protected = slots._replace(prefix=prefix)
         return step(0, [Span(i, i * length, start, length, protected) for i in range(several)])
 
-    yield step(min(tokens, requests), [])
+    yield step(min(tokens // steps, requests), [])
     count, start, most_tokens = min(tokens, length), 0, min(tokens, length)
     if rule.sequential:
         count = min(count, 2)

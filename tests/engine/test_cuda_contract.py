@@ -372,14 +372,14 @@ def resolved(config, v2=False):
     return config.compilation_config.resolve_cudagraph_mode_and_sizes(*support(config), 1, use_v2_model_runner=v2)
 
 
-def test_single_tokens_are_what_is_declared(model):
-    """Graphs of several tokens per request are not declared; only speculative decoding would use them."""
+def test_equally_long_requests_are_what_is_declared(model):
+    """Graphs of several tokens per request are declared; only speculative decoding uses them."""
     from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
 
     config = configure(model)
     of_v2 = get_attn_cg_support([[group_of(config)]], config)
     assert support(config)[0] is of_v2.min_cg_support
-    assert of_v2.min_cg_support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
+    assert of_v2.min_cg_support.name == "UNIFORM_BATCH"
 
 
 @pytest.mark.parametrize("v2", [False, True])

@@ -167,8 +167,8 @@ def verify_step(
         ValueError: as in :func:`decode_step`; d exceeds m or tokens lie outside of ``[0, T)``; or the layout has no room
             for the rule's queries.
         NotImplementedError: in Triton, a rule that reads attention or corrects outputs. It also takes m <= w alone
-            (ValueError, by the rule's w), because a draft must not leave the window before it is accepted. Windows of requests that
-            are smaller than m are not noticed: the caller checks them.
+            (ValueError, by the rule's w), because a draft must not leave the window before it is accepted. A request with more
+            drafts than its own w gets NaN, and nothing is written for it.
     """
     run = resolve("verify_step", impl, q)
     _check_sinks(sink_logits, q)

@@ -20,7 +20,8 @@ from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
 from kvpop_vllm.compaction.prompt_place import begin_of_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hub import local_folder
-from kvpop_vllm.requests import CARTRIDGES, Placed, RequestSlots, UnknownCartridge, named, resolve
+from kvpop_vllm.requests import BUDGET, CARTRIDGES, Placed, RequestSlots, UnknownCartridge, named, resolve
+from kvpop_vllm.vllm_glue.start.cuda import check_drafts
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -184,6 +185,7 @@ def resolved(
         head = _head_of([(name, names.known[name].head) for name in placed], prompt, begin)
         own = max(0, len(prompt) - len(head))
         found = resolve(names.policy, given, own, tuple(placed.values()))
+        check_drafts(vllm_config, found.window, BUDGET)
     except UnknownCartridge as error:
         raise VLLMNotFoundError(str(error)) from None
     except ConfigError as error:

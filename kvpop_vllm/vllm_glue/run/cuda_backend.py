@@ -11,7 +11,7 @@ from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.profile_run import worst_case_batches
-from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
+from kvpop_vllm.cache.device_rows import NULL_BLOCK, DeviceRows, leading_decodes
 from kvpop_vllm.cache.pages import Prefix
 from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, rows_of
 from kvpop_vllm.kernels import ops
@@ -135,23 +135,27 @@ class CudaImpl(FixedBudgetImpl):
 class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     """Metadata builder whose tensors keep their addresses and are filled without waiting for the device.
 
-    Full CUDA graphs are declared only for batches of one token per request. In other batches prefill chunks
-    differ from step to step, and vLLM runs attention outside of its graphs. Positions, slots in use and
-    tables come from the device's own lengths and block table. Chunks come from the host's lengths, which are
-    exact because speculative decoding is refused.
+    Full CUDA graphs are declared only for batches of equally many tokens per request: one, and with speculative decoding
+    its drafts. In other batches prefill chunks differ from step to step, and vLLM runs attention outside of its graphs.
+    Positions, drafts, slots in use and tables come from the device's own lengths and block table. So the device counts
+    the drafts that were accepted, of which the host knows an upper bound. Chunks come from the host's lengths, which are
+    exact for prompts. A chunk with as many tokens as a row may have, which vLLM may run in a graph, is a row: its tokens
+    are drafts that will be accepted.
 
     A buffer may be filled for a step while the previous step still runs: both, and the kernels that read the
     buffer, are on one stream.
 
     A tail that begins in a decode row is begun here, for all layers and before any of them runs, because the
     step may be a CUDA graph's. All protected tokens of that request have been written by earlier steps: it
-    has computed the last one itself (:mod:`kvpop_vllm.vllm_glue.run.manager_requests`).
+    has computed the last one itself (:mod:`kvpop_vllm.vllm_glue.run.manager_requests`). A tail that began among drafts
+    is begun here when they have been accepted: the state is not read before, since no draft has left the window.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         longest = vllm_config.model_config.max_model_len
         self.rows = DeviceRows(
             self.layout,
@@ -169,25 +173,31 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
 
         Runner V2 makes hundreds of such dummy runs before it serves.
         """
-        common = common_attn_metadata
+        common, most_drafts = common_attn_metadata, self.layout.drafts
         firsts = common.query_start_loc_cpu.tolist()
         counts = [after - before for before, after in itertools.pairwise(firsts)]
-        rows, requests = leading_decodes(counts), len(counts)
-        known = rows < requests or self.rows.protects
+        decodes, requests = leading_decodes(counts, 1 + most_drafts), len(counts)
+        known = decodes < requests or self.rows.protects
         lengths = common.seq_lens_cpu_upper_bound.tolist() if known else [0] * requests
         starts = [length - count for length, count in zip(lengths, counts, strict=False)]
-        chunked = [i for i in range(rows, requests) if counts[i]]
+        chunked = [i for i in range(decodes, requests) if counts[i]]
         if any(not starts[i] and not common.is_prefilling[i] for i in chunked):
             return None  # a chunk that starts at position 0, yet past its prompt
         slots = self.slots(requests, dummy=not any(common.is_prefilling[:requests]))
         table, sent = common.block_table_tensor, self._sent(slots)
-        self.rows.fill(rows, common.seq_lens, table, common.slot_mapping, sent)
-        spans = [Span(i - rows, firsts[i], starts[i], counts[i], slots[i]) for i in chunked]
+        resumed = most_drafts and any(starts[i] > slots[i].prefix for i in chunked)  # drafts may be staged
+        rows, of_drafts = requests if resumed else decodes, ()
+        if most_drafts:
+            of_drafts = common.query_start_loc, decodes
+        self.rows.fill(rows, common.seq_lens, table, common.slot_mapping, sent, *of_drafts)
+        spans = [Span(i - decodes, firsts[i], starts[i], counts[i], slots[i]) for i in chunked]
         view = self.rows.view(rows, self.policy.draws, self.spec.may_have_cartridges)
         if self.rows.protects:
-            self._begin_tails([i for i in range(rows) if slots[i].begins_tail(starts[i], starts[i] + 1)], slots)
+            near = [i for i in range(rows) if 0 <= starts[i] - slots[i].prefix <= most_drafts]
+            self._begin_tails([i for i in near if slots[i].prefix], slots)
         widths = self.rows.table.shape[1], self.rows.prefix_table.shape[1]
-        blocks = RequestBlocks.of_rows(table[rows:requests], slots[rows:], self.layout.block_slots, widths=widths)
+        size = self.layout.block_slots
+        blocks = RequestBlocks.of_rows(table[decodes:requests], slots[decodes:], size, widths=widths)
         return FixedBudgetMetadata(StepPlan(self.layout, spans, blocks, rows=view, checks=False), firsts[-1])
 
     def _sent(self, slots: list[RequestSlots]) -> dict[str, torch.Tensor]:
@@ -208,16 +218,28 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     def _begin_tails(self, rows: list[int], slots: list[RequestSlots]) -> None:
         """Begin the tails of some decode rows in all layers; a row of padding has null blocks.
 
-        ``slots`` are those of all requests of the step.
+        With speculative decoding only the device knows which tails begin: those of rows at the end of their prefix, and of
+        rows after it whose cache ends before it. The others get null blocks.
+
+        Args:
+            rows: indices of decode rows.
+            slots: slots of all requests of the step.
         """
         if not rows:
             return
-        table, prefix_table = (rows_of(x, rows) for x in (self.rows.table, self.rows.prefix_table))
+        table, prefix_table, positions = (
+            rows_of(x, rows) for x in (self.rows.table, self.rows.prefix_table, self.rows.positions)
+        )
         numbers = numbers_of([slots[i] for i in rows], ("prefix", "made", "budget", "window"))
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             impl = layers[name].impl
             pages, shares, blocks = impl._bind(layers[name].kv_cache)
             _, tails = shares.place(impl.layer, table, (), numbers["budget"], numbers["window"])
+            if self.layout.drafts:
+                ends = rows_of(self.rows.numbers["prefix"], rows)
+                counts = pages.position[tails[:, 0, self.layout.state_blocks].long(), 0, 0]
+                begins = (positions == ends) | (positions > ends) & (counts <= ends)
+                tails = torch.where(begins.view(-1, 1, 1), tails, NULL_BLOCK)
             prefix = Prefix(blocks, prefix_table, numbers["prefix"], numbers["made"])
             ops.begin_tail(pages, tails, prefix, rule=impl.attention.rule, impl=impl.attention.impl)
