@@ -12,7 +12,7 @@ import torch
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.cache.ranks import Shares
 from kvpop_vllm.cache.step import DecodeRows
-from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, RequestSlots
+from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, Compression, RequestSlots
 
 PADDING = -1
 """Position of a row of padding: nothing is read or written for it."""
@@ -42,14 +42,14 @@ class DeviceRows:
         shares: budgets of all heads if they are unequal, else None.
         device: device of all tensors.
         longest: most protected tokens of a request.
+        compression: way in which prompts are compressed at their end, None if they are not.
 
     Attributes:
         numbers: ``[most]`` each, by name of :data:`kvpop_vllm.requests.NUMBERS`; budgets are ``[most, H]`` int32.
         table: ``[most, columns]`` int32, blocks of each request's state and tail, else :data:`NULL_BLOCK`.
         positions: ``[most]`` int64, :data:`PADDING` in rows of padding.
+        compressed: ``[most]`` booleans, True for requests whose prompt has been compressed.
         prefix_table: ``[most, F]`` int32, prefix blocks of each request and the blocks after them.
-        token_blocks: ``[most]`` int64, block of the new token if it is protected, else :data:`NULL_BLOCK`.
-        token_slots: ``[most]`` int64, slot of the new token if it is protected, else 0.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class DeviceRows:
         shares: Shares | None,
         device: torch.device | str,
         longest: int = 0,
+        compression: Compression | None = None,
     ):
-        self.layout, self.shares, self.protects = layout, shares, longest > 0
+        self.layout, self.shares, self.protects, self.compression = layout, shares, longest > 0, compression
         self.numbers = {
             name: torch.full((most,), getattr(default, name) or 0, dtype=getattr(torch, dtype), device=device)
             for name, dtype in NUMBERS.items()
@@ -70,11 +71,10 @@ class DeviceRows:
         self.numbers["budget"] = self.numbers["budget"].unsqueeze(1).repeat(1, layout.num_kv_heads)
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
         self.positions = torch.full((most,), PADDING, dtype=torch.int64, device=device)
-        self.token_blocks, self.token_slots = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2))
+        self.compressed = torch.zeros(most, dtype=torch.bool, device=device)
         width = cdiv(longest, layout.block_slots)
         self.prefix_table = torch.full((most, width), NULL_BLOCK, dtype=torch.int32, device=device)
         self._columns = torch.arange(columns, dtype=torch.int32, device=device)
-        self._rows = torch.arange(most, device=device)
 
     def fill(
         self,
@@ -102,23 +102,23 @@ class DeviceRows:
         for name, values in sent.items():
             self.numbers[name][: len(values)].copy_(values, non_blocking=True)
         positions, wanted, prefixes = self.positions[:rows], lengths[:rows] - 1, self.numbers["prefix"][:rows]
+        if self.compression is not None:
+            wanted = wanted - self.numbers["shift"][:rows]
+            self.compressed[:rows].copy_((self.numbers["left"][:rows] > 0) & (wanted >= prefixes))
         tails = self._tails(block_table[:rows], prefixes)
         width, block = tails.shape[1], tails[:, self.layout.state_blocks]
         if self.protects:
-            inside, block = self._fill_prefixes(wanted, block_table[:rows], block)
+            block = self._fill_prefixes(wanted, block_table[:rows], block)
         real = (slot_mapping[:rows] >= 0) & (block != NULL_BLOCK)
         positions.copy_(torch.where(real, wanted, PADDING))
         since = positions - prefixes if self.protects else positions
-        in_use = self._columns[:width] < self._blocks(since).unsqueeze(1)
+        blocks = self._blocks(since)
+        if self.compression is not None:
+            blocks = self._blocks_of_compressed(blocks, positions, since)
+        in_use = self._columns[:width] < blocks.unsqueeze(1)
         self.table[:rows, :width].copy_(torch.where(in_use, tails, NULL_BLOCK))
-        if self.protects:
-            inside &= positions >= 0
-            self.token_blocks[:rows].copy_(torch.where(inside, block, NULL_BLOCK))
-            self.token_slots[:rows].copy_(torch.where(inside, wanted % self.layout.block_slots, 0))
 
-    def _fill_prefixes(
-        self, wanted: torch.Tensor, table: torch.Tensor, block: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fill_prefixes(self, wanted: torch.Tensor, table: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         """Fill ``prefix_table`` and find the blocks of protected new tokens.
 
         Args:
@@ -127,14 +127,17 @@ class DeviceRows:
             block: ``[R]``, blocks of the tails' first slots.
 
         Returns:
-            Which tokens are protected, ``[R]`` booleans, and ``block`` with their prefix blocks in place,
-            ``[R]``.
+            ``block [R]`` with the prefix blocks of protected tokens in place.
         """
-        width = min(self.prefix_table.shape[1], table.shape[1])
-        self.prefix_table[: len(table), :width].copy_(table[:, :width])
+        width, prefix_blocks = min(self.prefix_table.shape[1], table.shape[1]), table
+        if self.compression is not None:  # of made slots
+            left = self.numbers["left"][: len(table)] * self.compressed[: len(table)]
+            columns = self._whole_blocks(left).unsqueeze(1) + torch.arange(width, device=table.device)
+            prefix_blocks = table.gather(1, columns.clamp_max(table.shape[1] - 1))
+        self.prefix_table[: len(table), :width].copy_(prefix_blocks[:, :width])
         inside, columns = wanted < self.numbers["prefix"][: len(table)], wanted // self.layout.block_slots
         prefix_blocks = table.gather(1, columns.clamp(0, table.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
-        return inside, torch.where(inside, prefix_blocks, block)
+        return torch.where(inside, prefix_blocks, block)
 
     def _tails(self, table: torch.Tensor, prefixes: torch.Tensor) -> torch.Tensor:
         """Return the blocks ``[R, columns]`` after the prefix blocks of requests with ``prefixes [R]`` tokens.
@@ -143,9 +146,27 @@ class DeviceRows:
         """
         if not self.protects:
             return table[:, : self.table.shape[1]]
-        size = self.layout.block_slots
-        columns = (prefixes + size - 1).unsqueeze(1) // size + self._columns
-        return table.gather(1, columns.clamp_max(table.shape[1] - 1))
+        first = self._whole_blocks(prefixes)
+        if self.compression is not None:
+            first = first + self._whole_blocks(self.numbers["left"][: len(table)])
+        return table.gather(1, (first.unsqueeze(1) + self._columns).clamp_max(table.shape[1] - 1))
+
+    def _whole_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the number of blocks of so many tokens each."""
+        return (tokens + self.layout.block_slots - 1) // self.layout.block_slots
+
+    def _blocks_of_compressed(self, blocks: torch.Tensor, positions: torch.Tensor, since: torch.Tensor) -> torch.Tensor:
+        """Return the blocks for state and slots ``[R]`` of requests whose prompts are compressed.
+
+        Args:
+            blocks: ``[R]``, those of other requests.
+            positions: ``[R]``, positions of the new tokens.
+            since: ``[R]``, the same from the end of the prefix on.
+        """
+        if self.compression.adaptive_head_budgets:
+            blocks = torch.where(self.compressed[: len(blocks)] & (positions >= 0), self.table.shape[1], blocks)
+        votes = (since < 0) & (since >= -self.compression.queries) & (positions >= 0)  # its query is stored
+        return torch.where(votes, self.layout.state_blocks, blocks)
 
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return an upper bound ``[R]`` of the blocks for state and slots of ``tokens + 1`` tokens.
@@ -171,9 +192,9 @@ class DeviceRows:
             made: True if requests may begin with cartridges.
         """
         numbers = {name: self.numbers[name][:rows] for name in KERNELS_TAKE if drawn or name != "seed"}
-        prefix = writes = None
+        prefix = None
         if self.protects:
-            writes = self._rows[:rows], self.token_blocks[:rows], self.token_slots[:rows]
             prefix = Prefix(None, self.prefix_table, self.numbers["prefix"], self.numbers["made"] if made else None)
             prefix = prefix.of(slice(0, rows))
-        return DecodeRows(slice(0, rows), self.table[:rows], self.positions[:rows], numbers, (), prefix, writes)
+        compressed = () if self.compression is None else self.compressed[:rows]
+        return DecodeRows(slice(0, rows), self.table[:rows], self.positions[:rows], numbers, compressed, prefix)

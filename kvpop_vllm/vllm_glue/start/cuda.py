@@ -139,8 +139,6 @@ def _check(vllm_config: Any, policy: Any) -> None:
     Raises:
         ConfigError: one line with every reason.
     """
-    from kvpop_vllm.policies.base import Order
-
     attention, worker = vllm_config.attention_config, vllm_config.parallel_config.worker_cls
     chosen = getattr(attention.backend, "name", None)
     custom = AttentionBackendEnum.CUSTOM
@@ -158,8 +156,6 @@ def _check(vllm_config: Any, policy: Any) -> None:
             f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out": (
                 worker not in _WORKERS
             ),
-            "compression of prompts at their end, which only the CPU's path does: serve on a CPU": policy.compresses,
-            "scores made anew in rounds, which only the CPU's path does: serve on a CPU": policy.order is Order.ROUNDS,
             "batch-invariant kernels: unset VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         },
         f"--kv-policy {policy.name} on a GPU",
