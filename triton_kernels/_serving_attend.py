@@ -117,23 +117,23 @@ def finish(step, work, head, h, sums, used, protected, P: tl.constexpr):
 
 
 @triton.jit
-def parts_of(used, protected, splits, wanted, least, walk):
+def parts_of(used, protected, splits, target, smallest, walk):
     """Return the parts, at most ``splits``, into which a head's slots and protected tokens are divided.
 
-    They are ``wanted``, or more to walk over at most ``walk`` protected tokens each, but of at least ``least`` slots.
+    They are ``target``, or more to walk over at most ``walk`` protected tokens each, but of at least ``smallest`` slots.
     """
     slots = tl.maximum(used, 0) + protected
     return tl.minimum(
-        tl.minimum(tl.maximum(wanted, (protected + walk - 1) // walk), tl.maximum(slots // least, 1)), splits
+        tl.minimum(tl.maximum(target, (protected + walk - 1) // walk), tl.maximum(slots // smallest, 1)), splits
     )
 
 
-@triton.jit(do_not_specialize=["wanted", "least", "walk"])
+@triton.jit(do_not_specialize=["target", "smallest", "walk"])
 def _attend(
     step,
     values,  # [R, Hq, splits, D] float32: sums of the parts, if CUT
     tops,  # [R, Hq, splits, 2]: maximum in base 2 and total of each part, if CUT
-    wanted, least, walk,  # what follows for the parts, see parts_of
+    target, smallest, walk,  # what follows for the parts, see parts_of
     P: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of a head's attention; the last part to be done merges all. A head may have fewer parts.
@@ -145,7 +145,7 @@ def _attend(
     used, protected = tl.load(flags), tl.load(flags + 3)
     parts = splits
     if CUT:
-        parts = parts_of(used, protected, splits, wanted, least, walk)
+        parts = parts_of(used, protected, splits, target, smallest, walk)
         if part >= parts:
             return
     sums = attend(step, work, r, r, h, used, protected, part, parts, P)

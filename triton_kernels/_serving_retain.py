@@ -214,10 +214,10 @@ def retain(step, work, victim, row, r, h, q, P: tl.constexpr):
         if (q >= 0) & (q < tail.protected):
             _protect(step, row, r, h, q, P)
     if P.queries > 0:
-        wanted = tail.since >= 0
+        stores = tail.since >= 0
         if P.of_prompt:
-            wanted = (q >= tl.maximum(tail.protected - P.queries, 0)) & (q < tail.protected)
-        if wanted:
+            stores = (q >= tl.maximum(tail.protected - P.queries, 0)) & (q < tail.protected)
+        if stores:
             _store_queries(step, row, r, h, q, P)
     return used, evicted, gone, tl.where(tail.since == -2, 0, tl.minimum(q + 1, tail.protected))
 

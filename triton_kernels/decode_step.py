@@ -118,9 +118,9 @@ def splits_of(config: KernelConfig, protected: int, programs: int, device: torch
     There are enough parts for two programs per multiprocessor. The most depends on shapes alone. How many a head has
     is known on the device (:func:`_serving_attend.parts_of`, which takes the other numbers).
     """
-    wanted, least = triton.cdiv(2 * _processors(device), max(1, programs)), max(config.block, SPLIT_SLOTS)
-    parts = min(max(wanted, triton.cdiv(protected, LONGEST_WALK)), (protected + config.most_slots) // least, 64)
-    return max(1, parts), (wanted, least, LONGEST_WALK)
+    target, smallest = triton.cdiv(2 * _processors(device), max(1, programs)), max(config.block, SPLIT_SLOTS)
+    parts = min(max(target, triton.cdiv(protected, LONGEST_WALK)), (protected + config.most_slots) // smallest, 64)
+    return max(1, parts), (target, smallest, LONGEST_WALK)
 
 
 def decode_step(

@@ -99,20 +99,20 @@ def _sort_entries(
     Grid: blocks of WIDTH entries, segments, H. 1 million comparisons in a program: about 20 us.
     """
     s, h, start = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.program_id(0) * WIDTH
-    own = numbers_of(segments, s)
-    end = own.filled + own.leaving
+    numbers = numbers_of(segments, s)
+    end = numbers.filled + numbers.leaving
     if start < end:
-        at, gamma = h * entries + own.entry, tl.load(log_gamma + h)
+        offset, gamma = h * entries + numbers.entry, tl.load(log_gamma + h)
         entry = start + tl.arange(0, WIDTH)
-        value = _priorities(score + at, position + at, gamma, entry, end)
+        value = _priorities(score + offset, position + offset, gamma, entry, end)
         rank = tl.zeros([WIDTH], tl.int32)
         for i in range(start, tl.minimum(start + WIDTH, end), STEP):
             other = i + tl.arange(0, STEP)
-            found = _priorities(score + at, position + at, gamma, other, end)[None, :]
-            lower = (found < value[:, None]) | ((found == value[:, None]) & (other[None, :] < entry[:, None]))
+            others = _priorities(score + offset, position + offset, gamma, other, end)[None, :]
+            lower = (others < value[:, None]) | ((others == value[:, None]) & (other[None, :] < entry[:, None]))
             rank += tl.sum((lower & (other[None, :] < end)).to(tl.int32), 1)
-        tl.store(priority + at + entry, value)
-        tl.store(ordered + at + tl.where(entry < end, start + rank, entry), value)
+        tl.store(priority + offset + entry, value)
+        tl.store(ordered + offset + tl.where(entry < end, start + rank, entry), value)
 
 
 @triton.jit
@@ -149,25 +149,25 @@ def _leave(
 ):  # fmt: skip
     """Find the arrival at which each token of a segment is evicted under a static order: the k-th one above it.
 
-    Blocks of entries before and behind a token's are counted in ascending order, its own and those with tokens of
+    Blocks of entries other than a token's are counted in ascending order, its own and those with tokens of
     slots, whose positions are in no order, entry by entry. So is the block in which the k-th one lies.
 
     Grid: LANES entries, segments, H. 12 blocks of 11 loads for each of 98,000 tokens, from caches: about 40 us.
     """
     s, h, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
-    own = numbers_of(segments, s)
-    k, total = tl.load(topk + s * heads + h), own.filled + own.leaving
+    numbers = numbers_of(segments, s)
+    k, total = tl.load(topk + s * heads + h), numbers.filled + numbers.leaving
     start = tl.program_id(0) * LANES
     if start < total:
-        at = h * entries + own.entry
-        priority += at
-        ordered += at
-        position += at
+        offset = h * entries + numbers.entry
+        priority += offset
+        ordered += offset
+        position += offset
         entry = start + tl.arange(0, LANES)
         value = tl.load(priority + entry, mask=entry < total, other=0.0)
         t = tl.load(position + entry, mask=entry < total, other=0)
-        mine, of_slots = start // WIDTH, tl.where(start < own.filled, (own.filled + WIDTH - 1) // WIDTH, 0)
-        above, before, where = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32), tl.full([LANES], -1, tl.int32)
+        mine, of_slots = start // WIDTH, tl.where(start < numbers.filled, (numbers.filled + WIDTH - 1) // WIDTH, 0)
+        above, before, home = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32), tl.full([LANES], -1, tl.int32)
         for block in range(0, (total + WIDTH - 1) // WIDTH):
             first, end = block * WIDTH, tl.minimum((block + 1) * WIDTH, total)
             if (block == mine) | (block < of_slots):
@@ -177,20 +177,20 @@ def _leave(
             else:
                 older = (entry >= 0) & (block < mine)
                 count = _count_above(ordered + first, value, older, WIDTH) - (first + WIDTH - end)
-            found = (where < 0) & (above + count >= k)
-            before, where = tl.where(found, above, before), tl.where(found, block, where)
+            reached = (home < 0) & (above + count >= k)
+            before, home = tl.where(reached, above, before), tl.where(reached, block, home)
             above += count
         rank, nth = before, tl.full([LANES], -1, tl.int32)  # of the k-th one above
         for i in range(0, tl.minimum(WIDTH, total), STEP):
-            first = tl.maximum(where, 0) * WIDTH + i
+            first = tl.maximum(home, 0) * WIDTH + i
             higher = _above(priority, position, value, t, first[:, None], total, STEP).to(tl.int32)
-            seen = rank[:, None] + tl.cumsum(higher, 1)
-            this = (higher > 0) & (seen == k)
+            count_so_far = rank[:, None] + tl.cumsum(higher, 1)
+            this = (higher > 0) & (count_so_far == k)
             index = first[:, None] + tl.arange(0, STEP)[None, :]
             nth = tl.maximum(nth, tl.max(tl.where(this, index, -1), 1))
             rank += tl.sum(higher, 1)
-        until = own.length - total + tl.maximum(nth, entry)
-        tl.store(gone + at + entry, tl.where((where >= 0) | (k == 0), until, LAST), mask=entry < total)
+        until = numbers.length - total + tl.maximum(nth, entry)
+        tl.store(gone + offset + entry, tl.where((home >= 0) | (k == 0), until, LAST), mask=entry < total)
 
 
 def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ages=False, keys=None) -> torch.Tensor:
@@ -208,7 +208,7 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
     gone = torch.empty(score.shape, dtype=torch.int32, device=score.device)
     if not piece.evicts:
         return gone.fill_(LAST.value)
-    of, heads = (piece.segments, piece.topk, piece.entries), len(score)
+    arrays, heads = (piece.segments, piece.topk, piece.entries), len(score)
     if decay_step == 1 and not ages and keys is None:
         priority, ordered = (torch.empty(score.shape, dtype=torch.float64, device=score.device) for _ in range(2))
         width, lanes = piece.width, min(LANES, piece.width)
@@ -217,11 +217,11 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
             WIDTH=width, STEP=min(STEP, width) // 2, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         _leave[triton.cdiv(piece.most_entries, lanes), len(piece), heads](
-            priority, ordered, position, gone, *of, WIDTH=width, LANES=lanes, STEP=min(STEP, width), num_warps=4
+            priority, ordered, position, gone, *arrays, WIDTH=width, LANES=lanes, STEP=min(STEP, width), num_warps=4
         )
         return gone
     _simulate[len(piece), heads](
-        score, position, log_gamma, keys, torch.empty_like(gone), gone.fill_(LAST.value), *of,
+        score, position, log_gamma, keys, torch.empty_like(gone), gone.fill_(LAST.value), *arrays,
         P=Order(decay_step=decay_step, ages=ages, draws=keys is not None),
         BLOCK=min(BLOCK, triton.next_power_of_2(max(16, piece.most_slots))), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip

@@ -114,9 +114,9 @@ class FixedBudgetAttention:
             self._write_rows(q[at], k[at], v[at], pages, blocks, batch)
         into = out[at] if isinstance(at, slice) else None
         tokens = q[at], k[at], v[at]
-        found, _ = ops.decode_step(*tokens, pages, batch.table, *numbers, gate_scores=scores, out=into, **options)
+        outputs, _ = ops.decode_step(*tokens, pages, batch.table, *numbers, gate_scores=scores, out=into, **options)
         if into is None:
-            out[at] = found
+            out[at] = outputs
         if self.rule.rounds is not None and not batch.late:
             due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
             rounds.run_due_rounds(q[at], pages, batch.table, due, batch.seeds, self.rule, self.scale, self.sink_logits)
@@ -127,17 +127,20 @@ class FixedBudgetAttention:
         ends = torch.zeros_like(positions) if batch.prefix is None else batch.prefix.tokens
         inside = (positions >= 0) & (positions < ends)
         if batch.prefix is not None:
-            at = positions[inside]
-            places = batch.prefix.table[inside].gather(1, (at // size).unsqueeze(1)).squeeze(1).long(), at % size
+            protected = positions[inside]
+            places = (
+                batch.prefix.table[inside].gather(1, (protected // size).unsqueeze(1)).squeeze(1).long(),
+                protected % size,
+            )
             blocks.write(k[inside], v[inside], *places)
         stores = rule.compression or rule.rounds
         if stores is not None and stores.queries:
-            wanted = inside & (positions >= ends - stores.queries) if rule.compresses else positions >= ends
+            stored = inside & (positions >= ends - stores.queries) if rule.compresses else positions >= ends
             states, first = (
-                batch.table[wanted][..., : pages.layout.state_blocks],
+                batch.table[stored][..., : pages.layout.state_blocks],
                 rule.first_query(pages.layout.head_size),
             )
-            compress.store_queries(q[wanted], pages, states, positions[wanted] % stores.queries, first)
+            compress.store_queries(q[stored], pages, states, positions[stored] % stores.queries, first)
 
     def _rounds_of_rows(self, batch: StepBatch) -> rounds.Due:
         """Return the work of rounds after the decode rows of a step."""
@@ -153,7 +156,7 @@ class FixedBudgetAttention:
             chunks = replace(chunks, budgets=budgets, table=table)
         at, prefix = chunks.tokens, chunks.prefix and chunks.prefix.on(blocks)
         into = out[at] if isinstance(at, slice) else None
-        found, _ = ops.prefill_chunk(
+        outputs, _ = ops.prefill_chunk(
             q[at],
             k[at],
             v[at],
@@ -170,7 +173,7 @@ class FixedBudgetAttention:
             impl=self.impl,
         )
         if into is None:
-            out[at] = found
+            out[at] = outputs
         if chunks.compresses:
             self._compress(q[at], pages, chunks, prefix)
         if self.rule.rounds is not None:

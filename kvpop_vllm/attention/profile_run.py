@@ -106,18 +106,18 @@ def worst_case_between(
     """
     if not rule.compresses and rule.rounds is None:
         return None
-    most, heads = max(budgets), layout.num_kv_heads
+    budget, heads = max(budgets), layout.num_kv_heads
     blocks = layout.view(torch.zeros(1, heads, layout.region_bytes, dtype=torch.uint8, device=device))
-    slots = RequestSlots(length * rule.compresses, 0, most, rule.window, 0 if rule.seeded else None)
-    after, start, pages, shares = None, slots.prefix, blocks, HeadBudgets({most: budgets}, device)
+    slots = RequestSlots(length * rule.compresses, 0, budget, rule.window, 0 if rule.seeded else None)
+    after, start, pages, shares = None, slots.prefix, blocks, HeadBudgets({budget: budgets}, device)
     if rule.compresses:
         after = [rule.compression.after(slots)]
         if rule.compression.adaptive_head_budgets:
-            shares = SharesByVotes(blocks, rule.compression, most)
+            shares = SharesByVotes(blocks, rule.compression, budget)
             pages = shares.pages
     else:
-        start = most * intervals(rule.rounds.every, most, rule.sinks, rule.window)[0]
+        start = budget * intervals(rule.rounds.every, budget, rule.sinks, rule.window)[0]
         blocks.position[:, :, 0] = start  # tokens_seen
-    width = cdiv(length, layout.block_slots) + layout.blocks(most, most)
+    width = cdiv(length, layout.block_slots) + layout.blocks(budget, budget)
     table = torch.zeros(1, width, dtype=torch.int32, device=device)
     return pages, blocks, shares, Between.of([start], [slots], after, table, layout.block_slots)

@@ -37,15 +37,15 @@ class SharesByVotes(EqualHeads):
         layout, device = self.pages.layout, tails.device
         heads = torch.arange(layout.num_kv_heads, device=device)
         rows = tails.unsqueeze(1) * layout.num_kv_heads + heads.unsqueeze(1)
-        known = not isinstance(compressed, torch.Tensor)
-        if known and not any(compressed):  # equal heads: all that is held
+        on_host = not isinstance(compressed, torch.Tensor)
+        if on_host and not any(compressed):  # equal heads: all that is held
             shares = torch.full(rows.shape[:2], self.budget, dtype=torch.int32, device=budgets.device)
             return shares, rows[..., : self.blocks].int()
         divided = torch.as_tensor(compressed, device=device).unsqueeze(1)
         stored, _ = load_page_table(self.pages, rows, self.compression, 1)
         shares = torch.where(divided, stored, self.budget)
-        most = int(shares.max()) if known else layout.num_kv_heads * self.budget
-        width = max(self.blocks, layout.blocks(most, most))
+        largest = int(shares.max()) if on_host else layout.num_kv_heads * self.budget
+        width = max(self.blocks, layout.blocks(largest, largest))
         _, table = build_page_table(layout, rows, shares, width)
         plain = rows[..., torch.arange(width, device=device).clamp_max(rows.shape[2] - 1)].int()
         return shares.to(budgets.device), torch.where(divided.unsqueeze(2), table, plain)

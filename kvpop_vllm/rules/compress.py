@@ -120,14 +120,14 @@ def retain_by_votes(
     candidates = votes[:, sinks:oldest]
     if rule.compression.adaptive_head_budgets:
         budget = int(budgets[0])
-        budgets, most = divide(candidates, budget, first, rule.compression.safe), layout.num_kv_heads * budget
+        budgets, largest = divide(candidates, budget, first, rule.compression.safe), layout.num_kv_heads * budget
         store_budgets(pages, row, budgets, rule.compression)
-        _, (row,) = load_page_table(pages, row.unsqueeze(0), rule.compression, layout.blocks(most, most))
+        _, (row,) = load_page_table(pages, row.unsqueeze(0), rule.compression, layout.blocks(largest, largest))
     else:
-        budgets, most = send(budgets, device), int(budgets.max())
+        budgets, largest = send(budgets, device), int(budgets.max())
     near = torch.cat([torch.arange(n, m, device=device) for n, m in ((0, min(sinks, p)), (oldest, max(oldest, p)))])
     # stable sort, newest first: of equal votes the newer token is retained
-    order = candidates.flip(1).argsort(dim=1, descending=True, stable=True)[:, : most - first]
+    order = candidates.flip(1).argsort(dim=1, descending=True, stable=True)[:, : largest - first]
     fits = torch.arange(order.shape[1], device=device) < budgets.unsqueeze(1) - first
     chosen = torch.where(fits, candidates.shape[1] - 1 - order, p).sort(dim=1).values + sinks  # oldest first
     tokens = torch.cat([near.expand(len(votes), -1), chosen], 1)
@@ -138,12 +138,12 @@ def retain_by_votes(
     tokens, slots = tokens.gather(1, index), slots.gather(1, index)
     score = votes.gather(1, tokens).clamp_min(LEAST_VOTE).log().masked_fill(index < len(near), 0.0)
     heads, row = torch.arange(len(votes), device=device).unsqueeze(1).expand_as(tokens), row.long()
-    at = row.gather(1, layout.state_blocks + slots // layout.block_slots), heads, slots % layout.block_slots
+    slots_at = row.gather(1, layout.state_blocks + slots // layout.block_slots), heads, slots % layout.block_slots
     rows = tokens.unsqueeze(-1).expand(-1, -1, keys.shape[-1])
-    pages.put(pages.k, at, keys.gather(1, rows))
-    pages.put(pages.v, at, values.gather(1, rows))
-    pages.put(pages.score, at, score)
-    pages.put(pages.position, at, tokens.int())
+    pages.put(pages.k, slots_at, keys.gather(1, rows))
+    pages.put(pages.v, slots_at, values.gather(1, rows))
+    pages.put(pages.score, slots_at, score)
+    pages.put(pages.position, slots_at, tokens.int())
     _set_seen(pages, row, p)
 
 
@@ -172,16 +172,16 @@ def make_slots(
     near, device, row = p - after.shift - after.made, keys.device, row.long()
     slots, newest, heads = (torch.arange(count, device=device) for count in (after.made, near, len(keys)))
     blocks_of_made, heads = made_row.long()[slots // n], heads.unsqueeze(1)
-    for some in _parts(len(keys), device):
-        q, k, v = (x[some].flatten(1, -2) for x in (queries, keys[:, : p - near], values[:, : p - near]))
-        sinks = None if sink_logits is None else sink_logits[some].repeat(1, queries.shape[1])
+    for part in _parts(len(keys), device):
+        q, k, v = (x[part].flatten(1, -2) for x in (queries, keys[:, : p - near], values[:, : p - near]))
+        sinks = None if sink_logits is None else sink_logits[part].repeat(1, queries.shape[1])
         chosen, made, bias = fit(q, k, v, after.made, scale, Matching(), sinks)
-        at = blocks_of_made, heads[some], slots % n
-        blocks.k[at], blocks.v[at] = keys[heads[some], chosen], made.to(values.dtype)
-        blocks.score[at], blocks.position[at] = bias, chosen.int()
-    at = row[:, pages.layout.state_blocks + newest // n], heads, newest % n
-    pages.k[at], pages.v[at] = keys[:, p - near :], values[:, p - near :]
-    pages.score[at], pages.position[at] = 0.0, (newest + p - near).int()
+        slots_at = blocks_of_made, heads[part], slots % n
+        blocks.k[slots_at], blocks.v[slots_at] = keys[heads[part], chosen], made.to(values.dtype)
+        blocks.score[slots_at], blocks.position[slots_at] = bias, chosen.int()
+    slots_at = row[:, pages.layout.state_blocks + newest // n], heads, newest % n
+    pages.k[slots_at], pages.v[slots_at] = keys[:, p - near :], values[:, p - near :]
+    pages.score[slots_at], pages.position[slots_at] = 0.0, (newest + p - near).int()
     _set_seen(pages, row, p - after.shift)
 
 
@@ -231,15 +231,15 @@ def prompt_votes(
     if count == p:
         return found
     later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
-    for some in _parts(len(keys), keys.device):
-        logits = (q[some].float().flatten(1, 2) @ keys[some].float().mT).unflatten(1, q.shape[1:3]) * scale
+    for part in _parts(len(keys), keys.device):
+        logits = (q[part].float().flatten(1, 2) @ keys[part].float().mT).unflatten(1, q.shape[1:3]) * scale
         logits[..., p - count :].masked_fill_(later.unsqueeze(1), -torch.inf)  # [heads, n, G, p]
         if sink_logits is not None:
-            sinks = sink_logits[some].view(-1, 1, q.shape[2], 1).expand(-1, count, -1, -1)
+            sinks = sink_logits[part].view(-1, 1, q.shape[2], 1).expand(-1, count, -1, -1)
             logits = torch.cat([logits, sinks], -1)
         mean = logits.softmax(-1)[..., : p - count].mean((1, 2))
         pooled = torch.nn.functional.avg_pool1d(mean.unsqueeze(1), votes.neighbours, 1, votes.neighbours // 2)
-        found[some, : p - count] = pooled.squeeze(1)
+        found[part, : p - count] = pooled.squeeze(1)
     return found
 
 
@@ -248,11 +248,11 @@ def _parts(heads: int, device: torch.device) -> list[slice]:
     return [slice(h, h + 1) for h in range(heads)] if device.type == "cpu" else [slice(0, heads)]
 
 
-def _set_seen(pages: Pages, row: torch.Tensor, seen: int) -> None:
+def _set_seen(pages: Pages, row: torch.Tensor, count: int) -> None:
     """Write ``tokens_seen`` of all heads of a request with pages ``row [H, P]`` int64."""
     heads = torch.arange(len(row), device=row.device)
-    at = row[:, pages.layout.state_blocks], heads, torch.zeros_like(heads)
-    pages.put(pages.position, at, torch.full_like(heads, seen, dtype=torch.int32))
+    first_slots = row[:, pages.layout.state_blocks], heads, torch.zeros_like(heads)
+    pages.put(pages.position, first_slots, torch.full_like(heads, count, dtype=torch.int32))
 
 
 def _words(

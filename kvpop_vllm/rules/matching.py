@@ -162,7 +162,7 @@ def bounded_least_squares(
     x = (start * norms).clamp(low, high)
     step = 1 / _largest_eigenvalue(gram)
     ahead, momentum = x, torch.ones(len(x), 1, dtype=torch.float64, device=x.device)
-    found, done = x, torch.zeros(len(x), 1, dtype=torch.bool, device=x.device)
+    result, done = x, torch.zeros(len(x), 1, dtype=torch.bool, device=x.device)
     enough = tolerance * target.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     for i in range(iterations):
         gradient = _times(gram, ahead) - target
@@ -170,14 +170,14 @@ def bounded_least_squares(
         moved = new - x
         if i % 10 == 9:
             ends = ((ahead - new) / step).abs().amax(-1, keepdim=True) < enough
-            found, done = torch.where(done, found, new), done | ends
+            result, done = torch.where(done, result, new), done | ends
             if bool(done.all()):
-                return found / norms
+                return result / norms
         uphill = ((ahead - new) * moved).sum(-1, keepdim=True) > 0
         following = (1 + (1 + 4 * momentum**2).sqrt()) / 2
         ahead = torch.where(uphill, new, new + ((momentum - 1) / following).to(x.dtype) * moved)
         x, momentum = new, torch.where(uphill, 1.0, following)
-    return torch.where(done, found, x) / norms
+    return torch.where(done, result, x) / norms
 
 
 def _largest_eigenvalue(gram: torch.Tensor, iterations: int = 10) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Prompts that are compressed and rounds on a GPU, with Triton's interpreter in the GPU's place, beside the CPU's path.
+"""Prompts that are compressed and rounds on a GPU, with Triton's interpreter in the GPU's place, compared with the CPU's path.
 
 What lies between two steps is done when the second one's metadata are built, ahead of a CUDA graph.
 """
@@ -34,7 +34,7 @@ ROUNDS = {
     "vase": {"policy": "vase", "budget": 24, "window": 6, "sinks": 2, "protect_prompt": 0},
     "rkv": {"policy": "rkv", "budget": 24, "protect_prompt": 0},
     "rkv, prompts": {"policy": "rkv", "budget": 24, "protect_prompt": True},
-    "triattention": {"policy": "triattention", "budget": 24, "protect_prompt": 0},
+    "triattention": {"policy": "triattention", "budget": 24, "window": 6, "sinks": 2, "protect_prompt": 0},
     "rkv, pyramid": {"policy": "rkv", "budget": 24, "protect_prompt": 0, "allocator": "pyramid"},
 }
 
@@ -74,10 +74,10 @@ def settings(model, tmp_path):
     """Return ``find(name)``, which returns the settings of a policy."""
 
     def find(name):
-        found = dict((COMPRESSING | ROUNDS)[name])
+        options = dict((COMPRESSING | ROUNDS)[name])
         if name == "triattention":
-            found["calibration"] = str(random_statistics_folder(tmp_path, ModelShape.of(model, 512)))
-        return found
+            options["calibration"] = str(random_statistics_folder(tmp_path, ModelShape.of(model, 512)))
+        return options
 
     return find
 
@@ -112,7 +112,7 @@ def serve(model, settings, monkeypatch):
 def test_prompts_are_compressed(serve, name, version):
     """A prompt ends with a chunk, with a row of a graph, within a chunk, and with a chunk of one token.
 
-    One prompt is shorter than the budget. The next token comes in a graph and beside chunks.
+    One prompt is shorter than the budget. The next token comes in a graph and together with chunks.
     """
     served = serve(name, {"a": 41, "b": 34, "c": 50, "d": 15}, version)
     served.check(a=41, b=33)
@@ -160,7 +160,7 @@ def test_no_value_is_asked_for(model, settings, name):
     builder.take_requests([None] * 3, [prompt] * 3)
     due = []
     run = impl.attention.between_steps
-    impl.attention.between_steps = lambda *told: (due.append(told[4].starts), run(*told))
+    impl.attention.between_steps = lambda *arguments: (due.append(arguments[4].starts), run(*arguments))
     for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):
         common = common_of(counts, rows)
         if not policy.compresses:  # 63 tokens are no end of a round
@@ -193,11 +193,11 @@ def test_launches_of_a_decode_step(model, settings, monkeypatch, name, protect):
     """A layer launches two kernels, and torch nothing: also with protected prompts, and where queries are stored."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    found = interpreted.POLICIES[name] if name == "streaming-llm" else settings(name)
+    options = interpreted.POLICIES[name] if name == "streaming-llm" else settings(name)
     if name != "snapkv":
-        found = found | {"protect_prompt": protect}
+        options = options | {"protect_prompt": protect}
     monkeypatch.setattr(interpreted, "HEADS", HEADS)
-    config = configure(model, found, compilation_config={"cudagraph_capture_sizes": [MOST]})
+    config = configure(model, options, compilation_config={"cudagraph_capture_sizes": [MOST]})
     layers = Between(config)
     metadata = RUNNERS["V1"](config, layers.group).step([1, 1], [33, 21], [[*range(1, 8)], [*range(11, 18)]], [20, 20])
     names = []

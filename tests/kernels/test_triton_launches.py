@@ -65,8 +65,8 @@ class TestLaunches:
     @pytest.mark.parametrize("case, budget", MOST)
     def test_they_depend_neither_on_requests_nor_on_lengths(self, case, budget, launched):
         """A prompt that evicts nothing takes fewer; all that evict take the same."""
-        found = {name: prefill(case, budget, lengths, launched) for name, lengths in TOKENS.items()}
-        evict = {name: kernels for name, kernels in found.items() if max(TOKENS[name]) > budget}
+        kernels_of = {name: prefill(case, budget, lengths, launched) for name, lengths in TOKENS.items()}
+        evict = {name: kernels for name, kernels in kernels_of.items() if max(TOKENS[name]) > budget}
         (same,) = {tuple(kernels) for kernels in evict.values()}
         assert len(same) <= MOST[case, budget] and "_attend_keys" in same
-        assert max(map(len, found.values())) == len(same)
+        assert max(map(len, kernels_of.values())) == len(same)

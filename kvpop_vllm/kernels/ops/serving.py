@@ -100,8 +100,8 @@ def _run_into(out: torch.Tensor | None, op: str, impl: str, q: torch.Tensor, *ar
         return run(q, *args, **options)
     if chosen(op, impl, q) == "triton":
         return run(q, *args, out=out, **options)
-    found, lse = run(q, *args, **options)
-    return out.copy_(found), lse
+    outputs, lse = run(q, *args, **options)
+    return out.copy_(outputs), lse
 
 
 def verify_step(

@@ -258,7 +258,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             starts: positions of their first tokens.
             after: what each is after the end of its prompt, None if prompts are not compressed.
         """
-        if after is not None:  # before the end of a prompt, the blocks of the slots to be made lie behind its own
+        if after is not None:  # before the end of a prompt, the blocks of the slots to be made come after its own
             slots = [
                 before._replace(left=later.made) if start < before.prefix else later
                 for before, start, later in zip(slots, starts, after, strict=True)
