@@ -108,8 +108,10 @@ def _sort_entries(
         rank = tl.zeros([WIDTH], tl.int32)
         for i in range(start, tl.minimum(start + WIDTH, end), STEP):
             other = i + tl.arange(0, STEP)
-            others = _priorities(score + offset, position + offset, gamma, other, end)[None, :]
-            lower = (others < value[:, None]) | ((others == value[:, None]) & (other[None, :] < entry[:, None]))
+            other_values = _priorities(score + offset, position + offset, gamma, other, end)[None, :]
+            lower = (other_values < value[:, None]) | (
+                (other_values == value[:, None]) & (other[None, :] < entry[:, None])
+            )
             rank += tl.sum((lower & (other[None, :] < end)).to(tl.int32), 1)
         tl.store(priority + offset + entry, value)
         tl.store(ordered + offset + tl.where(entry < end, start + rank, entry), value)

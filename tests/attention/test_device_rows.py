@@ -95,11 +95,11 @@ def same_protection(batch, expected, table, protected):
     d = batch.decodes
     assert batch.prefix.tokens.tolist() == protected[:d]
     assert torch.equal(batch.prefix.table, table[:d, : batch.prefix.table.shape[1]])
-    written, found = (
+    written, of_chunks = (
         [] if step.writes is None else sorted(zip(*(x.tolist() for x in step.writes), strict=True))
         for step in (expected, batch)
     )
-    assert found == [place for place in written if place[0] >= d], "kernels write those of rows"
+    assert of_chunks == [place for place in written if place[0] >= d], "kernels write those of rows"
     in_rows = sum(0 < protected[r] == int(expected.positions[r]) for r in range(d))
     theirs = [] if expected.begun is None else expected.begun.prefix.tokens.tolist()
     ours = [] if batch.begun is None else batch.begun.prefix.tokens.tolist()

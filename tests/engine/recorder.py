@@ -112,10 +112,9 @@ class Recorder:
             seen = int(batch.num_computed_tokens_cpu[i]) + last - first
             for part, tensor in given.items():
                 self.tensors[name, impl.layer, part].append(tensor[first:last].clone())
-            if impl.policy.compresses and seen == self.scheduler.requests[name].num_prompt_tokens:
-                held = torch.ones(impl.num_kv_heads, seen)  # the last token of a prompt has seen all of it
-            else:
-                held = held_by_request(impl, kv_cache, metadata, last, seen)
+            ends = impl.policy.compresses and seen == self.scheduler.requests[name].num_prompt_tokens
+            whole_prompt = torch.ones(impl.num_kv_heads, seen)  # its last token has seen all of it
+            held = whole_prompt if ends else held_by_request(impl, kv_cache, metadata, last, seen)
             positions = [head.nonzero().flatten().tolist() for head in held]
             self.held[name][impl.layer].append(Held(seen, last - first, positions))
 
