@@ -42,6 +42,11 @@ ROUNDS = {
 class Between(Layers):
     """Layers of an engine under a policy that has something to do between steps."""
 
+    def __init__(self, config, sinks=None):
+        super().__init__(config, sinks)
+        names = [f"model.layers.{layer}.self_attn.attn" for layer in range(len(self.impls))]
+        self.group.get_metadata_builder().layer_names = names
+
     def expected(self, q, k, v, counts, lengths, rows, slots):
         """Return the outputs of the CPU's path with the reference kernels."""
         out, policy = torch.empty_like(q), self.group.backend.policy
@@ -166,7 +171,7 @@ def test_no_value_is_asked_for(model, settings, name):
         if not policy.compresses:  # 63 tokens are no end of a round
             common.seq_lens_cpu_upper_bound += 1
         with NoWaiting():
-            batch = builder.build(0, common).batch(impl._bind(cache)[1], 0)
+            batch = builder.build(0, common).batch(0, impl._bind(cache)[1])
         assert batch.table.device.type == batch.positions.device.type == "meta"
         assert SIZE == impl.head_size and due.pop() == [63 + (not policy.compresses)] * (3 if rows == MOST else 1)
 
@@ -174,7 +179,19 @@ def test_no_value_is_asked_for(model, settings, name):
 class Torch(TorchDispatchMode):
     """A mode that adds the ops of torch which run on a device to a list; views and empty tensors do not."""
 
-    NOTHING = "empty", "view", "slice", "select", "expand", "unsqueeze", "transpose", "as_strided", "detach", "alias"
+    NOTHING = (
+        "empty",
+        "new_empty",
+        "view",
+        "slice",
+        "select",
+        "expand",
+        "unsqueeze",
+        "transpose",
+        "as_strided",
+        "detach",
+        "alias",
+    )
 
     def __init__(self, names: list[str]):
         super().__init__()
@@ -199,14 +216,16 @@ def test_launches_of_a_decode_step(model, settings, monkeypatch, name, protect):
     monkeypatch.setattr(interpreted, "HEADS", HEADS)
     config = configure(model, options, compilation_config={"cudagraph_capture_sizes": [MOST]})
     layers = Between(config)
-    metadata = RUNNERS["V1"](config, layers.group).step([1, 1], [33, 21], [[*range(1, 8)], [*range(11, 18)]], [20, 20])
+    metadata = RUNNERS["V1"](config, layers.group).step(
+        [1] * MOST, [34, 22] * 2, [[*range(1 + 10 * i, 8 + 10 * i)] for i in range(MOST)], [20] * MOST
+    )
     names = []
     monkeypatch.setattr(
         InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **options: names.append(self.fn.__name__)
     )
-    q, k, v = layers.tokens(2)
+    (q, k, v), cache = layers.tokens(MOST), layers.gpu[0]
     out = torch.empty_like(q)
-    metadata.batch(0, layers.impls[0]._bind(layers.gpu[0])[1])  # made once for all layers
+    metadata.batch(0, layers.impls[0]._bind(cache)[1])  # made once for all layers
     with Torch(names):
-        layers.impls[0].forward(None, q[0], k[0], v[0], layers.gpu[0], metadata, out[0])
+        layers.impls[0].forward(None, q[0], k[0], v[0], cache, metadata, out[0])
     assert names == ["_evict_and_insert", "_attend"]
