@@ -96,7 +96,7 @@ def verify_step(
     rows = max(tile.rows, triton.next_power_of_2(staging.steps * group))
     of_rows = replace(config, rows=rows)
     protected = 0 if prefix is None else before.table.shape[1] * config.slots
-    splits = splits_of(config, protected, requests * heads, q.device)
+    splits, _ = splits_of(config, protected, requests * heads, q.device)
     values = tops = lse
     if splits > 1:
         shape = requests, heads, splits, rows

@@ -11,11 +11,13 @@ import torch
 
 from kvpop_vllm.cache.allocate import allocate_pages
 from kvpop_vllm.cache.device_rows import DeviceRows
+from kvpop_vllm.cache.divided_heads import SharesByVotes
 from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
-from kvpop_vllm.cache.shares import HeadBudgets
-from kvpop_vllm.cache.step import RequestBlocks, Span, StepBatch, StepPlan
+from kvpop_vllm.cache.shares import EqualHeads, HeadBudgets
+from kvpop_vllm.cache.step import Between, RequestBlocks, Span, StepBatch, StepPlan
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.requests import RequestSlots
+from kvpop_vllm.rules.rounds import intervals
 
 SHORT = 64
 """Tokens of a chunk that take the most memory a token: a block of rows of the prefill kernels."""
@@ -90,3 +92,33 @@ def worst_case_batches(
     if longest:
         end = min(longest + 2, length)
         yield chunks(min(most_tokens, end), max(0, end - most_tokens), min(longest, end - 2))
+
+
+def worst_case_between(
+    rule: RetentionRule, layout: PageLayout, budgets: Sequence[int], length: int, device: torch.device
+) -> tuple[Pages, Pages, EqualHeads, Between] | None:
+    """Return what may lie between two steps of one layer and takes the most memory, or None if nothing does.
+
+    It is the compression of a prompt of ``length`` tokens, or a round of a full cache. All blocks are the same one. The
+    arguments are those of :func:`worst_case_batches`.
+
+    Returns:
+        Arguments of :meth:`kvpop_vllm.attention.layer.FixedBudgetAttention.between_steps`: pages, blocks, shares, requests.
+    """
+    if not rule.compresses and rule.rounds is None:
+        return None
+    budget, heads = max(budgets), layout.num_kv_heads
+    blocks = layout.view(torch.zeros(1, heads, layout.region_bytes, dtype=torch.uint8, device=device))
+    slots = RequestSlots(length * rule.compresses, 0, budget, rule.window, 0 if rule.seeded else None)
+    after, start, pages, shares = None, slots.prefix, blocks, HeadBudgets({budget: budgets}, device)
+    if rule.compresses:
+        after = [rule.compression.after(slots)]
+        if rule.compression.adaptive_head_budgets:
+            shares = SharesByVotes(blocks, rule.compression, budget)
+            pages = shares.pages
+    else:
+        start = budget * intervals(rule.rounds.every, budget, rule.sinks, rule.window)[0]
+        blocks.position[:, :, 0] = start  # tokens_seen
+    width = cdiv(length, layout.block_slots) + layout.blocks(budget, budget)
+    table = torch.zeros(1, width, dtype=torch.int32, device=device)
+    return pages, blocks, shares, Between.of([start], [slots], after, table, layout.block_slots)

@@ -12,7 +12,7 @@ import torch
 from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.cache.ranks import Shares
 from kvpop_vllm.cache.step import DecodeRows
-from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, RequestSlots
+from kvpop_vllm.requests import KERNELS_TAKE, NUMBERS, Compression, RequestSlots
 
 PADDING = -1
 """Position of a row of padding: nothing is read or written for it."""
@@ -49,15 +49,18 @@ class DeviceRows:
         shares: budgets of all heads if they are unequal, else None.
         device: device of all tensors.
         longest: most protected tokens of a request.
+        compression: way in which prompts are compressed at their end, None if they are not.
 
     Attributes:
         numbers: ``[most]`` each, by name of :data:`kvpop_vllm.requests.NUMBERS`; budgets are ``[most, H]`` int32.
         table: ``[most, columns]`` int32, blocks of each request's state and tail, else :data:`NULL_BLOCK`.
         positions: ``[most]`` int64, :data:`PADDING` in rows of padding.
+        compressed: ``[most]`` booleans, True for requests whose prompt has been compressed.
         prefix_table: ``[most, F]`` int32, prefix blocks of each request and the blocks after them.
         tokens: ``[most]`` int64, index of the first new token of each request in the flat batch.
         drafts: ``[most]`` int32, number of new tokens after the first; -1 in rows of padding and of chunks.
-        written: ``[most, 1 + m]`` int64, index of each new token that is protected, else 0 or that of the row.
+        written: ``[most, 1 + m]`` int64, index of each new token that is protected, else 0. This and the next two are
+            for rows with drafts; a kernel writes protected tokens of other rows.
         token_blocks: ``[most, 1 + m]`` int64, block of each new token that is protected, else :data:`NULL_BLOCK`.
         token_slots: ``[most, 1 + m]`` int64, slot of each new token that is protected, else 0.
     """
@@ -71,8 +74,9 @@ class DeviceRows:
         shares: Shares | None,
         device: torch.device | str,
         longest: int = 0,
+        compression: Compression | None = None,
     ):
-        self.layout, self.shares, self.protects = layout, shares, longest > 0
+        self.layout, self.shares, self.protects, self.compression = layout, shares, longest > 0, compression
         self.numbers = {
             name: torch.full((most,), getattr(default, name) or 0, dtype=getattr(torch, dtype), device=device)
             for name, dtype in NUMBERS.items()
@@ -80,12 +84,11 @@ class DeviceRows:
         self.numbers["budget"] = self.numbers["budget"].unsqueeze(1).repeat(1, layout.num_kv_heads)
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
         self.positions = torch.full((most,), PADDING, dtype=torch.int64, device=device)
+        self.compressed = torch.zeros(most, dtype=torch.bool, device=device)
         self._columns = torch.arange(columns, dtype=torch.int32, device=device)
         self._rows, self._steps = torch.arange(most, device=device), torch.arange(1 + layout.drafts, device=device)
         self.tokens, self.drafts = self._rows.clone(), torch.full((most,), -1, dtype=torch.int32, device=device)
         self.written, self.token_blocks, self.token_slots = self._rows.new_zeros(3, most, 1 + layout.drafts).unbind()
-        if not layout.drafts:
-            self.written.copy_(self._rows.unsqueeze(1))
         width = cdiv(longest, layout.block_slots)
         self.prefix_table = torch.full((most, width), NULL_BLOCK, dtype=torch.int32, device=device)
 
@@ -128,11 +131,14 @@ class DeviceRows:
             places = slot_mapping[tokens.clamp_max(len(slot_mapping) - 1)]
             drafts = torch.where(decoded, counts - 1, -1)
             starts = torch.where((counts > 0) & (decoded | (starts > prefixes)), starts, PADDING)
+        if self.compression is not None:
+            starts = starts - self.numbers["shift"][:rows]
+            self.compressed[:rows].copy_((self.numbers["left"][:rows] > 0) & (starts >= prefixes))
         tails = self._tails(block_table[:rows], prefixes)
         width, block = tails.shape[1], tails[:, self.layout.state_blocks]
         if self.protects:
-            inside, blocks = self._fill_prefixes(starts, block_table[:rows])
-            block = torch.where(inside[:, 0], blocks[:, 0], block)
+            inside, prefix_blocks = self._fill_prefixes(starts, block_table[:rows])
+            block = torch.where(inside[:, 0], prefix_blocks[:, 0], block)
         real = (places >= 0) & (block != NULL_BLOCK)
         positions = self.positions[:rows].copy_(torch.where(real, starts, PADDING))
         ends = positions
@@ -141,14 +147,16 @@ class DeviceRows:
             drafts = self.drafts[:rows].copy_(torch.where(positions < 0, -1, drafts))
             ends = positions + drafts.clamp_min(0)
         since = ends - prefixes if self.protects else ends
-        in_use = self._columns[:width] < self._blocks(since).unsqueeze(1)
+        blocks = self._blocks(since)
+        if self.compression is not None:
+            blocks = self._blocks_of_compressed(blocks, positions, since)
+        in_use = self._columns[:width] < blocks.unsqueeze(1)
         self.table[:rows, :width].copy_(torch.where(in_use, tails, NULL_BLOCK))
-        if self.protects:
+        if self.protects and firsts is not None:
             inside &= (self._steps <= ends.unsqueeze(1) - positions.unsqueeze(1)) & (positions >= 0).unsqueeze(1)
-            if decoded is not None:
-                inside &= decoded.unsqueeze(1)
-                self.written[:rows].copy_(torch.where(inside, tokens.unsqueeze(1) + self._steps, 0))
-            self.token_blocks[:rows].copy_(torch.where(inside, blocks, NULL_BLOCK))
+            inside &= decoded.unsqueeze(1)
+            self.written[:rows].copy_(torch.where(inside, tokens.unsqueeze(1) + self._steps, 0))
+            self.token_blocks[:rows].copy_(torch.where(inside, prefix_blocks, NULL_BLOCK))
             slots = (starts.unsqueeze(1) + self._steps) % self.layout.block_slots
             self.token_slots[:rows].copy_(torch.where(inside, slots, 0))
 
@@ -163,8 +171,12 @@ class DeviceRows:
             Which of the ``1 + m`` tokens from there on are protected, ``[R, 1 + m]`` booleans, and their prefix blocks,
             ``[R, 1 + m]``; other entries of these are of no use.
         """
-        width = min(self.prefix_table.shape[1], table.shape[1])
-        self.prefix_table[: len(table), :width].copy_(table[:, :width])
+        width, prefix_blocks = min(self.prefix_table.shape[1], table.shape[1]), table
+        if self.compression is not None:  # of made slots
+            left = self.numbers["left"][: len(table)] * self.compressed[: len(table)]
+            columns = self._whole_blocks(left).unsqueeze(1) + torch.arange(width, device=table.device)
+            prefix_blocks = table.gather(1, columns.clamp_max(table.shape[1] - 1))
+        self.prefix_table[: len(table), :width].copy_(prefix_blocks[:, :width])
         positions = starts.unsqueeze(1) + self._steps
         inside = positions < self.numbers["prefix"][: len(table)].unsqueeze(1)
         columns = (positions // self.layout.block_slots).clamp(0, table.shape[1] - 1).long()
@@ -177,9 +189,27 @@ class DeviceRows:
         """
         if not self.protects:
             return table[:, : self.table.shape[1]]
-        size = self.layout.block_slots
-        columns = (prefixes + size - 1).unsqueeze(1) // size + self._columns
-        return table.gather(1, columns.clamp_max(table.shape[1] - 1))
+        first = self._whole_blocks(prefixes)
+        if self.compression is not None:
+            first = first + self._whole_blocks(self.numbers["left"][: len(table)])
+        return table.gather(1, (first.unsqueeze(1) + self._columns).clamp_max(table.shape[1] - 1))
+
+    def _whole_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the number of blocks of so many tokens each."""
+        return (tokens + self.layout.block_slots - 1) // self.layout.block_slots
+
+    def _blocks_of_compressed(self, blocks: torch.Tensor, positions: torch.Tensor, since: torch.Tensor) -> torch.Tensor:
+        """Return the blocks for state and slots ``[R]`` of requests whose prompts are compressed.
+
+        Args:
+            blocks: ``[R]``, those of other requests.
+            positions: ``[R]``, positions of the new tokens.
+            since: ``[R]``, the same from the end of the prefix on.
+        """
+        if self.compression.adaptive_head_budgets:
+            blocks = torch.where(self.compressed[: len(blocks)] & (positions >= 0), self.table.shape[1], blocks)
+        votes = (since < 0) & (since >= -self.compression.queries) & (positions >= 0)  # its query is stored
+        return torch.where(votes, self.layout.state_blocks, blocks)
 
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return an upper bound ``[R]`` of the blocks for state and slots of ``tokens + 1`` tokens.
@@ -210,7 +240,9 @@ class DeviceRows:
         if self.layout.drafts:
             tokens, drafts = self.tokens[:rows], self.drafts[:rows]
         if self.protects:
-            writes = tuple(x[:rows].flatten() for x in (self.written, self.token_blocks, self.token_slots))
             prefix = Prefix(None, self.prefix_table, self.numbers["prefix"], self.numbers["made"] if made else None)
             prefix = prefix.of(slice(0, rows))
-        return DecodeRows(tokens, self.table[:rows], self.positions[:rows], numbers, (), prefix, writes, drafts)
+        if self.protects and self.layout.drafts:
+            writes = tuple(x[:rows].flatten() for x in (self.written, self.token_blocks, self.token_slots))
+        compressed = () if self.compression is None else self.compressed[:rows]
+        return DecodeRows(tokens, self.table[:rows], self.positions[:rows], numbers, compressed, prefix, writes, drafts)

@@ -92,15 +92,15 @@ def test_decodes_are_the_leading_rows():
 
 
 def same_protection(batch, expected, table, protected):
-    """Compare prefixes of the decode rows, protected tokens, and tails that begin in this step."""
+    """Compare prefixes of the decode rows, protected tokens of chunks, and tails that begin in this step."""
     d = batch.decodes
     assert batch.prefix.tokens.tolist() == protected[:d]
     assert torch.equal(batch.prefix.table, table[:d, : batch.prefix.table.shape[1]])
-    tokens, blocks, slots = batch.writes
-    assert tokens[:d].tolist() == list(range(d)) and (slots[blocks == 0] == 0).all()
-    written = [] if expected.writes is None else list(zip(*(x.tolist() for x in expected.writes), strict=True))
-    found = zip(*(x[blocks != 0].tolist() for x in batch.writes), strict=True)
-    assert sorted(found) == sorted(written)
+    written, of_chunks = (
+        [] if step.writes is None else sorted(zip(*(x.tolist() for x in step.writes), strict=True))
+        for step in (expected, batch)
+    )
+    assert of_chunks == [place for place in written if place[0] >= d], "kernels write those of rows"
     in_rows = sum(0 < protected[r] == int(expected.positions[r]) for r in range(d))
     theirs = [] if expected.begun is None else expected.begun.prefix.tokens.tolist()
     ours = [] if batch.begun is None else batch.begun.prefix.tokens.tolist()
@@ -169,12 +169,12 @@ def test_rows_of_padding_behind_a_prefix(cause):
         table[1, 1] = table[2, first] = table[3, first] = 0
     rows.fill(4, lengths, table, slots, {"prefix": protected})
     assert rows.positions[:4].tolist() == [29, -1, -1, -1]
-    assert (rows.table[1:4] == 0).all() and (rows.token_blocks == 0).all() and (rows.token_slots == 0).all()
+    assert (rows.table[1:4] == 0).all()
     if cause == "no block":
         table[1, 1] = table[3, first] = 7
         rows.fill(4, lengths, table, slots, {"prefix": protected})
         assert rows.positions[:4].tolist() == [29, 17, -1, 59], "blocks of others do not matter"
-        assert rows.token_blocks[:4].flatten().tolist() == [0, 7, 0, 0] and rows.token_slots.sum() == 1
+        assert rows.prefix_table[1, 1] == 7
 
 
 @pytest.mark.parametrize("protected", [[0] * 5, [20, 40, 41, 30, 50], [16, 38, 41, 60, 49]])
@@ -193,7 +193,8 @@ def test_rows_with_drafts(protected):
     for i, r in enumerate([0, 1, 2, *resumed]):
         held = layout.blocks(tokens, kept.budget) if (tokens := lengths[r] - protected[r]) > 0 and r < 3 else 0
         for name in ("tokens", "positions", "drafts"):
-            assert getattr(found, name)[r] == getattr(theirs, name)[i], name
+            if name != "tokens" or r < 3:  # of a row with a chunk no token is read
+                assert getattr(found, name)[r] == getattr(theirs, name)[i], name
         assert torch.equal(found.tails[r, :held], theirs.tails[i, :held])
     assert (found.positions[[r for r in (3, 4) if r not in resumed]] == -1).all()
     written = {

@@ -10,12 +10,14 @@ import torch
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from kvpop_vllm.attention.profile_run import worst_case_batches
+from kvpop_vllm.attention.profile_run import worst_case_batches, worst_case_between
 from kvpop_vllm.cache.device_rows import NULL_BLOCK, DeviceRows, leading_decodes
 from kvpop_vllm.cache.pages import Prefix
-from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, rows_of
+from kvpop_vllm.cache.step import Between, RequestBlocks, StepPlan, numbers_of, rows_of, span_of
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.policies.base import Order
 from kvpop_vllm.requests import NUMBERS, RequestSlots
+from kvpop_vllm.rules import rounds
 from kvpop_vllm.supported import DTYPES, HEAD_SIZES
 from kvpop_vllm.vllm_glue.run.backend import (
     FixedBudgetBackend,
@@ -27,7 +29,7 @@ from kvpop_vllm.vllm_glue.run.backend import (
 from kvpop_vllm.vllm_glue.run.cache_spec import longest_prefix
 from kvpop_vllm.vllm_glue.start import cuda
 
-SIZES = operator.attrgetter(*(name for name in NUMBERS if name not in ("prefix", "made", "seed")))
+SIZES = operator.attrgetter("budget", "window")
 """Numbers of a request that are the server's unless it asks for others."""
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, HEAD_SIZES))}",
@@ -46,6 +48,7 @@ class CudaBackend(FixedBudgetBackend):
     vLLM looks a selected backend up again by :meth:`full_cls_name`.
     """
 
+    late: ClassVar[bool] = True
     supported_dtypes: ClassVar[list] = [getattr(torch, name) for name in DTYPES["cuda"]]
     supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
 
@@ -130,6 +133,10 @@ class CudaImpl(FixedBudgetImpl):
                 beside = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
             self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, pages)
             del beside
+        between = worst_case_between(attention.rule, attention.layout, budgets, length, query.device)
+        if between is not None:
+            pages, blocks, shares, due = between
+            attention.between_steps(pages, blocks, shares, 0, due, self.num_heads // self.num_kv_heads)
 
 
 class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
@@ -149,6 +156,9 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     step may be a CUDA graph's. All protected tokens of that request have been written by earlier steps: it
     has computed the last one itself (:mod:`kvpop_vllm.vllm_glue.run.manager_requests`). A tail that began among drafts
     is begun here when they have been accepted: the state is not read before, since no draft has left the window.
+
+    What lies between two steps of a request is done here too: a round that is due, or the compression of a prompt with
+    which the first one ended. The block manager frees such a prompt a step later (:attr:`FixedBudgetBackend.late`).
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -165,8 +175,13 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             None if kv_cache_spec.shares is None else for_config(vllm_config).shares(),
             device,
             kv_cache_spec.longest_prefix(longest),
+            self.policy.compression,
         )
         self.sized = False  # whether any request has had a budget of its own
+        self.rounds = self.policy.order is Order.ROUNDS and self.policy.layer_rule(0, slice(0, 1)).rounds
+        self.may_have_made_slots = kv_cache_spec.may_have_cartridges or (
+            self.policy.compresses and self.policy.compression.makes_slots
+        )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """Return the metadata of a step, or None for a dummy run of longer requests, whose outputs are 0.
@@ -177,38 +192,91 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         firsts = common.query_start_loc_cpu.tolist()
         counts = [after - before for before, after in itertools.pairwise(firsts)]
         decodes, requests = leading_decodes(counts, 1 + most_drafts), len(counts)
-        known = decodes < requests or self.rows.protects
+        known = decodes < requests or self.rows.protects or self.rounds
         lengths = common.seq_lens_cpu_upper_bound.tolist() if known else [0] * requests
         starts = [length - count for length, count in zip(lengths, counts, strict=False)]
         chunked = [i for i in range(decodes, requests) if counts[i]]
         if any(not starts[i] and not common.is_prefilling[i] for i in chunked):
             return None  # a chunk that starts at position 0, yet past its prompt
         slots = self.slots(requests, dummy=not any(common.is_prefilling[:requests]))
-        table, sent = common.block_table_tensor, self._sent(slots)
+        after = self.after and [self.after(record) for record in slots]
+        table, sent = common.block_table_tensor, self._sent(slots, starts, after)
         resumed = most_drafts and any(starts[i] > slots[i].prefix for i in chunked)  # drafts may be staged
         rows, of_drafts = requests if resumed else decodes, ()
         if most_drafts:
             of_drafts = common.query_start_loc, decodes
         self.rows.fill(rows, common.seq_lens, table, common.slot_mapping, sent, *of_drafts)
-        spans = [Span(i - decodes, firsts[i], starts[i], counts[i], slots[i]) for i in chunked]
-        view = self.rows.view(rows, self.policy.draws, self.spec.may_have_cartridges)
-        if self.rows.protects:
+        spans = [span_of(i - decodes, firsts[i], starts[i], counts[i], slots[i], after and after[i]) for i in chunked]
+        view = self.rows.view(rows, self.policy.draws, self.may_have_made_slots)
+        self._finish_steps([i for i in range(requests) if counts[i]], firsts, starts, slots, common)
+        if self.rows.protects and not self.policy.compresses:
             near = [i for i in range(rows) if 0 <= starts[i] - slots[i].prefix <= most_drafts]
             self._begin_tails([i for i in near if slots[i].prefix], slots)
         widths = self.rows.table.shape[1], self.rows.prefix_table.shape[1]
-        size = self.layout.block_slots
-        blocks = RequestBlocks.of_rows(table[decodes:requests], slots[decodes:], size, widths=widths)
-        return FixedBudgetMetadata(StepPlan(self.layout, spans, blocks, rows=view, checks=False), firsts[-1])
+        blocks = RequestBlocks.of_rows(
+            table[decodes:requests], slots[decodes:], self.layout.block_slots, after and after[decodes:], widths
+        )
+        plan = StepPlan(self.layout, spans, blocks, rows=view, checks=False, late=True)
+        return FixedBudgetMetadata(plan, firsts[-1])
 
-    def _sent(self, slots: list[RequestSlots]) -> dict[str, torch.Tensor]:
+    def _finish_steps(
+        self, requests: list[int], firsts: list[int], starts: list[int], slots: list[RequestSlots], common
+    ) -> None:
+        """Do what lies between two steps of some requests, in all layers; a row of padding has null blocks.
+
+        Args:
+            requests: indices of those that have tokens.
+            firsts: index of the first token of each request of the step.
+            starts: position of that token.
+            slots: slots of all requests.
+            common: vLLM's metadata of the step.
+        """
+        due = [i for i in requests if self._is_due(starts[i], slots[i])]
+        if not due:
+            return
+        real = rows_of(common.slot_mapping, [firsts[i] for i in due]) >= 0
+        table = torch.where(real.unsqueeze(1), rows_of(common.block_table_tensor, due), NULL_BLOCK)
+        records = [slots[i] for i in due]
+        after = self.after and [self.after(record) for record in records]
+        between = Between.of([starts[i] for i in due], records, after, table, self.layout.block_slots)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            impl = layers[name].impl
+            pages, shares, blocks = impl._bind(layers[name].kv_cache)
+            group = impl.num_heads // impl.num_kv_heads
+            impl.attention.between_steps(pages, blocks, shares, impl.layer, between, group)
+
+    def _is_due(self, start: int, slots: RequestSlots) -> bool:
+        """Return whether a prompt is compressed before the token at ``start``, or a layer may have a round there."""
+        if self.policy.compresses:
+            return start == slots.prefix > 0
+        if not self.rounds or start <= slots.prefix:
+            return False
+        sizes = rounds.intervals(self.rounds.every, slots.budget, self.spec.sinks, slots.window)
+        return any(start % every == 0 for every in sizes)
+
+    def _sent(
+        self, slots: list[RequestSlots], starts: list[int], after: list[RequestSlots] | None
+    ) -> dict[str, torch.Tensor]:
         """Return the numbers of a step's requests that differ from what the device has, for :meth:`DeviceRows.fill`.
 
         Budgets, windows and the like are sent from the first step on that has a request with others than the server's:
         a row keeps what it was sent until it is sent something else.
+
+        Args:
+            slots: slots of the requests.
+            starts: positions of their first tokens.
+            after: what each is after the end of its prompt, None if prompts are not compressed.
         """
+        if after is not None:  # before the end of a prompt, the blocks of the slots to be made come after its own
+            slots = [
+                before._replace(left=later.made) if start < before.prefix else later
+                for before, start, later in zip(slots, starts, after, strict=True)
+            ]
         server = SIZES(self.padding)
         send = self.sized = self.sized or (not self.unequal and any(SIZES(record) != server for record in slots))
-        needed = {"prefix": self.rows.protects, "made": self.spec.may_have_cartridges, "seed": self.policy.draws}
+        needed = {"prefix": self.rows.protects, "made": self.may_have_made_slots, "seed": self.policy.draws}
+        needed |= dict.fromkeys(("shift", "left"), self.policy.compresses)
         tensors = numbers_of(slots, [name for name in NUMBERS if needed.get(name, send)])
         if send:
             tensors["budget"] = tensors["budget"].unsqueeze(1).repeat(1, self.layout.num_kv_heads)

@@ -166,11 +166,12 @@ def _check(vllm_config: Any, policy: Any) -> None:
             f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out": (
                 worker not in _WORKERS
             ),
-            "compression of prompts at their end, which only the CPU's path does: serve on a CPU": policy.compresses,
-            "scores made anew in rounds, which only the CPU's path does: serve on a CPU": policy.order is Order.ROUNDS,
-            "drafts under a policy that reads attention or corrects outputs, whose largest number there is 0: leave"
-            " --speculative-config out, or choose another policy": (
-                drafts and (policy.order is Order.COUPLED or policy.uses_moment_correction)
+            "drafts under a policy that reads attention, corrects outputs, compresses prompts or works in rounds, whose"
+            " largest number there is 0: leave --speculative-config out, or choose another policy": (
+                drafts
+                and (
+                    policy.order in (Order.COUPLED, Order.ROUNDS) or policy.uses_moment_correction or policy.compresses
+                )
             ),
             "batch-invariant kernels: unset VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         },
