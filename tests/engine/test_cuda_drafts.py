@@ -262,6 +262,10 @@ def test_what_is_not_verified_on_a_gpu(model):
     for policy in ({"policy": "h2o"}, {"policy": "tova"}, {"policy": "momentkv"}, STREAMING | {"correction": "moment"}):
         message = refusal({"budget": 64} | policy)
         assert "reads attention or corrects outputs, whose largest number there is 0" in message
+    for name in ("rkv", "vase"):
+        assert "drafts under a policy that compresses prompts or ranks tokens in rounds" in refusal(
+            {"policy": name, "budget": 80}
+        )
     message = refusal({"policy": "l2norm", "budget": 64})
     assert message.startswith("3 drafts do not fit into a window of 1 tokens") and "to at most 1, or" in message
     config = configure(model, STREAMING | {"window": DRAFTS}, **speculating())

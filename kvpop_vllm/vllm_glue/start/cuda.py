@@ -166,13 +166,12 @@ def _check(vllm_config: Any, policy: Any) -> None:
             f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out": (
                 worker not in _WORKERS
             ),
-            "drafts under a policy that reads attention, corrects outputs, compresses prompts or works in rounds, whose"
-            " largest number there is 0: leave --speculative-config out, or choose another policy": (
-                drafts
-                and (
-                    policy.order in (Order.COUPLED, Order.ROUNDS) or policy.uses_moment_correction or policy.compresses
-                )
+            "drafts under a policy that reads attention or corrects outputs, whose largest number there is 0: leave"
+            " --speculative-config out, or choose another policy": (
+                drafts and (policy.order is Order.COUPLED or policy.uses_moment_correction)
             ),
+            "drafts under a policy that compresses prompts or ranks tokens in rounds: leave --speculative-config out, or"
+            " choose another policy": drafts and (policy.compresses or policy.order is Order.ROUNDS),
             "batch-invariant kernels: unset VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         },
         f"--kv-policy {policy.name} on a GPU",
