@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.testing import write_tiny_model
 
-DRAFTS, RATES = 3, [0.8, 0.5, 0.3]
-"""Number of drafts, and shares of them that are accepted at each place whatever the model says (vLLM's ``synthetic``)."""
+DRAFTS = 3
 
 
 def write_eagle3(folder: Path, target: str) -> dict:
@@ -58,9 +59,33 @@ def write_mtp(folder: Path) -> dict:
     return {"method": "mtp", "num_speculative_tokens": DRAFTS}
 
 
-def accepting(speculation: dict) -> dict:
-    """Return a ``speculative_config`` under which some drafts are accepted whatever the target says."""
-    return speculation | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
+@contextmanager
+def right_drafts(runner, texts: Iterable[list[int]], counts: Iterator[int]) -> Iterator[None]:
+    """Have given numbers of the drafts that a runner's layers make be right ones; the layers run as they would.
+
+    Args:
+        runner: vLLM's model runner on a CPU.
+        texts: whole texts.
+        counts: endless numbers of right drafts, one for each request and step; later drafts are wrong.
+    """
+    texts, propose = [*texts], runner.propose_draft_token_ids
+
+    def proposed(scheduler_output, sampled_token_ids, *args, **kwargs):
+        drafts, batch = propose(scheduler_output, sampled_token_ids, *args, **kwargs).clone(), runner.input_batch
+        for i, sampled in enumerate(sampled_token_ids.tolist()):
+            before = batch.token_ids_cpu[i, : batch.num_tokens_no_spec[i]].tolist()
+            tokens = [*before, *(token for token in sampled if token >= 0)]
+            rest = next((text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens), [])[:DRAFTS]
+            right = next(counts) if rest else 0
+            for j, token in enumerate(rest):
+                drafts[i, j] = token if j < right else (token + 1) % 256
+        return drafts
+
+    runner.propose_draft_token_ids = proposed
+    try:
+        yield
+    finally:
+        del runner.propose_draft_token_ids
 
 
 def _drawn(generator: torch.Generator):

@@ -1,9 +1,15 @@
-"""Drafts of layers, which have dense caches of vLLM's in groups of their own: answers are the naive oracle's."""
+"""Drafts of layers, which have dense caches of vLLM's in groups of their own: answers are the naive oracle's.
+
+The layers run; how many of their drafts are right, tests choose.
+"""
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
-from engine.draft_models import DRAFTS, accepting, write_eagle3, write_mtp
+from engine.draft_models import DRAFTS, right_drafts, write_eagle3, write_mtp
 from engine.driving import Job, preempt_all, serving
 from engine.matrix import BUDGET, make_case
 from engine.tiny_engine import configure
@@ -14,27 +20,26 @@ from kvpop_vllm.testing import random_prompt
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec
 
 CASES = {
-    "EAGLE3": ("eagle3", "kvpop", {"protect_prompt": 40}, True),
-    "MTP": ("mtp", "h2o", {}, False),
+    "EAGLE3": ("eagle3", "kvpop", {"protect_prompt": 40}),
+    "MTP": ("mtp", "streaming-llm", {}),
 }
-SLOW = {
-    "MTP, some accepted": ("mtp", "kvpop", {"protect_prompt": True}, True),
-    "EAGLE3, greedy": ("eagle3", "momentkv", {}, False),
-}
+SIZES = {"block_size": 32, "num_gpu_blocks_override": 800}
 
 
-@pytest.fixture(scope="module", params=[*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def speculation_of(method: str, tiny_model, folder) -> tuple[str, dict]:
+    """Return the folder of a target and the ``speculative_config`` of an engine."""
+    if method == "mtp":
+        return str(folder / "model"), write_mtp(folder / "model")
+    return (model := tiny_model("llama")), write_eagle3(folder / "head", model)
+
+
+@pytest.fixture(scope="module", params=CASES)
 def served(request, tiny_model, tmp_path_factory):
-    """Yield an engine, whose drafts are accepted at given rates or if the target says so."""
-    method, policy, options, accepts = (CASES | SLOW)[request.param]
+    method, policy, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("draft")
-    model = tiny_model("llama") if method == "eagle3" else str(folder / "model")
-    speculation = write_eagle3(folder / "head", model) if method == "eagle3" else write_mtp(folder / "model")
+    model, speculation = speculation_of(method, tiny_model, folder)
     setup = make_case(model, folder / "scorer", policy, **options)
-    speculation = accepting(speculation) if accepts else speculation
-    sizes = {"block_size": 32, "num_gpu_blocks_override": 800, "enable_prefix_caching": False}
-    with serving(setup, speculative_config=speculation, **sizes) as engine:
-        engine.accepts = accepts
+    with serving(setup, speculative_config=speculation, enable_prefix_caching=False, **SIZES) as engine:
         yield engine
 
 
@@ -47,17 +52,24 @@ def nothing_is_left(request):
     assert engine is None or not engine.leaks()
 
 
-def check(served, jobs, each_step=None) -> dict:
-    """Serve jobs and compare them with the oracle."""
-    answers = served.serve(jobs, each_step)
-    for answer in answers.values():
-        answer.sampled = served.accepts  # then tokens are those of the drafts, and only log-probabilities are judged
-    served.judge.check(answers, served.recorder.held)
-    return answers
-
-
 def jobs_of(*lengths: int, new: int = 40) -> list[Job]:
     return [Job(length, new=new, scored=False) for length in lengths]
+
+
+def whole(answer) -> list[int]:
+    return [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
+
+
+def plain(served, jobs) -> list[list[int]]:
+    """Return the whole texts of jobs with the drafts of the layers, which the oracle judges."""
+    answers = served.serve(jobs)
+    served.judge.check(answers, served.recorder.held)
+    return [whole(answers[served.names[str(i)]]) for i in range(len(jobs))]
+
+
+def mixed(seed: int):
+    draw = random.Random(seed)
+    return (draw.randint(0, DRAFTS) for _ in itertools.count())
 
 
 def test_draft_layers_have_dense_groups(served):
@@ -72,32 +84,41 @@ def test_draft_layers_have_dense_groups(served):
 
 
 def test_answers(served):
-    """Requests of any length are judged; where drafts are accepted at given rates, there are fewer steps than tokens."""
-    answers = check(served, jobs_of(1, 5, 33, 40, BUDGET, 90, 130))
-    steps = [len(served.chunks(name)) for name in answers]
-    if served.accepts:
-        assert max(steps) < 40 and min(steps) >= 40 // (1 + DRAFTS)
+    """Requests of any length, with the layers' own drafts, with none, all or any number of right ones."""
+    jobs = jobs_of(1, 5, 33, 40, BUDGET, 90, 130)
+    texts = plain(served, jobs)
+    for counts in (itertools.repeat(DRAFTS), mixed(1)):
+        with right_drafts(served.recorder.runner, texts, counts):
+            answers = served.serve(jobs)
+        served.judge.check(answers, served.recorder.held)
+        assert [whole(answers[served.names[str(i)]]) for i in range(len(jobs))] == texts
+        assert max(len(served.chunks(name)) for name in answers) < 30
 
 
 def test_chunks_and_preemption(served):
     """Prompts are read in chunks next to others' drafts; requests start over with accepted drafts that are staged."""
+    jobs = [*jobs_of(1, 29, new=50), *jobs_of(57, 130, new=12)]
+    texts = plain(served, jobs)
     served.chunk(7)
 
     def preempt(step):
-        if step in (9, 25):
+        if step in (5, 14):
             preempt_all(served.recorder.scheduler)
 
-    answers = check(served, [*jobs_of(1, 29, new=50), *jobs_of(57, 130, new=12)], preempt)
-    assert max(served.recorder.preemptions[name] for name in answers) >= 1
+    with right_drafts(served.recorder.runner, texts, mixed(2)):
+        answers = served.serve(jobs, preempt)
+    assert max(served.recorder.preemptions[name] for name in answers) == 2
+    served.judge.check(answers, served.recorder.held)
 
 
 def test_aborts(served):
-    aborted = {3: ["2"], 6: ["0"]}
-    answers = served.serve(jobs_of(3, 40, 90, 130), lambda step: served.engine.abort_request(aborted.get(step, [])))
-    assert [answer.request_id for answer in answers.values() if answer.outputs[0].finish_reason == "length"] == [
-        "1",
-        "3",
-    ]
+    jobs, aborted = jobs_of(3, 40, 90, 130), {3: ["2"], 6: ["0"]}
+    texts = plain(served, jobs)
+    with right_drafts(served.recorder.runner, texts, mixed(3)):
+        answers = served.serve(jobs, lambda step: served.engine.abort_request(aborted.get(step, [])))
+    finished = {name: answer for name, answer in answers.items() if answer.outputs[0].finish_reason == "length"}
+    assert {answer.request_id for answer in finished.values()} == {"1", "3"}
+    served.judge.check(finished, served.recorder.held)
 
 
 def test_what_layers_that_draft_do_not_go_with(tiny_model, tmp_path):
@@ -112,25 +133,26 @@ def test_what_layers_that_draft_do_not_go_with(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_prefixes_are_shared_and_chats_go_on(tiny_model, tmp_path):
-    """A prompt hits the blocks of another in all groups, and a later turn goes on from a snapshot."""
-    model = tiny_model("llama")
-    speculation = accepting(write_eagle3(tmp_path / "head", model))
-    for protect in (40, 0):
-        setup = make_case(model, tmp_path / f"scorer-{protect}", "kvpop", protect_prompt=protect)
-        sizes = {"block_size": 32, "num_gpu_blocks_override": 800, "enable_prefix_caching": True}
-        with serving(setup, speculative_config=speculation, **sizes) as engine:
-            prompt, more = random_prompt(95, seed=1), random_prompt(45, seed=2)
-            (first,) = engine.serve([Job(prompt=prompt, new=20, scored=False)]).values()
+@pytest.mark.parametrize("protect", [0, 40])
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_chat_goes_on(tiny_model, tmp_path, method, protect):
+    """A later turn goes on from a snapshot with accepted drafts, or hits the protected blocks, in all groups."""
+    model, speculation = speculation_of(method, tiny_model, tmp_path)
+    setup = make_case(model, tmp_path / "scorer", "kvpop", protect_prompt=protect)
+    with serving(setup, speculative_config=speculation, enable_prefix_caching=True, **SIZES) as engine:
+        prompt, more = random_prompt(95, seed=1), random_prompt(45, seed=2)
+        (first,) = plain(engine, [Job(prompt=prompt, new=20, scored=False)])
+        engine.engine.reset_prefix_cache()
+        (second,) = plain(engine, [Job(prompt=[*first, *more], new=20, scored=False)])
+        engine.engine.reset_prefix_cache()
+        with right_drafts(engine.recorder.runner, [first, second], itertools.repeat(2)):
+            (answer,) = engine.serve([Job(prompt=prompt, new=20, scored=False)]).values()
             before = {layer: [*steps] for layer, steps in engine.recorder.held[engine.names["0"]].items()}
-            first.sampled = True
-            engine.judge.check({engine.names["0"]: first}, engine.recorder.held)
-            text = [*prompt, *first.outputs[0].token_ids, *more]
-            (later,) = (answers := engine.serve([Job(prompt=text, new=20, scored=False)])).values()
-            assert later.num_cached_tokens >= (32 if protect else len(prompt))
-            later.sampled = True
-            if later.num_cached_tokens > 40:
-                for layer, steps in engine.recorder.held[engine.names["0"]].items():
-                    steps[:0] = before[layer]
-            engine.judge.check(answers, engine.recorder.held)
-            engine.engine.reset_prefix_cache()
+            answers = engine.serve([Job(prompt=[*first, *more], new=20, scored=False)])
+        (later,) = answers.values()
+        assert whole(answer) == first and whole(later) == second
+        assert later.num_cached_tokens in (len(first), len(first) - 1)
+        for layer, steps in engine.recorder.held[engine.names["0"]].items():
+            steps[:0] = before[layer]
+        engine.judge.check(answers, engine.recorder.held)
+        engine.engine.reset_prefix_cache()
