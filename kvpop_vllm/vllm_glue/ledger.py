@@ -192,6 +192,10 @@ LEDGER = (
           "when draws of unfinished prompts are not made, or are taken back on CPUs too", "self"),
     Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync", "run.cpu_seeds:bookkeeping_sync", WORKER, "CPU",
           "And set again, in place of an offset that generators of a CPU do not have.", "with the one above", "self"),
+    Patch("vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", "run.cpu_drafts:expand_batch_to_tokens", WORKER, "CPU",
+          "On a CPU drafts of sampled requests are judged under no temperature, top-k or top-p, but under what lay in memory: their numbers "
+          "are copied to the drafts.",
+          "when vLLM's kernel for a CPU copies numbers of other types than int64", "x, cu_num_tokens, num_tokens, replace_from, replace_to"),
     Patch("vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids", "run.cpu_zeros:zero_block_ids", WORKER, "CPU",
           "On a CPU only blocks of full attention are zeroed, and windows read what a policy's blocks have left: blocks of all layers "
           "that the policy does not act on are zeroed.",
