@@ -165,7 +165,8 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int
         if (after is not None or any(part.follows)) and rule.compression.adaptive_head_budgets:
             (budgets,), (table,) = load_page_table(pages, part.table, rule.compression)
     else:
-        row = last - 1 if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(last - 1)
+        place = last - 1 - (batch.flat.start or 0)
+        row = place if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(place)
         table, budgets, window, prefix = batch.table[row], batch.budgets[row], int(batch.windows[row]), batch.prefix
         end = int(batch.positions[row]) + 1
     tokens = 0 if prefix is None else int(prefix.tokens[row])
