@@ -69,8 +69,8 @@ def parse_arguments():
         )
     if options.peers and options.steps % PEER_INTERVAL:
         parser.error(f"a turn must hold as many compressions as any other: make --steps a multiple of {PEER_INTERVAL}")
-    # what stock needs for all requests, and a little more
-    options.pool_tokens = 1.15 * options.most_requests * (longest + 192)
+    # what stock needs for all requests and for the longest one, and a little more
+    options.pool_tokens = 1.15 * max(8192, options.most_requests * (longest + 192))
     return options
 
 
