@@ -57,6 +57,8 @@ NIGHTLY = {
         "[mass, fixed shares]",
         "[state, fixed shares]",
         "[gate over hidden states]",
+        "[rounds]",
+        "[rounds, statistics]",
     ],
     "engine/test_tensor_parallel.py": [
         "[trimkv",
