@@ -129,10 +129,12 @@ class EngineChild(Child):
                     times += [time.perf_counter() - begin] * (len(reply.outputs[0].token_ids) - len(times))
                     generated, hit = reply.outputs[0].token_ids, reply.num_cached_tokens
                 if self.engine.has_unfinished_requests():
-                    held = self._held_bytes()
+                    held_bytes = self._held_bytes()
             steps = [after - before for before, after in itertools.pairwise(times[1:])]
             step = statistics.median(steps or times[:1])
-            measured.append({"first": times[0], "second": times[1], "step": step, "hit": hit or 0, "held_bytes": held})
+            measured.append(
+                {"first": times[0], "second": times[1], "step": step, "hit": hit or 0, "held_bytes": held_bytes}
+            )
             text = [*text, *generated]
         return measured
 

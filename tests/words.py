@@ -86,7 +86,7 @@ COUNTS: dict[str, int] = {
     "name each": 105,
     "name found": 297,
     "name given": 42,
-    "name held": 119,
+    "name held": 118,
     "name here": 8,
     "name kept": 86,
     "name known": 28,
