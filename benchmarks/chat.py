@@ -10,7 +10,7 @@ benchmarks/results/chat.csv.
 With ``--history FIGURE`` every turn is recorded instead, in benchmarks/results/history.csv, and drawn.
 
     python benchmarks/chat.py --budget 512 --policies streaming-llm kvpop
-    python benchmarks/chat.py --unprotected --turns 40 --turn 190 --history docs/history.png
+    python benchmarks/chat.py --unprotected --turns 40 --turn 190 --requests 0 --history docs/history.png
 """
 
 import statistics
@@ -35,7 +35,16 @@ def main() -> int:
     """Run the benchmark and return its exit code."""
     options = parse_arguments()
     if options.history:
-        return compare(options, histories, HISTORY, ("what", "turns"), "value")
+        rows: list[dict] = []
+
+        def measure_turns(started: dict, options) -> list[dict]:
+            rows.extend(histories(started, options))
+            return rows
+
+        code = compare(options, measure_turns, HISTORY, ("what", "turns"), "value")
+        if code == 0:  # the rows have been written
+            draw(rows, Path(options.history))
+        return code
     return compare(options, measure, RESULTS, ("what",), "ms")
 
 
@@ -61,8 +70,10 @@ def parse_arguments():
     options = parser.parse_args()
     if not 2 <= options.answer < options.turn:
         parser.error("a turn has a question and an answer of at least 2 tokens: lower --answer or raise --turn")
+    if options.history and (options.strangers or options.requests):
+        parser.error("--history measures turns alone: give --requests 0 and leave --strangers out")
     options.prefix_caching, options.protect_prompt = True, not options.unprotected
-    options.without_hits = options.protect_prompt or options.strangers > 0
+    options.without_hits = not options.history and (options.protect_prompt or options.strangers > 0)
     if options.unprotected:
         check_budget(parser, options)
     options.most_requests = max(1, options.requests)
@@ -95,7 +106,7 @@ def talks(started: dict, options):
 
 
 def histories(started: dict, options) -> list[dict]:
-    """Return the rows of every turn of the conversations, and draw their medians."""
+    """Return the rows of every turn of the conversations."""
     rows = []
     for number, turns in talks(started, options):
         for name, of_one in turns.items():
@@ -104,7 +115,6 @@ def histories(started: dict, options) -> list[dict]:
                 values |= {"held, MiB": reply["held_bytes"] / 2**20}
                 size = setting(options, name) | {"turn": options.turn, "answer": options.answer, "turns": turn}
                 rows += [size | {"what": w, "round": number, "value": f"{v:.3f}"} for w, v in values.items()]
-    draw(rows, Path(options.history))
     return rows
 
 
@@ -120,7 +130,7 @@ def draw(rows: list[dict], path: Path) -> None:
             points = groups.setdefault(line["configuration"].partition(",")[0], {})
             points.setdefault(line["turns"] * line["turn"], []).append(float(line["value"]))
         for name, points in groups.items():
-            color, style, _ = CURVES[name]
+            color, style, _ = CURVES.get(name, (None, "-", ""))
             y = [statistics.median(values) for values in points.values()]
             axis.plot(list(points), y, color=color, linestyle=style, linewidth=2, label=name)
         axis.set(title=title, xlabel="tokens of the conversation", ylim=(0, None))

@@ -57,6 +57,8 @@ def parse_arguments():
         parser.error("the peers decode one request: give --requests 1")
     if options.against and not (Path(options.against) / "kvpop_vllm" / "__init__.py").is_file():
         parser.error(f"there is no kvpop_vllm in {options.against}: give --against a checkout of this repository")
+    if options.speculative and (options.against or options.eager_too or options.peers):
+        parser.error("--speculative compares with and without drafts: leave out --against, --eager-too and --peers")
     overrun = options.speculative * (WARM_UP + 1)  # tokens of drafts in warm-up steps and the last one
     options.written = options.rounds * len(options.requests) * (options.steps + WARM_UP + overrun)
     longest = max(options.context) + options.written
@@ -69,8 +71,8 @@ def parse_arguments():
         )
     if options.peers and options.steps % PEER_INTERVAL:
         parser.error(f"a turn must hold as many compressions as any other: make --steps a multiple of {PEER_INTERVAL}")
-    # what stock needs for all requests and for the longest one, and a little more
-    options.pool_tokens = 1.15 * max(8192, options.most_requests * (longest + 192))
+    # what stock needs for all requests, and a little more
+    options.pool_tokens = 1.15 * options.most_requests * (longest + 192)
     return options
 
 

@@ -162,7 +162,7 @@ def summary(records: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    """Measure what is not in the file yet, and print the summary."""
+    """Measure, write the records into a new file, and print the summary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="records, one a line")
     parser.add_argument("--scorer", required=True, help="folder of an mLSTM scorer of the shipped reasoner")
@@ -173,11 +173,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("w") as file:
+    if options.out.exists():
+        parser.error(f"{options.out} exists: name another file, or move it away")
+    with options.out.open("x") as file:
         for record in measure(options):
             print(json.dumps(record), file=file, flush=True)
     records = [json.loads(line) for line in options.out.read_text().splitlines()]
-    print(format_table(summary(records), tuple(summary(records)[0])), file=sys.stdout)
+    lines = summary(records)
+    print(format_table(lines, tuple(lines[0])), file=sys.stdout)
 
 
 if __name__ == "__main__":

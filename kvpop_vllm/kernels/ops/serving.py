@@ -330,9 +330,11 @@ def online_topk(
             ``torch.iinfo(int64).max``.
 
     Raises:
-        ValueError: ``held`` exceeds the number of tokens or slots; ``window`` is not in [1, 2**29], so that
+        ValueError: not one k for each head; ``held`` exceeds the number of tokens or slots; ``window`` is not in [1, 2**29], so that
             times of the first 2**30 positions fit 31 bits; or ``decay_step`` is not in [1, 2**31 - 1].
     """
+    if not isinstance(topk, int) and len(topk) != len(score):
+        raise ValueError(f"online_topk needs topk, or one for each of {len(score)} heads, got {len(topk)}")
     if not isinstance(topk, int) and len(set(topk)) == 1:
         topk = topk[0]
     if not isinstance(topk, int):

@@ -20,7 +20,7 @@ def boundary_loss(
     first = sinks + window + slots  # [H], the first query at which a head evicts
     evicts = (slots > 0) & (first < length)
     q = _positions(samples, pred.shape, first, generator, pred.device)
-    if q.numel() == 0 or not bool((slots > 0).any()):
+    if q.numel() == 0 or not bool(evicts.any()):
         return pred.sum() * 0 + log_gamma.sum().to(pred.dtype) * 0
     begin, counted = (to_device(x, pred.device).unsqueeze(1) for x in (first, evicts))
     if isinstance(samples, torch.Tensor) and bool(((q < begin) | (q >= length)).any()):
@@ -34,7 +34,7 @@ def boundary_loss(
         gap = _gap(target.detach().double(), decay, q, q - window, boundary, step)
         weight = _weights(y, gap, margin, balance, counted, number).to(pred.dtype)
     difference = _gap(pred.double(), log_gamma.double(), q, q - window, boundary, step).to(pred.dtype)
-    return (counted * weight * F.softplus(-y * difference / tau)).sum() / max(1, number)
+    return (counted * weight * F.softplus(-y * difference / tau)).sum() / number
 
 
 def _positions(samples, shape, first, generator, device):
@@ -119,7 +119,7 @@ def _weights(y, gap, margin, balance, counted, number):
         keep = (y > 0).double().mean(dim=(0, 2), keepdim=True)
         share = torch.where(y > 0, keep, 1 - keep)
         weight = (0.5 / share).clamp(*balance)
-        weight = weight / ((counted * weight).sum() / max(1, number))
+        weight = weight / ((counted * weight).sum() / number)
     if margin is not None:
         least, sharpness = margin
         weight = weight * (least + (1 - least) * torch.sigmoid(y * gap / sharpness))

@@ -207,7 +207,7 @@ class Snapshots:
                     missing += manager.most_missing(name)
                 else:
                     bound = manager.kv_cache_spec.max_admission_blocks_per_request(
-                        max_in_flight_tokens=max(tokens, 2), max_model_len=last
+                        max_in_flight_tokens=max(tokens, 2 + self.manager.kv_cache_spec.drafts), max_model_len=last
                     )
                     missing += max(0, bound - sum(not block.is_null for block in row))
         return missing
