@@ -92,6 +92,11 @@ TRAINED = {
 """Options of `kvpop distill` for each trained policy; streaming-plus is streaming-llm on a base trained for it."""
 
 
+def gates_only(name: str) -> bool:
+    """Return whether a trained policy, of any window, is a gate, which cannot have shares."""
+    return VARIANT.fullmatch(name)["policy"] in GATES_ONLY
+
+
 def training_options(name: str) -> list[str]:
     """Return the options of `kvpop distill` for a trained policy, without those for shares; see :data:`VARIANT`.
 
@@ -184,7 +189,7 @@ class Comparison:
             SystemExit: shares that were measured with something else are there.
         """
         out = self.calibrations / f"{name}-{compression}"
-        if not self.protect or name in GATES_ONLY:
+        if not self.protect or gates_only(name):
             return
         tokenizer = load_tokenizer(self.model)
         problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
@@ -251,13 +256,13 @@ class Comparison:
 
     def _with_trained_shares(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with shares; gates have none."""
-        return [] if name in GATES_ONLY or not self.protect else [f"{name}-shares-{c}" for c in self.shares]
+        return [] if gates_only(name) or not self.protect else [f"{name}-shares-{c}" for c in self.shares]
 
     def _expect(self, name: str) -> None:
         """Note the commands of a trained policy."""
         if not (record := self.records / f"{name}.jsonl").exists():
             self.cells |= {self.folder / name: "distill", record: "eval"}
-        if self.protect and name not in GATES_ONLY:
+        if self.protect and not gates_only(name):
             self._expect_shares(name)
 
     def _expect_shares(self, name: str) -> None:

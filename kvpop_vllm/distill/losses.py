@@ -102,7 +102,11 @@ def _teacher_recall(seen: Pass, target, roles: Retention) -> torch.Tensor:
     if q >= target.shape[-1] or not any(seen.topk):
         return torch.ones((), device=target.device)
     teacher = kept_at(rank, cutoff, q, roles)
-    return (teacher & kept_at(seen.rank, seen.cutoff, q, roles)).sum() / teacher.sum()
+    agreed = (teacher & kept_at(seen.rank, seen.cutoff, q, roles)).sum(-1)
+    heads = [h for h, topk in enumerate(seen.topk) if topk and roles.first_long + topk <= q]
+    if not heads:
+        return torch.ones((), device=target.device)
+    return torch.stack([agreed[:, h] / teacher[:, h].sum(-1) for h in heads]).mean()
 
 
 def top_kl(student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor, focus: float = 0.0) -> torch.Tensor:

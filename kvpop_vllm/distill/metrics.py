@@ -22,7 +22,10 @@ def find_tracker(name: str) -> Tracker:
     """
     module, _, function = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        tracker = getattr(importlib.import_module(module), function)
+        if not callable(tracker):
+            raise ValueError("it cannot be called")
+        return tracker
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--tracker {name} is no function ({error}): give MODULE:FUNCTION, on PYTHONPATH") from None
 

@@ -61,7 +61,7 @@ class Selection:
 
     def __contains__(self, record: dict) -> bool:
         """Return whether a record is taken."""
-        return all(str(_field(record, path)) in values for path, values in self.values.items())
+        return all(_text(_field(record, path)) in values for path, values in self.values.items())
 
     @property
     def columns(self) -> list[str]:
@@ -70,6 +70,11 @@ class Selection:
 
     def __str__(self) -> str:
         return " ".join(self.conditions)
+
+
+def _text(value) -> str | None:
+    """Return a field's value as a condition spells it: text as it is, others as JSON; None without a value."""
+    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _field(record, path: tuple[str, ...]):

@@ -150,7 +150,7 @@ class StreamedRows(Rows):
         place, documents, ends = self.after, [], False
         stream, records = self._reading or self._begin(place.state)
         while len(documents) < self._block_size and not ends:
-            record = next(records, None)
+            record = self._next(records)
             ends = record is None
             if not ends and record in self.selection:
                 document = document_of(record, f"a record of {' '.join(self.names)}", 0)
@@ -164,6 +164,18 @@ class StreamedRows(Rows):
         self._reading, state = (None, None) if ends else ((stream, records), stream.state_dict())
         self.place, self.rows, self.prompts = place, rows, prompts
         self.after = Place(place.row + len(rows), place.block + 1, state, tuple(rest), useful and not ends)
+
+    def _next(self, records) -> dict | None:
+        """Return the next record of a stream, None at its end.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        try:
+            return next(records, None)
+        except (OSError, ValueError, needs("datasets").exceptions.DatasetsError) as error:
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise ConfigError(f"a record of {' '.join(self.names)} cannot be read ({reason}): mend the data") from None
 
     def _begin(self, state: dict | None):
         """Return the stream in a state, and an iterator of its records; to end one may take `datasets` seconds."""

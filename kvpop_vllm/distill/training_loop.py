@@ -238,6 +238,8 @@ class Loop(ABC):
                 return self.finish(last)
             except (OSError, SafetensorError, NotFinite) as error:
                 raise self._stopped(str(error)) from None
+            except ConfigError as error:  # a stream is read between steps
+                raise self._stopped(str(error)) if self.checkpoints.steps() else error from None
             except AskedToStop:
                 self._save_and_exit()
 

@@ -19,6 +19,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import stream as streams
 from kvpop_vllm.distill.data import DocumentRows, in_split, share_of
 from kvpop_vllm.distill.hub_data import HubData
+from kvpop_vllm.distill.sources import Selection
 from kvpop_vllm.distill.stream import StreamedRows
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.testing import write_tiny_model
@@ -110,6 +111,7 @@ def test_a_stream_goes_on_without_what_was_before(data):
     assert equal([goes_on[j] for j in range(599, 700)], complete[599:700])
 
 
+@pytest.mark.slow
 def test_training_goes_on_at_the_place_of_a_stream(data, tmp_path, monkeypatch):
     """Losses are those of an undisturbed run; the checkpoint has the place, and the start of the stream is not read."""
     model = write_tiny_model(tmp_path / "model", "qwen3", vocab=264)
@@ -295,3 +297,23 @@ def test_files_without_the_selected_fields_are_refused(tmp_path):
 def test_names_of_data_sets(text, parts):
     name = HubData(text)
     assert (name.path, name.revision, name.config, name.split) == (*parts[:3], parts[3] or "train")
+
+
+def test_a_record_that_cannot_be_read_is_refused_where_it_is_met(tmp_path):
+    """The rows before it are there; the error says which data set it is of."""
+    lines = [json.dumps({"text": f"document {i} of a good file"}) for i in range(2000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "begun\n')
+    rows = StreamedRows([f"hf:{tmp_path}"], byte_tokenizer(), 32)
+    assert len(rows[0]) == 32
+    with pytest.raises(ConfigError, match=f"a record of hf:{tmp_path} cannot be read") as caught:
+        rows[100_000]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "condition, taken",
+    [("good=true", 1), ("good=True", 0), ("size=3", 1), ("missing=None", 0), ("missing=null", 0), ("name=x", 1)],
+)
+def test_values_are_compared_as_text_or_json(condition, taken):
+    assert ({"good": True, "size": 3, "name": "x"} in Selection([condition])) == bool(taken)
