@@ -312,8 +312,8 @@ def test_a_record_that_cannot_be_read_is_refused_where_it_is_met(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "condition, taken",
+    "condition, fits",
     [("good=true", 1), ("good=True", 0), ("size=3", 1), ("missing=None", 0), ("missing=null", 0), ("name=x", 1)],
 )
-def test_values_are_compared_as_text_or_json(condition, taken):
-    assert ({"good": True, "size": 3, "name": "x"} in Selection([condition])) == bool(taken)
+def test_values_are_compared_as_text_or_json(condition, fits):
+    assert ({"good": True, "size": 3, "name": "x"} in Selection([condition])) == bool(fits)
