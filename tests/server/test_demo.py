@@ -68,7 +68,7 @@ def test_the_report(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
     shape = ModelShape("llama", 1024, 1, 32, 4096)
     policy = policies.get("streaming-llm")(PolicySettings("streaming-llm", 1024), shape)
-    args = argparse.Namespace(model=tmp_path, policy="streaming-llm")
+    args = argparse.Namespace(model=tmp_path, policy="streaming-llm", dtype=demo.served_dtype(tmp_path))
     demo.report(args, policy, 2049, 16, [160, 10.0], [80, 2.5, 128])
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split(",")[1].split() for line in lines if line.startswith(("request", "pool"))]
