@@ -78,7 +78,7 @@ NIGHTLY = {
     ],
     "server/test_wheel_installed.py": ["test_an_installed_wheel_serves"],
 }
-"""Parts of the names of tests that `.ci/run` leaves out, by module. They take minutes, and others make most of their claims."""
+"""Parts of the names of tests that `make test-all` leaves out, by module. They take minutes, and others make most of their claims."""
 
 
 def pytest_collection_modifyitems(items):

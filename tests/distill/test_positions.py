@@ -32,9 +32,9 @@ def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
     seen, begun = [], []
     plain = Sparse.__init__
 
-    def watched(self, score, roles, observe):
+    def watched(self, score, roles, observe, topk):
         seen.extend((roles, observe.roles))
-        plain(self, lambda *asked: seen.append(asked[3]) or score(*asked), roles, observe)
+        plain(self, lambda *values: seen.append(values[3]) or score(*values), roles, observe, topk)
 
     monkeypatch.setattr(Sparse, "__init__", watched)
     recipe = dataclasses.replace(RECIPE, window=[8, 12, 5], topk=[20, 9, 10], steps=2, positions=900)

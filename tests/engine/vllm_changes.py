@@ -112,7 +112,7 @@ def load(server: bool, runner_v2: bool = False) -> None:
 def serve_all(model: str, folder: str) -> None:
     """Run an engine with a policy and all that a policy may have, and requests that ask for it."""
     cartridge = write(f"{folder}/cartridge", model, "plain")
-    policy = {"policy": "random", "budget": 64, "window": 16, "protect_prompt": 64, "inspect": True}
+    policy = {"policy": "vase", "budget": 64, "window": 16, "protect_prompt": 64, "inspect": True}
     options = {"kv_report": 1, "kv_seed": 3, "kv_cartridges": ["plain"], "kv_protect_prompt": 32}
     params = [SamplingParams(max_tokens=3, seed=1, extra_args=asks, detokenize=False) for asks in (options, {})]
     prompts = [{"prompt_token_ids": random_prompt(200)}] * 2

@@ -300,7 +300,7 @@ def train(dtype: torch.dtype, size: int, length: int) -> None:
     out, lse = sparse_attention(q, k, v, order, order, sinks=4, window=16, scale=0.1)
     out.sum().backward()
     future_attention_mass(q, k, lse, window=16, scale=0.1)
-    running_topk(torch.zeros(1, 2, 1100), sinks=4, window=16, topk=16)
+    running_topk(torch.zeros(1, 2, 1100), sinks=4, window=16, topk=[16, 16])
     torch.set_float32_matmul_precision("high")  # as kvpop distill does
     h, _ = delayed_mlstm(q[:, :2], k, v, *gates, delay=16)
     h.sum().backward()
