@@ -66,8 +66,9 @@ def test_every_instruction_set_of_this_processor_is_there():
 
 
 SERVED = "decode_step", "prefill_chunk", "verify_step"
-LARGEST = dict.fromkeys(SERVED, 512) | {"sparse_attention": 128, "future_attention_mass": 128}
-"""Largest head size of Triton's kernels."""
+ATTENDING = "sparse_attention", "future_attention_mass"
+LARGEST = dict.fromkeys((*SERVED, *ATTENDING), 512)
+"""Largest head size of Triton's kernels; training in float32 takes half of it."""
 
 
 def test_choice_of_implementation():
@@ -83,6 +84,8 @@ def test_choice_of_implementation():
         assert chosen(op, size=2 * (largest or 128)) == ("reference" if largest else "triton"), op
         assert chosen(op, size=largest or 64) == "triton", op
         assert chosen(op, dtype=torch.float64) == ("triton" if op == "running_topk" else "reference"), op
+    for op in ATTENDING:
+        assert [chosen(op, dtype=torch.float32, size=size) for size in (256, 512)] == ["triton", "reference"]
     for op in ("delayed_mlstm", "future_attention_mass", "running_topk", "sparse_attention"):
         assert chosen(op, "cpu") == "reference"
     for op, dtype in (("decode_step", torch.float16), ("prefill_chunk", torch.float16), ("online_topk", torch.float32)):
