@@ -45,6 +45,7 @@ def results(tmp_path):
     return tmp_path / "gpu.csv", dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
 
 
+@pytest.mark.slow
 def test_all_is_right_and_nothing_is_timed(tmp_path):
     """The command runs from the repository alone, with its kernels and tests, whatever else is installed."""
     (tmp_path / "kernels.py").write_text("raise ImportError")

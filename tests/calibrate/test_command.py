@@ -157,6 +157,7 @@ def test_a_scorers_policy_decides_and_its_folder_gets_the_shares(kvpop):
     assert (out / "measured.jsonl").read_text() == Path("measured.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_full_checkpoint_gets_the_shares(kvpop):
     write_random_scorer("exported", "llama", "mlp", sinks=2, window=6, topk=24)
     assert kvpop("export", "llama", "exported", "full")[0] == 0
@@ -174,6 +175,7 @@ def test_a_full_checkpoint_gets_the_shares(kvpop):
     assert served[0].max() < 32 < served[1].min()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit, ranks", [("layer", 1), ("head", 1), ("head", 2)])
 def test_any_policy_may_decide(kvpop, unit, ranks):
     words = ["--policy", "tova", "--shares", unit, "--budget", "24", *WORDS[:-4], "--threads", "1"]

@@ -169,6 +169,7 @@ def test_last_tokens_keep_the_head(model, corpus, texts, tmp_path):
     torch.testing.assert_close(answers(model, cartridge, texts[1]), full, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_head_is_in_the_first_chunk(model, corpus, tmp_path):
     """A chunk of the head alone would have no reference tokens."""
     for out, size in (("a", "100"), ("b", "699"), ("c", "700")):

@@ -80,6 +80,7 @@ def _reached(metrics, step) -> bool:
     return any(row["step"] >= step for row in read_metrics(metrics))
 
 
+@pytest.mark.slow
 @one_thread()
 def test_a_kill_changes_nothing(kvpop, folder):
     """A continued run over two kinds of text, in more than one pass, leaves the same files to the byte."""

@@ -84,6 +84,7 @@ def test_the_listwise_loss_is_counted(tmp_path):
     assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_two_processes_take_what_the_model_says(model, tmp_path):
     """The bytes of real shards; activations are those of other kernels than a GPU's."""
     check_tracker()

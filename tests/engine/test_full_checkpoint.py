@@ -75,6 +75,7 @@ def test_the_folder(each):
     )
 
 
+@pytest.mark.slow
 def test_it_equals_the_base_with_the_adapter(each):
     assert generate(each.full, {"policy": "kvpop"}) == each.bounded
     assert each.bounded[3] != each.dense[3]  # the longest prompt, whose tokens are evicted

@@ -27,7 +27,13 @@ from kvpop_vllm.vllm_glue.ledger import EVERY, FRONT_END, LEDGER, REGISTERED, SC
 from kvpop_vllm.vllm_glue.start import flags
 
 TESTS = Path(__file__).resolve().parents[1]
-LIGHT = {"kvpop_vllm", "kvpop_vllm.vllm_glue", "kvpop_vllm.vllm_glue.start", "kvpop_vllm.cache", "kvpop_vllm.cache.pages"} | {
+LIGHT = {
+    "kvpop_vllm",
+    "kvpop_vllm.vllm_glue",
+    "kvpop_vllm.vllm_glue.start",
+    "kvpop_vllm.cache",
+    "kvpop_vllm.cache.pages",
+} | {
     *(f"kvpop_vllm.{name}" for name in ("config", "flags", "hub", "model_types", "roles", "supported")),
     *(f"kvpop_vllm.vllm_glue.{name}" for name in ("plugin", "ledger", "install")),
     *(

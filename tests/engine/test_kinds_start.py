@@ -70,6 +70,7 @@ def _hit_of_second_turn(served, prompt: list[int], new: int, protect: int) -> in
     return answer.num_cached_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

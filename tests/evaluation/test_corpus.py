@@ -248,6 +248,7 @@ def test_a_compactor(folder, data, tmp_path, capsys):
     assert lost["still"] == pytest.approx(expected["kl"], rel=0.1) and 0 < lost["still"] < lost[NOTHING]
 
 
+@pytest.mark.slow
 def test_the_command(folder, data, tmp_path, capsys):
     """It prints a line for each method, and its records say how to repeat it."""
     out = tmp_path / "records.jsonl"

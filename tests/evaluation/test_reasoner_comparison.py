@@ -219,6 +219,7 @@ def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatc
         comparison.run_trained(["trimkv"], 9)
 
 
+@pytest.mark.slow
 def test_a_failed_command_stops_the_comparison(tmp_path, capfd):
     comparison = compare.Comparison(tmp_path, tmp_path / "none", True, ["programs"], 8, 2)
     with pytest.raises(SystemExit, match="kvpop eval failed"):

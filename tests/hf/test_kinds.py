@@ -84,6 +84,7 @@ def test_a_padded_batch(family, tmp_path):
             assert float((row[-len(prompt) :] - exact).abs().max()) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_answers(family, tmp_path):
     """`generate()` takes the oracle's greedy tokens, and the same after reset()."""
     model, oracle = family

@@ -40,6 +40,7 @@ def check_budgets(p: Problem):
     followed.check()
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     case=st.sampled_from(sorted(CASES)),
