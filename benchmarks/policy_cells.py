@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 
 import torch
-from engines import say
+from harness import say
 from kernel_steps import Steps
 
 from kvpop_vllm.cache.accounting import dense_request_bytes

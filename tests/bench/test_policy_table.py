@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 
-import engines
+import harness
 import kernel_steps
 import policy_cells
 import policy_table
@@ -60,7 +60,7 @@ def test_the_table_of_the_document_is_that_of_the_records(monkeypatch, capsys):
     """Its command prints each of its rows of quality: KL, perplexity, error, and needles of twenty."""
     document = (record.ROOT / "docs" / "benchmarks.md").read_text()
     words = re.search(r"policy_table.py (--table .* [0-9a-f]{7})`", document)[1].split()
-    monkeypatch.setattr(sys, "argv", ["policy_table.py", *words, "--model", str(engines.DEMO_MODEL)])
+    monkeypatch.setattr(sys, "argv", ["policy_table.py", *words, "--model", str(harness.DEMO_MODEL)])
     assert policy_table.main() == 0
     printed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     records = {}
