@@ -46,8 +46,8 @@ def test_lists_are_sorted():
     pytest.importorskip("reasoning_gym")
     for seed in range(20):
         problem = make_problem("sorting", seed, 9)
-        direction, given = re.match(r"sort (\w+) (.*) work", problem.prompt).groups()
-        expected = sorted(given.split(" , "), reverse=direction == "descending")
+        direction, letters = re.match(r"sort (\w+) (.*) work", problem.prompt).groups()
+        expected = sorted(letters.split(" , "), reverse=direction == "descending")
         assert list(problem.answers) == expected and problem.verify(" ".join(expected))
         assert not problem.verify(" ".join(expected[::-1]))
 
@@ -88,9 +88,9 @@ def test_unknown_kinds_are_refused():
     with pytest.raises(ConfigError, match="choose from programs, ledgers, sorting"):
         make_problem("riddles", 0)
     for kind in KINDS:
-        most = KINDS[kind].most
+        largest = KINDS[kind].most
         if kind != "sorting":
-            problem = make_problem(kind, 1, most)
+            problem = make_problem(kind, 1, largest)
             assert judge(problem, problem.solution).exact
-        with pytest.raises(ConfigError, match=f"{kind}' has 1 to {most} steps, not {most + 1}"):
-            make_problem(kind, 1, most + 1)
+        with pytest.raises(ConfigError, match=f"{kind}' has 1 to {largest} steps, not {largest + 1}"):
+            make_problem(kind, 1, largest + 1)
