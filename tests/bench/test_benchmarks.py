@@ -12,6 +12,7 @@ import subprocess
 from contextlib import nullcontext
 
 import batches
+import chat
 import decode
 import engines
 import harness
@@ -20,6 +21,7 @@ import pytest
 import record
 import servers
 from harness import BEFORE, BEFORE_AGAIN, DENSE, DRAFTS, EAGER, Configuration
+from record import ROOT
 
 KVPOP = Configuration("kvpop")
 
@@ -89,6 +91,12 @@ def options_of(**more):
     return argparse.Namespace(**common | more)
 
 
+def columns_of(name: str) -> set[str]:
+    """Return the columns of a recorded file, other than those that every row has."""
+    with (ROOT / "benchmarks/results" / name).open() as file:
+        return set(next(csv.reader(file))) - record.KEY.keys()
+
+
 def test_configurations_follow_the_options(tmp_path):
     """Twins are of all policies, drafts of stock too, and peers come last; files name no eager twin."""
     words = "--policies kvpop streaming-llm kvpop --context 1000 --budget 900".split()
@@ -122,7 +130,6 @@ def test_rounds_are_paired(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(harness, "engines", lambda options: nullcontext(started))
     options = options_of(context=[500], requests=[1], most_requests=1)
     monkeypatch.setattr(decode, "parse_arguments", lambda arguments: options)
-    shipped = record.RESULTS
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     assert decode.main() == 0
     assert turns[:8] == [*turns[4:8][::-1], *turns[4:8]] and turns[:4] == [DENSE, KVPOP, before, eager]
@@ -134,8 +141,7 @@ def test_rounds_are_paired(monkeypatch, capsys, tmp_path):
         ("dense", "compiled", "1.000"), ("kvpop", "compiled", "2.000"), ("kvpop", "eager", "1.000"),
     ]  # fmt: skip
     assert len(rows) == 9 and {row["kv_bytes"] for row in rows} == {"7"}
-    with (shipped / "decode.csv").open() as file:
-        assert rows[0].keys() == set(next(csv.reader(file)))
+    assert rows[0].keys() == columns_of("decode.csv") | record.KEY.keys()
 
 
 def test_weights_at_random_give_no_ratio():
@@ -146,8 +152,18 @@ def test_weights_at_random_give_no_ratio():
     }
     for load_format, ratios in {"dummy": [""] * 2, "auto": ["1.000", "4.000"]}.items():
         rows = batches.one_turn(started, 1, 4000, options_of(load_format=load_format))
-        assert [row["over_dense"] for row in rows] == ratios
+        assert [row["over_dense"] for row in rows] == ratios and rows[0].keys() == columns_of("prefill.csv")
         assert ("/ stock" in harness.report(rows, ("context",), "tokens_per_s", load_format == "auto")) == any(ratios)
+
+
+def test_batches_and_chats_have_the_columns_of_their_files():
+    reply = {"seconds": 9.0, "most_running": 2, "preemptions": 0}
+    started = {name: Stub(drain=reply | {"seconds": seconds}) for name, seconds in ((DENSE, 9.0), (KVPOP, 3.0))}
+    options = options_of(requests=2, prompt=8, new=2, pool_tokens=1.5, rounds=1, turns=3, turn=5)
+    rows = batches.whole_batches(started, options)
+    assert [row["it_over_dense"] for row in rows] == ["1.000", "0.333"] and rows[0].keys() == columns_of("capacity.csv")
+    row = chat.row("step", KVPOP, 1, 0.0125, 7, options)
+    assert row["ms"] == "12.50" and row.keys() == columns_of("chat.csv")
 
 
 def test_starts_are_pooled_and_another_checkout_is_compared_with_itself(monkeypatch, capsys):
@@ -238,10 +254,14 @@ def test_texts_for_drafts():
 
     tokenizer = AutoTokenizer.from_pretrained(harness.DEMO_MODEL, model_max_length=10**9)
     (text,) = decode.texts_of("json", str(harness.DEMO_MODEL), [1500], 1900)
-    chat = tokenizer.decode(decode.json_text(tokenizer, 1500, 0))
-    before, after = (json.loads(part[part.index("[\n") : part.rindex("]") + 1]) for part in chat.split("assistant\n"))
+    text_of_chat = tokenizer.decode(decode.json_text(tokenizer, 1500, 0))
+    before, after = (
+        json.loads(part[part.index("[\n") : part.rindex("]") + 1]) for part in text_of_chat.split("assistant\n")
+    )
     (changed,) = (i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
-    assert before[changed] | {"count": 1000} == after[changed] and f"count of record {changed} set to 1000" in chat
+    assert (
+        before[changed] | {"count": 1000} == after[changed] and f"count of record {changed} set to 1000" in text_of_chat
+    )
     assert '"count": 1000' in tokenizer.decode(text[1500:1800]) and len(text) == 1900
     first, second = decode.texts_of("prose", str(harness.DEMO_MODEL), [1500, 1483], 1900)
     assert len(set(first[:50]) & set(second[:50])) < 45 and first[:50] != second[:50]
