@@ -1,6 +1,6 @@
 """Chat turns and a shared system prompt with vLLM's prefix cache: stock and policies, prompts protected or not.
 
-It uses the same children as decode.py. A conversation of some turns grows by a fixed number of tokens each.
+A conversation of some turns grows by a fixed number of tokens each.
 The times from the last turn's request to its first and second token are measured with prefix caching on and, for
 policies that protect prompts, off as well. Then many requests read one system prompt, and steps in which all of them decode are
 timed. With ``--strangers`` requests whose prompts never repeat run to their end. The engines take turns, and nothing is
@@ -13,27 +13,23 @@ With ``--history FIGURE`` every turn is recorded instead, in benchmarks/results/
     python benchmarks/chat.py --unprotected --turns 40 --turn 190 --requests 0 --history docs/history.png
 """
 
+from __future__ import annotations
+
 import statistics
 import sys
 from pathlib import Path
 
 import record
 from child import WARM_UP
-from engines import NO_HITS, ask_all, check_budget, compare, parser_of, say, setting
+from harness import NO_HITS, ask_all, check_budget, compare, parser_of, say, setting
 
 from kvpop_vllm.bench.plot import CURVES
 from kvpop_vllm.files import write_figure
 
-RESULTS = record.RESULTS / "chat.csv"
 
-
-HISTORY = record.RESULTS / "history.csv"
-"""Rows of every turn of long conversations."""
-
-
-def main() -> int:
-    """Run the benchmark and return its exit code."""
-    options = parse_arguments()
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and return the exit code."""
+    options = parse_arguments(arguments)
     if options.history:
         rows: list[dict] = []
 
@@ -41,23 +37,23 @@ def main() -> int:
             rows.extend(histories(started, options))
             return rows
 
-        code = compare(options, measure_turns, HISTORY, ("what", "turns"), "value")
+        code = compare(options, measure_turns, record.RESULTS / "history.csv", ("what", "turns"), "value")
         if code == 0:  # the rows have been written
             draw(rows, Path(options.history))
         return code
-    return compare(options, measure, RESULTS, ("what",), "ms")
+    return compare(options, measure, record.RESULTS / "chat.csv", ("what",), "ms")
 
 
 def measure(started: dict, options) -> list[dict]:
     """Return the rows of the conversations, of the requests that share a prompt, and of those that share nothing."""
-    hitting = {name: engine for name, engine in started.items() if NO_HITS not in name}
+    hitting = {name: engine for name, engine in started.items() if name.twin != NO_HITS}
     rows = chats(started, options) + (crowds(hitting, options) if options.requests else [])
     return rows + (strangers(started, options) if options.strangers else [])
 
 
-def parse_arguments():
+def parse_arguments(arguments: list[str] | None):
     """Return the options of the command line."""
-    parser = parser_of(__doc__, budget=512, rounds=7)
+    parser = parser_of("chat", __doc__, budget=512, rounds=7)
     parser.add_argument("--turns", type=int, default=8, help="of a conversation")
     parser.add_argument("--turn", type=int, default=500, help="tokens of a turn, its answer among them")
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
@@ -67,7 +63,7 @@ def parse_arguments():
     parser.add_argument("--strangers", type=int, default=0, help="requests of 2 turns' tokens that share no prompt")
     parser.add_argument("--history", metavar="FIGURE", help="measure every turn and draw them into this PNG file")
     parser.add_argument("--unprotected", action="store_true", help="evict from prompts; turns go on from snapshots")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not 2 <= options.answer < options.turn:
         parser.error("a turn has a question and an answer of at least 2 tokens: lower --answer or raise --turn")
     if options.history and (options.strangers or options.requests):
@@ -88,9 +84,9 @@ def chats(started: dict, options) -> list[dict]:
     """Return the rows of the conversations: their last turn."""
     rows, note = [], ", unprotected" * options.unprotected
     for number, turns in talks(started, options):
-        for name, turn in ((name, of_one[-1]) for name, of_one in turns.items()):
+        for name, replies in turns.items():
             for token in ("first", "second"):
-                rows.append(row(f"{token} token{note}", name, number, turn[token], turn["hit"], options))
+                rows.append(row(f"{token} token{note}", name, number, replies[-1][token], replies[-1]["hit"], options))
     return rows
 
 
@@ -100,7 +96,7 @@ def talks(started: dict, options):
     for number in range(options.rounds + 1):
         turns = {name: engine.ask("chat", **talk, seed=number + 1) for name, engine in started.items()}
         if number:
-            last = {name: of_one[-1] for name, of_one in turns.items()}
+            last = {name: replies[-1] for name, replies in turns.items()}
             say(f"round {number}: " + ", ".join(f"{n} {t['second']:.3f} s ({t['hit']} hit)" for n, t in last.items()))
             yield number, turns
 
@@ -109,12 +105,15 @@ def histories(started: dict, options) -> list[dict]:
     """Return the rows of every turn of the conversations."""
     rows = []
     for number, turns in talks(started, options):
-        for name, of_one in turns.items():
-            for turn, reply in enumerate(of_one, start=1):
+        for name, replies in turns.items():
+            for turn, reply in enumerate(replies, start=1):
                 values = {"first, ms": 1e3 * reply["first"], "step, ms": 1e3 * reply["step"]}
                 values |= {"held, MiB": reply["held_bytes"] / 2**20}
                 size = setting(options, name) | {"turn": options.turn, "answer": options.answer, "turns": turn}
-                rows += [size | {"what": w, "round": number, "value": f"{v:.3f}"} for w, v in values.items()]
+                rows += [
+                    size | {"what": measure, "round": number, "value": f"{value:.3f}"}
+                    for measure, value in values.items()
+                ]
     return rows
 
 
@@ -124,10 +123,10 @@ def draw(rows: list[dict], path: Path) -> None:
 
     panels = {"first, ms": "first token, ms", "step, ms": "decode step, ms", "held, MiB": "cache of a request, MiB"}
     drawing = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
-    for axis, (what, title) in zip(drawing.subplots(1, 3), panels.items(), strict=True):
+    for axis, (quantity, title) in zip(drawing.subplots(1, 3), panels.items(), strict=True):
         groups: dict[str, dict[int, list[float]]] = {}
-        for line in (line for line in rows if line["what"] == what and NO_HITS not in line["configuration"]):
-            points = groups.setdefault(line["configuration"].partition(",")[0], {})
+        for line in (line for line in rows if line["what"] == quantity and line["configuration"].twin != NO_HITS):
+            points = groups.setdefault(line["configuration"].policy, {})
             points.setdefault(line["turns"] * line["turn"], []).append(float(line["value"]))
         for name, points in groups.items():
             color, style, _ = CURVES.get(name, (None, "-", ""))
@@ -153,7 +152,7 @@ def strangers(started: dict, options) -> list[dict]:
 
 
 def crowds(started: dict, options) -> list[dict]:
-    """Return the rows of the decode steps behind a shared system prompt."""
+    """Return the rows of the decode steps after a shared system prompt."""
     new = 1 + options.rounds * (options.steps + WARM_UP) + options.requests
     for name, reply in ask_all(started, "prefill", lengths=[50] * options.requests, new=new, shared=options.system):
         say(f"{name}: {options.requests} requests decode after {reply['seconds']:.1f} s, engines side by side")
@@ -165,11 +164,13 @@ def crowds(started: dict, options) -> list[dict]:
     return rows
 
 
-def row(what: str, name: str, turn: int, seconds: float, hit: int, options) -> dict:
+def row(measure: str, name, turn: int, seconds: float, hit: int, options) -> dict:
     """Return one row of the CSV file."""
-    size = {"turns": options.turns, "turn": options.turn, "requests": options.requests, "what": what}
+    size = {"turns": options.turns, "turn": options.turn, "requests": options.requests, "what": measure}
     return setting(options, name) | size | {"round": turn, "ms": f"{1e3 * seconds:.2f}", "hit": hit}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from engines import main as measure_any
+
+    sys.exit(measure_any(sys.argv[1:], "chat"))

@@ -25,12 +25,12 @@ class Steps:
         queries: query heads of a layer.
         requests: R.
         context: tokens before the first step.
-        most: maximum number of steps.
+        steps: maximum number of steps.
         dtype: dtype of the cache.
     """
 
     def __init__(
-        self, resolved: ResolvedPolicy, queries: int, requests: int, context: int, most: int, dtype: torch.dtype
+        self, resolved: ResolvedPolicy, queries: int, requests: int, context: int, steps: int, dtype: torch.dtype
     ):
         shape = resolved.model
         self.draw = torch.Generator().manual_seed(0)
@@ -42,12 +42,12 @@ class Steps:
         for layer in range(shape.num_layers):
             rule, budgets = resolved.rules[layer], resolved.budgets(layer)
             layout = PageLayout(self.heads, self.size, dtype, state_floats=rule.state_floats(self.size))
-            pages, table = empty_pages(layout, requests, min(context + most, int(budgets.max())))
+            pages, table = empty_pages(layout, requests, min(context + steps, int(budgets.max())))
             rows, key = table[:, 0].long(), tuple(budgets.tolist())
             if key not in filled:
-                own = dict(rule=rule, scale=self.size**-0.5, gate_scores=self._gate_scores(rule, context))
+                options = dict(rule=rule, scale=self.size**-0.5, gate_scores=self._gate_scores(rule, context))
                 chunk = Chunks.one(0, context, budgets, rule.window)
-                ops.prefill_chunk(*prompt, pages, table[:1], chunk, seeds=torch.zeros(1, dtype=torch.int64), **own)
+                ops.prefill_chunk(*prompt, pages, table[:1], chunk, seeds=torch.zeros(1, dtype=torch.int64), **options)
                 filled[key] = pages.raw[rows[0]]
             pages.raw[rows] = filled[key]
             self.layers.append((rule, pages, table, budgets.expand(requests, -1).contiguous()))

@@ -61,13 +61,13 @@ class Peer(Child):
     def _begin(self, tokens: list[int]):
         from transformers import DynamicCache
 
-        self.cache, self.at = DynamicCache(), len(tokens)
+        self.cache, self.position = DynamicCache(), len(tokens)
         return self._forward(tokens, 0)
 
     def _next(self, logprobs):
         token = int(logprobs.argmax())
-        logprobs = self._forward([token], self.at)
-        self.at += 1
+        logprobs = self._forward([token], self.position)
+        self.position += 1
         return logprobs
 
     def short(self) -> list:
@@ -107,7 +107,7 @@ class Peer(Child):
             return {}
         layers, budget = self.cache.layers, self.budget
         longest = max(layer.keys.shape[2] for layer in layers)
-        if budget is not None and not min(budget, self.at) <= longest <= budget + self.options["interval"]:
+        if budget is not None and not min(budget, self.position) <= longest <= budget + self.options["interval"]:
             raise RuntimeError(f"kvpress holds {longest} tokens, not its budget of {budget}")
         return {"held_bytes": sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))}
 
@@ -133,20 +133,20 @@ class Peer(Child):
         """
         from kvpress import AdaKVPress, PyramidKVPress, SnapKVPress
 
-        kept, answers = [], []
+        positions, answers = [], []
         for prompt in prompts:
             kind = PyramidKVPress if policy == "pyramidkv" else SnapKVPress
             press = kind(compression_ratio=1 - budget / len(prompt), window_size=window, kernel_size=5)
             if policy == "adakv":
                 press = AdaKVPress(press, alpha_safeguard=0.2)
-            kept.append(recorded(press))
+            positions.append(recorded(press))
             with press(self.model):
                 logprobs, answer = self._begin(prompt), []
                 while len(answer) < new and (token := int(logprobs.argmax())) != stop:
                     answer.append(token)
                     logprobs = self._next(logprobs)
             answers.append(answer)
-        return {"kept": kept, "answers": answers}
+        return {"kept": positions, "answers": answers}
 
 
 def recorded(press) -> list[list[list[int]]]:

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 
 import torch
-from engines import say
+from harness import say
 from kernel_steps import Steps
 
 from kvpop_vllm.cache.accounting import dense_request_bytes
@@ -85,44 +85,44 @@ class Cells:
         shape = ModelShape.of(self.options.model_folder, self.options.length)
         return setting.resolve(spec, shape, self.dtype)
 
-    def quality(self, spec, setting, asked: dict) -> dict | None:
+    def quality(self, spec, setting, key: dict) -> dict | None:
         """Return a row of quality, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
         resolved = spec and self._resolve(spec, setting)
         values = self.read(resolved, setting)
-        if not self.passes(resolved, asked, values["kl_before"]):
+        if not self.passes(resolved, key, values["kl_before"]):
             return None
         about = {name: getattr(resolved.roles, name) if resolved else "" for name in ("topk", "sinks", "window")}
         about |= {"allocated_bytes": self.allocated(resolved), "state": resolved.policy.state_floats if resolved else 0}
-        return self._row(asked | about, values | self.needles_found(resolved), begin)
+        return self._row(key | about, values | self.needles_found(resolved), begin)
 
-    def steps(self, spec, setting, asked: dict) -> dict | None:
+    def steps(self, spec, setting, key: dict) -> dict | None:
         """Return a row of times, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
         resolved = spec and self._resolve(spec, setting)
         before = statistics.mean(self.kl_before(resolved, row) for row in self.rows)
-        return self._row(asked, self.speed(resolved), begin) if self.passes(resolved, asked, before) else None
+        return self._row(key, self.speed(resolved), begin) if self.passes(resolved, key, before) else None
 
-    def passes(self, resolved, asked: dict, before: float) -> bool:
+    def passes(self, resolved, key: dict, before: float) -> bool:
         """Return whether the policy follows the dense model while nothing has been evicted, and print a failure.
 
         A policy that evicts from a text that fits is not judged.
 
         Args:
             resolved: the policy, or None for dense.
-            asked: the row's settings.
+            key: what identifies the row.
             before: divergence in nats a token.
         """
         if before <= SAME or not self.backend.held(resolved, self.rows[0][: resolved.least]).all():
             return True
-        say(f"{asked['policy']}, B = {asked['budget']}: output check failed, KL {before:.3f} before eviction")
+        say(f"{key['policy']}, B = {key['budget']}: output check failed, KL {before:.3f} before eviction")
         return False
 
-    def _row(self, asked: dict, values: dict, begin: float) -> dict:
+    def _row(self, key: dict, values: dict, begin: float) -> dict:
         values = values | {"seconds": time.monotonic() - begin}
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if not isinstance(value, str))
-        say(f"{asked['policy']}, B = {asked['budget'] or 'all'}, equal {asked['equal']}: {shown}")
-        return asked | {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in values.items()}
+        say(f"{key['policy']}, B = {key['budget'] or 'all'}, equal {key['equal']}: {shown}")
+        return key | {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in values.items()}
 
     def read(self, resolved, setting) -> dict:
         """Return means over rows of text.
@@ -136,7 +136,7 @@ class Cells:
             *_, last = evaluate(self.backend.model, [row], [self.options.length], runs, recall=False)
             records.append(last | {"kl_before": self.kl_before(resolved, row)})
         names = ("error", "nll", "kl", "kl_before")
-        means = {name: statistics.mean(each.get(name, 0.0) for each in records) for name in names}
+        means = {name: statistics.mean(record.get(name, 0.0) for record in records) for name in names}
         kls = " ".join(f"{record['kl']:.6g}" for record in records) if runs else ""
         about = {"kls": kls, "units": " ".join(map(str, self.units)) if runs else ""}
         return {"error": means["error"], "perplexity": math.exp(means.pop("nll"))} | means | about
@@ -147,18 +147,18 @@ class Cells:
             return 0.0
         first = max(2, resolved.least)
         with self.backend.start(None) as dense, self.backend.start(resolved) as run:
-            own, exact = replay.predictions(run, row[:first]), replay.predictions(dense, row[:first])
-            return replay.compare(own, row[:first], exact, first)["kl"]
+            inexact, exact = replay.predictions(run, row[:first]), replay.predictions(dense, row[:first])
+            return replay.compare(inexact, row[:first], exact, first)["kl"]
 
     def needles_found(self, resolved) -> dict:
         """Return mean ``exact`` and ``partial`` credit for needles."""
         if resolved is not None and self.options.prompt:
-            asked = replace(resolved.spec, prompt=None, protect=None if resolved.policy.compresses else True)
-            kept = resolved.policy.retention
-            resolved = asked.resolve(resolved.model, kept.budget, kept.sinks, kept.window)
+            spec = replace(resolved.spec, prompt=None, protect=None if resolved.policy.compresses else True)
+            retention = resolved.policy.retention
+            resolved = spec.resolve(resolved.model, retention.budget, retention.sinks, retention.window)
         with self.backend.start(resolved) as run:
-            given = list(answers(run, self.tokenizer, self.needles))
-        return {name: statistics.mean(answer[name] for answer in given) for name in MEASURES}
+            credits = list(answers(run, self.tokenizer, self.needles))
+        return {name: statistics.mean(answer[name] for answer in credits) for name in MEASURES}
 
     def speed(self, resolved) -> dict:
         """Return milliseconds of a step of the kernel and of the same kernel keeping everything.
@@ -166,17 +166,17 @@ class Cells:
         The two are run in turn; the values are medians over rounds.
         """
         o, config = self.options, self.backend.model.config.get_text_config()
-        most = o.rounds * STEPS + WARM_UP
-        shape = vars(self.backend.shape) | {"max_model_len": o.context + most}
+        steps = o.rounds * STEPS + WARM_UP
+        shape = vars(self.backend.shape) | {"max_model_len": o.context + steps}
         full = PolicySpec("full", "full").resolve(ModelShape(**shape), None)
-        sizes = (config.num_attention_heads, o.requests, o.context, most, self.dtype)
+        sizes = (config.num_attention_heads, o.requests, o.context, steps, self.dtype)
         runs = {"dense_ms": Steps(full, *sizes)} | ({"step_ms": Steps(resolved, *sizes)} if resolved else {})
         for run in runs.values():
             run.seconds(WARM_UP)
         rounds = [{name: 1e3 * run.seconds(STEPS) for name, run in runs.items()} for _ in range(o.rounds)]
-        rounds = [{"step_ms": each["dense_ms"]} | each for each in rounds]
-        over = [each["dense_ms"] / each["step_ms"] for each in rounds]
-        medians = {name: statistics.median(each[name] for each in rounds) for name in ("dense_ms", "step_ms")}
+        rounds = [{"step_ms": round_["dense_ms"]} | round_ for round_ in rounds]
+        over = [round_["dense_ms"] / round_["step_ms"] for round_ in rounds]
+        medians = {name: statistics.median(round_[name] for round_ in rounds) for name in ("dense_ms", "step_ms")}
         return medians | {"dense_over_it": statistics.median(over), "least": min(over), "largest": max(over)}
 
     def allocated(self, resolved) -> int:

@@ -34,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import record
-from engines import DEMO_MODEL, SHIPPED_SCORER, check_model, say
+from harness import DEMO_MODEL, SHIPPED_SCORER, check_model, say
 from policy_cells import EQUAL_BYTES_FROM, Cells
 
 from kvpop_vllm import policies

@@ -24,7 +24,7 @@ def append(path: Path, rows: list[dict]) -> None:
     """Append rows of the same columns to a file, which is created with a heading if it does not exist.
 
     Raises:
-        ValueError: the file has other columns; the rows are then in a file beside it.
+        ValueError: the file has other columns; the rows are then in another file of this folder.
     """
     keyed = [KEY | row for row in rows]
     names = list(keyed[0])
@@ -32,14 +32,14 @@ def append(path: Path, rows: list[dict]) -> None:
     new = not path.exists() or not path.stat().st_size
     if not new:
         with path.open(newline="") as file:
-            there = next(csv.reader(file))
-        if set(there) != set(names):
-            beside = path.with_name(f"{path.stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}{path.suffix}")
-            append(beside, rows)
+            columns = next(csv.reader(file))
+        if set(columns) != set(names):
+            other_file = path.with_name(f"{path.stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}{path.suffix}")
+            append(other_file, rows)
             raise ValueError(
-                f"{path} has the columns {', '.join(there)}, not {', '.join(names)}: move it away; these rows are in {beside}"
+                f"{path} has the columns {', '.join(columns)}, not {', '.join(names)}: move it away; these rows are in {other_file}"
             )
-        names = there
+        names = columns
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         if new:

@@ -1,8 +1,8 @@
-"""Time that bytes and operations allow on one core, beside the time of the CPU kernels.
+"""Time that bytes and operations allow on one core, next to the time of the CPU kernels.
 
 The machine is measured first: bytes read per second, in one stream and in pages in random order, and
 multiply-adds per second in float32 and bfloat16. Then come decode steps, whose caches exceed the processor's,
-and prefill behind a full cache. For each the bytes that must be moved and the operations that must be done
+and prefill after a full cache. For each the bytes that must be moved and the operations that must be done
 are counted. The table gives the time that these need at least (the floor), the time measured, and their
 ratio. Every round reads a stream and takes one step, and its ratios are to that round's bandwidth.
 
@@ -140,22 +140,22 @@ class Problem:
         self.layout = PageLayout(heads, size, torch.bfloat16, state_floats=getattr(weights, "state_floats", 0))
         self.pages, self.table = empty_pages(self.layout, requests, budget + free)
         fill(self.pages, self.table, self.rule, budget + free, budget)
-        self.at, self.budgets = budget, torch.full((requests, heads), budget + free, dtype=torch.int32)
+        self.position, self.budgets = budget, torch.full((requests, heads), budget + free, dtype=torch.int32)
         self.tokens = random_tokens(requests, heads, group, size)
 
     def seconds(self) -> float:
         """Return the seconds of one step."""
-        place = self.table, torch.full((len(self.table),), self.at), self.budgets
+        place = self.table, torch.full((len(self.table),), self.position), self.budgets
         return self._timed(ops.decode_step, self.tokens, place, 1)
 
     def chunk_seconds(self, tokens: list[torch.Tensor]) -> float:
         """Return the seconds of a chunk of the only request."""
-        return self._timed(ops.prefill_chunk, tokens, (self.table[0], self.at, self.budgets[0]), len(tokens[0]))
+        return self._timed(ops.prefill_chunk, tokens, (self.table[0], self.position, self.budgets[0]), len(tokens[0]))
 
     def _timed(self, op, tokens: list[torch.Tensor], place: tuple, count: int) -> float:
         begin = time.perf_counter()
         op(*tokens, self.pages, *place, rule=self.rule, scale=0.1, impl="cpp")
-        self.at += count
+        self.position += count
         return time.perf_counter() - begin
 
 
@@ -172,15 +172,15 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
     """
     requests = max(1, CACHES // (options.heads * budget * 4 * size))
     shape = size, budget, requests, options.heads, options.group
-    plain, whole = Problem(*shape, free=BLOCK_SLOTS), Problem(*shape, "mlstm")
-    rates, attention, both = machine.rounds(options.rounds, 2, plain.seconds, whole.seconds)
+    plain, complete = Problem(*shape, free=BLOCK_SLOTS), Problem(*shape, "mlstm")
+    rates, attention, together = machine.rounds(options.rounds, 2, plain.seconds, complete.seconds)
     slots, products = 4 * size * budget * plain.lanes, 4 * size * budget * options.group * plain.lanes
-    scoring, moved = scorer_operations(whole) * plain.lanes, whole.scorer_bytes + 8 * budget * plain.lanes
-    extra = [b - a for a, b in zip(attention, both, strict=True)]
+    scoring, moved = scorer_operations(complete) * plain.lanes, complete.scorer_bytes + 8 * budget * plain.lanes
+    extra = [b - a for a, b in zip(attention, together, strict=True)]
     needs = {
         "attention": ((slots, products, 0), attention),
         "scorer and eviction": ((moved, 0, scoring), extra),
-        "decode": ((slots + moved, products, scoring), both),
+        "decode": ((slots + moved, products, scoring), together),
     }
     place = size, budget, requests
     return [row(op, *place, need, rates, seconds, machine, options) for op, (need, seconds) in needs.items()]
@@ -205,7 +205,7 @@ def scorer_operations(problem: Problem) -> int:
 
 
 def prefill(size: int, budget: int, options, machine: Machine) -> list[dict]:
-    """Return the row of 2,048 tokens of one request behind a full cache.
+    """Return the row of 2,048 tokens of one request after a full cache.
 
     All of the cache is read at least once.
     """

@@ -4,7 +4,7 @@
 #   examples/cartridge.sh TEXT [QUESTION]
 #
 # MODEL (the demo model), SLOTS (256), OUT (runs/cartridge; an existing one is used again), PORT (8001), OPTIONS of
-# `vllm serve`, such as a policy for what is written behind the cartridge, and COMPACT_OPTIONS of `kvpop compact`, such as
+# `vllm serve`, such as a policy for what is written after the cartridge, and COMPACT_OPTIONS of `kvpop compact`, such as
 # another method, in place of `--slots SLOTS`, can be set.
 set -euo pipefail
 

@@ -65,12 +65,12 @@ def run(args: argparse.Namespace) -> None:
     print(f"$ vllm serve {args.model.name} {' '.join(flags + common)}", flush=True)
     with Server(str(args.model), *flags, *common) as server:
         print("\n> a report of several thousand tokens, then: what is the special magic number for quokka?\n")
-        _, length, seen = ask(server, question(args.notes), args.tokens)
+        _, length, blocks_seen = ask(server, question(args.notes), args.tokens)
         bounded = [server.cache_info(name) for name in ("num_gpu_blocks", "kv_cache_max_concurrency")]
     print("\nThe same server without a policy, for vLLM's own dense figures:", flush=True)
     with Server(str(args.model), *common, "--enforce-eager") as server:
         dense = [server.cache_info(name) for name in ("num_gpu_blocks", "kv_cache_max_concurrency", "block_size")]
-    report(args, policy, length, seen, bounded, dense)
+    report(args, policy, length, blocks_seen, bounded, dense)
 
 
 def served_dtype(model: Path) -> str:
@@ -81,7 +81,7 @@ def served_dtype(model: Path) -> str:
 
 
 def report(
-    args: argparse.Namespace, policy: Policy, length: int, seen: int, bounded: list[float], dense: list[float]
+    args: argparse.Namespace, policy: Policy, length: int, blocks_seen: int, bounded: list[float], dense: list[float]
 ) -> None:
     """Print the bytes of the request and of the pool, with the policy and dense.
 
@@ -103,18 +103,22 @@ def report(
     shares = policy.unequal_shares(slice(0, heads))
     ours = {n: request_bytes(layout, layers, n, policy.retention, shares) for n in (length, model.max_model_len)}
     stock = {n: dense_request_bytes(layers, heads, size, dtype, n, int(dense[2])) for n in ours}
-    if seen > ours[length].blocks:
-        raise ServerError(f"the request held {seen} blocks, more than the {ours[length].blocks} its budget allows")
+    if blocks_seen > ours[length].blocks:
+        raise ServerError(
+            f"the request held {blocks_seen} blocks, more than the {ours[length].blocks} its budget allows"
+        )
     print(f"\n{length} tokens in the request's cache, {min(length, budget)} of them kept per KV head\n")
     print(f"{'':22} {'allocated':>12} {'keys and values':>16}")
-    for name, held in ((args.policy, ours[length]), ("dense", stock[length])):
-        print(f"{'request, ' + name:22} {mib(held.allocated)} {mib(held.canonical):>16}  in {held.blocks} blocks")
-    for name, held, (blocks, concurrency) in ((args.policy, ours, bounded), ("dense", stock, dense[:2])):
-        pool = pool_bytes(held[model.max_model_len], int(blocks))
+    for name, cache in ((args.policy, ours[length]), ("dense", stock[length])):
+        print(f"{'request, ' + name:22} {mib(cache.allocated)} {mib(cache.canonical):>16}  in {cache.blocks} blocks")
+    for name, cache, (blocks, concurrency) in ((args.policy, ours, bounded), ("dense", stock, dense[:2])):
+        pool = pool_bytes(cache[model.max_model_len], int(blocks))
         fits = f"with {int(pool.requests)} requests of {model.max_model_len} tokens; vLLM reports {concurrency:.1f}"
         print(f"{'pool, ' + name:22} {mib(pool.allocated)} {mib(pool.canonical):>16}  {fits}")
     ratio = stock[length].allocated / ours[length].allocated
-    print(f"\nThe dense cache takes {ratio:.1f} times as many bytes (vLLM's gauge saw {seen} blocks of the request).")
+    print(
+        f"\nThe dense cache takes {ratio:.1f} times as many bytes (vLLM's gauge saw {blocks_seen} blocks of the request)."
+    )
 
 
 def mib(count: int) -> str:

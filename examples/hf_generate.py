@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> str:
     print(f"> {length} tokens of notes, then: what is the special magic number for quokka?\n", flush=True)
     output = model.generate(**inputs, cache=cache, max_new_tokens=args.tokens, do_sample=False)
     answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
-    held = cache.held().float().sum(-1)
-    print(f"{answer}\n\n{cache}: of {cache.lengths[0]} tokens, {held.mean():.0f} are held per head")
+    counts = cache.held().float().sum(-1)
+    print(f"{answer}\n\n{cache}: of {cache.lengths[0]} tokens, {counts.mean():.0f} are held per head")
     ours, dense = cache.allocated_bytes() / MIB, cache.dense_bytes() / MIB
     print(f"{ours:.1f} MiB, however long it gets; dense {dense:.1f} MiB by now, {dense / ours:.1f} times as much")
     return answer

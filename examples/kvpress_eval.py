@@ -1,4 +1,4 @@
-"""kvpress's own evaluation, with the policies of this package beside its presses.
+"""kvpress's own evaluation, with the policies of this package next to its presses.
 
     git clone https://github.com/NVIDIA/kvpress    # its evaluation is not in its wheel
     make peers
@@ -9,7 +9,7 @@ The options are those of its evaluate.py; press names that begin with ``kvpop_vl
 the policies that have one.
 
 A press compresses a context of S tokens to ``(1 - compression_ratio) * S`` and keeps the question and the answer
-beside it. Our budget is that number of tokens, and the question and the answer share it.
+in addition. Our budget is that number of tokens, and the question and the answer share it.
 """
 
 from __future__ import annotations

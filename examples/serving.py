@@ -45,9 +45,9 @@ class Server:
         command = [str(Path(sys.executable).with_name("vllm")), "serve", self.model, *self.options]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")
-        self.process, own = None, {signal.SIGTERM, signal.SIGINT}
+        self.process, signals = None, {signal.SIGTERM, signal.SIGINT}
         # no signal may arrive before self.process is set
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, own)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             try:
                 self.process = subprocess.Popen(
@@ -67,7 +67,7 @@ class Server:
         return self
 
     def _wait(self) -> None:
-        start, said = time.monotonic(), 0.0
+        start, reported = time.monotonic(), 0.0
         while time.monotonic() - start < WAIT_S:
             if self.process.poll() is not None:
                 raise ServerError(f"vllm serve ended with code {self.process.returncode}:\n{self.tail()}")
@@ -77,9 +77,9 @@ class Server:
                 return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)
-            if time.monotonic() - start - said > 15:
-                said = time.monotonic() - start
-                self.say(f"  starting, {said:.0f} s")
+            if time.monotonic() - start - reported > 15:
+                reported = time.monotonic() - start
+                self.say(f"  starting, {reported:.0f} s")
         raise ServerError(f"vllm serve was not healthy after {WAIT_S} s:\n{self.tail()}")
 
     def __exit__(self, *_) -> None:
@@ -112,10 +112,10 @@ class Server:
         Raises:
             ServerError: /metrics does not have it.
         """
-        found = re.search(rf'^vllm:cache_config_info{{.*?\b{name}="([^"]+)"', self.metrics(), re.MULTILINE)
-        if found is None:
+        match = re.search(rf'^vllm:cache_config_info{{.*?\b{name}="([^"]+)"', self.metrics(), re.MULTILINE)
+        if match is None:
             raise ServerError(f"/metrics has no {name} in vllm:cache_config_info")
-        return float(found[1])
+        return float(match[1])
 
     def blocks_in_use(self) -> int:
         """Return the number of blocks that requests hold now, from vLLM's usage gauge.

@@ -22,7 +22,7 @@ LONGEST_FIRST = (
     "kernels/test_triton_interpreted.py",
     "engine/test_traffic.py",
     "evaluation/test_reasoner_comparison.py",
-    "bench/test_soak.py",
+    "stress/test_soak.py",
     "server/test_faults.py",
     "server/test_observability.py",
     "server/test_readme.py",
@@ -46,7 +46,7 @@ SLOW = (
 )
 """Modules that `make test` leaves out, beside tests that carry the marker ``slow`` themselves."""
 NIGHTLY = {
-    "bench/test_soak.py": ["test_a_minute_of_load"],
+    "stress/test_soak.py": ["test_a_minute_of_load"],
     "distill/test_memory.py": ["[4B-8", "[8B-1-", "[8B-8-True-2"],
     "engine/test_executors.py": ["[h2o", "[streaming-llm", "[kvpop-options2"],
     "engine/test_first_tokens.py": ["[vase", "[random", "[h2o-pyramid"],

@@ -1,4 +1,4 @@
-"""Serving kernels on a GPU beside the float64 loop and the reference of the tests."""
+"""Serving kernels on a GPU next to the float64 loop and the reference of the tests."""
 
 from __future__ import annotations
 
@@ -51,19 +51,21 @@ def serve_right(bench: Bench, name: str, steps: list[int], **options) -> Iterato
         raise AssertionError("the data of every seed have a close decision")
     with torch.device(bench.device):
         kernel = Pool(on_device(p, bench.device))
-    reference, there, results = Pool(p), Pool(p), []
+    reference, copied, results = Pool(p), Pool(p), []
     for count in steps:
-        cuts = [slice(seen, seen + (count or 1)) for seen in reference.seen]
+        cuts = [slice(count_seen, count_seen + (count or 1)) for count_seen in reference.seen]
         wide = zip(*((run.out[cut], run.lse[cut]) for run, cut in zip(exact, cuts, strict=True)), strict=True)
         with torch.device(bench.device):
-            own = step(kernel, count, "triton")
-        results.append((own, tuple(map(torch.cat, wide)), step(reference, count, "reference")))
-        there.pages, there.seen = p.layout.view(kernel.pages.raw.cpu()), kernel.seen
-        for r, seen in enumerate(there.seen):
-            assert torch.equal(there.held(r), exact[r].held[:, seen - 1, :seen]), f"request {r}, {seen} tokens"
+            kernel_result = step(kernel, count, "triton")
+        results.append((kernel_result, tuple(map(torch.cat, wide)), step(reference, count, "reference")))
+        copied.pages, copied.seen = p.layout.view(kernel.pages.raw.cpu()), kernel.seen
+        for r, count_seen in enumerate(copied.seen):
+            assert torch.equal(copied.held(r), exact[r].held[:, count_seen - 1, :count_seen]), (
+                f"request {r}, {count_seen} tokens"
+            )
     yield bench.row("steps with equal sets", len(steps), "count")
     for i, name in enumerate(("out", "lse")):
-        three = (torch.cat([each[i].cpu() for each in side]) for side in zip(*results, strict=True))
+        three = (torch.cat([result[i].cpu() for result in side]) for side in zip(*results, strict=True))
         yield from within(bench, *three, name, factor=3.0)
 
 

@@ -1,4 +1,4 @@
-"""`decode_step` at production's shapes beside attention and evictions by torch, for all requests and heads at once.
+"""`decode_step` at production's shapes next to attention and evictions by torch, for all requests and heads at once.
 
 A small problem's kernels are those of a large one with other numbers of programs: here attention is split among
 programs for one request, and not for 64.
@@ -38,9 +38,9 @@ class Caches:
         layout, heads = pages.layout, torch.arange(table.shape[1], device=table.device)
         slot = torch.arange(budget, device=table.device)
         rows = table[:, :, layout.state_blocks :].long()[:, :, slot // layout.block_slots]
-        at = rows, heads.view(1, -1, 1), slot % layout.block_slots
-        self.k, self.v, self.score = (x[at].clone() for x in (pages.k, pages.v, pages.score))
-        self.position, self.rule = pages.position[at].long(), rule
+        place = rows, heads.view(1, -1, 1), slot % layout.block_slots
+        self.k, self.v, self.score = (x[place].clone() for x in (pages.k, pages.v, pages.score))
+        self.position, self.rule = pages.position[place].long(), rule
         self.margin = torch.full(self.k.shape[:2], torch.inf, dtype=torch.float64, device=table.device)
         if rule.scorer.recurrent:
             states = table[:, :, : layout.state_blocks].long().flatten(0, 1)
@@ -79,9 +79,9 @@ class Caches:
         if not w.recurrent:
             return w.scores(self.k[:, :, ring : ring + 1], self.v[:, :, ring : ring + 1])
         key, value, igate, fgate = (x[:, :, 0] for x in w.inputs(torch.cat([k, v], -1).float().unsqueeze(2)))
-        kept = torch.nn.functional.logsigmoid(fgate) + self.m
-        self.m = torch.maximum(kept, igate)
-        keep, gain = torch.exp(kept - self.m).unsqueeze(-1), torch.exp(igate - self.m).unsqueeze(-1)
+        faded = torch.nn.functional.logsigmoid(fgate) + self.m
+        self.m = torch.maximum(faded, igate)
+        keep, gain = torch.exp(faded - self.m).unsqueeze(-1), torch.exp(igate - self.m).unsqueeze(-1)
         self.c = self.c * keep.unsqueeze(-1) + (gain * key).unsqueeze(-1) * value.unsqueeze(-2)
         self.z = self.z * keep + gain * key
         query = w.query(leaving)[:, :, 0]
@@ -109,44 +109,47 @@ def steps_right(bench: Bench, kind: str, requests: int) -> Iterator[dict]:
         requests: R.
     """
     heads, size, group, budget, slots, count = KV_HEADS, SIZE, HEADS // KV_HEADS, BUDGET, SLOTS, STEPS
-    sinks, window, seen = SINKS, WINDOW, SEEN
+    sinks, window, tokens_seen = SINKS, WINDOW, SEEN
     if bench.small:
-        heads, size, group, budget, slots, count, sinks, window, seen = 1, 32, 2, 300, 16, 4, 2, 9, 700
+        heads, size, group, budget, slots, count, sinks, window, tokens_seen = 1, 32, 2, 300, 16, 4, 2, 9, 700
     draw = torch.Generator().manual_seed(requests)
     scorer = random_scorer("mlstm", heads, size, draw, skip=True) if kind == "mlstm" else ops.KeyNorm()
     rule = random_rule(scorer, heads, sinks, window, draw).to(bench.device)
     layout = PageLayout(heads, size, bench.dtype, slots, state_floats=rule.state_floats(size))
     with torch.device(bench.device):
         pages, table = empty_pages(layout, requests, budget)
-        fill(pages, table, rule, budget, seen)
-        positions, budgets = torch.full((requests,), seen), torch.full((requests, heads), budget, dtype=torch.int32)
+        fill(pages, table, rule, budget, tokens_seen)
+        positions, budgets = (
+            torch.full((requests,), tokens_seen),
+            torch.full((requests, heads), budget, dtype=torch.int32),
+        )
         tokens = [
             [torch.randn(requests, n, size, dtype=bench.dtype) for n in (heads * group, heads, heads)]
             for _ in range(count)
         ]
-    own, replayed = Caches(pages, table, rule, budget), layout.view(pages.raw.clone())
+    expected, replayed = Caches(pages, table, rule, budget), layout.view(pages.raw.clone())
 
     def step(pages, inputs):
-        told = dict(rule=rule, scale=size**-0.5, impl="triton")
-        return ops.decode_step(*inputs, pages, table, positions, budgets, **told)
+        options = dict(rule=rule, scale=size**-0.5, impl="triton")
+        return ops.decode_step(*inputs, pages, table, positions, budgets, **options)
 
     sides = []
     for i, (q, k, v) in enumerate(tokens):
-        found = step(pages, (q, k, v))
+        actual = step(pages, (q, k, v))
         positions += 1
-        own.step(k, v, seen + i)
-        wide, eager = (own.attend(q, size**-0.5, dtype) for dtype in (torch.float64, bench.dtype))
-        there = Caches(pages, table, rule, budget)
-        kept = [cache.position[..., rule.first_long :].sort(-1).values for cache in (there, own)]
-        same = kept[0].eq(kept[1]).all(-1)
-        assert (same | (own.margin < CLOSE)).all(), (
-            f"other tokens after step {i}, margins {own.margin[~same].tolist()[:5]}"
+        expected.step(k, v, tokens_seen + i)
+        wide, eager = (expected.attend(q, size**-0.5, dtype) for dtype in (torch.float64, bench.dtype))
+        caches = Caches(pages, table, rule, budget)
+        retained = [cache.position[..., rule.first_long :].sort(-1).values for cache in (caches, expected)]
+        same = retained[0].eq(retained[1]).all(-1)
+        assert (same | (expected.margin < CLOSE)).all(), (
+            f"other tokens after step {i}, margins {expected.margin[~same].tolist()[:5]}"
         )
         compared = same.repeat_interleave(group, 1)  # other heads count as equal
         sides.append(
             [
                 (torch.where(compared[..., None], out, 0), torch.where(compared, lse, 0))
-                for out, lse in (found, wide, eager)
+                for out, lse in (actual, wide, eager)
             ]
         )
     yield bench.row("steps", count, "count")
@@ -164,9 +167,9 @@ def _replay(bench: Bench, step, replayed: Pages, pages: Pages, tokens, positions
     replay = graph_of(lambda: (step(replayed, inputs), positions.add_(1)))
     replayed.raw.copy_(raw)
     positions.fill_(SEEN)
-    for each in tokens:
-        for own, new in zip(inputs, each, strict=True):
-            own.copy_(new)
+    for new_inputs in tokens:
+        for buffer, new in zip(inputs, new_inputs, strict=True):
+            buffer.copy_(new)
         replay()
     assert torch.equal(replayed.raw, pages.raw), "a recorded step leaves other bytes than a step"
     yield bench.row("bytes that differ behind a recorded step", 0, "count")

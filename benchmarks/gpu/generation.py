@@ -51,7 +51,7 @@ COMPRESSION, FIXED = 4, 4096
 SINKS, WINDOW = 4, 256
 NO_MASK = {"attention_mask": {"full_attention": None}}
 ROOM = 4 << 30
-"""Bytes that must be free beside a cache."""
+"""Bytes that must be free in addition to a cache."""
 GIB = 1 << 30
 PROMPTS, NEW = (40, 33), 40
 """Prompts of the tiny model and new tokens; replays reach its B of 64, in one row before the other."""
@@ -74,14 +74,14 @@ def cases(bench: Bench) -> Iterator[Case]:
     yield Case("vLLM serves", served, ())
     with tempfile.TemporaryDirectory() as folder:
         drawn = functools.cache(partial(qwen3, bench, Path(folder)))
-        for requests, context in (*((1, each) for each in CONTEXTS), (32, CONTEXTS[0])):
-            run, where = (
+        for requests, context in (*((1, length) for length in CONTEXTS), (32, CONTEXTS[0])):
+            run, batch = (
                 partial(times, drawn=drawn, requests=requests, context=context),
                 f"batch {requests}, context {context}",
             )
-            yield Case(f"generation, {where}, dense", run, (right("dense"),))
+            yield Case(f"generation, {batch}, dense", run, (right("dense"),))
             for budget in sorted({context // COMPRESSION, FIXED}):
-                name = f"generation, {where}, kvpop, B {budget}"
+                name = f"generation, {batch}, kvpop, B {budget}"
                 yield Case(name, partial(run, budget=budget), (right("kvpop"),))
 
 
@@ -131,7 +131,7 @@ class Decoding:
     tokens: torch.Tensor
     before: Callable[[], object] = lambda: None
     options: dict = field(default_factory=dict)
-    held: int = 0
+    cache_bytes: int = 0
     read: int = 0
     check: Callable[[], object] = lambda: None
     logits: torch.Tensor | None = None
@@ -161,15 +161,15 @@ def dense(drawn: Drawn, requests: int, context: int) -> Decoding:
     cache = StaticCache(config=config, max_cache_len=context)
     heads = dict(num_heads=config.num_key_value_heads, head_dim=config.head_dim)
     cache.early_initialization(batch_size=requests, dtype=weight.dtype, device=weight.device, **heads)
-    seen = torch.zeros(len(cache.layers), dtype=torch.int64, device=weight.device)
-    for layer, count in zip(cache.layers, seen, strict=True):
+    lengths = torch.zeros(len(cache.layers), dtype=torch.int64, device=weight.device)
+    for layer, count in zip(cache.layers, lengths, strict=True):
         assert layer.cumulative_length.ndim == 0, "this transformers keeps the length of a static cache elsewhere"
         layer.cumulative_length = count
         layer.keys.normal_()
         layer.values.normal_()
     size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     first = torch.zeros(requests, 1, dtype=torch.int64, device=weight.device)
-    return Decoding(drawn.model, cache, first, lambda: seen.fill_(context - 1), NO_MASK, size, size)
+    return Decoding(drawn.model, cache, first, lambda: lengths.fill_(context - 1), NO_MASK, size, size)
 
 
 @torch.no_grad()
@@ -187,8 +187,8 @@ def kvpop(drawn: Drawn, requests: int, context: int, budget: int) -> Decoding:
     def check():
         cache.replayed(int(clock.positions[0]) - cache.lengths[0])
         for index in {0, len(cache) - 1}:
-            held = layers[index].held(0, cache.lengths[0], 0).sum(1).tolist()
-            assert set(held) == {budget}, f"layer {index} holds {held} tokens, not {budget}"
+            counts = layers[index].held(0, cache.lengths[0], 0).sum(1).tolist()
+            assert set(counts) == {budget}, f"layer {index} holds {counts} tokens, not {budget}"
 
     check()
     layout, rule = layers[0].pages.layout, layers[0].rule
@@ -196,7 +196,7 @@ def kvpop(drawn: Drawn, requests: int, context: int, budget: int) -> Decoding:
     weights = (weight for layer in layers for weight in vars(layer.rule.scorer).values())
     scorers = sum(weight.nbytes for weight in weights if isinstance(weight, torch.Tensor))
     read = requests * layout.num_kv_heads * len(cache) * head + scorers
-    return Decoding(drawn.model, cache, first, held=cache.allocated_bytes(), read=read, check=check)
+    return Decoding(drawn.model, cache, first, cache_bytes=cache.allocated_bytes(), read=read, check=check)
 
 
 # Checks
@@ -224,7 +224,7 @@ def kvpop_right(bench: Bench) -> Iterator[dict]:
 
 
 def greedy(bench: Bench, model, cache, lengths: tuple[int, ...], new: int, first_pass) -> list[list[int]]:
-    """Return ``new`` greedy tokens of every row behind random prompts, the shorter ones padded on their left.
+    """Return ``new`` greedy tokens of every row after random prompts, the shorter ones padded on their left.
 
     The first comes from the prompt's pass, the second from a pass, the others from repetitions of it.
 
@@ -283,12 +283,16 @@ def served(bench: Bench) -> Iterator[dict]:
         outputs = llm.generate(
             prompts, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
         )
-        found = [list(output.outputs[0].token_ids) for output in outputs]
-        own = greedy(
+        served_tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        cached_tokens = greedy(
             bench, drawn.model, KVpopCache(drawn.model, "kvpop", scorer=drawn.scorer), PROMPTS, NEW, Decoding.step
         )
-    assert [len(tokens) for tokens in found] == [NEW, NEW], f"{[len(tokens) for tokens in found]} tokens were generated"
-    equal = [a == b for row, other in zip(found, own, strict=True) for a, b in zip(row, other, strict=True)]
+    assert [len(tokens) for tokens in served_tokens] == [NEW, NEW], (
+        f"{[len(tokens) for tokens in served_tokens]} tokens were generated"
+    )
+    equal = [
+        a == b for row, other in zip(served_tokens, cached_tokens, strict=True) for a, b in zip(row, other, strict=True)
+    ]
     yield bench.row("tokens of KVpopCache's", sum(equal) / len(equal), "share")
 
 
@@ -331,5 +335,5 @@ def times(
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     yield bench.row("a token", time, "ms", (weights + decoding.read) / bandwidth())
     yield bench.row("tokens a second", 1e3 * requests / time, "1/s")
-    yield bench.row("cache", decoding.held / GIB, "GiB")
+    yield bench.row("cache", decoding.cache_bytes / GIB, "GiB")
     yield bench.row("peak memory while decoding", peak / GIB, "GiB")

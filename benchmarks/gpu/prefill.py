@@ -1,6 +1,6 @@
 """`prefill_chunk` on a GPU: correctness in low precision, and times at Qwen3-8B's shapes.
 
-A prompt of 16,384 tokens is timed beside SDPA and FlexAttention. A rule whose tokens have decays of their own
+A prompt of 16,384 tokens is timed next to SDPA and FlexAttention. A rule whose tokens have decays of their own
 and a rule that goes token by token are timed as well.
 
 SDPA attends to all tokens before each query. FlexAttention gets the mask of the tokens that the policy keeps.
@@ -66,7 +66,7 @@ def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
 
 
 def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
-    """Yield times of a layer's prompt in one chunk, beside attention to all tokens and to the kept tokens.
+    """Yield times of a layer's prompt in one chunk, next to attention to all tokens and to the kept tokens.
 
     The chunk is timed with given scores, which is ordering and attention alone, and with KVpop's scorer.
     """
@@ -76,7 +76,7 @@ def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
         "kvpop": random_rule(random_scorer("mlstm", KV_HEADS, SIZE, draw, skip=True), KV_HEADS, SINKS, WINDOW, draw),
     }
     tokens, gate_scores = prompt(bench, draw), torch.randn(LENGTH, KV_HEADS, generator=draw).to(bench.device)
-    runs = {what: reader(bench, rule, budget, tokens, gate_scores) for what, rule in rules.items()}
+    runs = {name: reader(bench, rule, budget, tokens, gate_scores) for name, rule in rules.items()}
     topk = budget - SINKS - WINDOW
     order = ops.running_topk(gate_scores.T[None], sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
     flex, rows = compiled_flex(*order, LENGTH, WINDOW), [x.transpose(0, 1).unsqueeze(0) for x in tokens]
@@ -99,13 +99,13 @@ def step_times(bench: Bench, requests: int, length: int) -> Iterator[dict]:
         layout = PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
         pages, table = empty_pages(layout, requests, LARGE)
         q, k, v = (torch.randn(requests * length, n, SIZE, dtype=bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
-    own = dict(rule=rule, scale=SIZE**-0.5, impl="triton")
+    options = dict(rule=rule, scale=SIZE**-0.5, impl="triton")
 
     def step() -> torch.Tensor:
         budgets = torch.full((requests, KV_HEADS), LARGE, dtype=torch.int32, device="cpu")
         chunks = Chunks([0] * requests, [length] * requests, budgets, [WINDOW] * requests)
         for _ in range(LAYERS):
-            out, _ = ops.prefill_chunk(q, k, v, pages, table, chunks, **own)
+            out, _ = ops.prefill_chunk(q, k, v, pages, table, chunks, **options)
         return out
 
     check_finite(bench, step())
@@ -160,8 +160,8 @@ def reader(
 ) -> Callable[..., torch.Tensor]:
     """Return a function that reads ``count`` tokens at position ``start`` into the pages of one request.
 
-    Behind the last token of the prompt come its first ones again. A call with ``start`` 0, the default, begins the
-    request anew.
+    After the last token of the prompt come its first ones again. A call with ``start`` 0, the default, begins the
+    request again.
     """
     rule = rule.to(bench.device)
     with torch.device(bench.device):
@@ -172,13 +172,13 @@ def reader(
     def read(start: int = 0, count: int = LENGTH) -> torch.Tensor:
         cut = slice(start % LENGTH, start % LENGTH + count)
         q, k, v = (x[cut] for x in tokens)
-        given = gate_scores[cut] if isinstance(rule.scorer, ops.GateScore) else None
-        own = dict(rule=rule, scale=SIZE**-0.5, gate_scores=given, impl="triton")
-        return ops.prefill_chunk(q, k, v, pages, table, Chunks.one(start, len(q), budgets, rule.window), **own)[0]
+        chunk_scores = gate_scores[cut] if isinstance(rule.scorer, ops.GateScore) else None
+        options = dict(rule=rule, scale=SIZE**-0.5, gate_scores=chunk_scores, impl="triton")
+        return ops.prefill_chunk(q, k, v, pages, table, Chunks.one(start, len(q), budgets, rule.window), **options)[0]
 
     return read
 
 
 def check_finite(bench: Bench, out: torch.Tensor) -> None:
-    """Check that outputs are finite, which they are not behind a wrong start."""
+    """Check that outputs are finite, which they are not after a wrong start."""
     bench.check(bool(out.isfinite().all()), "outputs are not finite")

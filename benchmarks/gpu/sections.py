@@ -56,7 +56,7 @@ class Bench:
         few: True for few cases without times, which reduced shapes are as well.
         until: ``time.monotonic()`` at which the section must be over.
         say: writes a line to the log.
-        wrong: names of the cases that failed, each behind its section's.
+        wrong: names of the cases that failed, each after its section's.
         doubts: what was found wrong in the present case of times.
         outcomes: number of cases that were done, done before, wrong, skipped and not reached.
     """

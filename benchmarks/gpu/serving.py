@@ -39,27 +39,27 @@ PROFILED = 1, 8, 64
 DENSE = tuple((context, requests) for context in (16384, 65536) for requests in (1, 8, 64))
 """Contexts and batches of dense attention to a contiguous cache."""
 FREE = 2 << 30
-"""Bytes that must be free beside a dense cache."""
+"""Bytes that must be free in addition to a dense cache."""
 BEHIND = "recency", "key norm", "mlstm", "mlstm read at once", "mean mass"
-"""Cases behind a prefix that a chunk begins in, and behind one that a chunk ends in."""
+"""Cases after a prefix that a chunk begins in, and after one that a chunk ends in."""
 FEW, FEW_FULL, FEW_BEHIND = ("recency", "mlstm", "moments"), (("mlstm", 1),), ("mlstm",)
 """Cases that run with interpreted kernels or under a sanitizer."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
     """Yield the cases of the section."""
-    steps, own = [0] * 70, dict(requests=3)
-    chunks, behind = [61, 25, *[0] * 8], dict(protected=(70,), replay=48)
+    steps, sizes = [0] * 70, dict(requests=3)
+    chunks, prefix_sizes = [61, 25, *[0] * 8], dict(protected=(70,), replay=48)
     if bench.small:
-        steps, own = steps[:19], dict(requests=1, heads=1, size=32, topk=12)
-        chunks, behind = [9, *chunks[1:]], dict(protected=(18,), heads=1, size=32, group=1)
+        steps, sizes = steps[:19], dict(requests=1, heads=1, size=32, topk=12)
+        chunks, prefix_sizes = [9, *chunks[1:]], dict(protected=(18,), heads=1, size=32, group=1)
     for name in FEW if bench.few else CASES:
-        yield Case(f"decode_step is right, {name}", partial(serve_right, name=name, steps=steps, **own))
+        yield Case(f"decode_step is right, {name}", partial(serve_right, name=name, steps=steps, **sizes))
     for kind, requests in FEW_FULL if bench.few else FULL:
         run = partial(steps_right, kind=kind, requests=requests)
         yield Case(f"decode_step is right at full size, {kind}, batch {requests}", run)
     for name in FEW_BEHIND if bench.few else BEHIND:
-        run = partial(serve_right, name=name, steps=chunks, **behind)
+        run = partial(serve_right, name=name, steps=chunks, **prefix_sizes)
         yield Case(f"a prefix and its tail are right, {name}", run)
     needs = tuple(f"decode_step is right, {name}" for name in ("mlstm", "recency"))
     needs += tuple(f"decode_step is right at full size, {kind}, batch {requests}" for kind, requests in FULL)
@@ -70,9 +70,9 @@ def cases(bench: Bench) -> Iterator[Case]:
         yield Case(f"dense attention, context {context}, batch {requests}", run, needs[:1])
     batches = [(budget, 1 << i, 0) for budget in (2048, 4096) for i in range(9)]
     for budget, requests, protected in (*batches, *((2048, requests, PROTECTED) for requests in (1, 16, 64))):
-        behind = f", behind {protected} shared tokens" if protected else ""
+        name = f", behind {protected} shared tokens" if protected else ""
         times = partial(step_times, budget=budget, requests=requests, protected=protected)
-        yield Case(f"decode_step, B {budget}, batch {requests}{behind}", times, needs)
+        yield Case(f"decode_step, B {budget}, batch {requests}{name}", times, needs)
 
 
 def step_times(bench: Bench, budget: int, requests: int, protected: int) -> Iterator[dict]:
@@ -88,15 +88,15 @@ def step_times(bench: Bench, budget: int, requests: int, protected: int) -> Iter
     """
     draw = torch.Generator().manual_seed(0)
     kvpop = random_rule(random_scorer("mlstm", KV_HEADS, SIZE, draw, skip=True), KV_HEADS, SINKS, WINDOW, draw)
-    attention, whole = (layer_step(bench, rule, budget, requests, protected) for rule in (recency(), kvpop))
+    attention, complete = (layer_step(bench, rule, budget, requests, protected) for rule in (recency(), kvpop))
     with APART:
         apart = layer_step(bench, kvpop, budget, requests, protected)
     keys = requests * KV_HEADS * (budget + protected) * 2 * SIZE * bench.dtype.itemsize
     state = requests * KV_HEADS * 4 * (2 * kvpop.state_floats(SIZE) + 2 * budget)
     yield bench.row("attention, a layer", attention, "ms", keys / bandwidth())
-    yield bench.row("kvpop, a layer", whole, "ms", (keys + state) / bandwidth())
+    yield bench.row("kvpop, a layer", complete, "ms", (keys + state) / bandwidth())
     yield bench.row("kvpop, launches apart, a layer", apart, "ms", (keys + state) / bandwidth())
-    yield bench.row("scorer and eviction, a layer", whole - attention, "ms", state / bandwidth())
+    yield bench.row("scorer and eviction, a layer", complete - attention, "ms", state / bandwidth())
 
 
 def recency() -> RetentionRule:
@@ -148,14 +148,14 @@ def layers_of_step(
     """
     rule, layout = rule.to(bench.device), PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
     ahead = cdiv(protected, layout.block_slots)
-    own = requests * layout.blocks(budget, budget)
-    size = (own + ahead) * KV_HEADS * layout.region_bytes
+    blocks = requests * layout.blocks(budget, budget)
+    size = (blocks + ahead) * KV_HEADS * layout.region_bytes
     layers = []
     with torch.device(bench.device):
         for _ in range(max(1, min(LAYERS, MOST_BYTES // size, cdiv(1 << 30, size)))):
             pages, table = empty_pages(layout, requests, budget, ahead)
             fill(pages, table, rule, budget, SEEN)
-            shared = (own + torch.arange(ahead, dtype=torch.int32)).expand(requests, -1)
+            shared = (blocks + torch.arange(ahead, dtype=torch.int32)).expand(requests, -1)
             prefix = Prefix(pages, shared, torch.full((requests,), protected)) if protected else None
             layers.append((pages, table, prefix))
         positions = torch.full((requests,), SEEN)
@@ -166,8 +166,8 @@ def layers_of_step(
     def step():
         for pages, table, prefix in layers:
             place = pages, table, positions, budgets
-            own, _ = ops.decode_step(*tokens, *place, rule=rule, scale=SIZE**-0.5, prefix=prefix, impl="triton")
-        out.copy_(own)
+            result, _ = ops.decode_step(*tokens, *place, rule=rule, scale=SIZE**-0.5, prefix=prefix, impl="triton")
+        out.copy_(result)
         positions.add_(1)
 
     return graph_of(step), len(layers), out

@@ -1,6 +1,6 @@
 """Training kernels on a GPU: correctness in low precision, and times at 16,384 tokens.
 
-Times are beside those of SDPA and FlexAttention and beside their floors. The rank order is random, so the k
+Times are next to those of SDPA and FlexAttention and next to their floors. The rank order is random, so the k
 long-range tokens of a query lie anywhere, as those of a scorer do: no block of keys is skipped until queries
 are far away. SDPA attends to all tokens. FlexAttention gets the same mask as a function of ranks.
 """
@@ -102,7 +102,7 @@ def mlstm_right(bench: Bench) -> Iterator[dict]:
 
 
 def attention_times(bench: Bench, topk: int) -> Iterator[dict]:
-    """Yield times of forward, and of forward with backward, beside SDPA and FlexAttention.
+    """Yield times of forward, and of forward with backward, next to SDPA and FlexAttention.
 
     The floor of sparse attention is the visible logits at the rate that SDPA reaches on all logits.
     """
@@ -117,13 +117,13 @@ def attention_times(bench: Bench, topk: int) -> Iterator[dict]:
     check_same(bench, "sparse_attention", sparse(q, k, v), runs["FlexAttention"](q, k, v))
     leaves, grad = [x.detach().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
     share = visible_share(LENGTH, SINKS + WINDOW + topk)
-    for what, of in (
+    for measured, call in (
         ("forward", lambda run: run(q, k, v)),
         ("forward and backward", lambda run: torch.autograd.grad(run(*leaves), leaves, grad)),
     ):
-        times = {name: milliseconds(partial(of, run)) for name, run in runs.items()}
+        times = {name: milliseconds(partial(call, run)) for name, run in runs.items()}
         for name, value in times.items():
-            yield bench.row(f"{name}, {what}", value, "ms", times["SDPA"] * share if name == "sparse" else None)
+            yield bench.row(f"{name}, {measured}", value, "ms", times["SDPA"] * share if name == "sparse" else None)
 
 
 def dense(q, k, v) -> torch.Tensor:
@@ -131,16 +131,16 @@ def dense(q, k, v) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SIZE**-0.5, enable_gqa=True)
 
 
-def check_same(bench: Bench, op: str, own: torch.Tensor, flex: torch.Tensor) -> None:
+def check_same(bench: Bench, op: str, sparse: torch.Tensor, flex: torch.Tensor) -> None:
     """Check that the outputs of an op are those of FlexAttention."""
-    error = float((own.float() - flex.float()).abs().max())
+    error = float((sparse.float() - flex.float()).abs().max())
     bench.check(error < 0.02, f"{op} and FlexAttention differ by {error:.3g}")
 
 
 def visible_share(length: int, budget: int) -> float:
     """Return the share of causal logits that are visible when a query sees at most ``budget`` tokens."""
-    held = torch.arange(1, length + 1).clamp_max(budget).double().mean()
-    return float(held / ((length + 1) / 2))
+    visible = torch.arange(1, length + 1).clamp_max(budget).double().mean()
+    return float(visible / ((length + 1) / 2))
 
 
 def compiled_flex(rank, cutoff, length: int, window: int):
@@ -154,8 +154,8 @@ def compiled_flex(rank, cutoff, length: int, window: int):
 
     def visible(batch, head, query, key):
         kv_head = head // group
-        kept = (key < SINKS) | (key > query - window) | (rank[batch, kv_head, key] <= cutoff[batch, kv_head, query])
-        return kept & (key <= query)
+        retained = (key < SINKS) | (key > query - window) | (rank[batch, kv_head, key] <= cutoff[batch, kv_head, query])
+        return retained & (key <= query)
 
     blocks = create_block_mask(visible, 1, HEADS, length, length, device="cuda", _compile=True)
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -190,8 +190,10 @@ def scorer_times(bench: Bench, topk: int) -> Iterator[dict]:
             torch.set_float32_matmul_precision(precision)
             name = f"delayed_mlstm, {products} products"
             yield bench.row(f"{name}, forward", milliseconds(scores), "ms", (read + written) / speed)
-            both = milliseconds(lambda: torch.autograd.grad(scores(), inputs, grad))
-            yield bench.row(f"{name}, forward and backward", both, "ms", (3 * read + 2 * written) / speed)
+            forward_and_backward = milliseconds(lambda: torch.autograd.grad(scores(), inputs, grad))
+            yield bench.row(
+                f"{name}, forward and backward", forward_and_backward, "ms", (3 * read + 2 * written) / speed
+            )
     finally:
         torch.set_float32_matmul_precision("highest")
     yield bench.row("running_topk", milliseconds(order), "ms", 3 * priority.nbytes / speed)

@@ -98,11 +98,11 @@ class Curriculum(TrainerCallback, ExportableState):
         It is the largest so far, or one below, or, once all kinds have begun, any: numbers of late lines, and
         distances, are learned from problems that are too long to be solved yet.
         """
-        kind, where = draw.choice([i for i, size in enumerate(self.sizes) if size]), draw.random()
-        most = round(self.sizes[kind])
-        if where < 0.4:
-            return kind, most
-        return kind, draw.randint(LEAST, KINDS[self.kinds[kind]].size if where < 0.8 and all(self.sizes) else most)
+        kind, choice = draw.choice([i for i, size in enumerate(self.sizes) if size]), draw.random()
+        largest = round(self.sizes[kind])
+        if choice < 0.4:
+            return kind, largest
+        return kind, draw.randint(LEAST, KINDS[self.kinds[kind]].size if choice < 0.8 and all(self.sizes) else largest)
 
     def see(self, kind: int, size: int, accuracy: float) -> None:
         """Count a batch; grow its kind's problems if enough solutions of the largest size are right."""
@@ -166,9 +166,9 @@ class CurriculumTrainer(Trainer):
     @property
     def curriculum(self) -> Curriculum:
         """The callback, which a continued run restores from its checkpoint."""
-        found = next(each for each in self.callback_handler.callbacks if isinstance(each, Curriculum))
-        self.train_dataset.curriculum = found
-        return found
+        curriculum = next(callback for callback in self.callback_handler.callbacks if isinstance(callback, Curriculum))
+        self.train_dataset.curriculum = curriculum
+        return curriculum
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean cross-entropy of the solutions' tokens."""

@@ -28,15 +28,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def said():
+def log():
     """Lines of the log."""
     return []
 
 
 @pytest.fixture
-def bench(said):
+def bench(log):
     """Bench as on a GPU, except for the device and the dtype."""
-    return Bench("cpu", torch.float32, False, False, time.monotonic() + 600, said.append)
+    return Bench("cpu", torch.float32, False, False, time.monotonic() + 600, log.append)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_all_is_right_and_nothing_is_timed(tmp_path):
     assert len(steps) == 2 and 0 < min(steps) and max(steps) < 1e-3  # 0 would mean that the same kernels ran
 
 
-def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, said, results):
+def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, log, results):
     def breaks(bench):
         yield bench.row("before", 1.0, "ms", floor=0.5)
         raise AssertionError("error 3 exceeds 2")
@@ -110,10 +110,10 @@ def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, s
         "third, skips: skipped, there is no such tool",
         "third, late: not reached",
     ):
-        assert line in said
-    assert any(line.startswith("first, needs a: unverified, a is not right") for line in said)
-    assert any(line.startswith("first, doubts: unverified, outputs are not finite") for line in said)
-    assert said[-1] == "1 cases done, 0 cases done before, 5 cases wrong, 1 cases skipped, 1 cases not reached"
+        assert line in log
+    assert any(line.startswith("first, needs a: unverified, a is not right") for line in log)
+    assert any(line.startswith("first, doubts: unverified, outputs are not finite") for line in log)
+    assert log[-1] == "1 cases done, 0 cases done before, 5 cases wrong, 1 cases skipped, 1 cases not reached"
     rows = [row for row in csv.DictReader(results[0].open(newline="")) if row["measure"] != sections.TIME]
     names = "case", "verified", "measure", "value", "floor", "over_floor"
     assert [tuple(row[name] for name in names) for row in rows] == [
@@ -121,17 +121,17 @@ def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, s
         ("doubts", "no", "after", "2", "", ""), ("b", "yes", "after", "2", "", ""),
     ]  # fmt: skip
 
-    said.clear()
+    log.clear()
     bench.outcomes.clear()
     bench.until = time.monotonic() + 60
     assert sections.run_sections(bench, {"first": 60.0}, *results) == 1
-    assert said[-1] == "0 cases done, 1 cases done before, 4 cases wrong, 0 cases skipped, 0 cases not reached"
+    assert log[-1] == "0 cases done, 1 cases done before, 4 cases wrong, 0 cases skipped, 0 cases not reached"
     other = results[1] | {"commit": "y"}
     sections.run_sections(bench, {"first": 60.0}, results[0], other)
-    assert said[-1].startswith("1 cases done, 1 cases done before"), "of another commit"
+    assert log[-1].startswith("1 cases done, 1 cases done before"), "of another commit"
 
 
-def test_a_sanitizer_is_ended_with_all_it_started(monkeypatch, bench, said, results, tmp_path):
+def test_a_sanitizer_is_ended_with_all_it_started(monkeypatch, bench, log, results, tmp_path):
     from gpu import sanitizers
 
     tool, child = tmp_path / "compute-sanitizer", tmp_path / "child"
@@ -144,16 +144,16 @@ def test_a_sanitizer_is_ended_with_all_it_started(monkeypatch, bench, said, resu
         return dict(bench.outcomes)
 
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert outcome() == {"skipped": 1} and not child.exists() and said[-1].endswith("s are left, and it needs 45")
+    assert outcome() == {"skipped": 1} and not child.exists() and log[-1].endswith("s are left, and it needs 45")
     monkeypatch.setattr(sanitizers, "LEAST", 0.5)
-    assert outcome() == {"skipped": 2} and "not done in the" in said[-1]
+    assert outcome() == {"skipped": 2} and "not done in the" in log[-1]
     ended = Path(f"/proc/{child.read_text().strip()}/stat")
     assert not ended.exists() or ended.read_text().split()[2] == "Z"
     tool.write_text("#!/bin/sh\necho '========= Invalid __global__ read of size 4 bytes'; sleep 600\n")
-    assert outcome() == {"skipped": 2, "wrong": 1} and any("========= Invalid" in line for line in said)
+    assert outcome() == {"skipped": 2, "wrong": 1} and any("========= Invalid" in line for line in log)
 
 
-def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
+def test_times_at_tiny_shapes(bench, log, results, monkeypatch):
     """Whatever is timed on a GPU runs by the CPU's kernels, where only clocks, graphs and peers are stand-ins."""
     from gpu import distillation, generation, prefill, serving, tiles, training
 
@@ -170,7 +170,7 @@ def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
     paper = dataclasses.replace(distillation.PAPER, length=96, window=[8], topk=[20])
     shape = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4)
     shape |= dict(num_key_value_heads=2, vocab_size=256)
-    own = {
+    constants = {
         serving: dict(
             SEEN=6000, LAYERS=2, PROTECTED=70, PROFILED=(1,), DENSE=((70, 1),), graph_of=lambda run: run() or run
         ),
@@ -189,7 +189,7 @@ def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
     }
     common = dict(HEADS=4, KV_HEADS=2, SIZE=32, WINDOW=8, bandwidth=lambda: 1e9, milliseconds=timed)
     common |= dict(wall_milliseconds=timed, device_times=lambda run: {"_attend": timed(run)})
-    for module, values in own.items():
+    for module, values in constants.items():
         for name, value in (common | values).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -197,9 +197,9 @@ def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
             sizes = {word for word in case.name.replace(",", "").split() if word.isdigit()}
             if case.needs and not sizes & {"2", "4", "8", "16", "32", "64", "128", "256", "3580", "4096"}:
                 sections.run_case(bench, module.__name__, case, *results)
-    assert not bench.wrong, "\n".join(line for line in said if "WRONG" in line)
+    assert not bench.wrong, "\n".join(line for line in log if "WRONG" in line)
     for timed in ("gpu.tiles, decoding, 16x64 w4 s5: batch 2", "gpu.tiles, prefill, 128x64 w8 s5: S 4096"):
-        assert any(line.startswith(timed) for line in said)
+        assert any(line.startswith(timed) for line in log)
     assert bench.outcomes["skipped"] == 2  # caches that do not fit
 
 

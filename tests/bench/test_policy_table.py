@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 
-import engines
+import harness
 import kernel_steps
 import policy_cells
 import policy_table
@@ -60,7 +60,7 @@ def test_the_table_of_the_document_is_that_of_the_records(monkeypatch, capsys):
     """Its command prints each of its rows of quality: KL, perplexity, error, and needles of twenty."""
     document = (record.ROOT / "docs" / "benchmarks.md").read_text()
     words = re.search(r"policy_table.py (--table .* [0-9a-f]{7})`", document)[1].split()
-    monkeypatch.setattr(sys, "argv", ["policy_table.py", *words, "--model", str(engines.DEMO_MODEL)])
+    monkeypatch.setattr(sys, "argv", ["policy_table.py", *words, "--model", str(harness.DEMO_MODEL)])
     assert policy_table.main() == 0
     printed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     records = {}
@@ -83,64 +83,68 @@ def test_prompts_are_protected_or_compressed(bench):
     """With a prompt, divergences are smaller and policies that compress a prompt are included."""
     common, names = ("--budget", "128", "--parts", "quality"), ("streaming-llm", "h2o", "snapkv", "pyramidkv", "adakv")
     _, (_, *plain), _, _ = bench(*common, "--policies", *names[:2])
-    status, rows, _, said = bench(*common, "--prompt", "300", "--policies", *names)
-    own = {row["policy"]: row for row in rows if row["prompt"] == "300"}
-    assert status == 0 and own.keys() == {"dense", *names} and "left out: snapkv" not in said.out
-    assert all(0 < float(own[row["policy"]]["kl"]) < float(row["kl"]) for row in plain)
-    assert all(own["dense"][name] == own["h2o"][name] for name in ("exact", "partial")), "a whole prompt is protected"
-    assert len({own[name]["kl"] for name in names}) == 5
+    status, rows, _, output = bench(*common, "--prompt", "300", "--policies", *names)
+    with_prompt = {row["policy"]: row for row in rows if row["prompt"] == "300"}
+    assert status == 0 and with_prompt.keys() == {"dense", *names} and "left out: snapkv" not in output.out
+    assert all(0 < float(with_prompt[row["policy"]]["kl"]) < float(row["kl"]) for row in plain)
+    assert all(with_prompt["dense"][name] == with_prompt["h2o"][name] for name in ("exact", "partial")), (
+        "a whole prompt is protected"
+    )
+    assert len({with_prompt[name]["kl"] for name in names}) == 5
 
 
-def table_of(said):
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.out.splitlines() if line.startswith("|")]
+def table_of(output):
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in output.out.splitlines() if line.startswith("|")
+    ]
 
 
 def test_a_row_for_every_policy_and_budget_and_none_twice(bench):
-    status, rows, times, said = bench("--budget", "128")
+    status, rows, times, output = bench("--budget", "128")
     names = {*known_training_free(), "kvpop"} - {"snapkv", "pyramidkv", "adakv", "attention-matching"}
-    assert "left out: snapkv compresses a prompt at its end, and these texts have none: give --prompt" in said.out
-    assert "left out: kvpop-mlp needs a scorer" in said.out
-    dense, *others = rows
+    assert "left out: snapkv compresses a prompt at its end, and these texts have none: give --prompt" in output.out
+    assert "left out: kvpop-mlp needs a scorer" in output.out
+    dense, *measured = rows
     assert status == 0 and dense["policy"] == "dense" and float(dense["kl"]) == float(dense["error"]) == 0
-    assert {row["policy"] for row in others} == names and len(others) == len(names)
-    for row in others:
+    assert {row["policy"] for row in measured} == names and len(measured) == len(names)
+    for row in measured:
         assert float(row["kl"]) > 0.05 > float(row["kl_before"]) and 0 < float(row["error"]) < 2
         assert [row[name] for name in ("commit", "budget", "equal", "text")] == ["abc", "128", "k", "text"]
     assert [row["policy"] for row in times] == [row["policy"] for row in rows if row["policy"] not in ("vase", "rkv")]
-    assert "not timed: vase makes its scores every so many steps" in said.out
+    assert "not timed: vase makes its scores every so many steps" in output.out
     for row in times:
         assert float(row["least"]) <= float(row["dense_over_it"]) <= float(row["largest"]) and float(row["step_ms"]) > 0
-    of = {row["policy"]: row for row in others}
-    assert [of[name]["window"] for name in ("h2o", "tova", "kvpop")] == ["64", "1", "16"]
-    assert of["kvpop"]["scorer"].startswith("scorer@")
-    assert sum(line[0] == "128" for line in table_of(said)) == len(names)
+    by_policy = {row["policy"]: row for row in measured}
+    assert [by_policy[name]["window"] for name in ("h2o", "tova", "kvpop")] == ["64", "1", "16"]
+    assert by_policy["kvpop"]["scorer"].startswith("scorer@")
+    assert sum(line[0] == "128" for line in table_of(output)) == len(names)
 
 
 def test_rows_are_taken_over_from_the_same_commit_only(bench, monkeypatch):
-    asked = ("--budget", "128", "--policies", "tova")
-    _, rows, times, said = bench(*asked)
+    words = ("--budget", "128", "--policies", "tova")
+    _, rows, times, output = bench(*words)
     with monkeypatch.context() as patch:
         for part in ("quality", "steps"):
-            patch.setattr(policy_cells.Cells, part, lambda *asked: pytest.fail("measured again"))
-        again = bench(*asked)
+            patch.setattr(policy_cells.Cells, part, lambda *words: pytest.fail("measured again"))
+        again = bench(*words)
         assert again[:3] == (0, rows, times)
-        assert table_of(again[3]) == table_of(said) == table_of(bench("--table", "--budget", "128")[3])
+        assert table_of(again[3]) == table_of(output) == table_of(bench("--table", "--budget", "128")[3])
     for commit, parts, more in (("abc+", ["quality"], 0), ("def", ["quality", "steps"], 2), ("ghi", ["quality"], 0)):
         monkeypatch.setitem(record.KEY, "commit", commit)
-        _, after, late, said = bench(*asked, "--parts", *parts)
+        _, after, late, output = bench(*words, "--parts", *parts)
         assert [row["commit"] for row in after[len(rows) :]] == [commit] * 2 and len(late) == len(times) + more
-        assert ("no row can be taken over" in said.out) == commit.endswith("+")
+        assert ("no row can be taken over" in output.out) == commit.endswith("+")
         rows, times = after, late
     for chosen, commits in {"abc": "abc", "def abc": "def", "ghi def": "ghi, def", "ghi": "ghi"}.items():
-        said = bench("--table", "--budget", "128", "--commit", *chosen.split())[3]
-        assert [line[10] for line in table_of(said)[2:]] == [commits] * 2
-        assert said.out.count("Times on ") == (chosen != "ghi")
+        output = bench("--table", "--budget", "128", "--commit", *chosen.split())[3]
+        assert [line[10] for line in table_of(output)[2:]] == [commits] * 2
+        assert output.out.count("Times on ") == (chosen != "ghi")
 
 
 def test_equal_bytes(bench):
     """A policy whose state takes a page is measured with as many bytes as a plain one, too."""
-    asked = ("--budget", "128", "512", "--policies", "momentkv", "--length", "720", "--parts", "quality")
-    dense, *rows = bench(*asked)[1]
+    words = ("--budget", "128", "512", "--policies", "momentkv", "--length", "720", "--parts", "quality")
+    dense, *rows = bench(*words)[1]
     assert [(r["budget"], r["equal"], r["topk"]) for r in rows] == [
         ("128", "k", "126"), ("512", "k", "510"), ("512", "bytes", str(512 - 64 - 2)),
     ]  # fmt: skip
@@ -157,9 +161,9 @@ def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, monk
 
     monkeypatch.setattr("kvpop_vllm.kernels.ops.prefill_chunk", wrong)
     for parts in (["quality", "steps"], ["steps"]):
-        status, rows, times, said = bench("--budget", "128", "--policies", "tova", "--parts", *parts)
+        status, rows, times, output = bench("--budget", "128", "--policies", "tova", "--parts", *parts)
         assert status == 1 and {row["policy"] for row in (*rows, *times)} == {"dense"}
-        assert "tova, B = 128: output check failed" in said.out and "| 128 |" not in said.out
+        assert "tova, B = 128: output check failed" in output.out and "| 128 |" not in output.out
 
 
 def test_scorers_of_one_name_are_told_apart(folder, tmp_path):
@@ -199,11 +203,11 @@ def test_timed_steps_are_real_ones(name):
     shape, context, count = ModelShape("llama", 2, 2, 32, 64), 50, 6
     resolved = PolicySpec(name, name).resolve(shape, None if name == "full" else 24)
     steps = kernel_steps.Steps(resolved, 4, 3, context, count, torch.float32)
-    given, outs = [], []
+    step_tokens, outs = [], []
 
     def watch(tokens, rule, pages, table, budgets, positions):
         out, _ = ops.decode_step(*tokens, pages, table, positions, budgets, rule=rule, scale=32**-0.5)
-        given.append(tokens)
+        step_tokens.append(tokens)
         outs.append(out)
 
     steps._step = watch
@@ -212,13 +216,13 @@ def test_timed_steps_are_real_ones(name):
     prompt = [torch.randn(context, heads, 32, generator=draw) for heads in (4, 2, 2)]
     for layer, request in ((0, 0), (1, 2)):
         texts = [
-            torch.cat([start, *(step[i][request][None] for step in given[layer::2])]).transpose(0, 1)
+            torch.cat([start, *(step[i][request][None] for step in step_tokens[layer::2])]).transpose(0, 1)
             for i, start in enumerate(prompt)
         ]
         rows = LayerRows(resolved.rules[layer], resolved.budgets(layer), texts[1][None], 32**-0.5)
-        whole = rows.append(*(text[None] for text in texts))[0, :, context:]
-        own = torch.stack([out[request] for out in outs[layer::2]], 1)
-        torch.testing.assert_close(own, whole, rtol=0, atol=2e-5)
+        expected = rows.append(*(text[None] for text in texts))[0, :, context:]
+        decoded = torch.stack([out[request] for out in outs[layer::2]], 1)
+        torch.testing.assert_close(decoded, expected, rtol=0, atol=2e-5)
 
 
 def test_policies_with_a_calibration_stand_beside_equal_shares(bench, folder, tmp_path):

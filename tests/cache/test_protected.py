@@ -54,8 +54,8 @@ def pages_and_keys(kind, protect, count, budget=14, sinks=2, window=4, threshold
         if t == protect:
             ops.begin_tail(pages, tail, prefix, rule=rule)
         gate_scores = token[..., 0].contiguous() if kind == "gate_scores" else None
-        told = dict(rule=rule, scale=1.0, gate_scores=gate_scores, prefix=prefix if protect else None)
-        ops.decode_step(torch.zeros(1, HEADS, SIZE), token, token, pages, tail, torch.tensor([t]), budgets, **told)
+        options = dict(rule=rule, scale=1.0, gate_scores=gate_scores, prefix=prefix if protect else None)
+        ops.decode_step(torch.zeros(1, HEADS, SIZE), token, token, pages, tail, torch.tensor([t]), budgets, **options)
     return pages, prefix_row[0], tail[0], rule, budgets[0], keys
 
 
@@ -63,18 +63,18 @@ def pages_and_keys(kind, protect, count, budget=14, sinks=2, window=4, threshold
 @pytest.mark.parametrize("protect", [0, 1, 15, 16, 17, 33])
 @pytest.mark.parametrize("beyond", [0, 1, 4, 12, 13, 40])
 def test_held_tokens_are_those_in_the_pages(kind, threshold, protect, beyond):
-    seen = max(1, protect + beyond)
-    pages, prefix_row, tail, rule, budgets, keys = pages_and_keys(kind, protect, seen, threshold=threshold)
-    held = held_tokens(pages, tail, seen, rule, budgets, protect)
-    state, slots = pages.layout.state_blocks, torch.arange(min(seen - protect, 12 if protect else 14))
+    tokens = max(1, protect + beyond)
+    pages, prefix_row, tail, rule, budgets, keys = pages_and_keys(kind, protect, tokens, threshold=threshold)
+    retained = held_tokens(pages, tail, tokens, rule, budgets, protect)
+    state, slots = pages.layout.state_blocks, torch.arange(min(tokens - protect, 12 if protect else 14))
     for h in range(HEADS):
-        there = [pages.k[int(prefix_row[t // 16]), h, t % 16] for t in range(min(seen, protect))]
+        stored = [pages.k[int(prefix_row[t // 16]), h, t % 16] for t in range(min(tokens, protect))]
         end = len(slots)
-        if threshold and seen - protect > (4 if protect else 6):
+        if threshold and tokens - protect > (4 if protect else 6):
             end = (4 if protect else 6) + int(pages.position[int(tail[h, state]), h, 1])
-        there += [pages.k[int(tail[h, state + s // 16]), h, s % 16] for s in slots[:end].tolist()]
-        found = {int((keys[:, h] == key).all(-1).nonzero()) for key in there}
-        assert set(held[h].nonzero().flatten().tolist()) == found and len(found) == len(there)
+        stored += [pages.k[int(tail[h, state + s // 16]), h, s % 16] for s in slots[:end].tolist()]
+        positions = {int((keys[:, h] == key).all(-1).nonzero()) for key in stored}
+        assert set(retained[h].nonzero().flatten().tolist()) == positions and len(positions) == len(stored)
 
 
 def counted(length: int, protect: int, budget: int, sinks: int, slots: int, state: int) -> int:
@@ -84,8 +84,8 @@ def counted(length: int, protect: int, budget: int, sinks: int, slots: int, stat
         if t < protect:
             prefix += t % slots == 0
         else:
-            at = t - protect
-            tail += at % slots == 0 and at < budget - (sinks if protect else 0)
+            place = t - protect
+            tail += place % slots == 0 and place < budget - (sinks if protect else 0)
     return prefix + tail + (state if length > protect else 0)
 
 
@@ -118,16 +118,20 @@ def test_blocks_and_most_blocks(protect):
 
 
 @pytest.mark.parametrize("most", [1, 16, 33, True])
-def test_most_blocks_of_what_requests_may_ask(most):
+def test_most_blocks_of_what_requests_may_ask(largest):
     """``most_blocks`` is the exact worst case over every protection and every budget up to the largest."""
     for budget, sinks, slots, state in SHAPES[::5]:
-        spec = make_spec(budget, sinks, slots, state, most, max_budget=2 * budget)
+        spec = make_spec(budget, sinks, slots, state, largest, max_budget=2 * budget)
         for length in range(1, 70):
-            longest = min(length, protected_tokens(most, length))
-            asked = itertools.product(range(longest + 1), range(sinks + 2, 2 * budget + 1))
-            assert spec.most_blocks(length) == max(spec.blocks(length, spec.slots(p, own)) for p, own in asked)
-            for p, own in ((0, 2 * budget), (min(5, length), sinks + 2)):
-                assert spec.blocks(length, spec.slots(p, own)) == counted(length, p, own, sinks, slots, state)
+            longest = min(length, protected_tokens(largest, length))
+            requests = itertools.product(range(longest + 1), range(sinks + 2, 2 * budget + 1))
+            assert spec.most_blocks(length) == max(
+                spec.blocks(length, spec.slots(p, request_budget)) for p, request_budget in requests
+            )
+            for p, request_budget in ((0, 2 * budget), (min(5, length), sinks + 2)):
+                assert spec.blocks(length, spec.slots(p, request_budget)) == counted(
+                    length, p, request_budget, sinks, slots, state
+                )
 
 
 @pytest.mark.parametrize("protect", [1, 16, 33, True])
@@ -143,10 +147,10 @@ def test_most_blocks_of_unequal_shares(protect):
             counts = []
             for prompt in range(1, length + 1):
                 p = min(length, protected_tokens(protect, prompt))
-                own = length - p
-                pages = sum(state + -(-min(own, budget - (sinks if p else 0)) // 16) for budget in (30, 30, 12, 12))
+                tail = length - p
+                pages = sum(state + -(-min(tail, budget - (sinks if p else 0)) // 16) for budget in (30, 30, 12, 12))
                 counts.append(spec.blocks(length, spec.slots(p)))
-                assert counts[-1] >= -(-p // 16) + (-(-pages // 4) if own else 0)
+                assert counts[-1] >= -(-p // 16) + (-(-pages // 4) if tail else 0)
             assert spec.most_blocks(length) >= max(counts)
 
 
@@ -188,15 +192,15 @@ def test_bytes_of_a_protected_request():
     Its 700 protected tokens take 11 blocks. Then come a state block and 1,024 slots for the other 4,300
     tokens; sinks would need one more block.
     """
-    layout, kept = PageLayout(3, 64, torch.bfloat16, 64, state_floats=64 * 64 + 64 + 1), Retention(1028, 4, 64)
-    found = request_bytes(layout, 30, 5000, kept, protected=700)
-    assert (found.canonical, found.blocks) == ((700 + 1024) * 256 * 90, 11 + 1 + 16)
-    assert found.allocated == 28 * 64 * 264 * 90
-    whole = request_bytes(layout, 30, 700, kept, protected=900)
-    assert (whole.canonical, whole.blocks) == (700 * 256 * 90, 11)
-    first = request_bytes(layout, 30, 701, kept, protected=700)
+    layout, retention = PageLayout(3, 64, torch.bfloat16, 64, state_floats=64 * 64 + 64 + 1), Retention(1028, 4, 64)
+    request = request_bytes(layout, 30, 5000, retention, protected=700)
+    assert (request.canonical, request.blocks) == ((700 + 1024) * 256 * 90, 11 + 1 + 16)
+    assert request.allocated == 28 * 64 * 264 * 90
+    protected = request_bytes(layout, 30, 700, retention, protected=900)
+    assert (protected.canonical, protected.blocks) == (700 * 256 * 90, 11)
+    first = request_bytes(layout, 30, 701, retention, protected=700)
     assert (first.canonical, first.blocks) == (701 * 256 * 90, 13)
-    assert request_bytes(layout, 30, 5000, kept) == request_bytes(layout, 30, 5000, kept, protected=0)
+    assert request_bytes(layout, 30, 5000, retention) == request_bytes(layout, 30, 5000, retention, protected=0)
 
 
 def test_pages_of_another_length_are_an_error():
@@ -218,13 +222,15 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
     more = {40: 0, 64: 1}[budget] if adaptive else 0  # two heads of 80 slots fill at most 6 blocks, of 128 at most 9
     for prompt in (20, 40, 64, 65, 100):
         for length in range(1, 130):
-            whole, at = -(-prompt // 16), min(length, budget)
+            prompt_blocks, slots = -(-prompt // 16), min(length, budget)
             if length <= prompt - 32:
                 expected = -(-length // 16)
             elif length < prompt:
-                expected = whole + 1
+                expected = prompt_blocks + 1
             else:
-                expected = whole + 1 + (-(-budget // 16) + more if prompt > budget and adaptive else -(-at // 16))
+                expected = (
+                    prompt_blocks + 1 + (-(-budget // 16) + more if prompt > budget and adaptive else -(-slots // 16))
+                )
             assert spec.blocks(length, spec.slots(prompt)) == expected, (prompt, length)
 
 
@@ -253,15 +259,19 @@ def test_blocks_of_prompts_that_slots_are_made_of(budget, window):
         if prompt > length + 8:
             assert spec.blocks(length, spec.slots(prompt)) == -(-length // 16)
             continue
-        made = max(0, min(prompt - window, budget - window))
+        made_slots = max(0, min(prompt - window, budget - window))
         slots = {t - min(t, max(0, prompt - budget)) for t in range(length)}  # made slots first, then the ring
-        ring = {(slot - made) % (budget - made) for slot in slots if slot >= made} if length >= prompt else ()
+        ring = (
+            {(slot - made_slots) % (budget - made_slots) for slot in slots if slot >= made_slots}
+            if length >= prompt
+            else ()
+        )
         if prompt - 8 < length or not prompt:
-            expected = -(-prompt // 16) + -(-made // 16) + 3 + -(-len(ring) // 16)
+            expected = -(-prompt // 16) + -(-made_slots // 16) + 3 + -(-len(ring) // 16)
             assert spec.blocks(length, spec.slots(prompt)) == expected, (prompt, length)
         worst[length] = (
             max(worst[length], spec.blocks(length, spec.slots(prompt))) if prompt <= length else worst[length]
         )
-    assert all(spec.most_blocks(length) - most in (0, 1) for length, most in worst.items())
+    assert all(spec.most_blocks(length) - blocks in (0, 1) for length, blocks in worst.items())
     ((first, last), state) = spec.dropped(spec.slots(100, budget, window))
     assert (first, last) == (0, 7) and state[0] == 7 + -(-(budget - window) // 16) and state[1] == state[0] + 3

@@ -115,14 +115,14 @@ def smallest_norms(layer: int, head: int | None, slots: int):
         q, k, v = q.double(), k.double(), v.double()
         out = torch.empty_like(q)
         for h in range(q.shape[1]):
-            own, norms = h // group, k[0, h // group].norm(dim=-1)
+            kv_head, norms = h // group, k[0, h // group].norm(dim=-1)
             for p in range(q.shape[2]):
                 visible = list(range(p + 1))
-                if number == layer and head in (None, own):
+                if number == layer and head in (None, kv_head):
                     long_range = sorted(range(FIRST, p - 7), key=lambda t: float(norms[t]))[:slots]
                     visible = [t for t in visible if t < FIRST or t > p - 8] + long_range
-                weights = torch.softmax(q[0, h, p] @ k[0, own, visible].T * scale, -1)
-                out[0, h, p] = weights @ v[0, own, visible]
+                weights = torch.softmax(q[0, h, p] @ k[0, kv_head, visible].T * scale, -1)
+                out[0, h, p] = weights @ v[0, kv_head, visible]
         return out.float()
 
     return attend

@@ -84,7 +84,7 @@ def policy_of(model: str, folder: Path, policy: str, **options) -> tuple[dict, O
     else:
         roles = {"sinks": row.sinks, "window": budget // 2 if row.window < 0 else row.window} | options
         settings |= {"budget": budget} | options
-        if row.asked:
+        if row.set_by_tests:
             roles = {"sinks": SINKS, "window": window} | options
             settings |= roles
         if policy == "streaming-llm" and allocator == "uniform":

@@ -55,11 +55,11 @@ def test_draws_follow_the_seed(backend):
     """``kvpop eval --seed`` decides what a policy that draws holds."""
     unasked = dict.fromkeys(("allocator", "calibration", "protect_prompt", "correction"))
     options = SimpleNamespace(task="replay", policies=["random"], scorer=[], **unasked)
-    held = []
+    retained = []
     for options.seed in (0, 0, 1):
         ((spec,), _) = contenders_of(options, ())
-        held.append(backend.held(spec.resolve(backend.shape, B), torch.tensor(random_prompt(S))))
-    assert torch.equal(held[0], held[1]) and not torch.equal(held[0], held[2])
+        retained.append(backend.held(spec.resolve(backend.shape, B), torch.tensor(random_prompt(S))))
+    assert torch.equal(retained[0], retained[1]) and not torch.equal(retained[0], retained[2])
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
@@ -72,13 +72,13 @@ def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
     )
     resolved, naive, exact = training_free(name).resolve(backend.shape, B, 0, 8), OracleModel(model), []
     run = naive.run([*prompt, 0], oracle)
-    held = backend.held(resolved, torch.tensor(prompt))
+    retained = backend.held(resolved, torch.tensor(prompt))
     for layer, visible in enumerate(run.visible):
         # The oracle has taken one more step: one more token has left the window, and a full head has evicted
         # its lowest token.
-        mine, theirs = held[layer], visible[:, len(prompt), : len(prompt)]
+        mine, theirs = retained[layer], visible[:, len(prompt), : len(prompt)]
         assert bool((mine | ~theirs).all()) and bool((mine.sum(-1) - theirs.sum(-1) <= 1).all())
-    assert int(held.sum()) == 2 * 2 * B
+    assert int(retained.sum()) == 2 * 2 * B
     for _ in range(NEW):
         exact.append(int(naive.run(prompt + exact, oracle).logprobs[-1].argmax()))
     assert naive.run(prompt + exact, oracle).top2_gap[len(prompt) - 1 : -1].min() > 1e-3
@@ -103,47 +103,47 @@ def test_a_model_that_gives_up_a_channel_has_it_under_no_policy(kind, mark, tmp_
     config.write_text(json.dumps(json.loads(config.read_text()) | {mark: 1}))
     backend, model = TransformersBackend(folder, torch.float32, S), OracleModel(folder)
     resolved = spec.resolve(backend.shape, B)
-    whole = model.run(tokens.tolist(), OraclePolicy(policy.scorer, sinks=0, window=2**62, topk=0))
+    unevicted = model.run(tokens.tolist(), OraclePolicy(policy.scorer, sinks=0, window=2**62, topk=0))
     sparse = model.run(tokens.tolist(), policy)
-    assert not torch.allclose(whole.logprobs, model.run(tokens.tolist(), None).logprobs, atol=1e-2)
-    for exact, own in ((whole, None), (sparse, resolved)):
-        with backend.start(own) as run:
+    assert not torch.allclose(unevicted.logprobs, model.run(tokens.tolist(), None).logprobs, atol=1e-2)
+    for exact, resolved_policy in ((unevicted, None), (sparse, resolved)):
+        with backend.start(resolved_policy) as run:
             logp = run.logits(run.hidden(tokens)).log_softmax(-1)
         torch.testing.assert_close(logp.double(), exact.logprobs, rtol=0, atol=2e-4)
-    found = backend.held(resolved, tokens)
+    retained = backend.held(resolved, tokens)
     for layer, visible in enumerate(sparse.visible):
-        assert torch.equal(found[layer], visible[:, S - 1])
+        assert torch.equal(retained[layer], visible[:, S - 1])
     marked = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():  # the cache under any policy
         room = KVpopCache(marked, "h2o", budget=256, window=200)
         logits = marked(tokens[None], past_key_values=room).logits[0]
-    torch.testing.assert_close(logits.log_softmax(-1).double(), whole.logprobs, rtol=0, atol=2e-4)
-    dense, own = evaluate(backend.model, [tokens], [S], runs, recall=False)
-    for record, exact in ((dense, whole), (own, sparse)):
+    torch.testing.assert_close(logits.log_softmax(-1).double(), unevicted.logprobs, rtol=0, atol=2e-4)
+    dense, evicted = evaluate(backend.model, [tokens], [S], runs, recall=False)
+    for record, exact in ((dense, unevicted), (evicted, sparse)):
         nll = -exact.logprobs[:-1].gather(-1, tokens[1:, None]).mean()
         assert record["nll"] == pytest.approx(float(nll), abs=1e-4)
-    assert own["error"] > 0.01
+    assert evicted["error"] > 0.01
 
 
 @pytest.mark.parametrize("positions, bucket", [(512, 20), (7, 20), (512, 89)])
 def test_replay_by_definition(model, backend, h2o, monkeypatch, positions, bucket):
     monkeypatch.setattr("kvpop_vllm.evaluation.replay.POSITIONS", positions)
     tokens, (resolved, oracle) = random_prompt(S), h2o
-    exact, own = (OracleModel(model).run(tokens, policy).logprobs[:-1] for policy in (None, oracle))
-    kl = (exact.exp() * (exact - own)).sum(-1)
-    same = (exact.argmax(-1) == own.argmax(-1)).double()
-    nll = -own.gather(-1, torch.tensor(tokens)[1:, None])[:, 0]
+    exact, inexact = (OracleModel(model).run(tokens, policy).logprobs[:-1] for policy in (None, oracle))
+    kl = (exact.exp() * (exact - inexact)).sum(-1)
+    same = (exact.argmax(-1) == inexact.argmax(-1)).double()
+    nll = -inexact.gather(-1, torch.tensor(tokens)[1:, None])[:, 0]
     with backend.start(None) as run:
         dense = replay.predictions(run, torch.tensor(tokens))
         itself = replay.compare(replay.predictions(run, torch.tensor(tokens)), torch.tensor(tokens), dense, bucket)
     with backend.start(resolved) as run:
-        found = replay.compare(replay.predictions(run, torch.tensor(tokens)), torch.tensor(tokens), dense, bucket)
+        compared = replay.compare(replay.predictions(run, torch.tensor(tokens)), torch.tensor(tokens), dense, bucket)
     for name, values in (("nll", nll), ("kl", kl), ("agreement", same)):
         by_hand = [values[a : a + bucket].mean().item() for a in range(0, S - 1, bucket)]
-        assert found[f"{name}_by_position"] == pytest.approx(by_hand, rel=1e-3, abs=1e-6), name
-        assert found[name] == pytest.approx(values.mean().item(), rel=1e-4)
-    assert (found["kl"] > 0.01 > abs(itself["kl"])) and itself["agreement"] == 1 > found["agreement"]
-    assert bucket != 20 or found["kl_by_position"][0] < 1e-6 < 1e-2 < found["kl_by_position"][-1]
+        assert compared[f"{name}_by_position"] == pytest.approx(by_hand, rel=1e-3, abs=1e-6), name
+        assert compared[name] == pytest.approx(values.mean().item(), rel=1e-4)
+    assert (compared["kl"] > 0.01 > abs(itself["kl"])) and itself["agreement"] == 1 > compared["agreement"]
+    assert bucket != 20 or compared["kl_by_position"][0] < 1e-6 < 1e-2 < compared["kl_by_position"][-1]
 
 
 def test_prompts_of_all_lengths_run_in_batches(model, backend, h2o):
@@ -164,11 +164,11 @@ def test_draws_follow_temperature_top_p_and_seed():
     """Draws have the probabilities of a softmax at that temperature, cut at top-p."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     chances = (logits[0] / 0.7).softmax(-1)
-    kept = torch.tensor([True, True, False, False]) * chances  # the first two hold more than 0.9
+    nucleus = torch.tensor([True, True, False, False]) * chances  # the first two hold more than 0.9
     assert chances[0] < 0.9 < chances[:2].sum()
     drawn = choose(logits.expand(4000, 4), Sampling(0.7, 0.9), [torch.Generator().manual_seed(i) for i in range(4000)])
     shares = drawn.bincount(minlength=4) / 4000
-    torch.testing.assert_close(shares, kept / kept.sum(), rtol=0, atol=4 * 0.5 / 4000**0.5)
+    torch.testing.assert_close(shares, nucleus / nucleus.sum(), rtol=0, atol=4 * 0.5 / 4000**0.5)
     assert int(choose(logits, Sampling(), [None])) == 0
     one, two = (choose(logits.expand(8, 4), Sampling(2.0), [torch.Generator().manual_seed(3)] * 8) for _ in "ab")
     assert torch.equal(one, two) and len(one.unique()) > 1

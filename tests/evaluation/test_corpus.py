@@ -1,4 +1,4 @@
-"""`kvpop eval --task corpus`: questions that the text proves, answers behind caches, and the table."""
+"""`kvpop eval --task corpus`: questions that the text proves, answers after caches, and the table."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(folder):
+def exams(folder):
     backend = TransformersBackend(str(folder), torch.float32, LENGTH + 1024)
     return Corpus(backend, str(folder), byte_tokenizer(), 2, 0, 1)
 
 
 @pytest.fixture(scope="module")
-def asked(made):
+def exam_and_cache(exams):
     """Return the questions about a document and the full contexts' caches."""
-    return made.ask(0, made.tokenizer(story(0), add_special_tokens=False)["input_ids"][:LENGTH])
+    return exams.ask(0, exams.tokenizer(story(0), add_special_tokens=False)["input_ids"][:LENGTH])
 
 
 def proved(question: Question, text: str) -> list[int]:
@@ -113,21 +113,21 @@ def chat(message: str) -> str:
     return byte_tokenizer().apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
 
-def test_full_context_and_truncation_are_transformers_own(folder, made, asked):
+def test_full_context_and_truncation_are_transformers_own(folder, exams, exam_and_cache):
     """Caches are scored as the chats they stand for are, by transformers without any code of ours."""
-    asked, whole = asked
-    text = bytes(asked.tokens).decode()
-    kept = text[-(SLOTS - len("<user>") - len("\n\n")) :]
+    exam, full = exam_and_cache
+    text = bytes(exam.tokens).decode()
+    tail = text[-(SLOTS - len("<user>") - len("\n\n")) :]
     prompts = {
         FULL: lambda prompt: [*chat(f"{text}\n\n{prompt}").encode()],
-        "truncation": lambda prompt: [*chat(f"{kept}\n\n{prompt}").encode()],
+        "truncation": lambda prompt: [*chat(f"{tail}\n\n{prompt}").encode()],
         NOTHING: lambda prompt: [*chat(prompt).encode()],
     }
     lost = {}
-    for name, cache in {FULL: whole, **{name: made.make(name, SLOTS, asked) for name in [*prompts][1:]}}.items():
-        *choices, opened = made.measure(cache, asked)
+    for name, cache in {FULL: full, **{name: exams.make(name, SLOTS, exam) for name in [*prompts][1:]}}.items():
+        *choices, opened = exams.measure(cache, exam)
         lost[name], total = 0.0, 0
-        for question, record in zip(asked.questions, choices, strict=True):
+        for question, record in zip(exam.questions, choices, strict=True):
             prompt = prompts[name](question.prompt) + [*question.begin.encode()]
             scores = []
             for choice in question.choices:
@@ -136,9 +136,11 @@ def test_full_context_and_truncation_are_transformers_own(folder, made, asked):
                 if choice == question.choices[question.right] and "exact" in record:
                     assert record["exact"] == float(bytes(logp.argmax(-1).tolist()) == choice.encode())
             assert record["right"] == float(scores.index(max(scores)) == question.right), question
-        for prompt, answer in zip(asked.opened, asked.answers, strict=True):
-            best, own = (stock(folder, prompts[one](prompt) + answer)[-len(answer) - 1 : -1] for one in (FULL, name))
-            lost[name] += float((best.exp() * (best - own)).sum())
+        for prompt, answer in zip(exam.opened, exam.answers, strict=True):
+            best, inexact = (
+                stock(folder, prompts[one](prompt) + answer)[-len(answer) - 1 : -1] for one in (FULL, name)
+            )
+            lost[name] += float((best.exp() * (best - inexact)).sum())
             total += len(answer)
         assert opened["tokens"] == total
         assert opened["kl"] == pytest.approx(lost[name] / total, rel=1e-3, abs=1e-5)
@@ -146,13 +148,13 @@ def test_full_context_and_truncation_are_transformers_own(folder, made, asked):
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "pyramidkv"])
-def test_a_policy_keeps_what_it_holds_at_the_documents_end(made, asked, name):
+def test_a_policy_keeps_what_it_holds_at_the_documents_end(exams, exam_and_cache, name):
     """Each head keeps keys and values of the document's own tokens, together as many as there are slots."""
-    asked, _ = asked
-    cache = made.make(name, SLOTS, asked)
-    tokens = [*b"<user>", *asked.tokens, *b"\n\n"]
+    exam, _ = exam_and_cache
+    cache = exams.make(name, SLOTS, exam)
+    tokens = [*b"<user>", *exam.tokens, *b"\n\n"]
     assert cache.position == len(tokens) and cache.bytes == 2 * SLOTS * 2 * 2 * 32 * 4, "padding does not count"
-    for (k, v, bias), (whole_k, whole_v) in zip(cache.layers, read_corpus(made.model, tokens), strict=True):
+    for (k, v, bias), (whole_k, whole_v) in zip(cache.layers, read_corpus(exams.model, tokens), strict=True):
         used = bias == 0
         assert int(used.sum()) == SLOTS * len(k) or name == "pyramidkv", "heads share a layer's slots"
         for head in range(len(k)):
@@ -162,13 +164,13 @@ def test_a_policy_keeps_what_it_holds_at_the_documents_end(made, asked, name):
             torch.testing.assert_close(whole_v[head][rows], v[head][used[head]])
 
 
-def test_a_policy_that_makes_slots_keeps_these_and_the_last_tokens(made, asked):
+def test_a_policy_that_makes_slots_keeps_these_and_the_last_tokens(exams, exam_and_cache):
     """Slots have keys of the document's own tokens, with values and biases of their own, and the last quarter is exact."""
-    asked, _ = asked
-    cache, tokens = made.make("policy:attention-matching", SLOTS, asked), [*b"<user>", *asked.tokens, *b"\n\n"]
+    exam, _ = exam_and_cache
+    cache, tokens = exams.make("policy:attention-matching", SLOTS, exam), [*b"<user>", *exam.tokens, *b"\n\n"]
     assert cache.position == len(tokens) and cache.bytes == 2 * SLOTS * 2 * 2 * 32 * 4
     near, differs = SLOTS // 4, 0
-    for (k, v, bias), (whole_k, whole_v) in zip(cache.layers, read_corpus(made.model, tokens), strict=True):
+    for (k, v, bias), (whole_k, whole_v) in zip(cache.layers, read_corpus(exams.model, tokens), strict=True):
         torch.testing.assert_close(k[:, -near:], whole_k[:, -near:])
         torch.testing.assert_close(v[:, -near:], whole_v[:, -near:])
         assert not bias[:, -near:].any() and bias[:, :-near].any(1).all() and (bias.abs() < 3.001).all()
@@ -178,27 +180,27 @@ def test_a_policy_that_makes_slots_keeps_these_and_the_last_tokens(made, asked):
             torch.testing.assert_close(whole_k[head][rows], k[head, :-near])
             differs += not torch.allclose(whole_v[head][rows], v[head, :-near], atol=1e-2)
     assert differs == 4
-    lost = [[*made.measure(made.make(name, SLOTS, asked), asked)][-1]["kl"] for name in ("truncation", NOTHING)]
-    assert [*made.measure(cache, asked)][-1]["kl"] < min(lost)
+    lost = [[*exams.measure(exams.make(name, SLOTS, exam), exam)][-1]["kl"] for name in ("truncation", NOTHING)]
+    assert [*exams.measure(cache, exam)][-1]["kl"] < min(lost)
 
 
-def test_methods_differ_and_nothing_loses_most(made, asked):
-    asked, full = asked
+def test_methods_differ_and_nothing_loses_most(exams, exam_and_cache):
+    exam, full = exam_and_cache
     lost = {}
     for method in ("first", "truncation", "attention-matching", "cartridge", NOTHING):
-        cache = made.make(method, SLOTS, asked)
+        cache = exams.make(method, SLOTS, exam)
         assert all(k.shape[1] == (len("<user>") if method == NOTHING else SLOTS) for k, _, _ in cache.layers)
-        lost[method] = [*made.measure(cache, asked)][-1]["kl"]
+        lost[method] = [*exams.measure(cache, exam)][-1]["kl"]
     assert len(set(lost.values())) == len(lost)
     assert lost["attention-matching"] < 0.5 * lost["truncation"]
-    first, trained = (made.make(method, SLOTS, asked).layers[0][0] for method in ("first", "cartridge"))
+    first, trained = (exams.make(method, SLOTS, exam).layers[0][0] for method in ("first", "cartridge"))
     assert torch.equal(first[:, :1], trained[:, :1]) and not torch.allclose(first[:, 1:], trained[:, 1:])
 
 
 def record(document, method, slots, kl=None, right=None, **more):
-    told = {"document": document, "unit": document, "method": method, "slots": slots, "bytes": 2**20, "build": 6.0}
-    told |= {"kind": "name", "right": right} if kl is None else {"kind": "open", "kl": kl, "tokens": 10, "first": 1.0}
-    return told | more
+    common = {"document": document, "unit": document, "method": method, "slots": slots, "bytes": 2**20, "build": 6.0}
+    common |= {"kind": "name", "right": right} if kl is None else {"kind": "open", "kl": kl, "tokens": 10, "first": 1.0}
+    return common | more
 
 
 def test_the_table_by_hand():
@@ -223,8 +225,8 @@ def data(tmp_path_factory):
 
 
 def run(folder, data, *options) -> int:
-    given = ["--task", "corpus", "--model", str(folder), "--data", str(data), "--split", "all", "--threads", "1"]
-    return main(["eval", *given, "--length", str(LENGTH), "--budget", str(SLOTS), "--dtype", "float32", *options])
+    words = ["--task", "corpus", "--model", str(folder), "--data", str(data), "--split", "all", "--threads", "1"]
+    return main(["eval", *words, "--length", str(LENGTH), "--budget", str(SLOTS), "--dtype", "float32", *options])
 
 
 def test_a_compactor(folder, data, tmp_path, capsys):
@@ -238,13 +240,13 @@ def test_a_compactor(folder, data, tmp_path, capsys):
     lost = {record["method"]: record["kl"] for record in records if record["kind"] == "open"}
     (number,) = (int(row["documents"][0].rpartition(":")[2]) for row in about["run"]["rows"])
     tokens = byte_tokenizer()(json.loads(data.read_text().splitlines()[number - 1])["text"])["input_ids"][:LENGTH]
-    made = Corpus(
+    exams = Corpus(
         TransformersBackend(str(folder), torch.float32, LENGTH + 1024), str(folder), byte_tokenizer(), 1, 0, 1
     )
-    exam, whole = made.ask(0, tokens)
-    places = torch.linspace(0, whole.position - 1, SLOTS, dtype=torch.float64).round().long()
+    exam, full = exams.ask(0, tokens)
+    places = torch.linspace(0, full.position - 1, SLOTS, dtype=torch.float64).round().long()
     spaced = [(k[:, places], v[:, places], None) for k, v in exam.full]
-    *_, expected = made.measure(whole._replace(layers=spaced), exam)
+    *_, expected = exams.measure(full._replace(layers=spaced), exam)
     assert lost["still"] == pytest.approx(expected["kl"], rel=0.1) and 0 < lost["still"] < lost[NOTHING]
 
 

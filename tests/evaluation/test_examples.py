@@ -37,12 +37,12 @@ def read_variables(text):
     question = text.split("Question:")[-1]
     value = re.search(r"assigned the value (\d+)", question).group(1)
     body = text.split("Memorize and track")[-1]
-    known = {name: to for name, to in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", body)}
+    values = {name: to for name, to in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", body)}
 
     def end(name):
-        return end(known[name]) if name in known else name
+        return end(values[name]) if name in values else name
 
-    return [name for name in known if end(name) == value]
+    return [name for name in values if end(name) == value]
 
 
 def read_words(text):
@@ -60,15 +60,15 @@ def test_the_answer_is_in_the_prompt(tokenizer, kind, length):
     example = make(tokenizer, kind, length)
     text = tokenizer.decode(example.prompt)
     assert 0.9 * length <= len(example.prompt) <= length
-    found = READERS[kind](text)
-    assert sorted(found) == sorted(example.expected) and len(set(found)) == {"variables": 5, "words": 10}.get(kind, 1)
-    assert credit(example.expected, " ".join(found)).exact == 1
+    answer = READERS[kind](text)
+    assert sorted(answer) == sorted(example.expected) and len(set(answer)) == {"variables": 5, "words": 10}.get(kind, 1)
+    assert credit(example.expected, " ".join(answer)).exact == 1
     assert example.chat == (tokenizer.chat_template is not None)
     begun = {"variables": "they are:", "words": "list are:"}.get(kind, "text is")
     assert text.endswith(begun) and text.startswith("<user>") == example.chat
     if example.chat:
-        question, own = text.split("<model>")
-        assert question.rstrip().endswith(("?", "above.")) and not own.startswith(" ")
+        question, answer = text.split("<model>")
+        assert question.rstrip().endswith(("?", "above.")) and not answer.startswith(" ")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,8 +109,8 @@ def test_what_cannot_be_made_is_refused(tokenizer):
     ],
 )
 def test_credit(expected, answer, exact, partial):
-    found = credit(expected, answer)
-    assert (found.exact, found.partial) == (exact, pytest.approx(partial))
+    credits = credit(expected, answer)
+    assert (credits.exact, credits.partial) == (exact, pytest.approx(partial))
 
 
 def test_answers_are_records_of_every_example(tokenizer):
@@ -118,11 +118,11 @@ def test_answers_are_records_of_every_example(tokenizer):
     examples = make_examples(["needle", "words"], tokenizer, SENTENCES, 2000, 3, seed=1, digits=4)
     assert [e.depth for e in examples[:3]] == pytest.approx([1 / 6, 3 / 6, 5 / 6])
     assert all(len(e.prompt) + NEW_TOKENS[e.kind] <= 2000 for e in examples)
-    asked = []
+    calls = []
 
     class Reader:
         def generate(self, prompts, new, stop):
-            asked.append((new, stop))
+            calls.append((new, stop))
             text = tokenizer.decode(prompts[0])
             kind = "words" if "common words" in text else "needle"
             return [tokenizer(" " + READERS[kind](text)[0], add_special_tokens=False)["input_ids"]]
@@ -130,5 +130,5 @@ def test_answers_are_records_of_every_example(tokenizer):
     records = list(answers(Reader(), tokenizer, examples))
     assert [(r["kind"], r["example"]) for r in records] == [(k, i) for k in ("needle", "words") for i in range(3)]
     assert [(r["exact"], r["partial"]) for r in records] == [(1, 1)] * 3 + [(0, pytest.approx(1 / 10))] * 3
-    assert asked == [(NEW_TOKENS[e.kind], {tokenizer.eos_token_id}) for e in examples]
+    assert calls == [(NEW_TOKENS[e.kind], {tokenizer.eos_token_id}) for e in examples]
     assert records[0]["tokens"] == len(examples[0].prompt) and records[0]["expected"] == list(examples[0].expected)

@@ -139,10 +139,10 @@ def load(name: str, **metadata):
 @pytest.mark.parametrize("name", HUB)
 def test_a_task_makes_prompts_and_scores_of_its_dataset(monkeypatch, name):
     """The Hub's rows are written by hand here, with the columns of the published datasets."""
-    columns, asked = GPQA if "gpqa" in name else MATHS, {}
+    columns, options = GPQA if "gpqa" in name else MATHS, {}
 
     def load_dataset(path, name=None, **_):
-        asked.update(path=path, name=name)
+        options.update(path=path, name=name)
         return datasets.DatasetDict(train=datasets.Dataset.from_dict(columns))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -155,7 +155,7 @@ def test_a_task_makes_prompts_and_scores_of_its_dataset(monkeypatch, name):
         "gpqa_diamond": "Idavidrein/gpqa",
     }
     (path,) = (path for part, path in published.items() if part in name)
-    assert asked == {"path": path, "name": "gpqa_diamond" if "gpqa" in name else None}
+    assert options == {"path": path, "name": "gpqa_diamond" if "gpqa" in name else None}
     doc = list(task.test_docs())[0]
     prompt = task.doc_to_text(doc)
     assert prompt.startswith(columns["Question" if "gpqa" in name else "problem"][0]) and r" \boxed{} " in prompt

@@ -21,7 +21,7 @@ def line(policy, budget, **values):
 
 
 def points(axis):
-    return {found.get_label(): found.get_xydata().tolist() for found in axis.lines}
+    return {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
 
 
 def test_retrieval_is_averaged_by_kind_and_drawn():
@@ -82,12 +82,17 @@ def test_a_report_holds_what_the_oracle_holds(model, tmp_path):
     report.write("text", [line("h2o", budget, perplexity=5.0, kl=0.5, error=0.1)], ("policy", "kl"), "some text")
     folder = tmp_path / "report"
     assert (folder / "table.md").read_text().splitlines()[-1] == "| h2o | 0.5000 |"
-    (found,) = (json.loads(text) for text in (folder / "retained.jsonl").read_text().splitlines())
-    assert (found["policy"], found["length"], found["budget"], found["tokens_per_bin"]) == ("h2o", length, budget, 3)
+    (picture,) = (json.loads(text) for text in (folder / "retained.jsonl").read_text().splitlines())
+    assert (picture["policy"], picture["length"], picture["budget"], picture["tokens_per_bin"]) == (
+        "h2o",
+        length,
+        budget,
+        3,
+    )
     run = OracleModel(model).run(tokens, OraclePolicy("mean mass", 0, budget // 2, budget // 2))
     for layer, visible in enumerate(run.visible):
-        held = [sum(t in run.retained(layer, head, length - 1) for head in range(2)) / 2 for t in range(length)]
-        by_hand = [sum(held[a : a + 3]) / 3 for a in range(0, length, 3)]
-        assert found["held"][layer] == pytest.approx(by_hand), layer
+        shares = [sum(t in run.retained(layer, head, length - 1) for head in range(2)) / 2 for t in range(length)]
+        by_hand = [sum(shares[a : a + 3]) / 3 for a in range(0, length, 3)]
+        assert picture["held"][layer] == pytest.approx(by_hand), layer
         assert int(visible[:, length - 1].sum()) == 2 * budget
     assert all((folder / name).stat().st_size > 5000 for name in ("figure.png", "retained.png"))

@@ -20,25 +20,16 @@ def numbers(problem) -> dict[str, int]:
     return {name: int(a + b) for name, a, b in (answer.split() for answer in problem.answers)}
 
 
+@pytest.mark.parametrize("kind", ["programs", "ledgers"])
 @pytest.mark.parametrize("seed", range(20))
-def test_programs_compute_what_python_computes(seed):
-    problem = make_problem("programs", seed, 12)
+def test_lines_compute_what_python_computes(seed, kind):
+    """A program's line adds two values, a ledger's line adds a number to its latest one."""
+    problem = make_problem(kind, seed, 12)
     constants, lines = re.match(r"let (.*) ; run (.*) #13 ask", problem.prompt).groups()
     values = {name: int(a + b) for name, a, b in (word.split() for word in constants.split(" ; "))}
     for line in sorted(lines.split("#")[1:], key=number_of):
         _, name, _, a, b = line.split()
-        values[name] = (values[a] + values[b]) % 100
-    assert numbers(problem) == {name: values[name] for name in numbers(problem)}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_ledgers_keep_the_latest_value(seed):
-    problem = make_problem("ledgers", seed, 12)
-    accounts, lines = re.match(r"let (.*) ; run (.*) #13 ask", problem.prompt).groups()
-    values = {name: int(a + b) for name, a, b in (word.split() for word in accounts.split(" ; "))}
-    for line in sorted(lines.split("#")[1:], key=number_of):
-        _, name, _, a, b = line.split()
-        values[name] = (values[name] + int(a + b)) % 100
+        values[name] = (values[a] + values[b] if kind == "programs" else values[name] + int(a + b)) % 100
     assert numbers(problem) == {name: values[name] for name in numbers(problem)}
 
 
@@ -46,8 +37,8 @@ def test_lists_are_sorted():
     pytest.importorskip("reasoning_gym")
     for seed in range(20):
         problem = make_problem("sorting", seed, 9)
-        direction, given = re.match(r"sort (\w+) (.*) work", problem.prompt).groups()
-        expected = sorted(given.split(" , "), reverse=direction == "descending")
+        direction, letters = re.match(r"sort (\w+) (.*) work", problem.prompt).groups()
+        expected = sorted(letters.split(" , "), reverse=direction == "descending")
         assert list(problem.answers) == expected and problem.verify(" ".join(expected))
         assert not problem.verify(" ".join(expected[::-1]))
 
@@ -88,9 +79,9 @@ def test_unknown_kinds_are_refused():
     with pytest.raises(ConfigError, match="choose from programs, ledgers, sorting"):
         make_problem("riddles", 0)
     for kind in KINDS:
-        most = KINDS[kind].most
+        largest = KINDS[kind].most
         if kind != "sorting":
-            problem = make_problem(kind, 1, most)
+            problem = make_problem(kind, 1, largest)
             assert judge(problem, problem.solution).exact
-        with pytest.raises(ConfigError, match=f"{kind}' has 1 to {most} steps, not {most + 1}"):
-            make_problem(kind, 1, most + 1)
+        with pytest.raises(ConfigError, match=f"{kind}' has 1 to {largest} steps, not {largest + 1}"):
+            make_problem(kind, 1, largest + 1)

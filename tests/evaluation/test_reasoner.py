@@ -41,8 +41,8 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch)
         train.main([str(tmp_path / "cut"), "--batches", "6", *WORDS])
     assert [path.name for path in (tmp_path / "cut/checkpoints").iterdir()] == ["checkpoint-4"]
     train.main([str(tmp_path / "cut"), "--batches", "6", *WORDS])
-    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+    uncut, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(cut[name], uncut[name]) for name in uncut)
     started = load_file(tmp_path / "cut/checkpoints/checkpoint-6/model.safetensors")
     assert any(
         not torch.equal(started[name], train.make_model(train.make_tokenizer()).state_dict()[name]) for name in started
@@ -84,13 +84,16 @@ def test_rows_are_problems_whose_prompts_have_no_labels():
 def test_problems_are_written_as_training_text(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "a" / "p.jsonl"), "--kinds", "programs", "--count", "3"])
     write_problems.main()
-    found = [json.loads(line) for line in (tmp_path / "a/p.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "a/p.jsonl").read_text().splitlines()]
     problems = [make_problem("programs", seed) for seed in range(3)]
-    assert found == [{"prompt": p.prompt, "response": p.solution} for p in problems]
+    assert records == [{"prompt": p.prompt, "response": p.solution} for p in problems]
     tokenizer = train.make_tokenizer()
-    turns = [{"role": "user", "content": found[0]["prompt"]}, {"role": "assistant", "content": found[0]["response"]}]
+    turns = [
+        {"role": "user", "content": records[0]["prompt"]},
+        {"role": "assistant", "content": records[0]["response"]},
+    ]
     text = tokenizer.apply_chat_template(turns, tokenize=False)
-    assert text.split() == ["<s>", *found[0]["prompt"].split(), *found[0]["response"].split()]
+    assert text.split() == ["<s>", *records[0]["prompt"].split(), *records[0]["response"].split()]
     assert tokenizer.pad_token_id not in tokenizer(text)["input_ids"], "a word is unknown"
 
 

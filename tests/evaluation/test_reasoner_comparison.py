@@ -78,9 +78,9 @@ def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
     # trainings, windows, training-free and trained policies, calibrations, policies with shares
     assert len(ran) == 3 + 1 + 1 + 3 + 5 + len(better)
     table = table_of(tmp_path)
-    own = [f"{name}, nothing evicted" for name in ("kvpop", "streaming-plus")]
+    unevicted = [f"{name}, nothing evicted" for name in ("kvpop", "streaming-plus")]
     shared = [f"{name}, shares" for name in better]
-    assert {line["policy"] for line in table} == {"dense", "h2o", "random", *small, *own, *shared}
+    assert {line["policy"] for line in table} == {"dense", "h2o", "random", *small, *unevicted, *shared}
     assert {*better} <= (calibrated := {"h2o", "random", *small})
     assert {path.name for path in (tmp_path / "calibrations").iterdir()} == {f"{name}-2" for name in calibrated}
     assert {line["problems"] for line in table} == {"8"}
@@ -209,12 +209,12 @@ def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
 )
 def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatch):
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
-    told = OPTIONS | {"rows": 8, "protect_prompt": [True], "share": [2, 4]}
+    options = OPTIONS | {"rows": 8, "protect_prompt": [True], "share": [2, 4]}
     path = comparison.records / "trimkv.jsonl"
     monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
-    path.write_text(json.dumps({"run": {"options": told}}) + "\n")
+    path.write_text(json.dumps({"run": {"options": options}}) + "\n")
     comparison.run_trained(["trimkv"], 9)
-    path.write_text(json.dumps({"run": {"options": told | {name: value}}}) + "\n")
+    path.write_text(json.dumps({"run": {"options": options | {name: value}}}) + "\n")
     with pytest.raises(SystemExit, match=f"trimkv.jsonl has {name} .* name another folder, or remove this file"):
         comparison.run_trained(["trimkv"], 9)
 

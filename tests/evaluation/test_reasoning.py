@@ -21,34 +21,34 @@ class Solver:
     """Model that writes worked solutions, but the wrong last answer in every ``wrong``-th of them."""
 
     def __init__(self, tokenizer, questions, wrong: int):
-        self.tokenizer, self.wrong, self.asked = tokenizer, wrong, []
+        self.tokenizer, self.wrong, self.calls = tokenizer, wrong, []
         self.solutions = {tuple(q.prompt): (i, q.problem.solution) for i, q in enumerate(questions)}
 
     def generate(self, prompts, new, stop, sampling, seeds):
         assert stop == {self.tokenizer.eos_token_id}
-        self.asked.append((len(prompts), sampling, tuple(seeds)))
-        found = []
+        self.calls.append((len(prompts), sampling, tuple(seeds)))
+        answers = []
         for prompt in prompts:
             i, text = self.solutions[tuple(prompt)]
             words = text.removesuffix(" end").split()
             if i % self.wrong == 0:
                 words[-1] = str((int(words[-1]) + 1) % 10)
-            found.append(self.tokenizer(" ".join(words))["input_ids"][:new])
-        return found
+            answers.append(self.tokenizer(" ".join(words))["input_ids"][:new])
+        return answers
 
 
 def records_of(tokenizer, questions, wrong, new=10**6, **options):
     solver = Solver(tokenizer, questions, wrong)
-    return list(solve(solver, tokenizer, questions, new=new, **options)), solver.asked
+    return list(solve(solver, tokenizer, questions, new=new, **options)), solver.calls
 
 
 def test_solutions_are_judged(tokenizer):
     questions = make_questions(tokenizer, ["programs", "ledgers"], 4, "validation", 3)
     assert [q.problem.seed for q in questions] == [*SEEDS["validation"][:4]] * 2
-    found, asked = records_of(tokenizer, questions, 2, batch=3)
-    assert [count for count, _, _ in asked] == [3, 3, 2] and {sampling for _, sampling, _ in asked} == {GREEDY}
-    assert [r["exact"] for r in found] == [False, True] * 4
-    for record, question in zip(found, questions, strict=True):
+    records, calls = records_of(tokenizer, questions, 2, batch=3)
+    assert [count for count, _, _ in calls] == [3, 3, 2] and {sampling for _, sampling, _ in calls} == {GREEDY}
+    assert [r["exact"] for r in records] == [False, True] * 4
+    for record, question in zip(records, questions, strict=True):
         assert (record["kind"], record["unit"]) == (question.problem.kind, question.problem.seed)
         assert record["answered"] and record["written"] <= question.worked
         answers = len(question.problem.answers)
@@ -61,12 +61,16 @@ def test_solutions_are_judged(tokenizer):
 def test_samples_have_seeds_of_their_own(tokenizer):
     questions = make_questions(tokenizer, ["programs"], 4, "validation", 2)
     options = {"samples": 3, "sampling": Sampling(0.6, 0.95), "batch": 5}
-    found, asked = records_of(tokenizer, questions, 2, seed=1, **options)
-    assert [r["sample"] for r in found] == [0, 1, 2] * 4 and {s for _, s, _ in asked} == {Sampling(0.6, 0.95)}
-    seeds = [seed for _, _, own in asked for seed in own]
+    records, calls = records_of(tokenizer, questions, 2, seed=1, **options)
+    assert [r["sample"] for r in records] == [0, 1, 2] * 4 and {s for _, s, _ in calls} == {Sampling(0.6, 0.95)}
+    seeds = [seed for _, _, call_seeds in calls for seed in call_seeds]
     assert len(set(seeds)) == 12
-    assert [s for _, _, own in records_of(tokenizer, questions, 2, seed=1, **options)[1] for s in own] == seeds
-    assert [s for _, _, own in records_of(tokenizer, questions, 2, seed=2, **options)[1] for s in own] != seeds
+    assert [
+        s for _, _, call_seeds in records_of(tokenizer, questions, 2, seed=1, **options)[1] for s in call_seeds
+    ] == seeds
+    assert [
+        s for _, _, call_seeds in records_of(tokenizer, questions, 2, seed=2, **options)[1] for s in call_seeds
+    ] != seeds
 
 
 def test_policies_that_draw_have_several_seeds():

@@ -50,16 +50,16 @@ def test_hindsight_by_definition(layer):
     got = recall(Judge(q, k, lse, 0.25), score, log_gamma)
     p = probabilities(q, k)[0].view(2, 2, S, S)
     priority = score.double() - torch.arange(S) * log_gamma.double()[:, None]
-    kept = kept_sets(priority, 2, 6, 8)[0]
+    visible = kept_sets(priority, 2, 6, 8)[0]
     for h in range(2):
         hits, shares = [], []
         for q0 in Q0:
             eligible = range(2, q0 - 5)
             mass = {t: float(p[h, :, q0 + 1 :, t].sum(-1).max()) for t in eligible}
             best = sorted(eligible, key=lambda t: -mass[t])[:8]
-            held = [t for t in eligible if kept[h, q0, t]]
-            hits.append(len(set(best) & set(held)) / 8)
-            shares.append(sum(mass[t] for t in held) / sum(mass[t] for t in best))
+            retained = [t for t in eligible if visible[h, q0, t]]
+            hits.append(len(set(best) & set(retained)) / 8)
+            shares.append(sum(mass[t] for t in retained) / sum(mass[t] for t in best))
         assert float(got.hindsight[h]) == pytest.approx(sum(hits) / 2)
         assert float(got.mass[h]) == pytest.approx(sum(shares) / 2, rel=1e-4)
 
@@ -86,8 +86,8 @@ def test_equal_bytes_are_equal_and_k_is_the_largest(dtype, size, budget):
         return request_bytes(layout, 3, 4096, Retention(budget, 4, 64)).allocated
 
     moments = size * (size + 2)
-    found = setting.resolve(training_free("momentkv"), shape, dtype).roles.budget
-    assert bytes_of(found, moments) == bytes_of(budget, 0) < bytes_of(found + 1, moments)
+    budget_found = setting.resolve(training_free("momentkv"), shape, dtype).roles.budget
+    assert bytes_of(budget_found, moments) == bytes_of(budget, 0) < bytes_of(budget_found + 1, moments)
     equal_k = dataclasses.replace(setting, equal="k").resolve(training_free("momentkv"), shape, dtype)
     assert equal_k.roles.topk == budget - 68 == setting.resolve(training_free("h2o"), shape, dtype).roles.topk
 

@@ -72,8 +72,8 @@ def test_next_tokens_are_the_oracles(model, tmp_path, name):
     run, dense = (OracleModel(model).run(row().tolist(), chosen) for chosen in (policy, None))
     nll, exact_nll = (float(-r.logprobs[:-1].gather(-1, row()[1:, None]).mean()) for r in (run, dense))
     assert record["nll"] == pytest.approx(nll, rel=1e-5) and abs(nll - exact_nll) > 1e-4
-    exact, own = dense.logprobs[:-1], run.logprobs[:-1]
-    assert record["kl"] == pytest.approx(float((exact.exp() * (exact - own)).sum(-1).mean()), rel=1e-3)
+    exact, inexact = dense.logprobs[:-1], run.logprobs[:-1]
+    assert record["kl"] == pytest.approx(float((exact.exp() * (exact - inexact)).sum(-1).mean()), rel=1e-3)
     assert record["error"] > 0 and ("mass" in record) == ("hindsight" in record) == (name != "dms")
     assert name == "dms" or (0 < record["hindsight"] <= 1 and 0 < record["mass"] <= 1.0001)
 
@@ -84,19 +84,19 @@ def test_recall_is_of_the_sets_on_dense_queries(layer, name):
     roles = Retention(16, 2, 6)
     resolved = training_free(name).resolve(SHAPE, roles.budget, 2, 6)
     assert resolved.roles == roles
-    out, kept = attend_and_keep(resolved, 0, q, k, v, 32**-0.5, Q0)
+    out, retained = attend_and_keep(resolved, 0, q, k, v, 32**-0.5, Q0)
     for b in range(2):
         visible, margins, _, _ = retained_by_attention(q[b], k[b], v[b], ORACLES[name], 2, 6, 8)
         assert margins.min() > 1e-6
-        for q0, found in zip(Q0, kept, strict=True):
-            assert torch.equal(found[b], visible[:, q0, 2 : q0 - 5])
+        for q0, retained_of in zip(Q0, retained, strict=True):
+            assert torch.equal(retained_of[b], visible[:, q0, 2 : q0 - 5])
     judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
     recall, again = resolved.on_dense(judge, 0, v, Q0)
-    expected = judge.recall_of(kept, torch.zeros(2), roles, Q0)
+    expected = judge.recall_of(retained, torch.zeros(2), roles, Q0)
     assert torch.equal(recall.hindsight, expected.hindsight) and torch.equal(recall.mass, expected.mass)
     assert torch.equal(again, out)
     _, order = attend_and_keep(resolved, 0, q, k, v, 32**-0.5, Q0[::-1])
-    assert all(torch.equal(a, b) for a, b in zip(order[::-1], kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(order[::-1], retained, strict=True))
 
 
 @pytest.mark.parametrize("name", ["streaming-llm", "momentkv"])
@@ -107,17 +107,19 @@ def test_the_error_of_outputs_by_definition(model, name):
     """
     runs = resolve_all([(training_free(name), Setting(S, 30, 2, 6))], ModelShape.of(model, S), torch.float32)
     records = list(evaluate(load_model(model, torch.float32), [row()], [S], runs))
-    kept = {}
+    projections = {}
 
     def capture(layer, q, k, v, scale):
-        kept.setdefault(layer, tuple(x[0].detach().double() for x in (q, k, v)))
+        projections.setdefault(layer, tuple(x[0].detach().double() for x in (q, k, v)))
         return dense_attention(q, k, v, scale)[0]
 
     load_model(model, torch.float32).get_decoder()(input_ids=row()[None], attend=capture)
     policy, full = OraclePolicy(ORACLES[name], 2, 6, 22, corrected=name == "momentkv"), OraclePolicy.full()
-    q, k, v = kept[0]
-    own, exact = (p.attend(q, k, v, p.decide(0, q, k, v).visible).unflatten(-1, (4, -1))[30:] for p in (policy, full))
-    expected = ((own - exact).norm(dim=-1) / exact.norm(dim=-1)).mean(0)
+    q, k, v = projections[0]
+    evicted, exact = (
+        p.attend(q, k, v, p.decide(0, q, k, v).visible).unflatten(-1, (4, -1))[30:] for p in (policy, full)
+    )
+    expected = ((evicted - exact).norm(dim=-1) / exact.norm(dim=-1)).mean(0)
     assert records[1]["error_by_layer"][0] == pytest.approx(expected.tolist(), rel=1e-4) and expected.min() > 0.01
 
 
@@ -127,11 +129,11 @@ def test_equal_bytes_count_pages_that_are_not_full(name, allocator, more):
     """Unequal shares round up to whole pages in every layer."""
     shape, spec = ModelShape("llama", 30, 3, 64, 2048), training_free(name).allocated(allocator)
     settings = {equal: Setting(2048, 512, None, None, equal) for equal in ("k", "bytes")}
-    found = {equal: one.resolve(spec, shape, torch.bfloat16) for equal, one in settings.items()}
-    bytes_of = {equal: one.request_bytes(2048, torch.bfloat16).allocated for equal, one in found.items()}
+    resolved = {equal: one.resolve(spec, shape, torch.bfloat16) for equal, one in settings.items()}
+    bytes_of = {equal: one.request_bytes(2048, torch.bfloat16).allocated for equal, one in resolved.items()}
     page = 30 * 3 * 64 * (2 * 64 * 2 + 8)
-    assert bytes_of == {"k": (8 + more) * page, "bytes": 8 * page} and found["k"].roles.budget == 512
-    fits = found["bytes"].roles.budget
+    assert bytes_of == {"k": (8 + more) * page, "bytes": 8 * page} and resolved["k"].roles.budget == 512
+    fits = resolved["bytes"].roles.budget
     assert (fits == 512) == (more == 0)
     if fits < 512:
         one_more = spec.resolve(shape, fits + 1)
@@ -140,28 +142,28 @@ def test_equal_bytes_count_pages_that_are_not_full(name, allocator, more):
 
 @pytest.mark.parametrize("name, allocator", [("streaming-llm", "uniform"), ("h2o", "uniform"), ("h2o", "pyramid")])
 def test_how_many_tokens_are_all_held(layer, name, allocator):
-    """``whole`` tokens are all retained, and after one more token some are not."""
+    """So many tokens are all retained, and after one more token some are not."""
     resolved = training_free(name).allocated(allocator).resolve(SHAPE, 40)
     assert (resolved.least < 40) == (allocator == "pyramid")
-    rows, whole = LayerRows(resolved.rules[0], resolved.least, layer[1], 32**-0.5), resolved.whole
-    rows.append(*(x[:, :, :whole] for x in layer))
+    rows, count = LayerRows(resolved.rules[0], resolved.least, layer[1], 32**-0.5), resolved.whole
+    rows.append(*(x[:, :, :count] for x in layer))
     assert rows.held_by_rows().all()
-    rows.append(*(x[:, :, whole : whole + 1] for x in layer))
+    rows.append(*(x[:, :, count : count + 1] for x in layer))
     assert not rows.held_by_rows().all()
 
 
 @pytest.mark.parametrize("name", known_training_free())
 def test_evaluated_is_what_is_served(name):
     """Each policy without a scorer gets its defaults, or the given roles, as an engine resolves them."""
-    for asked in ({}, {"sinks": 0, "window": 6}):
-        policy = policies.get(name)(PolicySettings(name, 128, **asked), SHAPE)
-        resolved = training_free(name).resolve(SHAPE, 128, **asked)
+    for roles_set in ({}, {"sinks": 0, "window": 6}):
+        policy = policies.get(name)(PolicySettings(name, 128, **roles_set), SHAPE)
+        resolved = training_free(name).resolve(SHAPE, 128, **roles_set)
         served, evaluated = policy.layer_rule(1, slice(0, 2)), resolved.rules[1]
         tensors = {"log_gamma": None, "scorer": None, "rounds": None}
         plain = dataclasses.replace(served, **tensors)
         assert all(dataclasses.replace(r, **tensors) == plain for r in (served, evaluated))
         assert repr((served.scorer, served.rounds)) == repr((evaluated.scorer, evaluated.rounds))
         assert torch.equal(served.log_gamma, evaluated.log_gamma)
-        kept, roles = policy.retention, resolved.roles
-        assert (roles.budget, roles.sinks, roles.window) == (128, kept.sinks, kept.window)
+        retention, roles = policy.retention, resolved.roles
+        assert (roles.budget, roles.sinks, roles.window) == (128, retention.sinks, retention.window)
         assert torch.equal(resolved.budgets(1), policy.shares()[1])

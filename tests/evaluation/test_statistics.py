@@ -8,9 +8,9 @@ from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio, estimate
 
 
 def test_the_value_is_the_ratio_of_sums_and_the_interval_holds_it():
-    found = bootstrap_ratio([1.0, 2, 3, 4, 5, 6, 7, 8], [2.0] * 8)
-    assert found.value == 36 / 16
-    assert found.low < found.value < found.high
+    ratio = bootstrap_ratio([1.0, 2, 3, 4, 5, 6, 7, 8], [2.0] * 8)
+    assert ratio.value == 36 / 16
+    assert ratio.low < ratio.value < ratio.high
 
 
 def test_intervals_of_a_mean_cover_the_truth_in_about_95_of_100_samples():
@@ -63,8 +63,8 @@ def test_what_hardly_ever_or_always_happened_has_an_interval_too():
         low, high = estimate("x", [0.0] * count, units=range(count), shares=True)["x interval"]
         assert low == 0 and (1 - high) ** count == pytest.approx(0.025)
         assert estimate("x", [1.0] * count, units=range(count), shares=True)["x interval"] == (1 - high, 1)
-    some = [0.0] * 5 + [1.0] * 5
-    assert estimate("x", some, units=range(10), shares=True) == estimate("x", some, units=range(10))
+    values = [0.0] * 5 + [1.0] * 5
+    assert estimate("x", values, units=range(10), shares=True) == estimate("x", values, units=range(10))
     assert (
         estimate("x", [0.0] * 63 + [0.2], units=range(64), shares=True)["x interval"][1] == high
     )  # no less than for none
@@ -73,6 +73,6 @@ def test_what_hardly_ever_or_always_happened_has_an_interval_too():
 
 def test_fields_of_a_line_have_an_interval_from_eight_units_on():
     values = [float(i) for i in range(9)]
-    whole = bootstrap_ratio(values)
-    assert estimate("x", values, units=range(9)) == {"x": 4.0, "x interval": (whole.low, whole.high)}
+    everything = bootstrap_ratio(values)
+    assert estimate("x", values, units=range(9)) == {"x": 4.0, "x interval": (everything.low, everything.high)}
     assert estimate("x", values, units=[0, 1, 2, 3, 4, 5, 6, 6, 6]) == {"x": 4.0}

@@ -18,7 +18,7 @@ NLL = {"dense": 2.0, "streaming-llm": 2.2, "h2o": 2.12}
 
 
 def make_records(rows=10):
-    draw, found = np.random.default_rng(0), []
+    draw, rows_of_text = np.random.default_rng(0), []
     for policy, level in NLL.items():
         for row in range(rows):
             nll, kl = level + 0.1 * draw.normal(), (level - 1.9) * draw.uniform(0.5, 1.5)
@@ -26,8 +26,8 @@ def make_records(rows=10):
             one |= {"policy": policy, "allocated": 3 * 2**19}
             if policy != "dense":
                 one |= {"budget": 30, "equal": "k", "window": 6, "topk": 22, "kl": kl}
-            found.append(one)
-    return found
+            rows_of_text.append(one)
+    return rows_of_text
 
 
 def column(records, policy, name):
@@ -37,11 +37,11 @@ def column(records, policy, name):
 def percentiles(above, below, draws=8_000):
     """Bootstrap over documents, written for this test."""
     draw, documents = np.random.default_rng(1), [np.flatnonzero(np.array(UNITS) == u) for u in sorted(set(UNITS))]
-    found = []
+    rows_of_text = []
     for _ in range(draws):
         rows = np.concatenate([documents[i] for i in draw.integers(len(documents), size=len(documents))])
-        found.append(above[rows].sum() / below[rows].sum())
-    return np.quantile(found, [0.025, 0.975])
+        rows_of_text.append(above[rows].sum() / below[rows].sum())
+    return np.quantile(rows_of_text, [0.025, 0.975])
 
 
 def test_ratios_of_summed_nats_and_their_intervals():
@@ -73,8 +73,8 @@ def test_policies_are_compared_at_the_same_setting_only():
         ("h2o", "k", True),
         ("h2o", "bytes", False),
     ]
-    own = [r | {"equal": "bytes", "kl": r["kl"] / 4} for r in records if r["policy"] == "streaming-llm"]
-    *_, k, _, in_bytes = summarise_text(records + own + more, "streaming-llm")
+    equal_bytes = [r | {"equal": "bytes", "kl": r["kl"] / 4} for r in records if r["policy"] == "streaming-llm"]
+    *_, k, _, in_bytes = summarise_text(records + equal_bytes + more, "streaming-llm")
     assert in_bytes["kl ratio"] == pytest.approx(2 * k["kl ratio"])
     assert all("kl ratio" not in x for x in summarise_text(records, None))
 

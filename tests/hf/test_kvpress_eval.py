@@ -7,7 +7,7 @@ import os
 import subprocess
 
 import pytest
-from engines import DEMO_MODEL, PEERS, ROOT
+from harness import DEMO_MODEL, PEERS, ROOT
 
 pytestmark = [
     pytest.mark.slow,

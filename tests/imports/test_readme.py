@@ -14,7 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import corpus_table
 import pytest
 import readme
 import record
@@ -23,6 +22,7 @@ from kvpop_vllm import cpu_env, policies
 from kvpop_vllm.bench.plot import NAMES, newest, read_answers
 from kvpop_vllm.cli import main, make_parser
 from kvpop_vllm.config import AUTO
+from kvpop_vllm.evaluation import corpus
 from kvpop_vllm.evaluation.summaries import summarise_text
 from kvpop_vllm.flags import FLAGS
 
@@ -194,12 +194,27 @@ def test_the_table_of_long_reasoning_is_the_recorded_one():
         assert cells == [answers[policy, equal, compression] for compression in "2468"], policy
 
 
+def corpus_lines() -> dict[str, dict]:
+    """Return the lines of the table of `kvpop eval --task corpus` over the recorded runs, by method."""
+    records = []
+    for path in sorted(RESULTS.glob("corpus/*-self-study.jsonl")):
+        rows = [row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()) if "method" in row]
+        records += [row | {name: f"{path.stem} {row[name]}" for name in ("document", "unit")} for row in rows]
+    return {line["method"]: line for line in corpus.summarise(records, "truncation")}
+
+
+def test_the_table_of_caches_of_documents_is_the_recorded_one():
+    lines, page = corpus_lines(), (ROOT / "docs/compaction.md").read_text()
+    last, chosen, fitted = (lines[name] for name in ("truncation", "snapkv", "attention-matching"))
+    ratio = "{:.2f} ({:.2f} to {:.2f})".format(fitted["kl ratio"], *fitted["kl ratio interval"])
+    assert f"| {last['kl']:.3f} | {chosen['kl']:.3f} | {fitted['kl']:.3f} | {ratio} |" in page
+    assert f"each of the others {fitted['MiB']:.0f} MiB" in page and last["MiB"] == chosen["MiB"] == fitted["MiB"]
+    rows = re.findall(r"(?m)^\| (?:bible|transcripts|shakespeare) [^|]*\|([^|]*)\|", page)
+    assert sum(len(row.split(",")) for row in rows) == last["documents"]
+
+
 def test_claims_in_the_text_are_the_recorded_ones():
-    lines = {
-        line["method"]: line
-        for line in corpus_table.table_of(sorted(map(str, RESULTS.glob("corpus/*-self-study.jsonl"))), "truncation")
-    }
-    ratio = lines["attention-matching"]["kl ratio"]
+    ratio = corpus_lines()["attention-matching"]["kl ratio"]
     first = {
         name: csv_rows("cartridge.csv", what="first token", configuration=name, requests="1")
         for name in ("stock", "cartridge")

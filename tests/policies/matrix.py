@@ -34,7 +34,7 @@ class Row:
         spread: further options of the scorer folder in tests with few tokens.
         sinks: default of a policy without a scorer folder.
         window: default of a policy without a scorer folder; -1 is half of the budget.
-        asked: True if tests set sinks and window themselves.
+        set_by_tests: True if tests set sinks and window themselves.
         compresses: True if the policy holds the prompt until its end and then compresses it.
         allocator: allocator to ask for, where the row is a variant.
         own_allocator: default allocator of the policy.
@@ -52,7 +52,7 @@ class Row:
     spread: dict = field(default_factory=dict)
     sinks: int = 0
     window: int = 1
-    asked: bool = False
+    set_by_tests: bool = False
     compresses: bool = False
     allocator: str = "uniform"
     own_allocator: str = "uniform"
@@ -79,18 +79,22 @@ ROWS = {
     "kvpop": Row("mlstm", spread=DECAY, engines=("qwen3", "llama"), state=32 * 32 + 32 + 1),
     "kvpop-mlp": Row("mlp", spread=DECAY, engines=("qwen3", "llama")),
     "kvpop-linear": Row("linear", spread=DECAY | {"decay_step": 3}, engines=("qwen3", "llama")),
-    "streaming-llm": Row("recency", sinks=4, window=8, asked=True, engines=("qwen3", "llama")),
-    "random": Row("random draw", sinks=4, window=8, asked=True, engines=("qwen3",)),
-    "snapkv": Row("prompt votes", window=32, asked=True, compresses=True, state=32 * 2 * 32),
+    "streaming-llm": Row("recency", sinks=4, window=8, set_by_tests=True, engines=("qwen3", "llama")),
+    "random": Row("random draw", sinks=4, window=8, set_by_tests=True, engines=("qwen3",)),
+    "snapkv": Row("prompt votes", window=32, set_by_tests=True, compresses=True, state=32 * 2 * 32),
     "pyramidkv": Row(
-        "prompt votes", window=32, asked=True, compresses=True, own_allocator="pyramid", state=32 * 2 * 32
+        "prompt votes", window=32, set_by_tests=True, compresses=True, own_allocator="pyramid", state=32 * 2 * 32
     ),
-    "adakv": Row("prompt votes", window=32, asked=True, compresses=True, own_allocator="ada", state=32 * 2 * 32 + 1),
+    "adakv": Row(
+        "prompt votes", window=32, set_by_tests=True, compresses=True, own_allocator="ada", state=32 * 2 * 32 + 1
+    ),
     # tests compare it with oracle_matching.py, or with a KVpopCache; 14 queries of its window at B = 56
     "attention-matching": Row("prompt matching", window=16, compresses=True, state=14 * 2 * 32),
-    "vase": Row("sampled mass", sinks=4, window=8, asked=True, engines=("qwen3",), state=64 * 2 * 32),
-    "rkv": Row("redundancy", window=8, asked=True, engines=("llama",), state=8 * 2 * 32),
-    "triattention": Row("expected logits", sinks=4, window=8, asked=True, calibrated=True, engines=("qwen3", "llama")),
+    "vase": Row("sampled mass", sinks=4, window=8, set_by_tests=True, engines=("qwen3",), state=64 * 2 * 32),
+    "rkv": Row("redundancy", window=8, set_by_tests=True, engines=("llama",), state=8 * 2 * 32),
+    "triattention": Row(
+        "expected logits", sinks=4, window=8, set_by_tests=True, calibrated=True, engines=("qwen3", "llama")
+    ),
     "h2o": Row("mean mass", window=-1, engines=("qwen3",)),
     "tova": Row("newest mass", engines=("llama",)),
     "h2o-pyramid": Row("mean mass", "h2o", window=-1, allocator="pyramid", engines=("llama",)),

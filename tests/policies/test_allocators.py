@@ -20,7 +20,7 @@ from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
 from kvpop_vllm.scorers.untrained import init_scorer
 from kvpop_vllm.testing import write_tiny_model
 
-made = functools.partial(matrix.made, budget=1024, shape=ModelShape("llama", 30, 3, 64, 8192, num_heads=9))
+make = functools.partial(matrix.made, budget=1024, shape=ModelShape("llama", 30, 3, 64, 8192, num_heads=9))
 
 
 @pytest.mark.parametrize("name, budget", [("streaming-llm", 1024), ("tova", 333), ("h2o", 512)])
@@ -29,18 +29,18 @@ def test_pyramid_is_an_arithmetic_sequence(name, budget):
 
     All layers together hold as many tokens as equal ones.
     """
-    policy = made(name, budget=budget, allocator="pyramid")
-    shares, kept = policy.shares(), policy.retention
+    policy = make(name, budget=budget, allocator="pyramid")
+    shares, retention = policy.shares(), policy.retention
     assert shares.dtype == torch.int32 and shares.shape == (30, 3) and (shares == shares[:, :1]).all()
     assert int(shares.sum()) == budget * 90
-    long_range = (shares[:, 0] - kept.first_long).double()
-    exact = torch.linspace(2 * kept.topk - kept.topk / 20, kept.topk / 20, 30, dtype=torch.float64)
+    long_range = (shares[:, 0] - retention.first_long).double()
+    exact = torch.linspace(2 * retention.topk - retention.topk / 20, retention.topk / 20, 30, dtype=torch.float64)
     assert (long_range - exact).abs().max() <= 1
 
 
 def test_the_allocator_is_the_policys_own_or_the_one_asked_for():
-    assert made("h2o").allocator == "uniform" and made("h2o").unequal_shares(slice(0, 3)) is None
-    assert made("h2o", allocator="pyramid").unequal_shares(slice(1, 3)).heads == 2
+    assert make("h2o").allocator == "uniform" and make("h2o").unequal_shares(slice(0, 3)) is None
+    assert make("h2o", allocator="pyramid").unequal_shares(slice(1, 3)).heads == 2
 
 
 def test_shares_of_a_file_are_parts_of_the_slots():
@@ -58,7 +58,7 @@ def test_shares_of_a_file_are_parts_of_the_slots():
     with pytest.raises(ConfigError, match="gives all requests one budget here: leave --kv-budget out"):
         alike.retention_of(39)
     with pytest.raises(ConfigError, match="shares.json: shares must be 30 lists of 3 numbers"):
-        made("h2o", calibration=str(matrix.SHARES))
+        make("h2o", calibration=str(matrix.SHARES))
 
 
 @pytest.mark.parametrize("allocator", ["uniform", "pyramid"])
@@ -110,7 +110,7 @@ def test_a_scorers_shares_hold_in_every_rank(tmp_path):
 
 
 def test_one_layer_is_no_pyramid():
-    policy = made("h2o", budget=256, shape=ModelShape("llama", 1, 3, 64, 8192), allocator="pyramid")
+    policy = make("h2o", budget=256, shape=ModelShape("llama", 1, 3, 64, 8192), allocator="pyramid")
     assert policy.shares().tolist() == [[256] * 3]
 
 
@@ -120,12 +120,12 @@ def test_heads_divide_by_votes_alone(name):
         f"ada compares tokens of different heads, and scores of --kv-policy {name} mean something within a head only"
     )
     with pytest.raises(ConfigError, match=message):
-        made(name, budget=256, allocator="ada")
+        make(name, budget=256, allocator="ada")
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
 def test_any_votes_can_be_divided_by(name):
-    policy = made(name, budget=256, allocator="ada")
+    policy = make(name, budget=256, allocator="ada")
     assert policy.adaptive_head_budgets and (policy.shares() == 256).all()
     assert policy.rule(0, slice(0, 3)).compression.safe == 0.2
     policy.check_ranks(1)
@@ -136,9 +136,9 @@ def test_any_votes_can_be_divided_by(name):
 
 
 def test_shares_of_a_class_of_its_own_hold_for_all_requests(monkeypatch):
-    policy = made("streaming-llm")
+    policy = make("streaming-llm")
     unlike = torch.tensor([1023, 1024, 1025], dtype=torch.int32).repeat(30, 1)
-    monkeypatch.setattr(type(policy), "shares", lambda own: unlike)
+    monkeypatch.setattr(type(policy), "shares", lambda _: unlike)
     assert policy.one_budget and policy.unequal_shares(slice(0, 3)).heads == 3
     division = policy.division(shards_of([(0, 30)], 3, 3))
     assert [shares.counts for shares in division.shares(1024, 5)] == [{1023: 30}, {1024: 30}, {1025: 30}]
@@ -157,13 +157,16 @@ def test_stages_are_those_of_vllm():
 @pytest.mark.parametrize(
     "shares, message",
     [
-        (lambda own: torch.full((30, 2), 100, dtype=torch.int32), r"gives shares that are not \(30, 3\) int32"),
-        (lambda own: torch.full((30, 3), 1025, dtype=torch.int32), "gives shares of more than the budget"),
-        (lambda own: torch.full((30, 3), 5, dtype=torch.int32), "leaves a head 5 tokens, less than sinks and window"),
+        (lambda policy: torch.full((30, 2), 100, dtype=torch.int32), r"gives shares that are not \(30, 3\) int32"),
+        (lambda policy: torch.full((30, 3), 1025, dtype=torch.int32), "gives shares of more than the budget"),
+        (
+            lambda policy: torch.full((30, 3), 5, dtype=torch.int32),
+            "leaves a head 5 tokens, less than sinks and window",
+        ),
     ],
 )
 def test_shares_of_other_packages_are_checked(monkeypatch, shares, message):
-    policy = made("streaming-llm")
+    policy = make("streaming-llm")
     monkeypatch.setattr(type(policy), "shares", shares)
     with pytest.raises(ConfigError, match=message):
         policy.check_shares()

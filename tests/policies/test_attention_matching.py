@@ -37,9 +37,11 @@ def tokens(prompt: int, seed: int = 0):
     draw = torch.Generator().manual_seed(100 * seed + prompt)
     length = prompt + MORE
     centres = 2 * torch.randn(HEADS, 8, SIZE, generator=draw)
-    of = torch.randint(8, (length,), generator=draw)
-    k = centres[:, of] + 0.5 * torch.randn(HEADS, length, SIZE, generator=draw)
-    q = centres.repeat_interleave(GROUP, 0)[:, of.flip(0)] + torch.randn(HEADS * GROUP, length, SIZE, generator=draw)
+    cluster = torch.randint(8, (length,), generator=draw)
+    k = centres[:, cluster] + 0.5 * torch.randn(HEADS, length, SIZE, generator=draw)
+    q = centres.repeat_interleave(GROUP, 0)[:, cluster.flip(0)] + torch.randn(
+        HEADS * GROUP, length, SIZE, generator=draw
+    )
     return q, k, torch.randn(HEADS, length, SIZE, generator=draw)
 
 
@@ -65,11 +67,11 @@ def test_made_slots_are_the_oracles(prompt):
     layer, _ = run(prompt, [prompt, MORE])
     count, near = oracle_matching.sizes(prompt, BUDGET, WINDOW)
     (keys, values, biases), kv = layer.made_slots(0), tokens(prompt)
-    best, given = (oracle_matching.made_slots(*kv, prompt, BUDGET, WINDOW, own) for own in (None, biases))
+    best, fitted = (oracle_matching.made_slots(*kv, prompt, BUDGET, WINDOW, fixed) for fixed in (None, biases))
     for h in range(HEADS):
         assert best[h].margin > 1e-4 and torch.equal(keys[h], kv[1][h, best[h].tokens])
-        np.testing.assert_allclose(values[h].numpy(), given[h].values, rtol=0, atol=1e-4)
-        assert given[h].misfit <= best[h].misfit + 1e-4 and (biases[h].abs() < 3.0001).all()
+        np.testing.assert_allclose(values[h].numpy(), fitted[h].values, rtol=0, atol=1e-4)
+        assert fitted[h].misfit <= best[h].misfit + 1e-4 and (biases[h].abs() < 3.0001).all()
         if prompt <= BUDGET:
             assert not biases[h].any() and torch.equal(values[h], kv[2][h, : prompt - near])
         else:
@@ -85,14 +87,14 @@ def test_outputs_are_the_oracles(prompt, impl):
     count, _ = oracle_matching.sizes(prompt, BUDGET, WINDOW)
     for counts in ([prompt, *[1] * MORE], [prompt, 9, *[1] * 7, 20, *[1] * (MORE - 36)], [prompt + MORE]):
         layer, out = run(prompt, counts, impl=impl)
-        made = oracle_matching.made_slots(*tokens(prompt), prompt, BUDGET, WINDOW, layer.made_slots(0)[2])
-        expected = oracle_matching.outputs(*tokens(prompt), made, prompt, BUDGET, WINDOW)
+        slots_of_heads = oracle_matching.made_slots(*tokens(prompt), prompt, BUDGET, WINDOW, layer.made_slots(0)[2])
+        expected = oracle_matching.outputs(*tokens(prompt), slots_of_heads, prompt, BUDGET, WINDOW)
         torch.testing.assert_close(out[0].double(), expected, rtol=0, atol=1e-4)
-        held = layer.held_by_rows()[0]
-        assert (held.sum(-1) == min(BUDGET, prompt + MORE)).all(), "no head holds more than B, or less than it may"
+        retained = layer.held_by_rows()[0]
+        assert (retained.sum(-1) == min(BUDGET, prompt + MORE)).all(), "no head holds more than B, or less than it may"
         newest = [t for t in range(prompt + MORE) if t >= max(prompt - WINDOW, prompt + MORE - (BUDGET - count))]
-        for h, slots in enumerate(made):
-            assert held[h].nonzero().flatten().tolist() == sorted({*slots.tokens.tolist(), *newest})
+        for h, slots in enumerate(slots_of_heads):
+            assert retained[h].nonzero().flatten().tolist() == sorted({*slots.tokens.tolist(), *newest})
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
@@ -119,12 +121,12 @@ def test_attention_sinks(prompt, impl):
 
 @pytest.mark.parametrize("prompt", [WINDOW + 1, 110])
 def test_chunks_and_rows_change_nothing(prompt):
-    """A prompt in chunks, also of one token, and beside another row, leaves the same slots to the bit."""
-    whole, expected = run(prompt, [prompt, *[1] * MORE])
+    """A prompt in chunks, also of one token, and next to another row, leaves the same slots to the bit."""
+    unchunked, expected = run(prompt, [prompt, *[1] * MORE])
     count, _ = oracle_matching.sizes(prompt, BUDGET, WINDOW)
     for counts, rows in (([*[7] * (prompt // 7), *[1] * (prompt % 7)], 1), ([*[1] * prompt], 1), ([prompt], 2)):
         layer, out = run(prompt, [*counts, *[1] * MORE], rows=rows)
-        for mine, theirs in zip(layer.made_slots(0), whole.made_slots(0), strict=True):
+        for mine, theirs in zip(layer.made_slots(0), unchunked.made_slots(0), strict=True):
             assert torch.equal(mine, theirs)
         torch.testing.assert_close(out[:1], expected, rtol=0, atol=1e-5)
 
@@ -132,7 +134,7 @@ def test_chunks_and_rows_change_nothing(prompt):
 def test_sizes_follow_from_the_budget():
     """A quarter of B is the window unless it is given, and as many of the last queries are kept, at most 256."""
     for budget, window in ((2, 1), (40, 10), (1024, 256), (4096, 1024)):
-        own = made("attention-matching", budget, MODEL)
-        assert own.retention.window == window and own.compression.queries == min(256, window)
+        default = made("attention-matching", budget, MODEL)
+        assert default.retention.window == window and default.compression.queries == min(256, window)
     assert made("attention-matching", 64, MODEL, max_budget=512).compression.queries == 128
     assert policy().retention_of(64).window == WINDOW

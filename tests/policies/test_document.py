@@ -30,21 +30,21 @@ def policy(tmp_path):
         yield made("value-norm", BUDGET, ModelShape("llama", 1, HEADS, SIZE, LENGTH))
 
 
-def naive(v: torch.Tensor, seen: int, protected: int) -> torch.Tensor:
-    """Return which of the first ``seen`` tokens are held, ``[H, seen]`` booleans, by a sort of float64 scores."""
+def naive(v: torch.Tensor, count: int, protected: int) -> torch.Tensor:
+    """Return which of the first ``count`` tokens are held, ``[H, count]`` booleans, by a sort of float64 scores."""
     first = protected or SINKS
-    held = torch.zeros(HEADS, seen, dtype=torch.bool)
-    held[:, :first] = True
-    held[:, max(0, seen - WINDOW) :] = True
-    last, room = max(first, seen - WINDOW), BUDGET - SINKS - WINDOW
+    retained = torch.zeros(HEADS, count, dtype=torch.bool)
+    retained[:, :first] = True
+    retained[:, max(0, count - WINDOW) :] = True
+    last, room = max(first, count - WINDOW), BUDGET - SINKS - WINDOW
     for h in range(HEADS):
         values = v[h, first:last].double()
         scores = values.abs().sum(-1)
         order = scores.argsort(descending=True)
         if len(order) > room:
             assert scores[order[room - 1]] - scores[order[room]] > 1e-4, "rounding may decide: choose another seed"
-        held[h, first + order[:room]] = True
-    return held
+        retained[h, first + order[:room]] = True
+    return retained
 
 
 @pytest.mark.parametrize("protected", [0, 20])
@@ -58,12 +58,12 @@ def test_the_policy_of_the_page_keeps_the_largest_values(policy, monkeypatch, im
         cut = slice(rows.seen, rows.seen + chunk)
         rows.append(*(x[None, :, cut] for x in (q, k, v)))
         assert torch.equal(rows.held_by_rows()[0], naive(v, rows.seen, protected)), f"after {rows.seen} tokens"
-    held = rows.held_by_rows().sum(-1).flatten().tolist()
-    assert rows.seen == LENGTH and held == [BUDGET + max(0, protected - SINKS)] * HEADS
+    counts = rows.held_by_rows().sum(-1).flatten().tolist()
+    assert rows.seen == LENGTH and counts == [BUDGET + max(0, protected - SINKS)] * HEADS
 
 
 def test_each_rank_has_the_rule_of_its_heads(policy):
     """A tensor-parallel rank asks for the rule of some heads, and gets tensors of as many."""
-    kept = policy.retention
-    assert (kept.budget, kept.sinks, kept.window) == (BUDGET, SINKS, WINDOW)
+    retention = policy.retention
+    assert (retention.budget, retention.sinks, retention.window) == (BUDGET, SINKS, WINDOW)
     assert len(policy.layer_rule(0, slice(1, 2)).log_gamma) == 1

@@ -49,9 +49,9 @@ def dense(q, k, v):
 @pytest.mark.parametrize("name", TRAINING_FREE)
 def test_a_budget_of_the_whole_sequence_is_dense(name, correction, impl):
     q, k, v = tokens()
-    out, held = serve(name, q, k, v, impl, budget=LENGTH, correction=correction)
+    out, retained = serve(name, q, k, v, impl, budget=LENGTH, correction=correction)
     torch.testing.assert_close(out.double(), dense(q, k, v), rtol=0, atol=1e-5)
-    assert held == [list(range(LENGTH))] * HEADS
+    assert retained == [list(range(LENGTH))] * HEADS
 
 
 @pytest.mark.parametrize("name", ["momentkv", "streaming-llm", "tova", "h2o", "l2norm"])
@@ -90,10 +90,10 @@ def test_tova_drops_what_the_last_query_ignores(impl):
     q[:, :], k[:] = 0, 0
     k[3, :, 0], q[:60, :, 0] = 20.0, 20.0  # sixty queries attend to token 3
     q[60:, :, 0] = -20.0
-    _, held = serve("tova", q, k, v, impl)
-    assert all(3 not in head for head in held)
-    _, held = serve("h2o", q, k, v, impl)
-    assert all(3 in head for head in held)
+    _, retained = serve("tova", q, k, v, impl)
+    assert all(3 not in head for head in retained)
+    _, retained = serve("h2o", q, k, v, impl)
+    assert all(3 in head for head in retained)
 
 
 def test_h2o_divides_by_the_number_of_queries(impl):
@@ -106,8 +106,8 @@ def test_h2o_divides_by_the_number_of_queries(impl):
     q, k, v = tokens()
     q[:], k[:] = 0, 0
     k[5, :, 0], k[50, :, 1], q[:30, :, 0], q[62:, :, 1] = 20.0, 20.0, 40.0, 40.0
-    _, held = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)  # room for one long-range token
-    assert all(50 in head and 5 not in head for head in held)
+    _, retained = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)  # room for one long-range token
+    assert all(50 in head and 5 not in head for head in retained)
     q[62:, :, 1] = 0
-    _, held = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)
-    assert all(5 in head and 50 not in head for head in held)
+    _, retained = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)
+    assert all(5 in head and 50 not in head for head in retained)

@@ -69,9 +69,9 @@ def test_rows_say_what_policies_do_unasked():
         assert (cls.default_allocator, cls.default_correction == "moment") == (row.own_allocator, row.corrected), name
         assert cls.compresses == row.compresses, name
         assert (cls.scorer_kind, cls.keeps_all) == (row.scorer if row.learned else None, row.keeps_all), name
-        if not (row.learned or row.asked or row.keeps_all):
-            kept, window = made(row.policy or name).retention, 32 if row.window < 0 else row.window
-            assert (kept.budget, kept.sinks, kept.window) == (64, row.sinks, window), name
+        if not (row.learned or row.set_by_tests or row.keeps_all):
+            retention, window = made(row.policy or name).retention, 32 if row.window < 0 else row.window
+            assert (retention.budget, retention.sinks, retention.window) == (64, row.sinks, window), name
 
 
 def refusal(row: Row, allocator: str, correction: str) -> str | None:
@@ -148,13 +148,13 @@ def scorer(tmp_path_factory):
 def policy(name: str, folder: str | None, allocator: str, correction: str) -> policies.Policy:
     """Build a policy in the same way as an engine."""
     row = ROWS[name]
-    asked = {"sinks": row.sinks, "window": row.window} if row.asked else {}
-    asked |= {"correction": correction} | shared_by(allocator, folder if row.calibrated else None)
+    settings = {"sinks": row.sinks, "window": row.window} if row.set_by_tests else {}
+    settings |= {"correction": correction} | shared_by(allocator, folder if row.calibrated else None)
     if row.learned:
-        asked.update(row.early, scorer=folder)
+        settings.update(row.early, scorer=folder)
     if not row.keeps_all:
-        asked["budget"] = BUDGET
-    return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | asked), MODEL)
+        settings["budget"] = BUDGET
+    return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | settings), MODEL)
 
 
 def sinks_of(layer: int, has_sinks: bool) -> torch.Tensor | None:
@@ -164,11 +164,11 @@ def sinks_of(layer: int, has_sinks: bool) -> torch.Tensor | None:
 
 
 def decide(
-    own: OraclePolicy, layer: int, dtype: torch.dtype, has_sinks: bool, forced: torch.Tensor | None = None
+    oracle_policy: OraclePolicy, layer: int, dtype: torch.dtype, has_sinks: bool, forced: torch.Tensor | None = None
 ) -> LayerDecisions:
     q, k, v, hidden, channel = tokens(layer).to(dtype)
     sinks = sinks_of(layer, has_sinks)
-    return own.decide(layer, q, k, v, forced, hidden=hidden, channel=channel, sink_logits=sinks)
+    return oracle_policy.decide(layer, q, k, v, forced, hidden=hidden, channel=channel, sink_logits=sinks)
 
 
 @pytest.fixture(scope="module")
@@ -182,21 +182,21 @@ def oracle(scorer):
         row, folder = ROWS[name], scorer(name)
         window = BUDGET // 2 if row.window < 0 else row.window
         if row.keeps_all:
-            own = OraclePolicy.full()
+            oracle_policy = OraclePolicy.full()
         elif row.learned:
-            own = OraclePolicy.from_scorer(folder, **row.early)
+            oracle_policy = OraclePolicy.from_scorer(folder, **row.early)
         else:
-            own = OraclePolicy(row.scorer, row.sinks, window, BUDGET - row.sinks - window, statistics=folder)
-        own, layers = replace(allocated(own, allocator), protect=protect), []
+            oracle_policy = OraclePolicy(row.scorer, row.sinks, window, BUDGET - row.sinks - window, statistics=folder)
+        oracle_policy, layers = replace(allocated(oracle_policy, allocator), protect=protect), []
         for layer in range(LAYERS):
-            exact = decide(own, layer, torch.float64, has_sinks)
-            low = decide(own, layer, torch.float32, has_sinks, exact.visible)
+            exact = decide(oracle_policy, layer, torch.float64, has_sinks)
+            low = decide(oracle_policy, layer, torch.float32, has_sinks, exact.visible)
             bound = 8 * float((exact.scores - low.scores.double()).nan_to_num().abs().max())
             smallest = float(exact.margins[exact.margins != 0].min())  # exact ties do not depend on rounding
             if smallest <= bound:
                 raise NearTie(f"{name}, {allocator}: a margin of {smallest:.1e} below {bound:.1e}, choose another seed")
             layers.append(exact.visible)
-        return own, layers
+        return oracle_policy, layers
 
     return found
 
@@ -210,20 +210,20 @@ def expected(oracle):
 
     @functools.cache
     def found(name: str, allocator: str, correction: str, protect: int = 0, has_sinks: bool = False) -> list[tuple]:
-        own, layers = oracle(name, allocator, protect, has_sinks)
-        own, both = replace(own, corrected=correction == "moment"), []
+        oracle_policy, layers = oracle(name, allocator, protect, has_sinks)
+        oracle_policy, expected_layers = replace(oracle_policy, corrected=correction == "moment"), []
         for layer, visible in enumerate(layers):
             exact, low = tokens(layer).to(torch.float64), tokens(layer)
 
             def outputs(x, visible=visible, layer=layer):
                 sinks = sinks_of(layer, has_sinks)
                 options = {"sink_logits": None if sinks is None else sinks.to(x.q)}
-                return own.attend(x.q, x.k, x.v, visible, **options), masked_lse(x.q, x.k, visible, **options)
+                return oracle_policy.attend(x.q, x.k, x.v, visible, **options), masked_lse(x.q, x.k, visible, **options)
 
-            both.append(
+            expected_layers.append(
                 (visible, *zip(outputs(exact), eager_runs(functools.partial(outputs, low), count=1), strict=True))
             )
-        return both
+        return expected_layers
 
     return found
 
@@ -231,29 +231,29 @@ def expected(oracle):
 @pytest.fixture
 def logged(monkeypatch):
     """Return a list that collects the log-sum-exps ``[tokens, Hq]`` of all kernel calls."""
-    seen = []
+    logged_lse = []
 
     def noting(run):
         def call(*args, **options):
             out, lse = run(*args, **options)
-            seen.append(lse)
+            logged_lse.append(lse)
             return out, lse
 
         return call
 
     for op in ("prefill_chunk", "decode_step"):
         monkeypatch.setattr(ops, op, noting(getattr(ops, op)))
-    return seen
+    return logged_lse
 
 
-def empty_rows(own: policies.Policy, protect: int = 0) -> list[LayerRows]:
+def empty_rows(tested: policies.Policy, protect: int = 0) -> list[LayerRows]:
     """Return empty caches of all layers, in pages full of NaN."""
-    found, sizes = [], {"shifted": own.shifted, "protected": protect, "row_budget": own.retention.budget}
+    empty, sizes = [], {"shifted": tested.shifted, "protected": protect, "row_budget": tested.retention.budget}
     for layer in range(LAYERS):
-        rule, budgets = own.layer_rule(layer, slice(0, HEADS)), own.shares()[layer]
-        found.append(LayerRows(rule, budgets, tokens(layer).k[None], SIZE**-0.5, **sizes))
-        found[-1].pages.raw.fill_(255)
-    return found
+        rule, budgets = tested.layer_rule(layer, slice(0, HEADS)), tested.shares()[layer]
+        empty.append(LayerRows(rule, budgets, tokens(layer).k[None], SIZE**-0.5, **sizes))
+        empty[-1].pages.raw.fill_(255)
+    return empty
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
@@ -264,9 +264,9 @@ def test_product(scorer, expected, logged, monkeypatch, name, allocator, correct
             policy(name, scorer(name), allocator, correction)
         assert str(caught.value) == f"--kv-policy {ROWS[name].policy or name} {reason}"
         return
-    own = policy(name, scorer(name), allocator, correction)
+    tested = policy(name, scorer(name), allocator, correction)
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
-    compare(own, expected(name, allocator, correction), empty_rows(own), logged)
+    compare(tested, expected(name, allocator, correction), empty_rows(tested), logged)
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
@@ -292,23 +292,23 @@ def test_policies_that_read_attention_retain_other_tokens_with_sinks(oracle, nam
 
 PROTECTED = [1, 9, 15, 16, 17, 23, 24, 25, 40]
 """Numbers of protected tokens. Only 1 ends at the end of a chunk; all others end inside one."""
-SERVED = [each for each in COMBINATIONS if refusal(ROWS[each[0]], *each[1:]) is None]
+SERVED = [combination for combination in COMBINATIONS if refusal(ROWS[combination[0]], *combination[1:]) is None]
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
 @pytest.mark.parametrize("name, allocator, correction", SERVED, ids=lambda x: Path(x).name)
 def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, name, allocator, correction, impl):
     """Every combination is compared at two lengths of `PROTECTED` where rounding decides nothing."""
-    own = policy(name, scorer(name), allocator, correction)
+    tested = policy(name, scorer(name), allocator, correction)
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
-    at, tried = SERVED.index((name, allocator, correction)), 0
+    first, tried = SERVED.index((name, allocator, correction)), 0
     for i in range(len(PROTECTED)):
-        protect = PROTECTED[(at + 4 * i) % len(PROTECTED)]
+        protect = PROTECTED[(first + 4 * i) % len(PROTECTED)]
         try:
             right = expected(name, allocator, correction, protect)
         except NearTie:
             continue
-        compare(own, right, empty_rows(own, protect), logged)
+        compare(tested, right, empty_rows(tested, protect), logged)
         tried += 1
         if tried == 2:
             return
@@ -317,26 +317,28 @@ def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, n
 
 @pytest.mark.parametrize("protect", [0, 1, 2, 3, 40])
 def test_full_never_evicts(protect):
-    """Not even behind a prompt that is shorter than the usual sinks."""
+    """Not even after a prompt that is shorter than the usual sinks."""
     for layer, rows in enumerate(empty_rows(policy("full", None, "uniform", "none"), protect)):
         rows.append(*(x[None] for x in tokens(layer)[:3]))
         assert rows.held_by_rows().all()
 
 
-def compare(own, expected, empty, logged, has_sinks=False):
+def compare(tested, expected, empty, logged, has_sinks=False):
     """Serve all tokens of each layer in chunks and compare held tokens, outputs and log-sum-exps."""
     for layer, rows in enumerate(empty):
-        seen, (visible, outs, masses) = tokens(layer), expected[layer]
-        gate, gate_scores = own.gate(layer, slice(0, HEADS)), None
+        layer_tokens, (visible, outs, masses) = tokens(layer), expected[layer]
+        gate, gate_scores = tested.gate(layer, slice(0, HEADS)), None
         if gate is not None:
-            k, v = (x.transpose(0, 1) for x in (seen.k, seen.v))
-            gate_scores = gate(Signals(seen.hidden, k, v, seen.channel.T)).detach()
+            k, v = (x.transpose(0, 1) for x in (layer_tokens.k, layer_tokens.v))
+            gate_scores = gate(Signals(layer_tokens.hidden, k, v, layer_tokens.channel.T)).detach()
         parts = []
         logged.clear()
         for chunk in CHUNKS:
             cut = slice(rows.seen, rows.seen + chunk)
             scores = None if gate_scores is None else gate_scores[None, cut]
-            parts.append(rows.append(*(x[None, :, cut] for x in seen[:3]), scores, sinks_of(layer, has_sinks))[0])
+            parts.append(
+                rows.append(*(x[None, :, cut] for x in layer_tokens[:3]), scores, sinks_of(layer, has_sinks))[0]
+            )
             assert torch.equal(rows.held_by_rows()[0], visible[:, cut.stop - 1, : cut.stop]), f"layer {layer}, {cut}"
         assert_within_budget(torch.cat(parts, 1).transpose(0, 1).flatten(1), *outs, name=f"layer {layer} out")
         assert_within_budget(torch.cat(logged), *masses, name=f"layer {layer} lse")

@@ -49,26 +49,26 @@ def test_signals_of_a_gate_without_one_are_refused():
 
 
 def tensors(rule) -> dict[str, torch.Tensor]:
-    found = {"log_gamma": rule.log_gamma, **(vars(rule.scorer) if rule.scorer else {})}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    values = {"log_gamma": rule.log_gamma, **(vars(rule.scorer) if rule.scorer else {})}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 @pytest.mark.parametrize("parts", [[(0, 2), (2, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)]])
 def test_ranks_together_have_every_head_once_and_in_order(policy, parts):
-    whole = policy.rule(1, slice(0, HEADS))
+    unsharded = policy.rule(1, slice(0, HEADS))
     rules = [policy.rule(1, slice(*part)) for part in parts]
-    assert {len(tensor) for tensor in tensors(whole).values()} == {HEADS}
-    for name, tensor in tensors(whole).items():
+    assert {len(tensor) for tensor in tensors(unsharded).values()} == {HEADS}
+    for name, tensor in tensors(unsharded).items():
         slices = [tensors(rule)[name] for rule in rules]
-        assert [len(each) for each in slices] == [last - first for first, last in parts], name
+        assert [len(tensor_slice) for tensor_slice in slices] == [last - first for first, last in parts], name
         assert torch.equal(torch.cat(slices), tensor), name
         distinct = name != "log_gamma" or policy.scorer_kind is not None
         assert not distinct or not torch.equal(tensor[:1], tensor[1:2]), f"{name}: heads must differ to be told apart"
     for rule in rules:
-        assert (rule.sinks, rule.window, rule.decay_step) == (whole.sinks, whole.window, whole.decay_step)
-        assert type(rule.scorer) is type(whole.scorer)
+        assert (rule.sinks, rule.window, rule.decay_step) == (unsharded.sinks, unsharded.window, unsharded.decay_step)
+        assert type(rule.scorer) is type(unsharded.scorer)
         options = {k: v for k, v in vars(rule.scorer).items() if not isinstance(v, torch.Tensor)} if rule.scorer else {}
-        assert all(getattr(whole.scorer, name) == value for name, value in options.items())
+        assert all(getattr(unsharded.scorer, name) == value for name, value in options.items())
 
 
 @pytest.mark.parametrize("name", ["streaming-llm", "h2o", "momentkv", "kvpop"])

@@ -9,9 +9,9 @@ import time
 import httpx
 import psutil
 import pytest
-import soak
 from compaction.test_trained import write_model
 from serving import Server
+from stress import soak
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvpop_vllm.testing import random_prompt

@@ -3,7 +3,7 @@
 The prose is of the tutorial and the how-tos, the code is of the standard library, and each chat is of questions and
 answers of the FAQ. All of it has Python's licence (PSF-2.0), which is written next to the text.
 
-    python benchmarks/calibration_text.py kvpop_vllm/calibrate
+    python docs/calibration_text.py kvpop_vllm/calibrate
 """
 
 from __future__ import annotations

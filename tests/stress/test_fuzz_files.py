@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-import fuzz_files
 import pytest
+from stress import fuzz_files
 
 from kvpop_vllm.config import ConfigError
 

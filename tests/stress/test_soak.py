@@ -6,8 +6,8 @@ import copy
 import json
 
 import pytest
-import soak
 from compaction.test_trained import write_model
+from stress import soak
 
 OPTIONS = "--kv-policy streaming-llm --kv-budget 64 --kv-max-budget 128 --kv-max-protect all --max-model-len 512"
 OPTIONS = [
@@ -42,8 +42,15 @@ def test_more_requests_at_once_than_the_server_admits(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 4096}')
     load = soak.load_of(soak.parse_arguments(["--model", str(tmp_path), "--", *OPTIONS]))
     assert load["threads"] * soak.PROCESSES == 2 * 4
-    told = {name: load[name] for name in ("budgets", "protects", "draws", "policy", "length", "step")}
-    assert told == {"budgets": [32, 128], "protects": True, "draws": False, "policy": True, "length": 512, "step": 64}
+    options = {name: load[name] for name in ("budgets", "protects", "draws", "policy", "length", "step")}
+    assert options == {
+        "budgets": [32, 128],
+        "protects": True,
+        "draws": False,
+        "policy": True,
+        "length": 512,
+        "step": 64,
+    }
 
 
 def test_options_are_read_as_vllm_reads_them(tmp_path, capsys):
@@ -60,14 +67,14 @@ def test_options_are_read_as_vllm_reads_them(tmp_path, capsys):
 
 
 def row(number: int, **changes) -> dict:
-    told = {"round": number, "time": 60.0 * number, "canaries": [True, True], "running": 0, "blocks": 2}
-    told |= dict.fromkeys(soak.OUTCOMES, 5) | {
+    values = {"round": number, "time": 60.0 * number, "canaries": [True, True], "running": 0, "blocks": 2}
+    values |= dict.fromkeys(soak.OUTCOMES, 5) | {
         "lost": 0,
         "preemptions": 0,
         "cached": 0,
         "memory": {"engine 7": 1000 << 20},
     }
-    return told | {"details": [], "waiting": 3, "in_batch": [True, False]} | changes
+    return values | {"details": [], "waiting": 3, "in_batch": [True, False]} | changes
 
 
 GOOD = [row(number) for number in range(10)]
@@ -97,8 +104,8 @@ BROKEN = {
 @pytest.mark.parametrize("line", BROKEN)
 def test_each_promise_can_be_broken(line):
     assert soak.broken_promises(GOOD, 2) == []
-    found = soak.broken_promises(BROKEN[line], 2)
-    assert len(found) == 1 and line in found[0], found
+    broken = soak.broken_promises(BROKEN[line], 2)
+    assert len(broken) == 1 and line in broken[0], broken
 
 
 def test_what_counts_as_answered_and_refused():
@@ -107,9 +114,9 @@ def test_what_counts_as_answered_and_refused():
     assert soak.finished({"usage": usage}, body)[0] == "answered"
     assert soak.finished({"usage": usage | {"completion_tokens": 7}}, body)[0] == "lost"
     assert soak.finished({"usage": usage | {"prompt_tokens": 4}}, body)[0] == "lost", "another request's answer"
-    told = json.dumps({"error": {"message": "kv_budget 9 is more than this server allows"}})
-    assert soak.refusal("bad", 400, told)[0] == "refused"
-    for way, status, text in (("whole", 400, told), ("bad", 500, told), ("bad", 400, "oops"), ("bad", 404, "{}")):
+    refused = json.dumps({"error": {"message": "kv_budget 9 is more than this server allows"}})
+    assert soak.refusal("bad", 400, refused)[0] == "refused"
+    for way, status, text in (("whole", 400, refused), ("bad", 500, refused), ("bad", 400, "oops"), ("bad", 404, "{}")):
         assert soak.refusal(way, status, text)[0] == "lost"
 
 

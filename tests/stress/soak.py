@@ -1,6 +1,6 @@
 """Loads one server for a while, and checks that nothing is lost, nothing leaks, and an answer stays the same to the bit.
 
-Usage: ``python benchmarks/soak.py --minutes 60 --model MODEL -- OPTIONS...`` with options of ``vllm serve``. Rounds of
+Usage: ``python tests/stress/soak.py --minutes 60 --model MODEL -- OPTIONS...`` with options of ``vllm serve``. Rounds of
 load alternate with quiet points. In a round, client processes send twice as many requests at once as --max-num-seqs
 admits: mixed prompts, answers, budgets, protections, seeds and cartridges, chats of several turns, streams that are cut,
 requests that are aborted, requests that must be refused. One client is killed and restarted. At a quiet point no request runs. It asks the
@@ -40,9 +40,10 @@ from pathlib import Path
 
 import httpx
 import psutil
-import record
 
-sys.path.insert(0, str(record.ROOT / "examples"))
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "examples")]
+import record  # noqa: E402
 from serving import Server, ServerError  # noqa: E402
 
 PROCESSES, PATIENCE_S = 4, 900
@@ -95,7 +96,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = record.parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=60, help="least minutes of load, quiet points included")
-    parser.add_argument("--model", type=Path, default=record.ROOT / "models" / "SmolLM2-135M-Instruct", help="folder")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct", help="folder")
     parser.add_argument("--seed", type=int, default=0, help="of all requests")
     parser.add_argument("--percent", type=float, default=2, help="most change of a process's memory")
     parser.add_argument("--record", type=Path, default=Path("soak.jsonl"), help="file of quiet points and the summary")
@@ -127,15 +128,15 @@ def load_of(options: argparse.Namespace) -> dict:
     served, _ = parser.parse_known_args([name.replace("_", "-") + value for name, value in words])
     if served.served_model_name:
         parser.error("requests name the model by its folder: leave --served-model-name out")
-    for name, given, usual in (
+    for name, value, usual in (
         ("seqs", served.max_num_seqs, 8),
         ("batched-tokens", served.max_num_batched_tokens, 256),
     ):
-        options.server = options.server if given else [*options.server, f"--max-num-{name}", str(usual)]
+        options.server = options.server if value else [*options.server, f"--max-num-{name}", str(usual)]
     config = json.loads((options.model / "config.json").read_text())
     return {
         "model": str(options.model),
-        "cartridges": [each.partition("=")[0] for each in served.kv_cartridge],
+        "cartridges": [cartridge.partition("=")[0] for cartridge in served.kv_cartridge],
         "vocabulary": config["vocab_size"],
         "length": config["max_position_embeddings"] if served.max_model_len < 1 else served.max_model_len,
         "budgets": [(served.kv_budget or served.kv_max_budget // 2) // 2, served.kv_max_budget],
@@ -153,12 +154,12 @@ def soak(server: Server, load: dict, seconds: float, seed: int):
     for length in range(1, min(load["step"], load["length"] - 1) + 1):
         ask(load, canaries[0] | {"prompt": tokens(draw, load, length), "max_tokens": 1})
     first = [ask(load, body) for body in canaries]
-    each, deadline = min(60.0, seconds / 10), time.monotonic() + seconds
+    seconds_of_round, deadline = min(60.0, seconds / 10), time.monotonic() + seconds
     yield {"round": 0} | dict.fromkeys(OUTCOMES, 0) | quiet(server, load, canaries, first)
     number = 0
-    while number < LEAST - 1 or time.monotonic() + each / 2 < deadline:
+    while number < LEAST - 1 or time.monotonic() + seconds_of_round / 2 < deadline:
         number += 1
-        done = one_round(server, load, canaries, first, each, f"{seed}-{number}")
+        done = one_round(server, load, canaries, first, seconds_of_round, f"{seed}-{number}")
         yield {"round": number} | done | quiet(server, load, canaries, first)
 
 
@@ -170,7 +171,7 @@ def one_round(server: Server, load: dict, canaries: list[dict], first: list, sec
     waiting, batch = 0.0, []
     try:
         while any(process.poll() is None for process, _ in running):
-            busy = [each for each in running if os.fstat(each[1].fileno()).st_size]
+            busy = [pair for pair in running if os.fstat(pair[1].fileno()).st_size]
             if victim is None and busy and time.time() > kill_at:
                 victim = draw.choice(busy)
                 victim[0].kill()
@@ -240,12 +241,12 @@ def gauge(server: Server, name: str) -> float:
         ServerError: the server has ended, or has no such metric.
     """
     try:
-        found = re.search(rf"^vllm:{name}{{[^}}]*}} (\S+)", server.metrics(), re.MULTILINE)
+        match = re.search(rf"^vllm:{name}{{[^}}]*}} (\S+)", server.metrics(), re.MULTILINE)
     except OSError:
         raise ServerError(f"the server does not answer any more: {server.tail()}") from None
-    if found is None:
+    if match is None:
         raise ServerError(f"/metrics has no vllm:{name}")
-    return float(found[1])
+    return float(match[1])
 
 
 def memory_of(pid: int) -> dict[str, int]:
@@ -263,7 +264,7 @@ def memory_of(pid: int) -> dict[str, int]:
 
 
 def canaries_of(load: dict, seed: int) -> list[dict]:
-    """Return requests that are repeated all along: a greedy and a drawn one, and one behind a cartridge if there is one."""
+    """Return requests that are repeated all along: a greedy and a drawn one, and one after a cartridge if there is one."""
     draw = random.Random(f"{seed}-canary")
     length = min(2 * max(load["budgets"][0] * 2, 64), load["length"] // 2)
     body = {"prompt": tokens(draw, load, length), "max_tokens": min(48, load["length"] // 4), "logprobs": 3}
@@ -298,8 +299,8 @@ def path_of(body: dict) -> str:
 def start_client(load: dict, seconds: float, seed: str) -> tuple[subprocess.Popen, object]:
     """Start a client process; return it with the file of its output."""
     output = tempfile.TemporaryFile("w+")
-    told = json.dumps(load | {"seconds": seconds, "seed": seed})
-    command = [sys.executable, __file__, "--model", load["model"], "--client", told]
+    client_load = json.dumps(load | {"seconds": seconds, "seed": seed})
+    command = [sys.executable, __file__, "--model", load["model"], "--client", client_load]
     return subprocess.Popen(command, stdout=output), output
 
 
@@ -388,9 +389,9 @@ def next_turn(draw: random.Random, load: dict, chat: dict) -> tuple[str, dict] |
     return "whole", chat | {"prompt": chat["prompt"] + added, "max_tokens": new}
 
 
-def log_uniform(draw: random.Random, most: int) -> int:
+def log_uniform(draw: random.Random, largest: int) -> int:
     """Return a number from 1 to ``most``; small ones are as likely as large ones."""
-    return min(most, round(most ** draw.random()))
+    return min(largest, round(largest ** draw.random()))
 
 
 def tokens(draw: random.Random, load: dict, count: int) -> list[int]:
@@ -401,8 +402,8 @@ def tokens(draw: random.Random, load: dict, count: int) -> list[int]:
 
 def messages(draw: random.Random, words: int) -> list[dict]:
     """Return a chat of one message."""
-    own = random.Random(f"{words} {draw.randrange(4)}")
-    return [{"role": "user", "content": " ".join(f"{own.randrange(1000)}" for _ in range(words))}]
+    words_draw = random.Random(f"{words} {draw.randrange(4)}")
+    return [{"role": "user", "content": " ".join(f"{words_draw.randrange(1000)}" for _ in range(words))}]
 
 
 def send(http: httpx.Client, way: str, body: dict, draw: random.Random) -> tuple[str, str, list[int]]:
@@ -481,8 +482,8 @@ def summary(rows: list[dict]) -> dict:
     total |= {"most_waiting": max(row.get("waiting", 0) for row in rows), "MiB": {}}
     before, after = fifths(rows)
     for process in rows[0]["memory"]:
-        told = [[row["memory"].get(process, 0) / 2**20 for row in part] for part in (before, after)]
-        total["MiB"][process] = [round(statistics.median(part), 2) for part in told]
+        sizes = [[row["memory"].get(process, 0) / 2**20 for row in part] for part in (before, after)]
+        total["MiB"][process] = [round(statistics.median(part), 2) for part in sizes]
     return total
 
 
@@ -490,22 +491,22 @@ def broken_promises(rows: list[dict], percent: float) -> list[str]:
     """Return one line for each promise that the server broke."""
     broken, first = [], rows[0]
     for row in rows:
-        where = f"after round {row['round']}"
+        place = f"after round {row['round']}"
         if lost := row["lost"]:
-            broken.append(f"{lost} requests lost {where}: {row['details'][0]}")
+            broken.append(f"{lost} requests lost {place}: {row['details'][0]}")
         elif row.get("details"):
-            broken.append(f"{row['details'][0]} {where}")
+            broken.append(f"{row['details'][0]} {place}")
         if not all(row["canaries"]):
-            broken.append(f"canary {row['canaries'].index(False)} answered otherwise than at first {where}")
+            broken.append(f"canary {row['canaries'].index(False)} answered otherwise than at first {place}")
         if row["blocks"] != first["blocks"] or row["running"]:
             broken.append(
-                f"{row['blocks']} blocks are in use and {row['running']:.0f} requests are left {where}, "
+                f"{row['blocks']} blocks are in use and {row['running']:.0f} requests are left {place}, "
                 f"{first['blocks']} and 0 before the load"
             )
         for gone in first["memory"].keys() - row["memory"].keys():
-            broken.append(f"{gone} has ended {where}")
+            broken.append(f"{gone} has ended {place}")
         for new in row["memory"].keys() - first["memory"].keys():
-            broken.append(f"{new} is a new process {where}")
+            broken.append(f"{new} is a new process {place}")
     total = summary(rows)
     for process, (before, after) in total["MiB"].items():
         if before and abs(after / before - 1) > percent / 100:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import schedules
+from stress import schedules
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
     shown = capfd.readouterr()
     assert "other tokens are retained than by the oracle" in shown.err
     assert (
-        f"seed {seed} (h2o) failed; to repeat it: python benchmarks/schedules.py --count 1 --seed {seed}" in shown.err
+        f"seed {seed} (h2o) failed; to repeat it: python tests/stress/schedules.py --count 1 --seed {seed}" in shown.err
     )
 
 

@@ -1,6 +1,6 @@
 """Draws random schedules of requests, runs each in an engine, and compares all that it did with the oracle.
 
-Usage: ``python benchmarks/schedules.py --count 1000 [--seed 0]``. A seed draws the policy with its plumbing,
+Usage: ``python tests/stress/schedules.py --count 1000 [--seed 0]``. A seed draws the policy with its plumbing,
 arrivals, lengths, sizes of chunks, budgets, protection, seeds of draws, samples, aborts, preemptions, resets of
 the prefix cache, and the size of the pool. Tokens held by every layer and head after every step, log-probabilities and
 blocks are judged as in tests/engine. Freed blocks are overwritten with NaN. A schedule that fails is printed with the
@@ -19,12 +19,12 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
-import record
-
 from kvpop_vllm.argument_types import non_negative, positive
 from kvpop_vllm.testing import write_tiny_model
 
-sys.path[:0] = [str(record.ROOT / "tests")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "tests")]
+import record  # noqa: E402
 from engine.driving import Job, Judges, Watched, preempt_all, serving  # noqa: E402
 from engine.judge import MOST_NEAR_TIES  # noqa: E402
 from engine.matrix import make_case  # noqa: E402
@@ -51,7 +51,7 @@ class Schedule:
         for _ in range(draw.randint(1, together)):
             job = traffic.next()
             job.asks = job.asks if asks else None
-            if protects and long.random() < 0.4:  # so that something is evicted behind a protected prompt
+            if protects and long.random() < 0.4:  # so that something is evicted after a protected prompt
                 job.prompt, job.new = job.prompt[: LENGTH // 4], long.randint(LENGTH // 2, 3 * LENGTH // 4)
             job.scored = draw.random() < 0.2
             if draw.random() < 0.15:
@@ -109,8 +109,8 @@ def run(schedule: Schedule, engine: Watched, judges: Judges) -> Counter:
         judges.of(job).check({engine.names[name]: answer}, recorder.held)
     assert not engine.leaks(), engine.leaks()
     hit, preempted = sum(a.num_cached_tokens for a in answers.values()), sum(recorder.preemptions.values())
-    told = {"steps": step, "answered": len(answers), "aborted": len(jobs) - len(answers)}
-    return Counter(told | {"preemptions": preempted, "tokens hit": hit})
+    totals = {"steps": step, "answered": len(answers), "aborted": len(jobs) - len(answers)}
+    return Counter(totals | {"preemptions": preempted, "tokens hit": hit})
 
 
 def run_kind(number: int, seeds: list[int], root: Path) -> tuple[Counter, list[int]]:
@@ -137,7 +137,7 @@ def run_kind(number: int, seeds: list[int], root: Path) -> tuple[Counter, list[i
         except Exception:
             failed.append(left.pop(0) if left else seeds[-1])
             traceback.print_exc()
-            again = f"python benchmarks/schedules.py --count 1 --seed {failed[-1]}"
+            again = f"python tests/stress/schedules.py --count 1 --seed {failed[-1]}"
             print(f"seed {failed[-1]} ({name}) failed; to repeat it: {again}", file=sys.stderr, flush=True)
     for judge in judges.known.values():
         counts += Counter({"decisions": judge.decisions, "near-ties": judge.near_ties})
@@ -153,13 +153,18 @@ def main(arguments: list[str] | None = None) -> int:
     seeds, counts, failed = range(options.seed, options.seed + options.count), Counter(), []
     with tempfile.TemporaryDirectory(prefix="kvpop-schedules-") as root:
         for number, (name, *_) in enumerate(KINDS):
-            own, began = [seed for seed in seeds if seed % len(KINDS) == number], time.monotonic()
-            if own:
-                happened, bad = run_kind(number, own, Path(root))
+            seeds_of_kind, began = [seed for seed in seeds if seed % len(KINDS) == number], time.monotonic()
+            if seeds_of_kind:
+                happened, bad = run_kind(number, seeds_of_kind, Path(root))
                 counts, failed = counts + happened, failed + bad
-                print(f"{name}: {len(own)} schedules, {len(bad)} failed, {time.monotonic() - began:.0f} s", flush=True)
+                print(
+                    f"{name}: {len(seeds_of_kind)} schedules, {len(bad)} failed, {time.monotonic() - began:.0f} s",
+                    flush=True,
+                )
     counts["near-ties"] += 0
-    print(f"{options.count} schedules, {len(failed)} failed: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
+    print(
+        f"{options.count} schedules, {len(failed)} failed: " + ", ".join(f"{n} {event}" for event, n in counts.items())
+    )
     near = counts["near-ties"]
     if excused := near > max(1, MOST_NEAR_TIES * counts["decisions"]):
         print(f"{near} decisions were excused as near-ties, too many of {counts['decisions']}", file=sys.stderr)

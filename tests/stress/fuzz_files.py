@@ -1,6 +1,6 @@
 """Reads thousands of damaged files that this package writes, of five kinds: each is read, or refused in one line.
 
-Usage: ``python benchmarks/fuzz_files.py [--files 10000] [--seed 0]``. Every file begins as one that this package wrote.
+Usage: ``python tests/stress/fuzz_files.py [--files 10000] [--seed 0]``. Every file begins as one that this package wrote.
 hypothesis then changes bytes, cuts, repeats and inserts parts, or puts other JSON values in place of some. A reader must
 return or raise a ConfigError of one line, within --seconds and --gigabytes. Anything else ends the run: hypothesis prints
 the smallest damage that it found. A crash of the process is reported with the file that was read.
@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import record
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
@@ -36,6 +35,9 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing.models import write_random_scorer, write_tiny_model
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import record  # noqa: E402
 
 LAYERS, HEADS = 2, 2
 NAMES = "scorer", "cartridge", "compactor", "shares", "calibration"
@@ -118,8 +120,8 @@ def edited(content: bytes, edit: tuple) -> bytes:
         size = int.from_bytes(content[:8], "little") if head else len(content)
         try:
             value = json.loads(content[head : head + size])
-            where = list(places(value))
-            owner, key = where[place % len(where)]
+            spots = list(places(value))
+            owner, key = spots[place % len(spots)]
             owner[key] = new
             text = json.dumps(value).encode()
         except (ValueError, ZeroDivisionError, RecursionError):
@@ -127,16 +129,16 @@ def edited(content: bytes, edit: tuple) -> bytes:
         return (len(text).to_bytes(8, "little") if head else b"") + text + content[head + size :]
     if kind == "whole":
         return new
-    at = int(place * len(content))
+    begin = int(place * len(content))
     if kind in ("put", "over"):
-        return content[:at] + new + content[at + (len(new) if kind == "over" else 0) :]
-    end = max(at, int(new * len(content)))
-    return content[:at] + (content[at:end] * 2 if kind == "twice" else b"") + content[end:]
+        return content[:begin] + new + content[begin + (len(new) if kind == "over" else 0) :]
+    end = max(begin, int(new * len(content)))
+    return content[:begin] + (content[begin:end] * 2 if kind == "twice" else b"") + content[end:]
 
 
 @contextmanager
 def time_limit(seconds: int):
-    """Raise :class:`Late` in the block, or behind it, after so many seconds of CPU time."""
+    """Raise :class:`Late` in the block, or at its end, after so many seconds of CPU time."""
     began, message = time.process_time(), f"a reader took more than {seconds} s"
 
     def late(*_):
@@ -213,17 +215,17 @@ def main(arguments: list[str] | None = None) -> int:
         options.root.mkdir()
         fuzz(options.kind, options.root, options)
         return 0
-    told = [f"--{name}={getattr(options, name)}" for name in ("seed", "seconds", "gigabytes")]
-    told.append(f"--files={-(-options.files // len(NAMES))}")
+    common = [f"--{name}={getattr(options, name)}" for name in ("seed", "seconds", "gigabytes")]
+    common.append(f"--files={-(-options.files // len(NAMES))}")
     failed = 0
     with tempfile.TemporaryDirectory(prefix="kvpop-fuzz-") as root:
         for kind in NAMES:
-            command = [sys.executable, __file__, *told, f"--kind={kind}", f"--root={root}/{kind}"]
+            command = [sys.executable, __file__, *common, f"--kind={kind}", f"--root={root}/{kind}"]
             code = subprocess.run(command).returncode
             if code < 0:
-                kept = Path(tempfile.mkdtemp(prefix=f"kvpop-fuzz-{kind}-"))
-                shutil.copytree(f"{root}/{kind}/damaged", kept, dirs_exist_ok=True)
-                print(f"{kind}: the process died of signal {-code} while it read {kept}", file=sys.stderr)
+                copy = Path(tempfile.mkdtemp(prefix=f"kvpop-fuzz-{kind}-"))
+                shutil.copytree(f"{root}/{kind}/damaged", copy, dirs_exist_ok=True)
+                print(f"{kind}: the process died of signal {-code} while it read {copy}", file=sys.stderr)
             failed += code != 0
     return min(failed, 1)
 
