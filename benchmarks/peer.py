@@ -1,6 +1,6 @@
 """Child process of a peer: plain transformers, or kvpress on it, one request at a time.
 
-It is the counterpart of `engine_child.EngineChild`. It runs in an environment of its own (`make peers`),
+It is the counterpart of `child.EngineChild`. It runs in an environment of its own (`make peers`),
 because kvpress needs an older transformers than vLLM, and imports nothing of this repository.
 """
 
@@ -13,7 +13,7 @@ from child import Child
 
 
 class Peer(Child):
-    """One model with the commands and replies of `engine_child.EngineChild`."""
+    """One model with the commands and replies of `child.EngineChild`."""
 
     def __init__(self, options: dict):
         super().__init__()
