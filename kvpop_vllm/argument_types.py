@@ -94,7 +94,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more
         help: help of the option.
         more: further arguments of ``add_argument``, such as ``nargs``.
     """
-    setting = next(each for each in SETTINGS if each.name == name)
+    setting = next(entry for entry in SETTINGS if entry.name == name)
     values = {"type": setting.kind, "metavar": setting.metavar}
     if setting.files_go_to:
         values["type"] = functools.partial(_allowed, setting)
@@ -103,5 +103,5 @@ def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more
     elif setting.protects:
         values["type"] = protected
     elif setting.kind is int:
-        values["type"] = positive if setting.least else non_negative
+        values["type"] = positive if setting.minimum else non_negative
     parser.add_argument(f"--{name.replace('_', '-')}", help=help, **values, **more)

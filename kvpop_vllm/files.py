@@ -153,8 +153,8 @@ def remove(path: Path) -> None:
 
 def to_disk(path: Path) -> None:
     """Flush a file, or a folder with all that is in it, to the disk."""
-    for each in path.rglob("*") if path.is_dir() else ():
-        _sync(each)
+    for entry in path.rglob("*") if path.is_dir() else ():
+        _sync(entry)
     _sync(path)
 
 

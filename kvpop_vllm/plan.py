@@ -430,15 +430,18 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
     length, retention = lengths[2], policy.retention
     if policy.compresses:
         prompt = length if prompt is None else prompt
-        kept = retention, policy.compression, shares
-        at_its_end = compressing_bytes(*lengths[:2], prompt, *kept)
+        retained_by = retention, policy.compression, shares
+        at_its_end = compressing_bytes(*lengths[:2], prompt, *retained_by)
         at_the_end = request_bytes(*lengths, retention, shares, prompt, policy.compression)
-        return max(at_its_end, at_the_end, key=lambda held: held.blocks)
+        return max(at_its_end, at_the_end, key=lambda size: size.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:
         return request_bytes(*lengths, retention, shares, protected_tokens(policy.protect, prompt or 0))
     prompts = worst_prompts(min(length, longest), length, lengths[0].block_slots)  # a request may ask for less
-    return max((request_bytes(*lengths, retention, shares, own) for own in prompts), key=lambda held: held.blocks)
+    return max(
+        (request_bytes(*lengths, retention, shares, prompt_tokens) for prompt_tokens in prompts),
+        key=lambda size: size.blocks,
+    )
 
 
 def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
@@ -523,12 +526,19 @@ def _dtype(options, config: Any) -> torch.dtype:
     raise ConfigError(f"{options.model}{why}: give --dtype {' or '.join(DTYPES['cpu'])}")
 
 
-def _row(name: str, budget: int, held: CacheBytes, pool: int, stock: CacheBytes) -> tuple[str, ...]:
+def _row(name: str, budget: int, policy_bytes: CacheBytes, pool: int, stock: CacheBytes) -> tuple[str, ...]:
     def fit(one: CacheBytes) -> Fraction:  # as vLLM counts: whole blocks of the pool over blocks of a request
         return Fraction(pool // (one.allocated // one.blocks), one.blocks)
 
-    more = f"{float(fit(held) / fit(stock)):.2f}" if fit(stock) else "-"
-    return name, str(budget), size_text(held.canonical), size_text(held.allocated), f"{float(fit(held)):.1f}", more
+    more = f"{float(fit(policy_bytes) / fit(stock)):.2f}" if fit(stock) else "-"
+    return (
+        name,
+        str(budget),
+        size_text(policy_bytes.canonical),
+        size_text(policy_bytes.allocated),
+        f"{float(fit(policy_bytes)):.1f}",
+        more,
+    )
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

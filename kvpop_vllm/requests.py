@@ -86,7 +86,7 @@ class RequestSlots(NamedTuple):
         budget: B, in tokens.
         window: w, in tokens.
         seed: seed of the request's draws, or None for the seed that it has anyway.
-        shift: number of tokens that the kernels do not count: those that a compressed prompt has left behind.
+        shift: number of tokens that the kernels do not count: those of a compressed prompt that are not retained.
         cartridges: cartridges in front of the prompt, in order.
     """
 
@@ -137,8 +137,10 @@ def resolve(policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Pl
         raise ConfigError(f"{REPORT} must be 0 or 1, got {report!r}")
     roles = policy.retention if options.get(BUDGET) is None else _retention(policy, options[BUDGET])
     protected, seed = _protected(policy, options.get(PROTECT), prompt), _seed(policy, options)
-    made = sum(cartridge.slots for cartridge in placed)
-    return RequestSlots(protected + made, made, roles.budget, roles.window, seed, cartridges=tuple(placed))
+    cartridge_slots = sum(cartridge.slots for cartridge in placed)
+    return RequestSlots(
+        protected + cartridge_slots, cartridge_slots, roles.budget, roles.window, seed, cartridges=tuple(placed)
+    )
 
 
 def of_params(params: object) -> RequestSlots | None:
@@ -204,16 +206,16 @@ def _protected(policy, value: object, prompt: int) -> int:
         raise ConfigError(f'{PROTECT} must be "all" or a whole number of tokens, got {value!r}')
     if policy.compresses:
         raise ConfigError(f"--kv-policy {policy.name} holds the prompt until its end anyway: leave {PROTECT} out")
-    protect, most = protection(value, PROTECT), policy.max_protect
+    protect, allowed = protection(value, PROTECT), policy.max_protect
     tokens = protected_tokens(protect, prompt)
-    wanted = tokens if protect is True else protect
-    if most is not True and wanted > most:
-        if not most:
+    requested = tokens if protect is True else protect
+    if allowed is not True and requested > allowed:
+        if not allowed:
             raise ConfigError(
                 f"this server protects no prompts: leave {PROTECT} out, or have it started with --kv-max-protect"
             )
         raise ConfigError(
-            f"{PROTECT} asks for {wanted} tokens, more than this server allows: lower it to at most {most}"
+            f"{PROTECT} asks for {requested} tokens, more than this server allows: lower it to at most {allowed}"
         )
     return tokens
 

@@ -248,7 +248,7 @@ class Refused:
         models: its models, as vLLM's errors call them.
         feature: the feature itself, as errors of ``kvpop plan`` and of the cache for transformers call it.
         declared: takes a model's text config and the tokens of its longest text, or None, and returns whether it
-            declares the feature. Where a config does not say so reliably, this is False and the caller's ``seen``
+            declares the feature. Where a config does not say so reliably, this is False and the caller's ``observed``
             decides.
     """
 
@@ -289,17 +289,17 @@ REFUSED = {
 """Refused features by a name that the documents have too."""
 
 
-def refused(text: Any, seen: Mapping[str, Any], tokens: int | None = None) -> list[Refused]:
+def refused(text: Any, observed: Mapping[str, Any], tokens: int | None = None) -> list[Refused]:
     """Return the refused features of a model. A sliding window that no text exceeds is full attention.
 
     Args:
         text: the model's text config, with its keys as attributes.
-        seen: features by their names in REFUSED, with whether the caller sees them in what it knows beside
-            the config.
+        observed: features by their names in REFUSED, with whether the caller finds them in what it knows in
+            addition to the config.
         tokens: tokens of the longest text that the model reads, None if nothing bounds it.
     """
-    assert seen.keys() <= REFUSED.keys()
-    return [feature for name, feature in REFUSED.items() if seen.get(name) or feature.declared(text, tokens)]
+    assert observed.keys() <= REFUSED.keys()
+    return [feature for name, feature in REFUSED.items() if observed.get(name) or feature.declared(text, tokens)]
 
 
 def unserved(text: Any, features: Mapping[str, Any], tokens: int | None) -> list[str]:

@@ -256,33 +256,33 @@ def read_cartridge(folder: str | Path) -> Cartridge:
     return Cartridge(config, layers, digest_of(folder, CONFIG_NAME, TENSORS_NAME))
 
 
-def _check_headers(config: CartridgeConfig, found: dict, source: str) -> list[tuple[str, str, str | None]]:
+def _check_headers(config: CartridgeConfig, headers: dict, source: str) -> list[tuple[str, str, str | None]]:
     """Check names, shapes and dtypes, and return the names of each layer's keys, values and biases.
 
     Raises:
         ConfigError: names the first tensor that is wrong.
     """
     size = (config.num_kv_heads, config.slots, config.head_dim)
-    biased = "layers.0.bias" in found
+    biased = "layers.0.bias" in headers
     names, dtype = [], None
     for i in range(config.num_layers):
         for part, shape in {"k": size, "v": size, **({"bias": size[:2]} if biased else {})}.items():
             name = f"layers.{i}.{part}"
-            if name not in found:
+            if name not in headers:
                 raise ConfigError(f"{source}: tensor {name} is missing: write the cartridge again")
-            own, kind = found[name]
-            if own != shape:
+            actual_shape, kind = headers[name]
+            if actual_shape != shape:
                 raise ConfigError(
-                    f"{source}: tensor {name} has shape {own}, expected {shape}: write the cartridge again"
+                    f"{source}: tensor {name} has shape {actual_shape}, expected {shape}: write the cartridge again"
                 )
             dtype = dtype or kind
-            wanted = ("F32",) if part == "bias" else tuple(DTYPES) if kind == dtype else (dtype,)
-            if kind not in wanted:
+            allowed = ("F32",) if part == "bias" else tuple(DTYPES) if kind == dtype else (dtype,)
+            if kind not in allowed:
                 raise ConfigError(
-                    f"{source}: tensor {name} has dtype {kind}, expected {' or '.join(wanted)}: write the cartridge again"
+                    f"{source}: tensor {name} has dtype {kind}, expected {' or '.join(allowed)}: write the cartridge again"
                 )
         names.append((f"layers.{i}.k", f"layers.{i}.v", f"layers.{i}.bias" if biased else None))
-    if unknown := sorted(set(found) - {name for own in names for name in own}):
+    if unknown := sorted(set(headers) - {name for layer_names in names for name in layer_names}):
         raise ConfigError(f"{source}: unexpected tensor {unknown[0]!r}: write the cartridge again")
     return names
 
@@ -320,7 +320,9 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
         if tensor is not None
     }
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    headers = {name: (tuple(own.shape), codes.get(own.dtype, str(own.dtype))) for name, own in named.items()}
+    headers = {
+        name: (tuple(tensor.shape), codes.get(tensor.dtype, str(tensor.dtype))) for name, tensor in named.items()
+    }
     content = config.to_dict()
     _check_headers(config, headers, str(folder))
     _check_values(layers, str(folder))

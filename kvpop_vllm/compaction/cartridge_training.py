@@ -122,9 +122,9 @@ def train_cartridge(
         else None
     )
     if start is None:
-        own = corpus_of(place, training.init)[1] if training.init else tokens
-        check_length(place, len(own), slots, "first", positions)
-        first = place.around(own)[:slots]
+        init_tokens = corpus_of(place, training.init)[1] if training.init else tokens
+        check_length(place, len(init_tokens), slots, "first", positions)
+        first = place.around(init_tokens)[:slots]
     room = ROOM + len(place.around([]))
     chunk = chunk_tokens(options.chunk, len(tokens), slots, positions, room)
     arguments = {"slots": slots, "chunk": chunk} | asdict(training)
@@ -141,11 +141,11 @@ def train_cartridge(
     path, conversations = run / "conversations.jsonl", []
     if training.steps:
         stop = stop_tokens(model, tokenizer)
-        own = nullcontext(TransformersSampler(loaded, stop)) if loaded is not None else None
+        local_sampler = nullcontext(TransformersSampler(loaded, stop)) if loaded is not None else None
         todo = -(-training.conversations // ROUND) - _rounds(path, training.conversations)
         if todo:
             many, how = training.conversations, {"longest": chunk, "seed": options.seed}
-            start_engine = own or engine(model, options.dtype, chunk + room, stop)
+            start_engine = local_sampler or engine(model, options.dtype, chunk + room, stop)
             with start_engine as sample, progress(todo, "rounds of conversations") as tick:
                 make_conversations(path, place, tokens, many, sample, **how, done=lambda: tick(1))
         conversations = read_conversations(path)

@@ -113,14 +113,14 @@ def _tensors(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torc
             problem = "misses" if wrong[0] in expected else "has an unknown"
             raise ConfigError(f"{path} {problem} tensor {wrong[0]!r}: copy the compactor again")
         for name in file.keys():
-            own = file.get_slice(name)
-            shape, expected_shape = tuple(own.get_shape()), tuple(expected[name].shape)
-            if shape != expected_shape or own.get_dtype() not in DTYPES:
+            stored = file.get_slice(name)
+            shape, expected_shape = tuple(stored.get_shape()), tuple(expected[name].shape)
+            if shape != expected_shape or stored.get_dtype() not in DTYPES:
                 raise ConfigError(
-                    f"{path}: tensor {name} is {own.get_dtype()} {shape}, expected F16 {expected_shape}: copy the compactor again"
+                    f"{path}: tensor {name} is {stored.get_dtype()} {shape}, expected F16 {expected_shape}: copy the compactor again"
                 )
         tensors = {name: file.get_tensor(name).float() for name in file.keys()}
-    if bad := next((name for name, own in tensors.items() if not bool(own.isfinite().all())), None):
+    if bad := next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None):
         raise ConfigError(f"{path}: tensor {bad} holds NaN or infinity: train the compactor again")
     return tensors
 

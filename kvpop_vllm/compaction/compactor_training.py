@@ -184,9 +184,9 @@ def train_compactor(
     rows = PackedTokens(data, load_tokenizer(model), options.window + options.own, **settings)
     provenance = {"kvpop": __version__, "data": rows.fingerprint, "arguments": asdict(options)}
     config = CompactorConfig(**base, slots=slots, width=WIDTH, provenance=provenance)
-    own = {"model": str(Path(model).resolve())} | asdict(options) | {"data": rows.fingerprint}
+    run_settings = {"model": str(Path(model).resolve())} | asdict(options) | {"data": rows.fingerprint}
     new = not Path(out).exists()
-    check_same_run(Path(out), own)
+    check_same_run(Path(out), run_settings)
     try:
         first = rows[0][: options.window].tolist()
     except ConfigError as error:

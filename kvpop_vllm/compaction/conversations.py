@@ -216,10 +216,10 @@ def _round(place: Place, tokens, numbers: range, sample: Sampler, longest: int, 
     picks = [SEEDS[kind][int(torch.randint(len(SEEDS[kind]), (), generator=draws))] for kind in kinds]
     seeds = torch.randint(1 << 31, (2, len(numbers)), generator=draws).tolist()
     before = place.around(tokens[a:b])
-    asked = sample(before, [place.asking(pick) for pick in picks], QUESTION, seeds[0])
+    question_drafts = sample(before, [place.asking(pick) for pick in picks], QUESTION, seeds[0])
     questions = [
-        place.tokenizer.decode(own.tokens, skip_special_tokens=True).strip() or PLAIN[kind]
-        for own, kind in zip(asked, kinds, strict=True)
+        place.tokenizer.decode(draft.tokens, skip_special_tokens=True).strip() or PLAIN[kind]
+        for draft, kind in zip(question_drafts, kinds, strict=True)
     ]
     prompts = [place.asking(question) for question in questions]
     answers = sample(before, prompts, ANSWER, seeds[1])

@@ -71,9 +71,9 @@ def repeat_prefill(
     piece = min(PIECE, room_behind(place, len(corpus), positions, REPEAT))
     reference = Reference([], [], [])
     for number, (a, b) in enumerate(chunks):
-        for at in range(max(a, first), min(b, last), piece):
+        for piece_start in range(max(a, first), min(b, last), piece):
             before = start if len(reference.used) % 2 else []
-            reference.sequences.append(before + tokens[at : min(b, last, at + piece)])
+            reference.sequences.append(before + tokens[piece_start : min(b, last, piece_start + piece)])
             reference.used.append(len(before))
             reference.chunks.append(number)
     return reference
@@ -120,7 +120,7 @@ def self_study(
                 start = place.asking(PROMPTS[i % len(PROMPTS)])
                 room = room_behind(place, len(corpus), positions, PROMPTS[i % len(PROMPTS)])
                 ids = torch.tensor([*tokens, *start], device=device).unsqueeze(0)
-                found = model.generate(
+                generated = model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     **{CACHE_NAME: cache},
@@ -130,7 +130,7 @@ def self_study(
                     pad_token_id=place.tokenizer.pad_token_id or 0,
                 )
                 cache.crop(len(tokens) - cache.get_seq_length())  # the number to remove, negative
-                sequences.append(found[0, len(tokens) :].tolist())
+                sequences.append(generated[0, len(tokens) :].tolist())
                 used.append(len(start) - 1)
                 done()
     finally:

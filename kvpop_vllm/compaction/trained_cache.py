@@ -55,17 +55,17 @@ class Packed:
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         parts = zip(*(tensor.split(self.lengths, 2) for tensor in (q, k, v)), strict=True)
-        return torch.cat([attend(*own, scale, *self.layers[layer]) for own in parts], 2)
+        return torch.cat([attend(*qkv, scale, *self.layers[layer]) for qkv in parts], 2)
 
 
-def packs(conversations: Sequence[Conversation], most: int = PACK) -> list[list[Conversation]]:
-    """Return the conversations in their order, in packs of at most ``most`` tokens, or of one conversation."""
+def packs(conversations: Sequence[Conversation], max_tokens: int = PACK) -> list[list[Conversation]]:
+    """Return the conversations in their order, in packs of at most ``max_tokens`` tokens, or of one conversation."""
     packed, room = [], -1
     for conversation in conversations:
         size = len(conversation.prompt) + len(conversation.answer)
         if size > room:
             packed.append([])
-            room = most
+            room = max_tokens
         packed[-1].append(conversation)
         room -= size
     return packed

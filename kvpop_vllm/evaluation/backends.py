@@ -155,8 +155,8 @@ class TransformersRun(Run):
             for a in range(0, len(same), self.requests):
                 batch = same[a : a + self.requests]
                 tokens = torch.tensor([prompts[number] for number in batch])
-                found = self._answers(tokens, new, stop, sampling, [seeds[number] for number in batch])
-                answers |= dict(zip(batch, found, strict=True))
+                batch_answers = self._answers(tokens, new, stop, sampling, [seeds[number] for number in batch])
+                answers |= dict(zip(batch, batch_answers, strict=True))
         return [answers[number] for number in range(len(prompts))]
 
     def _answers(self, prompts: torch.Tensor, new: int, stop: set[int], sampling, seeds) -> list[list[int]]:

@@ -106,19 +106,19 @@ def now(device: torch.device) -> float:
     return time.monotonic()
 
 
-def _held_slots(k: torch.Tensor, v: torch.Tensor, held: torch.Tensor) -> Layer:
+def _held_slots(k: torch.Tensor, v: torch.Tensor, held_mask: torch.Tensor) -> Layer:
     """Return the held tokens of a layer; heads that hold fewer than others are padded."""
-    heads, largest = [], int(held.sum(-1).max())
-    for head, rows in enumerate(held.to(k.device)):
+    heads, largest = [], int(held_mask.sum(-1).max())
+    for head, rows in enumerate(held_mask.to(k.device)):
         bias = torch.zeros(1, int(rows.sum()), device=k.device)
         heads.append(padded(k[None, head, rows], v[None, head, rows], bias, largest))
     return tuple(torch.cat(part) for part in zip(*heads, strict=True))
 
 
-def _behind_made(k: torch.Tensor, v: torch.Tensor, made: Layer, slots: int) -> Layer:
+def _behind_made(k: torch.Tensor, v: torch.Tensor, made_slots: Layer, slots: int) -> Layer:
     """Return the made slots of a layer and the last tokens of the document, together ``slots``."""
-    near, (own_k, own_v, bias) = slots - made[0].shape[1], (part.to(k.device) for part in made)
-    last = [x[:, x.shape[1] - near :].to(own) for x, own in ((k, own_k), (v, own_v))]
+    near, (own_k, own_v, bias) = slots - made_slots[0].shape[1], (part.to(k.device) for part in made_slots)
+    last = [x[:, x.shape[1] - near :].to(like) for x, like in ((k, own_k), (v, own_v))]
     return torch.cat([own_k, last[0]], 1), torch.cat([own_v, last[1]], 1), torch.nn.functional.pad(bias, (0, near))
 
 
@@ -129,7 +129,7 @@ class Corpus:
         backend: holds the model.
         folder: the model's folder.
         tokenizer: the model's.
-        each: most questions of each kind about a document.
+        per_kind: largest number of questions of each kind about a document.
         seed: seed of questions and answers.
         steps: optimiser steps of ``cartridge``.
         compactor: compactor of ``still``.
@@ -140,21 +140,21 @@ class Corpus:
         backend: TransformersBackend,
         folder: str,
         tokenizer,
-        each: int,
+        per_kind: int,
         seed: int,
         steps: int,
         compactor: Compactor | None = None,
     ):
         self.backend, self.model, self.folder = backend, backend.model, folder
         self.tokenizer, self.place = tokenizer, place_of(tokenizer)
-        self.each, self.seed, self.steps, self.compactor = each, seed, steps, compactor
+        self.per_kind, self.seed, self.steps, self.compactor = per_kind, seed, steps, compactor
         self.device = next(self.model.parameters()).device
         self.sampler = TransformersSampler(self.model, stop_tokens(folder, tokenizer))
 
     def ask(self, number: int, document: list[int]) -> tuple[Examination, Cache]:
         """Return the questions about a document, and the cache of the full context."""
         text, tokens = self.tokenizer.decode(document), self.place.around(document)
-        questions = corpus_questions.make_questions(text, self.each, f"{self.seed}/{number}")
+        questions = corpus_questions.make_questions(text, self.per_kind, f"{self.seed}/{number}")
         opened = corpus_questions.open_questions(text)
         began = now(self.device)
         full = read_corpus(self.model, tokens)
@@ -256,18 +256,18 @@ class Corpus:
             choices = [self._tokens(choice) for choice in question.choices]
             letters = all(len(ids) == 1 for ids in choices)
             rows = choices[:1] if letters else choices  # letters have their scores from one pass
-            found = self.behind(cache, [prompt] * len(rows), rows) * (len(choices) if letters else 1)
-            pairs = zip(found, choices, strict=True)
+            choice_logps = self.behind(cache, [prompt] * len(rows), rows) * (len(choices) if letters else 1)
+            pairs = zip(choice_logps, choices, strict=True)
             scores = [float(logp.gather(1, torch.tensor(ids).unsqueeze(1)).mean()) for logp, ids in pairs]
             right = question.right
             record = {"kind": question.kind, "right": float(scores.index(max(scores)) == right)}
             if question.kind in corpus_questions.GAPS:
-                record["exact"] = float(found[right].argmax(-1).tolist() == choices[right])
+                record["exact"] = float(choice_logps[right].argmax(-1).tolist() == choices[right])
             yield record
         lost, count = 0.0, sum(map(len, exam.answers))
         for prompt, answer, logp in zip(exam.opened, exam.answers, exam.logp, strict=True):
-            (own,) = self.behind(cache, [self.place.asking(prompt)], [answer])
-            lost += float((logp.exp() * (logp - own)).sum())
+            (compressed_logp,) = self.behind(cache, [self.place.asking(prompt)], [answer])
+            lost += float((logp.exp() * (logp - compressed_logp)).sum())
         times, ids = [], self.place.asking(exam.opened[0])
         for _ in range(TIMED):
             began = now(self.device)

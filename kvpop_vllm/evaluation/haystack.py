@@ -103,9 +103,9 @@ def rows_in_turn(rows: Callable[..., Iterator[Row]], paths: list[str], *how, **p
     """
     streams = [rows([path], *how, **places) for path in dict.fromkeys(paths)]
     while streams:
-        found = [(stream, next(stream, None)) for stream in streams]
-        streams = [stream for stream, row in found if row is not None]
-        yield from (row for _, row in found if row is not None)
+        next_rows = [(stream, next(stream, None)) for stream in streams]
+        streams = [stream for stream, row in next_rows if row is not None]
+        yield from (row for _, row in next_rows if row is not None)
 
 
 def units_of(rows: list[Row]) -> list[int]:
@@ -118,8 +118,8 @@ def units_of(rows: list[Row]) -> list[int]:
     return units
 
 
-def sentences(paths: list[str], split: str, least: int) -> list[str]:
-    """Return sentences of the first documents in order, of at least ``least`` characters, or all there are.
+def sentences(paths: list[str], split: str, min_characters: int) -> list[str]:
+    """Return sentences of the first documents in order, of at least ``min_characters`` characters, or all there are.
 
     Raises:
         ConfigError: the files cannot be read, or there is no text.
@@ -129,7 +129,7 @@ def sentences(paths: list[str], split: str, least: int) -> list[str]:
         parts = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]
         passages += parts
         size += sum(map(len, parts))
-        if size >= max(least, ENOUGH):
+        if size >= max(min_characters, ENOUGH):
             break
     if not passages:
         raise ConfigError(f"the {split} split of {', '.join(islice(map(str, paths), 3))} holds no text: give more text")

@@ -136,7 +136,7 @@ def check_evicting(specs: list[PolicySpec]) -> None:
             )
 
 
-def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str) -> list[PolicySpec]:
+def with_protection(specs: list[PolicySpec], protections: list[bool | int], task: str) -> list[PolicySpec]:
     """Return each spec with each of these protections.
 
     Raises:
@@ -147,15 +147,21 @@ def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str)
             raise ConfigError(
                 f"{spec.name} holds prompts until their end anyway: leave --protect-prompt out, or {spec.name}"
             )
-    asked = list({(type(protection), protection): protection for protection in asked}.values())  # True is not 1
-    if any(protection is True for protection in asked) and task not in ANSWERED:
+    protections = list(
+        {(type(protection), protection): protection for protection in protections}.values()
+    )  # True is not 1
+    if any(protection is True for protection in protections) and task not in ANSWERED:
         raise ConfigError(
             f"--protect-prompt all keeps all of a row in --task {task}: give a number, or --task retrieval"
         )
-    if len(asked) == 1:  # the same for all, so that names need not say it
-        return [replace(spec, protect=asked[0]) for spec in specs]
+    if len(protections) == 1:  # the same for all, so that names need not say it
+        return [replace(spec, protect=protections[0]) for spec in specs]
     unasked = [policies.get(c.policy).default_protect if task in ANSWERED else 0 for c in specs]
-    return [c.protecting(protection, own) for c, own in zip(specs, unasked, strict=True) for protection in asked]
+    return [
+        c.protecting(protection, default)
+        for c, default in zip(specs, unasked, strict=True)
+        for protection in protections
+    ]
 
 
 def with_correction(specs: list[PolicySpec], correction: str) -> list[PolicySpec]:
@@ -164,7 +170,7 @@ def with_correction(specs: list[PolicySpec], correction: str) -> list[PolicySpec
     return plain + [spec.corrected() for spec in plain] if correction == "moment" else plain
 
 
-def _agreed(values: dict[str, int], name: str, default: int, where: str = "") -> int:
+def _agreed(values: dict[str, int], name: str, default: int, condition: str = "") -> int:
     """Return the value that all scorer folders agree on, or ``default`` if there are none.
 
     Raises:
@@ -174,7 +180,7 @@ def _agreed(values: dict[str, int], name: str, default: int, where: str = "") ->
     for folder, value in values.items():
         if value != values[first]:
             raise ConfigError(
-                f"{folder} was trained with {name} {value}{where}, {first} with {values[first]}: give --{name}, or"
+                f"{folder} was trained with {name} {value}{condition}, {first} with {values[first]}: give --{name}, or"
                 " evaluate them apart"
             )
     return values[first] if values else default
@@ -235,7 +241,9 @@ def settings_of(
     """
     settings, copies = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):
-        for (budget, said), equal in itertools.product(budgets(options, written or length), options.equal or EQUAL):
+        for (budget, derivation), equal in itertools.product(
+            budgets(options, written or length), options.equal or EQUAL
+        ):
             if budget > length - copies:
                 raise ConfigError(
                     f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
@@ -245,7 +253,7 @@ def settings_of(
                 sinks, window = _shared_roles(options, shapes, budget)
                 if budget <= sinks + window:
                     raise ConfigError(
-                        f"a budget of {said} leaves nothing beside {sinks} sinks and a window of {window}"
+                        f"a budget of {derivation} leaves nothing beside {sinks} sinks and a window of {window}"
                     )
             settings.append(Setting(length, budget, sinks, window, equal, prompt))
     return settings

@@ -67,8 +67,8 @@ class PolicySpec:
     def allocated(self, allocator: str) -> PolicySpec:
         """Return a copy with an allocator."""
         measured = self.scorer is not None and read_config(self.scorer).shares
-        own = None if measured else policies.get(self.policy).default_allocator
-        name = self.name if allocator == own else f"{self.name}+{allocator}"
+        default = None if measured else policies.get(self.policy).default_allocator
+        name = self.name if allocator == default else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator)
 
     def calibrated(self, folder: str) -> PolicySpec:
@@ -238,14 +238,14 @@ class ResolvedPolicy:
             different numbers of tokens, or if tokens are protected.
         """
         gate_scores = self.gate_scores(layer, signals)
-        out, kept = attend_and_keep(
+        out, held_masks = attend_and_keep(
             self, layer, judge.q, judge.k, v, judge.scale, positions, gate_scores, sink_logits=sink_logits
         )
-        if not positions or self.protect or any(len(held.sum(-1).unique()) > 1 for held in kept):
+        if not positions or self.protect or any(len(held_mask.sum(-1).unique()) > 1 for held_mask in held_masks):
             return None, out
         log_gamma = self.rules[layer].log_gamma.to(v.device)
         decay = log_gamma if self.spec.scorer else torch.zeros_like(log_gamma)
-        return judge.recall_of(kept, decay, self.roles, positions), out
+        return judge.recall_of(held_masks, decay, self.roles, positions), out
 
 
 def training_free(name: str) -> PolicySpec:

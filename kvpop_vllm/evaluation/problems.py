@@ -142,11 +142,11 @@ def _addition(a: int, b: int) -> str:
     return f"{a % 10} + {b % 10} = {_digits(units)} , {a // 10} + {b // 10} + {units // 10} = {_digits(tens)}"
 
 
-def _ask(draw: random.Random, given: str, lines: list[str], steps: list[str], asked: dict[str, int]):
+def _ask(draw: random.Random, assignments: str, lines: list[str], steps: list[str], asked_values: dict[str, int]):
     """Return the problem that asks for some values at the end; see :attr:`Kind.make`."""
-    last, answers = LINES[len(lines)], [f"{name} {_digits(value)}" for name, value in asked.items()]
+    last, answers = LINES[len(lines)], [f"{name} {_digits(value)}" for name, value in asked_values.items()]
     draw.shuffle(lines)
-    prompt = f"let {given} ; run {' '.join(lines)} {last} ask {' '.join(asked)} work"
+    prompt = f"let {assignments} ; run {' '.join(lines)} {last} ask {' '.join(asked_values)} work"
     expected = " ".join(answers).split()
     return prompt, f"{' '.join(steps)} {last} answer", answers, lambda text: text.split() == expected
 

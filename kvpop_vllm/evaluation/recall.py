@@ -66,12 +66,12 @@ class Judge:
 
     @torch.no_grad()
     def recall_of(
-        self, kept: list[torch.Tensor], log_gamma: torch.Tensor, roles: Retention, positions: list[int]
+        self, held_masks: list[torch.Tensor], log_gamma: torch.Tensor, roles: Retention, positions: list[int]
     ) -> Recall:
         """Return the recall of given kept tokens.
 
         Args:
-            kept: for each position, ``[B, H, E]`` booleans as from :func:`kept_at`.
+            held_masks: for each position, ``[B, H, E]`` booleans as from :func:`kept_at`.
             log_gamma: ``[H]`` of the teacher.
             roles: slot roles of the budget.
             positions: query positions q0.
@@ -85,7 +85,7 @@ class Judge:
             )
         teacher_rank, teacher_cutoff = running_cutoffs(self.target(roles.window), log_gamma, roles)
         rows = []
-        for q0, held_tokens in zip(positions, kept, strict=True):
+        for q0, held_tokens in zip(positions, held_masks, strict=True):
             teacher = kept_at(teacher_rank, teacher_cutoff, q0, roles)
             mass, count = self.later_mass(q0, roles.sinks, roles.window), int(held_tokens[0, 0].sum())
             best = mass.topk(count, dim=-1)

@@ -92,17 +92,17 @@ class Report:
         note(f"{self.folder} holds {', '.join(written)}")
 
 
-def retention_map(held: torch.Tensor, width: int) -> torch.Tensor:
+def retention_map(held_mask: torch.Tensor, width: int) -> torch.Tensor:
     """Return the share of each bin of positions that is held, mean over heads.
 
     Args:
-        held: ``[layers, H, S]`` booleans.
+        held_mask: ``[layers, H, S]`` booleans.
         width: positions of a bin; the last bin may be shorter.
 
     Returns:
         ``[layers, bins]``.
     """
-    return torch.stack([part.float().mean(dim=(1, 2)) for part in held.split(width, dim=-1)], dim=1)
+    return torch.stack([part.float().mean(dim=(1, 2)) for part in held_mask.split(width, dim=-1)], dim=1)
 
 
 def draw_maps(drawing, maps: list[dict]) -> None:

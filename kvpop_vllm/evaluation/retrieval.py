@@ -44,8 +44,8 @@ def answers(run: Run, tokenizer, examples: list[Example]) -> Iterator[dict]:
     stop = {tokenizer.eos_token_id} - {None}
     numbers: dict[str, int] = {}
     for example in examples:
-        (found,) = run.generate([example.prompt], NEW_TOKENS[example.kind], stop)
-        answer = tokenizer.decode(found, skip_special_tokens=True)
+        (answer_tokens,) = run.generate([example.prompt], NEW_TOKENS[example.kind], stop)
+        answer = tokenizer.decode(answer_tokens, skip_special_tokens=True)
         number = numbers[example.kind] = numbers.get(example.kind, -1) + 1
         facts = {"kind": example.kind, "example": number, "unit": number, "tokens": len(example.prompt)}
         facts |= {"chat": example.chat, "depth": example.depth, "expected": list(example.expected), "answer": answer}

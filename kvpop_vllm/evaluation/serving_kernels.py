@@ -65,12 +65,12 @@ def attend_and_keep(
     budgets = policy.budgets(layer) if budgets is None else budgets
     settings = {"protected": protected, "shifted": policy.policy.shifted, "seed": policy.spec.seed}
     settings["row_budget"] = policy.roles.budget
-    rows, outs, kept = LayerRows(rule, budgets, k, scale, **settings), [], {}
+    rows, outs, held_at = LayerRows(rule, budgets, k, scale, **settings), [], {}
     first = max(rule.sinks, protected)
     for q0 in sorted({*positions, length - 1}):
         cut = slice(rows.seen, q0 + 1)
         scores = None if gate_scores is None else gate_scores[:, cut].detach().cpu()
         outs.append(rows.append(q[:, :, cut], k[:, :, cut], v[:, :, cut], scores, sink_logits))
         if q0 in positions:
-            kept[q0] = rows.held_by_rows()[..., first : max(first, q0 + 1 - rule.window)].to(device)
-    return torch.cat(outs, 2).to(device), [kept[q0] for q0 in positions]
+            held_at[q0] = rows.held_by_rows()[..., first : max(first, q0 + 1 - rule.window)].to(device)
+    return torch.cat(outs, 2).to(device), [held_at[q0] for q0 in positions]

@@ -2,7 +2,7 @@
 
 A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` in ``cache`` or
 ``past_key_values`` and has it prepare the step. The hook replaces the attention function, by name, by that of
-:mod:`kvpop_vllm.model_hook`, which calls the step. A hook behind the decoder restores the model's own
+:mod:`kvpop_vllm.model_hook`, which calls the step. A hook after the decoder restores the model's own
 attention. Torch skips that hook after a KeyboardInterrupt in the pass. The attention is then restored by the
 model's next pass or by the cache's ``reset()``; that of a copy by the copy's. Passes without such a cache are
 unchanged.
@@ -303,7 +303,7 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
     attend.local, attend.takes_sinks = attend, True
     device = decoder.get_input_embeddings().weight.device
     token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)  # offloaded
-    own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
+    original, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
     try:
         with torch.no_grad():
             cache = DynamicCache(config=decoder.config)  # without one, some look at positions
@@ -313,7 +313,7 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
     except TypeError:  # no such argument, or the attention function misses it
         return False
     finally:
-        decoder.config._attn_implementation = own
+        decoder.config._attn_implementation = original
     return False
 
 
@@ -393,9 +393,9 @@ def _restore(decoder):
     step = _running.get(id(decoder))
     if step is not None and step.thread != threading.get_ident():
         raise RuntimeError(BUSY)
-    own, shares = getattr(decoder, NOTE)
+    original, shares = getattr(decoder, NOTE)
     if decoder.config._attn_implementation == NAME:  # otherwise it was changed in the meantime
-        decoder.config._attn_implementation = own
+        decoder.config._attn_implementation = original
     for block, share in zip(attention_blocks(decoder), shares, strict=True):
         if hasattr(block, "borrowed"):
             block.borrowed = share

@@ -36,12 +36,12 @@ from kvpop_vllm.model_shape import gives_up_channel, positions_of
 from kvpop_vllm.policies import parse_settings
 
 
-def _refusal(what: str, instead: str):
-    """Return a method that raises: a KVpopCache does not do ``what``."""
+def _refusal(limitation: str, instead: str):
+    """Return a method that raises: a KVpopCache does not do what ``limitation`` says."""
 
     def refuse(self, *args, **kwargs):
         """Refuse; see the message."""
-        raise ConfigError(f"a KVpopCache {what}: {instead}")
+        raise ConfigError(f"a KVpopCache {limitation}: {instead}")
 
     return refuse
 
@@ -270,10 +270,10 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         rows, length = inputs.shape[:2]
         self._rows.check_number(rows)
         columns, lengths = self._begins_at(mask, positions, length)
-        made = self._made.count
-        in_tails = [seen > 0 and seen >= p for seen, p in zip(lengths, self.protected, strict=True)]
+        cartridge_slots = self._made.count
+        in_tails = [length > 0 and length >= p for length, p in zip(lengths, self.protected, strict=True)]
         decoding = length == 1 and columns == self._columns and len(lengths) > 0 and all(in_tails)
-        lengths = lengths or [made] * rows
+        lengths = lengths or [cartridge_slots] * rows
         recorded = recording(inputs.device)
         if recorded and not (decoding and len(self._layers) == len(self)):
             raise RuntimeError(
@@ -282,8 +282,8 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             )
         # on an accelerator, reading the mask makes the host wait
         look = not recorded and (inputs.device.type == "cpu" or not decoding)
-        counts = columns_of_tokens(mask, [seen - made for seen in lengths], columns, length, look)
-        after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
+        counts = columns_of_tokens(mask, [length - cartridge_slots for length in lengths], columns, length, look)
+        after = [length + count for length, count in zip(lengths, counts, strict=True)]
         self._check_lengths(lengths, after, columns + length)
         if self.recurrent:
             check_pads(counts, length, self._biased)
@@ -293,7 +293,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             self._check_unrecorded()
             self._lengths_by_device, self._layers = {}, {}
         sequence_lengths = self._sequence_lengths(inputs.device, rows)
-        protected = self.protected or [made] * rows
+        protected = self.protected or [cartridge_slots] * rows
         if decoding or length == 1 and all(counts) and not self._protects:
             position_ids, starts = sequence_lengths.positions.unsqueeze(1).clone(), None
         else:
@@ -301,15 +301,15 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             position_ids, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
             # a prompt, or the rest of one; a single token is an answer's
             protected = [
-                made + protected_tokens(protect, end - made)
-                if columns < self._columns or p == seen and (length > 1 or seen == made)
+                cartridge_slots + protected_tokens(protect, end - cartridge_slots)
+                if columns < self._columns or p == before and (length > 1 or before == cartridge_slots)
                 else p
-                for protect, p, seen, end in zip(
+                for protect, p, before, end in zip(
                     self._rows.protects(self.policy, rows), protected, lengths, after, strict=True
                 )
             ]
         if look and positions is not None:
-            check_positions(positions, position_ids - made, counts)
+            check_positions(positions, position_ids - cartridge_slots, counts)
         if self.text is not None and self.next_text is not None and len(self.text) == len(self.next_text):
             check_text(self.next_text, self.text, mask, columns)
         self.next_text = None
@@ -382,7 +382,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
                 "layers with windows, chunks or recurrent states have given up what they would need to go back to the protected"
                 " tokens: reset() the KVpopCache, and give generate() the whole text"
             )
-        return reusable, [max(0, seen - (self._columns - reusable)) for seen in self._lengths]
+        return reusable, [max(0, length - (self._columns - reusable)) for length in self._lengths]
 
     def _make_room(self, layer: LayerPages) -> None:
         """Allocate pages for the protected tokens in a layer, up to the end of the pass.
@@ -445,11 +445,11 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         """Return the clock of a device, created with the progress of the rows if necessary."""
         if device not in self._lengths_by_device:
             with torch.inference_mode(False):
-                made = self._made.count
-                sequence_lengths = SequenceLengths(self._rows.requests(self.policy, rows, made), device)
+                cartridge_slots = self._made.count
+                sequence_lengths = SequenceLengths(self._rows.requests(self.policy, rows, cartridge_slots), device)
             self._lengths_by_device[device] = sequence_lengths
-            sequence_lengths.positions.copy_(torch.tensor(self._lengths or [made] * rows))
-            sequence_lengths.protected.copy_(torch.tensor(self.protected or [made] * rows))
+            sequence_lengths.positions.copy_(torch.tensor(self._lengths or [cartridge_slots] * rows))
+            sequence_lengths.protected.copy_(torch.tensor(self.protected or [cartridge_slots] * rows))
         return self._lengths_by_device[device]
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LayerPages:
@@ -533,7 +533,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         if not step.recorded:  # a recorded pass has not been executed
             self._count(step.length, step.counts)
         if self.policy.compresses:  # a prompt that goes on has not been evicted from
-            self.protected = [p if seen <= p else 0 for p, seen in zip(self.protected, self._lengths, strict=True)]
+            self.protected = [p if length <= p else 0 for p, length in zip(self.protected, self._lengths, strict=True)]
         for sequence_lengths in self._lengths_by_device.values():
             sequence_lengths.advance(step.counts)
 
@@ -547,7 +547,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
     def _count(self, columns: int, tokens: list[int]) -> None:
         self._columns += columns
         self.passes += 1
-        self._lengths = [seen + count for seen, count in zip(self._lengths, tokens, strict=True)]
+        self._lengths = [length + count for length, count in zip(self._lengths, tokens, strict=True)]
 
     def replayed(self, passes: int = 1) -> None:
         """Record on the host that a CUDA graph of a pass of one token per row was replayed.
@@ -570,7 +570,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             )
         if not passes:
             return
-        lengths = [seen + passes for seen in self._lengths]
+        lengths = [length + passes for length in self._lengths]
         self._check_room(lengths)
         warn_of_positions(self._lengths, lengths, self._positions)
         self._count(passes, [passes] * len(self._lengths))
@@ -612,7 +612,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             return self._columns
         if not self._rows.any_protects(self.policy) or not self._lengths:
             return self._columns
-        unprotected = (seen - protected for seen, protected in zip(self._lengths, self.protected, strict=True))
+        unprotected = (length - protected for length, protected in zip(self._lengths, self.protected, strict=True))
         return self._columns - max(0, *unprotected)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -47,7 +47,7 @@ class Slots:
 
 
 def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn.Module, policy: Policy) -> Slots:
-    """Return the slots of cartridges that stand one behind another.
+    """Return the slots of cartridges in a row.
 
     Args:
         folders: a cartridge's folder, or several in order.

@@ -1,4 +1,4 @@
-"""Full checkpoints in transformers: the base model, and the scorers' tensors beside it."""
+"""Full checkpoints in transformers: the base model with the scorers' tensors."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ def scorer_tensors(folder: str | Path, config: ScorerConfig) -> list[dict[str, t
     """
     if not Path(folder).is_dir():
         raise ConfigError(f"the model was not loaded from a folder ({str(folder)!r}): give --kv-scorer DIR")
-    found = checkpoint.read_tensors(folder, checkpoint.looks_like_scorer)
-    return checkpoint.layers_of(config, found, str(folder))
+    tensors = checkpoint.read_tensors(folder, checkpoint.looks_like_scorer)
+    return checkpoint.layers_of(config, tensors, str(folder))

@@ -34,16 +34,16 @@ class SequenceLengths:
         requests: record of each row on the host; prefixes are those of the last prefill.
         positions: ``[R]`` int64, position of each row's next token.
         protected: ``[R]`` int64, p of each row.
-        made: ``[R]`` int64, slots of cartridges with which each row begins, or None.
+        made_counts: ``[R]`` int64, slots of cartridges with which each row begins, or None.
         numbers: ``[R]`` each, numbers that kernels take, by name.
     """
 
     def __init__(self, requests: list[RequestSlots], device: torch.device):
         self.requests = requests
         self.numbers = {name: tensor.to(device) for name, tensor in numbers_of(requests).items()}
-        made = torch.tensor([record.made for record in requests], device=device)
-        self.positions, self.protected = made.clone(), made.clone()
-        self.made = made if any(record.made for record in requests) else None
+        made_counts = torch.tensor([record.made for record in requests], device=device)
+        self.positions, self.protected = made_counts.clone(), made_counts.clone()
+        self.made_counts = made_counts if any(record.made for record in requests) else None
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
@@ -57,7 +57,7 @@ class SequenceLengths:
     def restart(self) -> None:
         """Set all positions and all p to where the rows begin."""
         for numbers in (self.positions, self.protected):
-            numbers.zero_() if self.made is None else numbers.copy_(self.made)
+            numbers.zero_() if self.made_counts is None else numbers.copy_(self.made_counts)
 
 
 class LayerPages:
@@ -86,13 +86,15 @@ class LayerPages:
         self.rule = rule = rule.to(like.device)
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
         by_row = [record.budget for record in sequence_lengths.requests]
-        self._budget = most = max(by_row if budgets is None else map(max, budgets.values()))
+        self._budget = max_slots = max(by_row if budgets is None else map(max, budgets.values()))
         self.divided = rule.compresses and rule.compression.adaptive_head_budgets
         if self.divided:
-            most = max(most, divided_blocks(heads, most, layout.block_slots) * layout.block_slots)
+            max_slots = max(max_slots, divided_blocks(heads, max_slots, layout.block_slots) * layout.block_slots)
         if rule.compresses and rule.compression.makes_slots:
-            most += layout.block_slots  # the last blocks are those of made slots, and neither part need fill its own
-        self.pages, self.table = allocate_pages(layout, most, requests=rows, device=like.device)
+            max_slots += (
+                layout.block_slots
+            )  # the last blocks are those of made slots, and neither part need fill its own
+        self.pages, self.table = allocate_pages(layout, max_slots, requests=rows, device=like.device)
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self.attention = FixedBudgetAttention(layout, rule, scale)
         self._equal = EqualHeads(heads) if budgets is None else HeadBudgets(budgets, like.device)
@@ -114,7 +116,7 @@ class LayerPages:
         self.prefix_table = blocks.expand(rows, -1).contiguous()
 
     def _extend(self, blocks: int) -> None:
-        """Add blocks behind the existing ones, which are moved."""
+        """Add blocks after the existing ones, which are moved."""
         raw = self.pages.raw
         self.pages = self.pages.layout.view(torch.cat([raw, raw.new_zeros(blocks, *raw.shape[1:])]))
 
@@ -182,12 +184,12 @@ class LayerPages:
         rows, lengths = len(self.table), self.sequence_lengths
         positions, numbers, prefix = lengths.positions, lengths.numbers, None
         if any(protected):
-            prefix = Prefix(None, self.prefix_table, lengths.protected, lengths.made)
+            prefix = Prefix(None, self.prefix_table, lengths.protected, lengths.made_counts)
         if self.rule.compresses:
             after = [self.rule.compression.after(record) for record in lengths.requests]
-            shift, made = torch.tensor([(record.shift, record.made) for record in after]).unbind(1)
+            shift, made_counts = torch.tensor([(record.shift, record.made) for record in after]).unbind(1)
             positions, numbers = positions - shift, numbers_of(after)
-            prefix = Prefix(None, self._made_table, made, made) if any(made) else None
+            prefix = Prefix(None, self._made_table, made_counts, made_counts) if any(made_counts) else None
         decoded = DecodeRows(slice(0, rows), self.table[:, 0], positions, numbers, [True] * rows, prefix)
         return StepPlan(self.pages.layout, [], self._blocks, rows=decoded, checks=False)
 
@@ -217,11 +219,11 @@ class LayerPages:
     @property
     def _blocks(self) -> RequestBlocks:
         """Blocks of the rows."""
-        prefixes, made = self.prefix_table, None
+        prefixes, made_blocks = self.prefix_table, None
         if self.rule.compresses:
             width = max(table.shape[1] for table in (prefixes, self._made_table))
-            prefixes, made = (pad(x, (0, width - x.shape[1])) for x in (prefixes, self._made_table))
-        return RequestBlocks(self.table[:, 0], prefixes, made)
+            prefixes, made_blocks = (pad(x, (0, width - x.shape[1])) for x in (prefixes, self._made_table))
+        return RequestBlocks(self.table[:, 0], prefixes, made_blocks)
 
     def _after_prompt(self, row: int) -> RequestSlots:
         """Return what a row is after the end of its prompt, under a rule that compresses prompts."""
@@ -267,9 +269,9 @@ class LayerPages:
             self.attention.forward(q, k, v, pages, batch, out, gate_scores, self.pages)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
 
-    def held(self, row: int, seen: int, protected: int) -> torch.Tensor:
-        """Return which of a row's tokens are held, ``[H, seen]`` booleans on the CPU."""
-        compressed, record = self.rule.compresses and seen >= protected, self.sequence_lengths.requests[row]
+    def held(self, row: int, length: int, protected: int) -> torch.Tensor:
+        """Return which of a row's tokens are held, ``[H, length]`` booleans on the CPU."""
+        compressed, record = self.rule.compresses and length >= protected, self.sequence_lengths.requests[row]
         place = (
             self.table[row : row + 1, 0],
             [compressed],
@@ -282,20 +284,20 @@ class LayerPages:
             pages = pages.layout.view(pages.raw.cpu())
         if not compressed:
             rule = replace(self.rule, window=record.window)
-            return held_tokens(pages, table, seen, rule, budgets, protected)
+            return held_tokens(pages, table, length, rule, budgets, protected)
         after = self._after_prompt(row)
-        rule, made = replace(self.rule, window=after.window), (self.pages, self._made_table[row])
-        return held_behind_prompt(pages, table, seen, rule, budgets - after.made, after, *made)
+        rule, made_pages = replace(self.rule, window=after.window), (self.pages, self._made_table[row])
+        return held_behind_prompt(pages, table, length, rule, budgets - after.made, after, *made_pages)
 
     def made_slots(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return keys and values ``[H, P, D]`` and biases ``[H, P]`` of the slots that were made of a row's prompt.
 
         Under a rule that makes none P is 0.
         """
-        made = self._after_prompt(row).made if self.rule.compresses else 0
-        slots, n = torch.arange(made), self.pages.layout.block_slots
-        at = self._made_table[row].long()[slots // n], slice(None), slots % n
-        return tuple(array[at].transpose(0, 1) for array in (self.pages.k, self.pages.v, self.pages.score))
+        count = self._after_prompt(row).made if self.rule.compresses else 0
+        slots, n = torch.arange(count), self.pages.layout.block_slots
+        index = self._made_table[row].long()[slots // n], slice(None), slots % n
+        return tuple(array[index].transpose(0, 1) for array in (self.pages.k, self.pages.v, self.pages.score))
 
     def allocated_bytes(self) -> int:
         """Return the bytes of the pages and block tables of this layer."""

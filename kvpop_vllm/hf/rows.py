@@ -100,12 +100,12 @@ class Rows:
         rows = map(policy.retention_of, budgets)
         return {retention.budget: policy.budgets_of(retention).tolist() for retention in rows}
 
-    def requests(self, policy: Policy, rows: int, made: int = 0) -> list[RequestSlots]:
-        """Return the record of each row, which begins with ``made`` slots; prefixes are those of the text to come."""
+    def requests(self, policy: Policy, rows: int, cartridge_slots: int = 0) -> list[RequestSlots]:
+        """Return the record of each row, which begins with the slots of cartridges and the prefix of the text to come."""
         budgets = self.budget if _several(self.budget) else [None] * rows
         seeds = self.seed if _several(self.seed) else [self.seed] * rows
         return [
-            resolve(policy, {BUDGET: budget}, 0)._replace(made=made, seed=request_seed(0, seed))
+            resolve(policy, {BUDGET: budget}, 0)._replace(made=cartridge_slots, seed=request_seed(0, seed))
             for budget, seed in zip(budgets, seeds, strict=True)
         ]
 

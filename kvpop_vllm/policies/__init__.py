@@ -66,7 +66,7 @@ def get(name: str) -> type[Policy]:
         raise ConfigError(
             f"entry point {name!r} of {packages} must be a kvpop_vllm.policies.base.Policy with name = {name!r}, got {cls!r}"
         )
-    lacking = [said for said in ("paper", "cost") if not isinstance(getattr(cls, said, None), str)]
+    lacking = [attribute for attribute in ("paper", "cost") if not isinstance(getattr(cls, attribute, None), str)]
     lacking += sorted(cls.__abstractmethods__)
     if lacking:
         raise ConfigError(f"policy {name!r} of {packages} does not say {', '.join(lacking)}: mend that package")
@@ -80,13 +80,13 @@ def parse_settings(values: Mapping) -> PolicySettings:
 
 def loadable() -> tuple[list[type[Policy]], list[str]]:
     """Return the loadable policies and one error message per policy that fails to load."""
-    found, broken = [], []
+    classes, broken = [], []
     for name in known():
         try:
-            found.append(get(name))
+            classes.append(get(name))
         except ConfigError as error:
             broken.append(str(error))
-    return found, broken
+    return classes, broken
 
 
 def describe() -> str:
@@ -95,11 +95,11 @@ def describe() -> str:
     A paragraph has the name and the paper, the kind of scorer that the policy needs, signals, order, state and
     cost per step.
     """
-    found, broken = loadable()
-    indent = max(len(cls.name) for cls in found) + 2
+    classes, broken = loadable()
+    indent = max(len(cls.name) for cls in classes) + 2
     width = max(60, shutil.get_terminal_size().columns)
     lines = []
-    for cls in found:
+    for cls in classes:
         order = cls.order.value if isinstance(cls.order, Order) else "static, or aged for decay step > 1"
         facts = {
             "needs a scorer of kind": cls.scorer_kind,

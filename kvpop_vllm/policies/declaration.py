@@ -188,7 +188,7 @@ class Declaration(ABC):
         """Return the retention settings of the scorer's config, or None without a scorer."""
         return None
 
-    def check_retention(self, kept: Retention) -> None:
+    def check_retention(self, retention: Retention) -> None:
         """Check that the policy can work with the budget, sinks and window of a server or a request.
 
         Raises:
@@ -202,13 +202,13 @@ class Declaration(ABC):
         Raises:
             ConfigError: names the first declaration that is not.
         """
-        for what, value, known in (
+        for setting, value, choices in (
             ("correction", self.default_correction, CORRECTIONS),
             ("allocator", self.default_allocator, ALLOCATORS),
         ):
-            if value not in known:
+            if value not in choices:
                 raise ConfigError(
-                    f"--kv-policy {self.name} declares the {what} {value!r}: mend it to one of {', '.join(known)}"
+                    f"--kv-policy {self.name} declares the {setting} {value!r}: mend it to one of {', '.join(choices)}"
                 )
         if self.gated != (type(self).gate is not Declaration.gate):
             raise ConfigError(
@@ -252,6 +252,6 @@ class Declaration(ABC):
             log_gamma: logarithm of the decay, in nats per token.
             parts: further fields of the rule, ``rounds`` or ``compression``.
         """
-        count, kept = len(range(*heads.indices(self.model.num_kv_heads))), self.retention
+        count, retention = len(range(*heads.indices(self.model.num_kv_heads))), self.retention
         decay = torch.full((count,), log_gamma, dtype=torch.float64)
-        return RetentionRule(kept.sinks, kept.window, decay, scorer=scorer, **parts)
+        return RetentionRule(retention.sinks, retention.window, decay, scorer=scorer, **parts)

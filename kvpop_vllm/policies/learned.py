@@ -98,8 +98,8 @@ class Gated(Learned):
     slots, so that it must not be long-range.
     """
 
-    def check_retention(self, kept):
-        if self.drops_early and kept.window < 2:
+    def check_retention(self, retention):
+        if self.drops_early and retention.window < 2:
             raise ConfigError(f"--kv-policy {self.name} needs a window of two tokens: set --kv-window to at least 2")
 
     def check_ranks(self, ranks):

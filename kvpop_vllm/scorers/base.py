@@ -151,6 +151,6 @@ class Gate(LayerModule):
         super().__init__(config)
         self.borrows = config.reads == "query"
 
-    def forward(self, seen: Signals) -> torch.Tensor:
+    def forward(self, signals: Signals) -> torch.Tensor:
         """Return the scores ``[.., H]`` float32 of tokens ``[..]``."""
         raise NotImplementedError(f"{type(self).__name__} has no forward()")

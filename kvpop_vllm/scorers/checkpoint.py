@@ -69,16 +69,16 @@ def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]],
             _check_shape(f"{source}: tensor layers.{i}.{name}", tuple(layer[name]), shape, sizes)
 
 
-def _check_shape(what: str, found: tuple[int, ...], shape: tuple, sizes: dict[str, int]) -> None:
-    if len(found) == len(shape):
-        for axis, length in zip(shape, found, strict=True):
+def _check_shape(label: str, actual: tuple[int, ...], shape: tuple, sizes: dict[str, int]) -> None:
+    if len(actual) == len(shape):
+        for axis, length in zip(shape, actual, strict=True):
             if isinstance(axis, str):
                 sizes.setdefault(axis, length)
     expected = tuple(sizes.get(axis, axis) for axis in shape)
-    if found != expected:
-        raise ConfigError(f"{what} has shape {found}, expected {expected}")
-    if 0 in found:
-        raise ConfigError(f"{what} has shape {found}: no size may be 0")
+    if actual != expected:
+        raise ConfigError(f"{label} has shape {actual}, expected {expected}")
+    if 0 in actual:
+        raise ConfigError(f"{label} has shape {actual}: no size may be 0")
 
 
 def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], source: str) -> None:
@@ -230,7 +230,7 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     write_files(folder, CONFIG_NAME, config.to_json(), TENSORS_NAME, flat)
 
 
-def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+def read_tensors(folder: str | Path, selects: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     """Return the tensors of a folder's safetensors files whose names are wanted.
 
     Raises:
@@ -239,7 +239,7 @@ def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str,
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with reading(path), safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if selects(name)}
     return tensors
 
 
@@ -281,21 +281,21 @@ def check_layout(names: Iterable[str], source: str) -> None:
 
 
 def layers_of(
-    config: ScorerConfig, found: Mapping[str, T], source: str, check: Callable = check_tensors
+    config: ScorerConfig, tensors: Mapping[str, T], source: str, check: Callable = check_tensors
 ) -> list[dict[str, T]]:
     """Return the scorer tensors of a full checkpoint (or their shapes) as one dict per layer.
 
     Args:
         config: scorer config.
-        found: tensors by their names in the checkpoint; the model's own are left out.
+        tensors: by their names in the checkpoint; the model's own are left out.
         source: names the checkpoint in errors.
         check: :func:`check_tensors`, or :func:`check_shapes` for shapes.
 
     Raises:
         ConfigError: as :func:`check_layout`, :func:`split_layers` and ``check``.
     """
-    check_layout(found, source)
-    named = ((full_checkpoint_name(name), value) for name, value in found.items())
+    check_layout(tensors, source)
+    named = ((full_checkpoint_name(name), value) for name, value in tensors.items())
     layers = split_layers(config, ((name, value) for name, value in named if name), source)
     check(config, layers, source)
     return layers

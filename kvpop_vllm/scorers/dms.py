@@ -64,7 +64,7 @@ class DMSGate(Gate):
             self.weight = nn.Parameter(torch.zeros(config.num_kv_heads, config.hidden_size))
         self.bias = nn.Parameter(torch.full((config.num_kv_heads,), bias))
 
-    def forward(self, seen: Signals) -> torch.Tensor:
+    def forward(self, signals: Signals) -> torch.Tensor:
         """Return the scores ``[.., H]`` float32. See :class:`Gate`."""
-        x = seen.channel.float() if self.borrows else F.linear(seen.hidden.float(), self.weight)
+        x = signals.channel.float() if self.borrows else F.linear(signals.hidden.float(), self.weight)
         return -(self.config.scale * x + self.bias)

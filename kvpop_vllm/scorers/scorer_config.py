@@ -126,7 +126,7 @@ class ScorerConfig:
         return cls(**{**values, **decay, "trained": trained, "shares": shares, "layers": layers})
 
     @classmethod
-    def check(cls, given: Mapping, source: str) -> None:
+    def check(cls, values: Mapping, source: str) -> None:
         """Check what rules of single values cannot.
 
         Raises:
@@ -151,8 +151,8 @@ class DecayedConfig(ScorerConfig):
     decay: Decay = field(default_factory=Decay)
 
     @classmethod
-    def check(cls, given, source):
-        decay = given["decay"]
+    def check(cls, values, source):
+        decay = values["decay"]
         if not isinstance(decay, Mapping) or sorted(decay) != ["max", "min", "step"]:
             raise ConfigError(f"{source}: decay must be an object with step, min and max, got {decay!r}")
         step, low, high = decay["step"], decay["min"], decay["max"]
@@ -181,17 +181,17 @@ class GateConfig(ScorerConfig):
     reads: str = "hidden"
 
 
-def _check_trained(given: Mapping, source: str) -> None:
-    budgets = given.get("trained", [])
+def _check_trained(values: Mapping, source: str) -> None:
+    budgets = values.get("trained", [])
     if not isinstance(budgets, list) or not all(
         isinstance(b, Mapping) and set(b) == {"window", "topk"} for b in budgets
     ):
         raise ConfigError(f"{source}: trained must be a list of objects with window and topk, got {budgets!r}")
     for budget in budgets:
         SCHEMA.check(budget, WINDOWS, f"{source}: trained")
-    if budgets and budgets[0] != {"window": given["window"], "topk": given["topk"]}:
+    if budgets and budgets[0] != {"window": values["window"], "topk": values["topk"]}:
         raise ConfigError(
-            f"{source}: trained must begin with window {given['window']} and topk {given['topk']}, got {budgets[0]!r}"
+            f"{source}: trained must begin with window {values['window']} and topk {values['topk']}, got {budgets[0]!r}"
         )
 
 

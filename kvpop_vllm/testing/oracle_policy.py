@@ -78,7 +78,7 @@ class OraclePolicy:
         threshold: a token with a lower score is evicted when it leaves the window (DMS).
         protect: ``p``, tokens at the beginning that every query sees, instead of sinks; 0 for sinks only.
         replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(made, p - R)``.
-        made: number of the first tokens that are slots of cartridges.
+        cartridge_slots: number of the first tokens that are slots of cartridges.
         seeds: seeds of draws, the server's and the request's.
         prompt: number of prompt tokens that are held until the last of them, if the prompt votes.
         adaptive_head_budgets: True if the heads of a layer divide their k at that point.
@@ -99,7 +99,7 @@ class OraclePolicy:
     seeds: tuple[int, int] = (0, 0)
     prompt: int = 0
     adaptive_head_budgets: bool = False
-    made: int = 0
+    cartridge_slots: int = 0
     statistics: str | Path | None = None
 
     @classmethod
@@ -151,15 +151,16 @@ class OraclePolicy:
         """Number of tokens at the beginning that are never evicted: p, or s without protection."""
         return self.protect or self.sinks
 
-    def protecting(self, asked: bool | int, prompt: int, made: int = 0) -> OraclePolicy:
-        """Return the policy for a prompt of ``prompt`` tokens, behind ``made`` slots of cartridges.
+    def protecting(self, protect: bool | int, prompt: int, cartridge_slots: int = 0) -> OraclePolicy:
+        """Return the policy for a prompt of ``prompt`` tokens after ``cartridge_slots`` slots.
 
-        The first ``asked`` tokens of prompt and answer are protected, True for the prompt, and so are the slots. If the
+        The first ``protect`` tokens of prompt and answer are protected, True for the prompt, and so are the slots. If the
         prompt votes, it is held until its end instead.
         """
         if self.scorer == PROMPT_VOTES:
             return replace(self, prompt=prompt)
-        return replace(self, protect=made + (prompt if asked is True else asked), made=made)
+        protected = cartridge_slots + (prompt if protect is True else protect)
+        return replace(self, protect=protected, cartridge_slots=cartridge_slots)
 
     def decay(self, layer: int, heads: int) -> list[float]:
         """Return ``log gamma`` of each head of one layer."""
@@ -223,17 +224,17 @@ class OraclePolicy:
         if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
-            own = query, key, value, self.scorer, *shape
+            inputs = query, key, value, self.scorer, *shape
             more = {"added": added, "sink_logits": sink_logits, "forced": forced, "bias": bias}
-            return LayerDecisions(*retained_by_attention(*own, **more))
+            return LayerDecisions(*retained_by_attention(*inputs, **more))
         if self.scorer == RANDOM_DRAW:
             return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))
         if self.scorer in (SAMPLED_MASS, REDUNDANCY, EXPECTED_LOGITS):
             statistics = None if self.statistics is None else read_query_statistics(self.statistics)[layer]
-            where = layer, self.seeds, self.protect, self.sinks, self.window, topk, statistics, self.mean_topk
-            own = query, key, value, self.scorer, *where
-            return LayerDecisions(*retained_by_rounds(*own, sink_logits=sink_logits, forced=forced, bias=bias))
-        begins = max(self.made, self.protect - self.replay)
+            settings = layer, self.seeds, self.protect, self.sinks, self.window, topk, statistics, self.mean_topk
+            inputs = query, key, value, self.scorer, *settings
+            return LayerDecisions(*retained_by_rounds(*inputs, sink_logits=sink_logits, forced=forced, bias=bias))
+        begins = max(self.cartridge_slots, self.protect - self.replay)
         if self.scorer == PROMPT_VOTES:
             scores = vote_scores(query, key, self.prompt, self.window, sink_logits)
         else:

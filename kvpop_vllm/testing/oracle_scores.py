@@ -204,10 +204,10 @@ def _mlstm_scores(
         read = slice(begins, length - delay)
         memory, norm, m = map(torch.stack, zip(*states, strict=True))
         epsilon = _EPSILON * torch.exp(-torch.clamp(m, -60.0, 60.0))
-        asked, own = query[:, read].transpose(0, 1), x[:, read].transpose(0, 1)
-        numerator = torch.einsum("uhp,uhpv->uhv", asked, memory)
-        denominator = (asked * norm).sum(-1) + epsilon
-        scores[:, read] = mlstm_head(params, numerator / denominator[..., None], own).T
+        read_queries, read_inputs = query[:, read].transpose(0, 1), x[:, read].transpose(0, 1)
+        numerator = torch.einsum("uhp,uhpv->uhv", read_queries, memory)
+        denominator = (read_queries * norm).sum(-1) + epsilon
+        scores[:, read] = mlstm_head(params, numerator / denominator[..., None], read_inputs).T
     return scores
 
 

@@ -63,18 +63,18 @@ def test_a_file_without_a_head_has_none(config, tmp_path):
 def test_round_trip(tmp_path, config, dtype, bias):
     layers = layers_of(dtype, bias)
     write_cartridge(tmp_path / "new" / "cartridge", config, layers)
-    found = read_cartridge(tmp_path / "new" / "cartridge")
-    assert found.config == config == read_config(tmp_path / "new" / "cartridge")
-    for own, other in zip(found.layers, layers, strict=True):
-        for a, b in zip(own, other, strict=True):
+    cartridge = read_cartridge(tmp_path / "new" / "cartridge")
+    assert cartridge.config == config == read_config(tmp_path / "new" / "cartridge")
+    for layer, other in zip(cartridge.layers, layers, strict=True):
+        for a, b in zip(layer, other, strict=True):
             assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
 
 
 def test_digest_follows_both_files(tmp_path, config):
     digests = []
     other = dataclasses.replace(config, provenance={})
-    for name, own, seed in (("a", config, 0), ("b", config, 0), ("c", config, 1), ("d", other, 0)):
-        write_cartridge(tmp_path / name, own, layers_of(seed=seed))
+    for name, content, seed in (("a", config, 0), ("b", config, 0), ("c", config, 1), ("d", other, 0)):
+        write_cartridge(tmp_path / name, content, layers_of(seed=seed))
         digests.append(read_cartridge(tmp_path / name).digest)
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
@@ -228,17 +228,17 @@ def test_base_is_checked(tmp_path, config, model):
 
     check_base(config, AutoConfig.from_pretrained(model))
     check_base(config, AutoConfig.from_pretrained(model), weights=model)
-    others = {
+    misfits = {
         "other weights": write_tiny_model(tmp_path / "a", seed=1),
         "num_layers = 2": write_tiny_model(tmp_path / "b", layers=3),
         "model of other sizes": write_tiny_model(tmp_path / "c", vocab=300),
         "model_type = 'llama'": write_tiny_model(tmp_path / "d", "qwen3"),
     }
-    for message, folder in others.items():
+    for message, folder in misfits.items():
         with pytest.raises(ConfigError, match=message):
             check_base(config, folder)
     with pytest.raises(ConfigError, match="other weights"):
-        check_base(config, AutoConfig.from_pretrained(model), weights=others["other weights"])
+        check_base(config, AutoConfig.from_pretrained(model), weights=misfits["other weights"])
     changed = AutoConfig.from_pretrained(model, rope_parameters={"rope_type": "default", "rope_theta": 7.0})
     with pytest.raises(ConfigError, match="rope_theta = 10000.0, .* has 7.0"):  # though its folder has the right one
         check_base(config, changed, weights=model)

@@ -72,10 +72,10 @@ class Stream:
         self.ended = self.ended or choice["finish_reason"] in ("stop", "length")
 
 
-def until(condition, what: str) -> None:
+def until(condition, event: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {event}"
         time.sleep(0.01)
 
 

@@ -65,7 +65,7 @@ class CartridgeNames:
     @property
     def placed(self) -> dict[str, Placed]:
         """Digest and slots of each cartridge, by name."""
-        return {name: known.placed for name, known in self.known.items()}
+        return {name: cartridge.placed for name, cartridge in self.known.items()}
 
     def add(self, name: str, folder: str) -> Known:
         """Read and check a cartridge, and know it by a name from now on.
@@ -172,25 +172,25 @@ def resolved(
         VLLMNotFoundError: the request names a cartridge that does not exist.
         VLLMValidationError: the request asks for something else that it cannot have.
     """
-    given, names = dict(params.extra_args or {}), names_of(vllm_config)
+    options, names = dict(params.extra_args or {}), names_of(vllm_config)
     if isinstance(adapter, NamedCartridge):
-        if given.get(CARTRIDGES) is not None:
+        if options.get(CARTRIDGES) is not None:
             raise VLLMValidationError(
                 f"the model {adapter.lora_name!r} is a cartridge: name all of them in {CARTRIDGES}"
             )
-        given[CARTRIDGES] = [adapter.lora_name]
+        options[CARTRIDGES] = [adapter.lora_name]
     try:
-        placed = named(given, names.placed)
+        placed = named(options, names.placed)
         head = _head_of([(name, names.known[name].head) for name in placed], prompt, begin)
-        own = max(0, len(prompt) - len(head))
-        found = resolve(names.policy, given, own, tuple(placed.values()))
+        prompt_length = max(0, len(prompt) - len(head))
+        slots = resolve(names.policy, options, prompt_length, tuple(placed.values()))
     except UnknownCartridge as error:
         raise VLLMNotFoundError(str(error)) from None
     except ConfigError as error:
         raise VLLMValidationError(str(error)) from None
-    if found.cartridges:
-        _check(found, params, own, adapter, vllm_config.model_config.max_model_len)
-    return found, head
+    if slots.cartridges:
+        _check(slots, params, prompt_length, adapter, vllm_config.model_config.max_model_len)
+    return slots, head
 
 
 def _head_of(
@@ -222,7 +222,7 @@ def _head_of(
     return head
 
 
-def _check(found: RequestSlots, params, prompt: int, adapter: LoRARequest | None, longest: int) -> None:
+def _check(slots: RequestSlots, params, prompt: int, adapter: LoRARequest | None, longest: int) -> None:
     """Check that a request that begins with cartridges can be served.
 
     Raises:
@@ -232,14 +232,14 @@ def _check(found: RequestSlots, params, prompt: int, adapter: LoRARequest | None
         raise VLLMValidationError("prompt_logprobs need a prompt of tokens alone: leave them or the cartridge out")
     if adapter is not None and not isinstance(adapter, NamedCartridge):
         raise VLLMValidationError("a cartridge was made with the base model: name the base model, not an adapter")
-    if found.made + prompt >= longest:
+    if slots.made + prompt >= longest:
         raise VLLMValidationError(
-            f"{found.made} slots of cartridges and a prompt of {prompt} tokens leave no room within --max-model-len {longest}:"
+            f"{slots.made} slots of cartridges and a prompt of {prompt} tokens leave no room within --max-model-len {longest}:"
             " shorten the prompt, or name fewer cartridges"
         )
 
 
-def prepend(request, found: RequestSlots, head: int, longest: int) -> None:
+def prepend(request, slots: RequestSlots, head: int, longest: int) -> None:
     """Begin a request's prompt with a placeholder for each slot of its cartridges, in place of what they hold of it.
 
     Placeholders repeat the first token after them, so that penalties of prompt tokens see no other. Blocks after the
@@ -247,7 +247,7 @@ def prepend(request, found: RequestSlots, head: int, longest: int) -> None:
 
     Args:
         request: an ``EngineCoreRequest``, changed in place.
-        found: slots of the request.
+        slots: slots of the request.
         head: number of the prompt's first tokens that the cartridges hold.
         longest: ``--max-model-len``.
 
@@ -258,9 +258,9 @@ def prepend(request, found: RequestSlots, head: int, longest: int) -> None:
         raise VLLMValidationError(
             "a cartridge needs a prompt of tokens alone: leave embeddings and media, or the cartridge, out"
         )
-    own = list(request.prompt_token_ids[head:])
-    request.prompt_token_ids = own[:1] * found.made + own
-    digests = "+".join(placed.digest for placed in found.cartridges)
+    prompt_tokens = list(request.prompt_token_ids[head:])
+    request.prompt_token_ids = prompt_tokens[:1] * slots.made + prompt_tokens
+    digests = "+".join(placed.digest for placed in slots.cartridges)
     request.cache_salt = f"{SALT}{digests} {request.cache_salt or ''}"
     params = request.sampling_params
     params.max_tokens = min(params.max_tokens, longest - len(request.prompt_token_ids))
