@@ -11,7 +11,7 @@ import pytest
 import torch
 from hf.prompts import generate, padded
 
-from kvpop_vllm.hf import KVpopCache, cache
+from kvpop_vllm.hf import KVpopCache, passes
 from kvpop_vllm.testing import random_prompt
 
 PROMPTS = [random_prompt(n, seed=n) for n in (70, 63)]
@@ -20,10 +20,10 @@ NEW = 8
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Return a list; while it is not empty, passes count as recorded."""
-    passes = []
-    monkeypatch.setattr(cache, "recording", lambda device: bool(passes))
-    return passes
+    """Return a list that is empty at first. While it is not, passes count as recorded."""
+    switch = []
+    monkeypatch.setattr(passes, "recording", lambda device: bool(switch))
+    return switch
 
 
 def addresses(graph_cache):
@@ -90,9 +90,9 @@ def test_replays_that_cannot_be_are_refused(case):
     graph_cache.replayed(2)
     with pytest.raises(ValueError, match="73 tokens are more than max_length 72"):
         graph_cache.replayed()
-    for passes in (-1, 2.0, True):
+    for replays in (-1, 2.0, True):
         with pytest.raises(ValueError, match="passes must be an integer of at least 0"):
-            graph_cache.replayed(passes)
+            graph_cache.replayed(replays)
     graph_cache.replayed(0)
     assert graph_cache.lengths == [72, 65]
 

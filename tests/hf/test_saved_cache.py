@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.hf.saved_cache import CONFIG_NAME, RULES, TENSORS_NAME, digest_of
+from kvpop_vllm.hf.cache_files import CONFIG_NAME, RULES, TENSORS_NAME
+from kvpop_vllm.hf.digests import digest_of
 from kvpop_vllm.model_hook import CACHE_NAME
 
 PROMPTS, NEW = [distinct(75), distinct(50)], 6
