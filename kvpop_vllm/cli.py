@@ -1,6 +1,8 @@
 """The ``kvpop`` command.
 
 A subcommand imports what it needs when it runs, so that ``kvpop --help`` is fast and works anywhere.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -55,11 +57,7 @@ def init_scorer(options: argparse.Namespace) -> None:
 
 
 def import_published(options: argparse.Namespace) -> None:
-    """Run ``kvpop import``.
-
-    Raises:
-        ConfigError: an option is missing or of no use, or the source cannot be imported.
-    """
+    """Run ``kvpop import``."""
     from kvpop_vllm.compaction.published import import_cartridge, published_cartridge
     from kvpop_vllm.config import ConfigError
     from kvpop_vllm.hub import FILES, PICKLES, local_folder

@@ -1,6 +1,8 @@
 """Validation of the settings from the command line, ``additional_config`` and a scorer's config.
 
 This module imports neither vLLM nor torch. The glue passes plain values.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -41,9 +43,6 @@ def check_version(name: str, version: str, supported: str) -> None:
         name: the package, as errors call it; pip knows it in lower case.
         version: its version.
         supported: the supported versions, as pip writes them.
-
-    Raises:
-        ConfigError: it is not, or it is no version, as in builds from sources without tags.
     """
     try:
         fits = SpecifierSet(supported).contains(version, prereleases=True)
@@ -57,9 +56,6 @@ def check_spelling(additional_config: object) -> None:
     """Check that no key of ``additional_config`` is a misspelt or misplaced setting of this package.
 
     vLLM would ignore such a key, and serve densely or with other settings.
-
-    Raises:
-        ConfigError: names the key and its probable meaning.
     """
     keys = [str(key) for key in additional_config] if isinstance(additional_config, Mapping) else []
     ours = [f"kv_{name}" for name in FLAGS] + ["kv_policies", "kvpop"]
@@ -121,12 +117,7 @@ class PolicySettings:
 
     @classmethod
     def parse(cls, mapping: Mapping) -> PolicySettings:
-        """Return the settings in ``mapping``, after a check of names, types and ranges.
-
-        Raises:
-            ConfigError: unknown or missing keys, wrong types, impossible values, or both budget and
-                compression.
-        """
+        """Return the settings in ``mapping``, after a check of names, types and ranges."""
         if not isinstance(mapping, Mapping):
             raise ConfigError(
                 f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be a mapping such as {{'policy': 'streaming-llm', 'budget': 1024}}, got {mapping!r}"
@@ -147,11 +138,7 @@ class PolicySettings:
 
 
 def _checked(setting: Setting, value: object) -> object:
-    """Return the value of a setting, parsed where it may be text.
-
-    Raises:
-        ConfigError: it has the wrong type, or is out of range.
-    """
+    """Return the value of a setting, parsed where it may be text."""
     if value is None or setting.protects:
         return protection(value, setting.flag)
     if setting.kind is dict:
@@ -177,11 +164,7 @@ def _checked(setting: Setting, value: object) -> object:
 
 
 def _named(flag: str, value: object) -> dict[str, str]:
-    """Return values by name, from a mapping or from texts NAME=VALUE.
-
-    Raises:
-        ConfigError: it is neither, a name or value is empty, or a name comes twice.
-    """
+    """Return values by name, from a mapping or from texts NAME=VALUE."""
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if isinstance(pairs, Sequence) and not isinstance(pairs, str) and not isinstance(value, Mapping):
         pairs = [tuple(str(entry).partition("=")[::2]) for entry in pairs]
@@ -201,9 +184,6 @@ def check_head_shares(shares: object, layers: int, heads: int, source: str) -> N
         layers: layers of the model.
         heads: H, KV heads of a layer.
         source: name of the file in errors.
-
-    Raises:
-        ConfigError: they are not.
     """
     rows = shares if isinstance(shares, Sequence) and not isinstance(shares, str) else ()
     fits = len(rows) == layers and all(isinstance(row, Sequence) and len(row) == heads for row in rows)
@@ -221,9 +201,6 @@ def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool |
     Args:
         value: bool, number of tokens, "all", a decimal string, or None.
         asked_by: option that error messages name.
-
-    Raises:
-        ConfigError: the value is none of these.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -289,10 +266,6 @@ class ScorerShape:
 
         A delayed scorer reads out a token when it leaves the window, and was trained at certain distances
         only.
-
-        Raises:
-            ConfigError: the window, given by the option ``flag``, is outside the range that the scorer was
-                trained with.
         """
         windows = [trained.window for trained in self.trained] or [self.window]
         if self.delayed and not min(windows) <= window <= max(windows):
@@ -326,10 +299,6 @@ def resolve_retention(
         sinks: default s without a scorer.
         window_share: without a scorer, the fraction of ``B - s`` that is the default w.
         window: default w without a scorer, if it does not depend on the budget.
-
-    Raises:
-        ConfigError: no budget is given, the budget is below sinks + window + 1 or too large, or the scorer
-            was not trained with the window.
     """
     if settings.sinks is not None:
         sinks = settings.sinks

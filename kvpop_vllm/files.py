@@ -1,4 +1,7 @@
-"""Files and folders that appear whole or not at all, and JSON that may be anybody's."""
+"""Files and folders that appear whole or not at all, and JSON that may be anybody's.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +72,6 @@ def json_lines(path: Path, *keys: str) -> list[dict]:
     Args:
         path: the file.
         keys: keys that every object has.
-
-    Raises:
-        ConfigError: a line is not such an object.
     """
     try:
         lines = list(map(json.loads, whole_lines(path)))
@@ -102,9 +102,6 @@ def read_json(path: str | Path, advice: str) -> object:
     Args:
         path: the file.
         advice: what to do if it cannot be read, for the error.
-
-    Raises:
-        ConfigError: it cannot be read, is too large or too deep, or is not JSON.
     """
     try:
         with open(path, "rb") as file:
@@ -118,11 +115,7 @@ def read_json(path: str | Path, advice: str) -> object:
 
 
 def check_new(folder: str | Path) -> None:
-    """Check that a folder to write does not exist or is empty.
-
-    Raises:
-        ConfigError: it holds files, or is a file.
-    """
+    """Check that a folder to write does not exist or is empty."""
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"{folder} holds something already: choose another folder")

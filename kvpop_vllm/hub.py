@@ -1,4 +1,7 @@
-"""Names of the Hugging Face hub wherever a folder is taken."""
+"""Names of the Hugging Face hub wherever a folder is taken.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,6 @@ def local_folder(
         cache_dir: the hub's cache; by default that of the environment.
         revision: branch, tag or commit; by default that in the name.
         files: patterns of the files that are wanted.
-
-    Raises:
-        ConfigError: the hub has no such name or revision, or cannot be reached and the cache does not hold it.
     """
     path, match = Path(name), _NAME.fullmatch(str(name))
     if path.exists() or match is None:

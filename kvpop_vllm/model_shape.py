@@ -2,6 +2,8 @@
 
 Config files spell sizes in different ways, nest them, and leave out what equals a default.
 ``tests/engine/test_shapes.py`` holds :func:`shape_of` equal to the engine's shape.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -109,11 +111,7 @@ class ModelShape:
         return tuple(sorted(names))
 
     def ordinal(self, layer: int) -> int:
-        """Return the index of a layer of the model among those that the policy acts on.
-
-        Raises:
-            ConfigError: the policy does not act on it.
-        """
+        """Return the index of a layer of the model among those that the policy acts on."""
         if self.layers and layer not in self.layers:
             raise ConfigError(
                 f"layer {layer} of this model has full attention, and its config says {self.kinds[layer]}: leave --kv-policy out"
@@ -137,9 +135,6 @@ class ModelShape:
         Args:
             model: Hugging Face folder, or a config; see :func:`resolve`.
             max_model_len: longest sequence, in tokens.
-
-        Raises:
-            ConfigError: the file cannot be read, or does not describe a language model.
         """
         source = "the model's config"
         if isinstance(model, str | PathLike):
@@ -170,9 +165,6 @@ class ModelShape:
 
         Args:
             model: vLLM's ``ModelConfig``.
-
-        Raises:
-            ConfigError: layers that the policy acts on have different shapes.
         """
         text, count = model.hf_text_config, model.get_total_num_hidden_layers()
         mixed = _layers(text, count, model.max_model_len)
@@ -203,9 +195,6 @@ def resolve(config: Mapping | Any, source: str | Path) -> Any:
     Args:
         config: contents of a ``config.json``, or a resolved config, which is returned as it is.
         source: its name in errors.
-
-    Raises:
-        ConfigError: there is no model type, or transformers refuses the config.
     """
     if hasattr(config, "model_type"):
         return config
@@ -241,11 +230,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def check_base(base: str, source: str | Path) -> None:
-    """Check that the base of a full checkpoint is one that carries scorers.
-
-    Raises:
-        ConfigError: it is another one.
-    """
+    """Check that the base of a full checkpoint is one that carries scorers."""
     if base not in ARCHITECTURES:
         raise ConfigError(
             f"{source}: a KVpop checkpoint of {base or 'no known model'} cannot be served, those of {' and '.join(ARCHITECTURES)} can"
@@ -253,11 +238,7 @@ def check_base(base: str, source: str | Path) -> None:
 
 
 def read_model_config(folder: str | Path) -> Any:
-    """Return the resolved config of a model folder (:func:`resolve`).
-
-    Raises:
-        ConfigError: ``config.json`` cannot be read, or as :func:`resolve`.
-    """
+    """Return the resolved config of a model folder (:func:`resolve`)."""
     path, advice = Path(folder) / "config.json", "give the folder of a Hugging Face model"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json: {advice}")
@@ -265,11 +246,7 @@ def read_model_config(folder: str | Path) -> Any:
 
 
 def text_config(config: Any) -> Any:
-    """Return the language model's part of a resolved config, which may be the config itself.
-
-    Raises:
-        ConfigError: the config has several.
-    """
+    """Return the language model's part of a resolved config, which may be the config itself."""
     if not hasattr(config, "get_text_config"):
         return next((text_config(vars(config)[name]) for name in TEXT_CONFIGS if name in vars(config)), config)
     try:
@@ -296,10 +273,6 @@ def shape_of(config: Mapping | Any, source: str | Path, tokens: int | None = Non
         ``model_type``, ``num_layers``, ``num_kv_heads``, ``head_dim``, ``num_heads`` and, if the config has it,
         ``hidden_size``. The model type of a full checkpoint is that of its base model. If a policy acts on some layers
         only, ``kinds`` and ``layers`` as in :class:`ModelShape`, and ``num_layers`` counts those layers.
-
-    Raises:
-        ConfigError: transformers refuses the config, a number is missing or not a positive integer, or layers
-            differ in one.
     """
     text = text_config(resolve(config, source))
     try:
@@ -328,9 +301,6 @@ def attention_sizes(text: Any, layers: Iterable[int]) -> tuple[int, int]:
     Args:
         text: the model's text config.
         layers: indices of layers.
-
-    Raises:
-        ConfigError: the layers have different shapes.
     """
     sizes = _sizes_of_layers(text, layers, "the model's config")
     return sizes["num_kv_heads"], sizes["head_dim"]
@@ -344,9 +314,6 @@ def _sizes_of_layers(text: Any, layers: Iterable[int] | None, source: str | Path
         layers: indices of layers.
         source: its name in errors.
         tokens: tokens of the longest text, None if nothing bounds it.
-
-    Raises:
-        ConfigError: the layers have different shapes.
     """
     by_layer = [text]
     if getattr(text, "is_heterogeneous", False):
@@ -432,11 +399,7 @@ def _kv_heads(text: Any, heads: int) -> Any:
 
 
 def folder_sizes(model: str | PathLike) -> dict:
-    """Return the sizes of a model folder (:func:`shape_of`).
-
-    Raises:
-        ConfigError: ``config.json`` cannot be read, or as :func:`shape_of`.
-    """
+    """Return the sizes of a model folder (:func:`shape_of`)."""
     return shape_of(read_model_config(model), Path(model) / "config.json")
 
 
@@ -452,11 +415,7 @@ def rotations(text: Any) -> Iterator[dict]:
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the number of positions of a resolved config, those of a stretched rotation included, or None.
-
-    Raises:
-        ConfigError: as :func:`text_config`.
-    """
+    """Return the number of positions of a resolved config, those of a stretched rotation included, or None."""
     text = text_config(config)
     positions = size(text, "positions")
     if type(positions) is not int or positions < 1:
@@ -472,11 +431,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def check_length(folder: str | PathLike, length: int) -> None:
-    """Check that a model has positions for rows of ``length`` tokens.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
+    """Check that a model has positions for rows of ``length`` tokens."""
     positions = positions_of(read_model_config(folder))
     if positions is not None and length > positions:
         raise ConfigError(f"the model has {positions} positions: lower --length {length}")

@@ -1,4 +1,7 @@
-"""``kvpop plan``: bytes of a request and number of requests that fit, for every policy and budget."""
+"""``kvpop plan``: bytes of a request and number of requests that fit, for every policy and budget.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,7 @@ The window is at most a quarter of the budget.
 
 
 def plan(options) -> None:
-    """Run ``kvpop plan`` and print its table.
-
-    Raises:
-        ConfigError: the model's config, the scorer, a budget or another option cannot work.
-    """
+    """Run ``kvpop plan`` and print its table."""
     result, memory = compute(options), options.kv_memory
     rows = [_row("dense, stock vLLM", result.model.length, result.stock, memory, result.stock)]
     rows += [_row(*key, request, memory, result.stock) for key, request in result.requests.items()]
@@ -91,11 +90,7 @@ class Result:
 
 
 def compute(options) -> Result:
-    """Return what requests hold, from options of ``kvpop plan``.
-
-    Raises:
-        ConfigError: the model's config, the scorer, a budget or another option cannot work.
-    """
+    """Return what requests hold, from options of ``kvpop plan``."""
     model = Planned.of(options)
     scorer = _scorer_kind(options, model)
     classes, notes = _classes(options)
@@ -140,11 +135,7 @@ class Planned:
 
     @classmethod
     def of(cls, options) -> Planned:
-        """Return what options of ``kvpop plan`` describe.
-
-        Raises:
-            ConfigError: the model's config, the length, the dtype or a number of ranks cannot work.
-        """
+        """Return what options of ``kvpop plan`` describe."""
         config = read_model_config(options.model)
         sizes = shape_of(config, Path(options.model) / "config.json", options.max_model_len)
         length = options.max_model_len or positions_of(config)
@@ -237,9 +228,6 @@ def other_layers(text: Any, shape: ModelShape, dtype: torch.dtype, options: Any)
         shape: the model's shape.
         dtype: dtype of the cache.
         options: options of ``kvpop plan``.
-
-    Raises:
-        ConfigError: the size of a recurrent state is not known, or layers of one kind have different shapes.
     """
     ranks = options.tensor_parallel_size
     windows = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
@@ -257,11 +245,7 @@ def other_layers(text: Any, shape: ModelShape, dtype: torch.dtype, options: Any)
 
 
 def _check_drafts(policy: Policy, drafts: int) -> None:
-    """Check that an engine takes the drafts of ``--drafts``.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that an engine takes the drafts of ``--drafts``."""
     recurrent = {RECURRENT, HYBRID} & {*policy.model.kinds}
     reason = "its model has recurrent layers" if recurrent else policy.no_drafts
     if drafts and reason:
@@ -269,11 +253,7 @@ def _check_drafts(policy: Policy, drafts: int) -> None:
 
 
 def _scorer_kind(options, model: Planned) -> ScorerKinds:
-    """Return the kinds of the scorers that are at hand, and read the one of ``--scorer``.
-
-    Raises:
-        ConfigError: it does not fit the model.
-    """
+    """Return the kinds of the scorers that are at hand, and read the one of ``--scorer``."""
     source, section = f"{options.model}: config.json, section kvpop", getattr(text_config(model.config), "kvpop", None)
     of_model = parse_config(section, source) if section is not None else None
     folder = options.scorer or (options.model if is_published(options.model) else None)
@@ -302,11 +282,7 @@ class ScorerKinds:
 
 
 def _classes(options) -> tuple[list[type[Policy]], list[str]]:
-    """Return the policies that have rows, and notes on those that have none.
-
-    Raises:
-        ConfigError: the folder of ``--calibration`` holds nothing.
-    """
+    """Return the policies that have rows, and notes on those that have none."""
     classes, notes = policies.loadable()
     if options.calibration is not None:
         check_holds_any(options.calibration, CONFIG_NAME)
@@ -395,9 +371,6 @@ def _bytes_of_rank(pool: Pool, model: Planned, policy: Policy, prompt: int | Non
 
     Returns:
         The bytes, and the part of all ranks' blocks that they need not; None if all need as many, or there is one rank.
-
-    Raises:
-        ConfigError: heads of unequal shares are in several cache groups, or a stage has none.
     """
     layout, shards, retention = model.layout(pool.sizes.slots, policy), model.shards, policy.retention
     division = policy.division(shards)
@@ -445,11 +418,7 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
 
 
 def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
-    """Check that a resolved config does not describe a model that no policy serves.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Check that a resolved config does not describe a model that no policy serves."""
     text = text_config(config)
     features = {
         "MLA": getattr(text, "kv_lora_rank", None) is not None,
@@ -469,9 +438,6 @@ def _policy(cls: type[Policy], budget: int, model: Planned, options, scorer: Sco
 
     That is the one of ``--scorer`` if its kind fits, else the checkpoint's, else an untrained one. The last two have
     shapes only.
-
-    Raises:
-        ConfigError: it cannot have this budget, or cannot serve this model.
     """
     folder = scorer.folder if scorer.kind is not None and scorer.kind == cls.scorer_kind else None
     settings = PolicySettings(

@@ -3,6 +3,8 @@
 Settings are keys of ``SamplingParams.extra_args``, which are ``vllm_xargs`` over HTTP. They are checked and resolved
 once, when the request arrives. The record is passed with the request to the block manager and to the workers
 (:data:`RESOLVED`), and the planner of a step reads it. This module imports neither vLLM nor torch.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -121,10 +123,6 @@ def resolve(policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Pl
         extra_args: what the request asks for.
         prompt: number of its own prompt tokens.
         placed: cartridges in front of them.
-
-    Raises:
-        ConfigError: a key is unknown, a value has the wrong type, is too large or too small, or the policy
-            does not support it.
     """
     options = {
         key: value for key, value in (extra_args or {}).items() if str(key).startswith("kv_") and key not in OF_VLLM
@@ -229,7 +227,6 @@ def named(extra_args: Mapping | None, cartridges: Mapping[str, Placed]) -> dict[
 
     Raises:
         UnknownCartridge: the server has no cartridge of a name.
-        ConfigError: what is asked for is no list of names, or one is there twice.
     """
     names = (extra_args or {}).get(CARTRIDGES)
     if names is None:

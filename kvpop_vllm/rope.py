@@ -1,4 +1,7 @@
-"""Rotary embeddings of a model: their parameters, and keys turned to other positions."""
+"""Rotary embeddings of a model: their parameters, and keys turned to other positions.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,6 @@ def rope_of(config: Mapping) -> dict:
     Args:
         config: the model's resolved config, since a ``config.json`` may leave to its model type which layers rotate; or
             ``{"rope_parameters": ...}`` of an earlier result.
-
-    Raises:
-        ConfigError: layers rotate in different ways, or the parameters are of a wrong type.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
@@ -60,11 +60,7 @@ def model_rope(config: Mapping) -> dict | None:
 
 
 def check_rope(rope: object, source: str) -> None:
-    """Check that rope parameters are complete and rotate by angles in proportion to the position.
-
-    Raises:
-        ConfigError: they do not; ``source`` is named in the message.
-    """
+    """Check that rope parameters are complete and rotate by angles in proportion to the position."""
     if not isinstance(rope, Mapping) or not isinstance(rope.get("rope_type"), str):
         raise ConfigError(f"{source}: rope must be an object with a rope_type: write the file again")
     kind = rope["rope_type"]
@@ -110,11 +106,7 @@ def rope_at(rope: Mapping, layer: int) -> dict | None:
 
 
 def inverse_frequencies(rope: Mapping, head_dim: int) -> torch.Tensor:
-    """Return the angles per position ``[r / 2]`` (radians, float32) of the first r channels of a head.
-
-    Raises:
-        ConfigError: as :func:`check_rope`.
-    """
+    """Return the angles per position ``[r / 2]`` (radians, float32) of the first r channels of a head."""
     check_rope(rope, "these keys")
     width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rope["rope_type"] == "default":
@@ -138,9 +130,6 @@ def turned(k: torch.Tensor, shift: int | torch.Tensor, rope: Mapping | None) -> 
         k: ``[.., D]``.
         shift: number of positions, or one for each of the keys ``[T]``, if they are ``[.., T, D]``.
         rope: rope parameters of the layer, see :func:`rope_at`; None returns the keys as they are.
-
-    Raises:
-        ConfigError: the rotation is not static.
     """
     if rope is None:
         return k

@@ -1,4 +1,7 @@
-"""Safetensors files of scorers, cartridges and compactors, and folders of a config with its tensors."""
+"""Safetensors files of scorers, cartridges and compactors, and folders of a config with its tensors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,7 @@ from kvpop_vllm.files import replacing
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Name a safetensors file in the error if it cannot be read.
-
-    Raises:
-        ConfigError: it is damaged, or a pickle.
-    """
+    """Name a safetensors file in the error if it cannot be read."""
     try:
         yield
     except ConfigError:
@@ -37,11 +36,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def unpickled(path: Path, advice: str) -> dict[str, torch.Tensor]:
-    """Return the named tensors of a pickle, by torch's restricted unpickler; ``advice`` ends the error.
-
-    Raises:
-        ConfigError: it is damaged, or holds something else.
-    """
+    """Return the named tensors of a pickle, by torch's restricted unpickler; ``advice`` ends the error."""
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may raise any

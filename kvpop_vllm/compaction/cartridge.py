@@ -12,6 +12,8 @@ tensor                 shape           content
 
 A request's own tokens go on at ``next_position`` of the cartridge's timeline. To let them go on at P, the keys
 are turned by ``P - next_position`` (:func:`turned`) in layers that rotate (:func:`rope_at`). A file that holds a pickle is never opened.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -103,11 +105,7 @@ class MadeFor:
 
     @classmethod
     def from_dict(cls, raw: object, source: str) -> Self:
-        """Return the checked config of a decoded file; ``source`` names it in errors.
-
-        Raises:
-            ConfigError: a key is missing, unknown or has an impossible value.
-        """
+        """Return the checked config of a decoded file; ``source`` names it in errors."""
         values = cls.schema.body(raw, source)
         cls.schema.check_keys(values, [key.name for key in fields(cls)], cls.optional, source)
         config = cls(**values)
@@ -115,20 +113,12 @@ class MadeFor:
         return config
 
     def to_dict(self) -> dict:
-        """Return the contents of the file, after a check.
-
-        Raises:
-            ConfigError: a value is impossible.
-        """
+        """Return the contents of the file, after a check."""
         self.check(f"this {self.schema.kind}")
         return self.schema.header | asdict(self)
 
     def check(self, source: str) -> None:
-        """Check all values.
-
-        Raises:
-            ConfigError: one is impossible; ``source`` is named.
-        """
+        """Check all values."""
         self.schema.check(vars(self), self.rules, source)
         check_rope(self.rope, source)
         if not isinstance(self.base, Mapping) or set(self.base) != {"config", "weights"}:
@@ -212,11 +202,7 @@ def looks_like_cartridge(folder: str | Path) -> bool:
 
 
 def read_config(folder: str | Path) -> CartridgeConfig:
-    """Read and check ``kvpop_cartridge.json``.
-
-    Raises:
-        ConfigError: the folder or file does not exist, is not JSON, or has invalid contents.
-    """
+    """Read and check ``kvpop_cartridge.json``."""
     folder = local_folder(folder)
     path = folder / CONFIG_NAME
     if not path.is_file():
@@ -236,12 +222,7 @@ def _refuse_pickle(folder: Path) -> None:
 
 
 def read_cartridge(folder: str | Path) -> Cartridge:
-    """Read and check a cartridge. Nothing is loaded before names, shapes and dtypes are right.
-
-    Raises:
-        ConfigError: as :func:`read_config`; or the tensor file is missing, damaged or a pickle, or a tensor is
-            missing, unknown, or has a wrong shape, dtype or value.
-    """
+    """Read and check a cartridge. Nothing is loaded before names, shapes and dtypes are right."""
     folder = local_folder(folder)
     config, path = read_config(folder), folder / TENSORS_NAME
     if not path.is_file():
@@ -257,11 +238,7 @@ def read_cartridge(folder: str | Path) -> Cartridge:
 
 
 def _check_headers(config: CartridgeConfig, headers: dict, source: str) -> list[tuple[str, str, str | None]]:
-    """Check names, shapes and dtypes, and return the names of each layer's keys, values and biases.
-
-    Raises:
-        ConfigError: names the first tensor that is wrong.
-    """
+    """Check names, shapes and dtypes, and return the names of each layer's keys, values and biases."""
     size = (config.num_kv_heads, config.slots, config.head_dim)
     biased = "layers.0.bias" in headers
     names, dtype = [], None
@@ -308,7 +285,6 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
     """Check a cartridge and write its folder, whole or not at all.
 
     Raises:
-        ConfigError: the folder holds files already, or a tensor is wrong (see :func:`read_cartridge`).
         OSError: a file cannot be written.
     """
     folder = Path(folder)
@@ -339,9 +315,6 @@ def base_digests(folder: str | Path) -> dict[str, str | None]:
     ``config`` is a sha256 of sizes and rope parameters. ``weights`` is a sha256 of the headers of the safetensors
     files and of 64 samples of each, since models of one architecture have equal headers. It is None for a
     folder without such files.
-
-    Raises:
-        ConfigError: the folder is not a model's, or a file is damaged.
     """
     folder = Path(folder)
     return {"config": _config_digest(_resolved(folder), str(folder)), "weights": _weights_digest(folder)}
@@ -366,9 +339,6 @@ def _resolved(model: str | Path | Mapping | object) -> dict:
 
     Args:
         model: the model's folder, its transformers config, or the result.
-
-    Raises:
-        ConfigError: the folder is not a model's.
     """
     if isinstance(model, Mapping):
         return dict(model)
@@ -387,9 +357,6 @@ def check_attention(config) -> None:
 
     Args:
         config: the model's resolved config.
-
-    Raises:
-        ConfigError: one has not.
     """
     text, positions = text_config(config), positions_of(config)
     features = {"recurrent": {*layer_kinds(text, tokens=positions)} != {FULL}, "attention sinks": has_sinks(text)}
@@ -398,12 +365,7 @@ def check_attention(config) -> None:
 
 
 def base_of(folder: str | Path) -> dict:
-    """Return the fields of a :class:`CartridgeConfig` that follow from a base model's folder.
-
-    Raises:
-        ConfigError: as :func:`base_digests` and :func:`check_attention`, or keys of the model cannot be turned
-            (:func:`check_rope`).
-    """
+    """Return the fields of a :class:`CartridgeConfig` that follow from a base model's folder."""
     config = _resolved(folder)
     check_attention(read_model_config(folder))
     shape, rope = shape_of(config, folder), rope_of(config)
@@ -428,9 +390,6 @@ def check_base(
         source: its name in errors.
         kind: what it is called in errors.
         weights: folder of the model's weights where ``model`` is a config; None to compare none.
-
-    Raises:
-        ConfigError: names the first property that differs.
     """
     folder = model if isinstance(model, str | Path) else weights
     resolved, name = _resolved(model), str(folder or "the model")

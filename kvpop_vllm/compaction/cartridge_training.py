@@ -1,4 +1,7 @@
-"""`kvpop compact --method cartridge`: self-study of a corpus, and training of a cache on it."""
+"""`kvpop compact --method cartridge`: self-study of a corpus, and training of a cache on it.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +74,7 @@ class Training:
     init: str | None = None
 
     def check(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: one is impossible.
-        """
+        """Check the numbers."""
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.02, or less if the loss rises")
         if self.batch > self.conversations:
@@ -106,7 +105,6 @@ def train_cartridge(
         quiet: True to hide the progress bar.
 
     Raises:
-        ConfigError: an option is impossible, the folder holds another run, or model or data cannot be read.
         TrainingError: training cannot go on.
     """
     began = time.monotonic()
@@ -168,11 +166,7 @@ def train_cartridge(
 
 
 def read_start(folder: str, model: str, slots: int, head: list[int]) -> Cartridge:
-    """Return the cartridge that training starts from.
-
-    Raises:
-        ConfigError: it cannot be read, is for another model, has another number of slots, or stands elsewhere.
-    """
+    """Return the cartridge that training starts from."""
     start = read_cartridge(folder)
     check_base(start.config, model, f"the cartridge {folder}")
     if start.config.slots != slots:

@@ -1,4 +1,7 @@
-"""Options of `kvpop compact` and `kvpop train-compactor`; nothing heavy is imported before it runs."""
+"""Options of `kvpop compact` and `kvpop train-compactor`; nothing heavy is imported before it runs.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -105,11 +108,7 @@ def add_training(command: argparse.ArgumentParser) -> None:
 
 
 def check_method(options: argparse.Namespace, default: Callable[[str], object]) -> None:
-    """Check that no option of another method is given.
-
-    Raises:
-        ConfigError: one is.
-    """
+    """Check that no option of another method is given."""
     owners = {"attention-matching": FITTED, "cartridge": TRAINED, "still": ("compactor",)}
     for owner, names in owners.items():
         for name in names if owner != options.method else ():
@@ -129,7 +128,6 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
         default: returns the default of an option.
 
     Raises:
-        ConfigError: an option, the model or the data is wrong.
         TrainingError: training cannot go on.
     """
     check_method(options, default)

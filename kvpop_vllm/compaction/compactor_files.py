@@ -1,6 +1,8 @@
 """Compactor files, format version 1: a trained compactor of one base model (:mod:`kvpop_vllm.compaction.still`).
 
 A folder holds ``kvpop_compactor.json`` and ``kvpop_compactor.safetensors``, with the module's tensors in float16.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -82,10 +84,6 @@ def read_compactor(folder: str | Path, model: str | Path, slots: int | None = No
         folder: its folder.
         model: folder of the base model that it should be for.
         slots: P that it should have; None for any.
-
-    Raises:
-        ConfigError: a file is missing or damaged, a tensor is missing, unknown, or has a wrong shape, dtype or value, or
-            the compactor is for another model or number of slots.
     """
     folder = Path(folder)
     path, tensors = folder / CONFIG_NAME, folder / TENSORS_NAME
@@ -126,11 +124,7 @@ def _tensors(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torc
 
 
 def write_compactor(folder: str | Path, config: CompactorConfig, module: Compactor) -> None:
-    """Write a compactor's folder, whole or not at all.
-
-    Raises:
-        ConfigError: a value is not finite in float16.
-    """
+    """Write a compactor's folder, whole or not at all."""
     folder = Path(folder)
     named = {name: tensor.detach().cpu().half().contiguous() for name, tensor in module.state_dict().items()}
     if bad := next((name for name, tensor in named.items() if not bool(tensor.isfinite().all())), None):

@@ -1,4 +1,7 @@
-"""`kvpop train-compactor`: training of a STILL compactor on windows of many texts."""
+"""`kvpop train-compactor`: training of a STILL compactor on windows of many texts.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +65,7 @@ class StillOptions:
         return self.window // OWN
 
     def check(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: one is impossible.
-        """
+        """Check the numbers."""
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.0001, or less if the loss rises")
         if not (0 <= self.kl < math.inf and 0 <= self.ce < math.inf and self.kl + self.ce > 0):
@@ -168,7 +167,6 @@ def train_compactor(
         quiet: True to hide the progress bar.
 
     Raises:
-        ConfigError: an option is impossible, the folder holds another run, or model or data cannot be read.
         TrainingError: training cannot go on.
     """
     began = time.monotonic()

@@ -3,6 +3,8 @@
 Each conversation is about a chunk of the corpus, which the model reads where the corpus will stand. A seed prompt after
 it makes the model write a question or an instruction. The answer to that is sampled after the same chunk
 (arXiv:2506.06266, section 4).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -145,9 +147,6 @@ def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | No
         slots: P.
         positions: positions of the model, or None.
         room: positions for a conversation, and for what stands around a chunk.
-
-    Raises:
-        ConfigError: chunk and conversation, or slots and conversation, do not fit into the model's positions.
     """
     left = (positions or 1 << 30) - room
     if slots > left:
@@ -199,11 +198,7 @@ def make_conversations(
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Return the conversations of a file.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Return the conversations of a file."""
     names = [field.name for field in fields(Conversation)]
     return [Conversation(**{name: line[name] for name in names}) for line in json_lines(path, *names)]
 

@@ -1,4 +1,7 @@
-"""Place of a corpus in a prompt: in the first message of a chat, or in front of everything."""
+"""Place of a corpus in a prompt: in the first message of a chat, or in front of everything.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,7 @@ class Place:
         return [*self.head, *corpus, *self.end]
 
     def asking(self, prompt: str) -> list[int]:
-        """Return the ids of a user's words after the corpus, up to where the model's answer begins.
-
-        Raises:
-            ConfigError: the chat template or the tokenizer joins the words with what is before them.
-        """
+        """Return the ids of a user's words after the corpus, up to where the model's answer begins."""
         if self.head:
             ids = self._ids(_chat(self.tokenizer, self.system, prompt))
             if ids[: len(self.head)] != self.head:
@@ -66,9 +65,6 @@ def place_of(tokenizer, place: str | None = None, system: str | None = None) -> 
         tokenizer: the model's.
         place: ``message``, ``front``, or None for the first where there is a chat template.
         system: system message of the chats, or None for that of the template.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template for a message.
     """
     templated = bool(getattr(tokenizer, "chat_template", None))
     if not templated and (place == "message" or system is not None):
@@ -117,9 +113,6 @@ def ids_behind(tokenizer, head: Sequence[int], prompt: str | list[dict]) -> list
         tokenizer: the model's.
         head: the cartridge's.
         prompt: the text, or the chat's messages.
-
-    Raises:
-        ConfigError: the prompt does not begin as the cartridge does, or the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
         text, ids = prompt, tokenizer(prompt, verbose=False)["input_ids"]

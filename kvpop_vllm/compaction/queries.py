@@ -1,4 +1,7 @@
-"""Sources of reference queries: the model repeats the corpus, or answers prompts about it."""
+"""Sources of reference queries: the model repeats the corpus, or answers prompts about it.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,6 @@ def room_behind(place: Place, tokens: int, positions: int | None, prompt: str) -
         tokens: tokens of the corpus.
         positions: positions of the model, or None if it has no limit.
         prompt: the instruction.
-
-    Raises:
-        ConfigError: fewer than 64.
     """
     start = len(place.around(place.asking(prompt)))
     room = (positions or tokens + start + (1 << 30)) - tokens - start
@@ -62,9 +62,6 @@ def repeat_prefill(
         corpus: its ids.
         chunks: first token and the one after the last of each chunk, among the tokens of ``place.around(corpus)``.
         positions: positions of the model, or None.
-
-    Raises:
-        ConfigError: as :func:`room_behind`.
     """
     start, tokens = place.asking(REPEAT), place.around(corpus)
     first, last = len(place.head), len(tokens) - len(place.end)
@@ -103,9 +100,6 @@ def self_study(
         length: most tokens of an answer.
         seed: seed of the sampling.
         done: called after each answer.
-
-    Raises:
-        ConfigError: as :func:`room_behind`.
     """
     cache, tokens = DynamicCache(), place.around(corpus)
     for i, (k, v) in enumerate(caches):

@@ -1,4 +1,7 @@
-"""``kvpop compact``: reads a corpus with a model and writes a cartridge."""
+"""``kvpop compact``: reads a corpus with a model and writes a cartridge.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +76,7 @@ class CompactOptions:
 
 
 def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
-    """Return a corpus and its ids. Documents are joined with an empty line between them.
-
-    Raises:
-        ConfigError: the data cannot be read, or is empty.
-    """
+    """Return a corpus and its ids. Documents are joined with an empty line between them."""
     parts = []
     for document in documents_of(find_sources([data])):
         content = document.content
@@ -96,9 +95,6 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
         data: text or JSONL file, or a folder of them.
         out: folder to write.
         options: what to do.
-
-    Raises:
-        ConfigError: an option is impossible, or model or data cannot be read or are too large or small.
     """
     began = time.monotonic()
     check_new(out)
@@ -146,9 +142,6 @@ def check_length(place: Place, corpus: int, slots: int, method: str, positions: 
         slots: P.
         method: one of METHODS, or ``truncation``.
         positions: positions of the model, or None.
-
-    Raises:
-        ConfigError: it is not.
     """
     tokens = len(place.around(range(corpus)))
     if len(place.head) >= slots:
@@ -171,11 +164,7 @@ def check_length(place: Place, corpus: int, slots: int, method: str, positions: 
 
 
 def slots_of(options: CompactOptions, base: dict) -> tuple[int, torch.Tensor]:
-    """Return P, a multiple of 64, and the slots of each head ``[L, H]``, for a model (:func:`base_of`).
-
-    Raises:
-        ConfigError: the shares cannot be read, or the method gives all heads equal slots.
-    """
+    """Return P, a multiple of 64, and the slots of each head ``[L, H]``, for a model (:func:`base_of`)."""
     layers, heads = base["num_layers"], base["num_kv_heads"]
     equal = -(-options.slots // BLOCK_SLOTS) * BLOCK_SLOTS
     if options.calibration is None:
@@ -194,11 +183,7 @@ def slots_of(options: CompactOptions, base: dict) -> tuple[int, torch.Tensor]:
 
 
 def load(model: str, dtype: str) -> torch.nn.Module:
-    """Return the model for inference on the default device.
-
-    Raises:
-        ConfigError: it cannot be loaded, or as :func:`base_of` and :func:`kvpop_vllm.model_hook.check_rotation`.
-    """
+    """Return the model for inference on the default device."""
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
     check_rotation(loaded, base_of(model)["rope"])
     return loaded

@@ -1,4 +1,7 @@
-"""Interface of an engine that runs a model under policies, and its implementation in transformers."""
+"""Interface of an engine that runs a model under policies, and its implementation in transformers.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -116,11 +119,7 @@ class TransformersBackend(Backend):
 
     @contextmanager
     def start(self, resolved: ResolvedPolicy | None) -> Iterator[TransformersRun]:
-        """Start a run; see :meth:`Backend.start`.
-
-        Raises:
-            ConfigError: the model cannot run under the policy.
-        """
+        """Start a run; see :meth:`Backend.start`."""
         cache = None
         if resolved is not None:
             resolved.check_channel(self.model)

@@ -1,4 +1,7 @@
-"""Options of `kvpop eval`; nothing heavy is imported before it runs."""
+"""Options of `kvpop eval`; nothing heavy is imported before it runs.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -191,11 +194,7 @@ def _add_settings(command) -> None:
 
 
 def run_eval(options, engine: Callable[[], type]) -> None:
-    """Run `kvpop eval`.
-
-    Raises:
-        ConfigError: an option belongs to another task, or the task refuses its options.
-    """
+    """Run `kvpop eval`."""
     _check_options(options)
     if options.backend == "vllm":  # stdout holds the table alone
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

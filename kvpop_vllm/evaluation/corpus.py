@@ -3,6 +3,8 @@
 Every cache is made once for a document, before a question is known, and every question is asked after it. The document
 stands in the user's message, or in front of everything if the model has no chat template. The full context is the whole
 document in the same place.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -186,9 +188,6 @@ class Corpus:
             method: one of METHODS, NOTHING or a policy that compresses prompts, see :data:`POLICY`.
             slots: P.
             exam: the document.
-
-        Raises:
-            ConfigError: the method cannot make it.
         """
         began = now(self.device)
         if method == NOTHING:
@@ -280,11 +279,7 @@ class Corpus:
 
 
 def check_methods(methods: Sequence[str]) -> None:
-    """Check the names of methods.
-
-    Raises:
-        ConfigError: one is unknown, given twice, or a policy that does not compress a prompt at its end.
-    """
+    """Check the names of methods."""
     for method in methods:
         if methods.count(method) > 1:
             raise ConfigError(f"--methods names {method} twice: give it once")

@@ -3,6 +3,8 @@
 They are generated from text and a seed. RULER's values have seven digits; here they have four unless asked
 otherwise, because small models write numbers digit by digit. Common words appear 10 times and the others once
 (RULER: 30 and 3), so that they fit short prompts.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -77,9 +79,6 @@ def make_example(
         seed: seed of all draws.
         depth: depth of a single needle, from 0 to 1.
         digits: digits of a needle's number.
-
-    Raises:
-        ConfigError: the length has no room for the question, or the text is too short.
     """
     draw = random.Random(f"{kind}/{seed}")
     first = draw.randrange(len(sentences))

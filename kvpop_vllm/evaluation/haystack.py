@@ -1,4 +1,7 @@
-"""Long text from files: documents one after another for replay, and sentences to hide needles in."""
+"""Long text from files: documents one after another for replay, and sentences to hide needles in.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,7 @@ def text_of(document: Document) -> str:
 
 
 def documents(paths: list[str], split: str) -> Iterator[Document]:
-    """Yield the non-empty documents of a split, in an order that depends on the files alone.
-
-    Raises:
-        ConfigError: the files cannot be read.
-    """
+    """Yield the non-empty documents of a split, in an order that depends on the files alone."""
     for document in documents_of(find_sources(paths)):
         if text_of(document).strip() and in_split(key_of(document), split, *SHARES):
             yield document
@@ -64,9 +63,6 @@ def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: i
 
     No document is in two rows. A document that ends within a row is followed by the next one. The part of a document that exceeds a row
     is left out. The seed draws the order of the documents.
-
-    Raises:
-        ConfigError: the files cannot be read, or the tokenizer is not the model's.
     """
     texts = list(documents(paths, split))
     random.Random(seed).shuffle(texts)
@@ -119,11 +115,7 @@ def units_of(rows: list[Row]) -> list[int]:
 
 
 def sentences(paths: list[str], split: str, min_characters: int) -> list[str]:
-    """Return sentences of the first documents in order, of at least ``min_characters`` characters, or all there are.
-
-    Raises:
-        ConfigError: the files cannot be read, or there is no text.
-    """
+    """Return sentences of the first documents in order, of at least ``min_characters`` characters, or all there are."""
     passages, size = [], 0
     for document in documents(paths, split):
         parts = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]

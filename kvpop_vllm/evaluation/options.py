@@ -1,4 +1,7 @@
-"""Policies, lengths, budgets and rows that `kvpop eval` is asked for."""
+"""Policies, lengths, budgets and rows that `kvpop eval` is asked for.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,7 @@ REFERENCE = "streaming-llm"
 
 
 def first_rows(rows: Iterable[Row], options) -> list[Row]:
-    """Return the first ``--rows`` rows of the longest length, and say if there are fewer.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return the first ``--rows`` rows of the longest length, and say if there are fewer."""
     chosen = list(itertools.islice(rows, options.rows))
     if not chosen:
         raise ConfigError(
@@ -49,11 +48,7 @@ def first_rows(rows: Iterable[Row], options) -> list[Row]:
 
 
 def reference_of(options, specs: list[PolicySpec]) -> str | None:
-    """Return the name of the policy that ratios refer to, or None.
-
-    Raises:
-        ConfigError: ``--against`` names none of the compared ones.
-    """
+    """Return the name of the policy that ratios refer to, or None."""
     names = [spec.name for spec in specs]
     if options.against is None:
         return REFERENCE if REFERENCE in names else None
@@ -63,11 +58,7 @@ def reference_of(options, specs: list[PolicySpec]) -> str | None:
 
 
 def check_teacher(model: str, teacher: str, length: int) -> None:
-    """Check that a teacher reads the same tokens as a model, and rows of ``length`` tokens.
-
-    Raises:
-        ConfigError: it does not, or is no model folder.
-    """
+    """Check that a teacher reads the same tokens as a model, and rows of ``length`` tokens."""
     same = "give the model that --model was trained from"
     theirs, ours = vocabulary_of(teacher), vocabulary_of(model)
     if theirs != ours:
@@ -86,9 +77,6 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
 
     Contenders come from ``--policies`` (or ``default``), ``--scorer``, ``--allocator``, ``--calibration``,
     ``--protect-prompt`` and ``--correction``.
-
-    Raises:
-        ConfigError: there is no spec, one is given twice, or one cannot be used.
     """
     names, shapes = options.policies, {}
     if names is None:  # rows of other tasks are not prompts with answers
@@ -124,11 +112,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
 
 
 def check_evicting(specs: list[PolicySpec]) -> None:
-    """Check that no spec compresses prompts, for tasks whose rows are not prompts with answers.
-
-    Raises:
-        ConfigError: one does.
-    """
+    """Check that no spec compresses prompts, for tasks whose rows are not prompts with answers."""
     for spec in specs:
         if policies.get(spec.policy).compresses:
             raise ConfigError(
@@ -137,11 +121,7 @@ def check_evicting(specs: list[PolicySpec]) -> None:
 
 
 def with_protection(specs: list[PolicySpec], protections: list[bool | int], task: str) -> list[PolicySpec]:
-    """Return each spec with each of these protections.
-
-    Raises:
-        ConfigError: whole prompts are to be protected in a task whose rows are all prompt, or a spec compresses prompts.
-    """
+    """Return each spec with each of these protections."""
     for spec in specs:
         if policies.get(spec.policy).compresses:
             raise ConfigError(
@@ -171,11 +151,7 @@ def with_correction(specs: list[PolicySpec], correction: str) -> list[PolicySpec
 
 
 def _agreed(values: dict[str, int], name: str, default: int, condition: str = "") -> int:
-    """Return the value that all scorer folders agree on, or ``default`` if there are none.
-
-    Raises:
-        ConfigError: they do not agree.
-    """
+    """Return the value that all scorer folders agree on, or ``default`` if there are none."""
     first = next(iter(values), None)
     for folder, value in values.items():
         if value != values[first]:
@@ -187,11 +163,7 @@ def _agreed(values: dict[str, int], name: str, default: int, condition: str = ""
 
 
 def budgets(options, length: int) -> list[tuple[int, str]]:
-    """Return the budgets for rows of ``length`` tokens, each with its derivation as text.
-
-    Raises:
-        ConfigError: ``--share 1`` is asked for.
-    """
+    """Return the budgets for rows of ``length`` tokens, each with its derivation as text."""
     if options.budget:
         return [(budget, str(budget)) for budget in options.budget]
     if 1 in (options.share or ()):
@@ -200,11 +172,7 @@ def budgets(options, length: int) -> list[tuple[int, str]]:
 
 
 def _shared_roles(options, shapes: dict[str, ScorerShape], budget: int) -> tuple[int, int]:
-    """Return sinks and window of all policies at a budget: those given, those of the scorers, or defaults.
-
-    Raises:
-        ConfigError: the scorers do not agree, or were not trained with ``--window``.
-    """
+    """Return sinks and window of all policies at a budget: those given, those of the scorers, or defaults."""
     sinks, window = options.sinks, options.window
     if sinks is None:
         sinks = _agreed({folder: shape.sinks for folder, shape in shapes.items()}, "sinks", DEFAULT_SINKS)
@@ -235,9 +203,6 @@ def settings_of(
         shapes: of scorers that determine the sinks and window of all policies; None leaves each its own.
         prompt: tokens of a request's prompt; None if all are.
         written: tokens that ``--share`` is about; None for a row's.
-
-    Raises:
-        ConfigError: a budget is too large or too small, or the scorers do not agree.
     """
     settings, copies = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):

@@ -1,4 +1,7 @@
-"""Output of evaluations: a table on stdout, notes on stderr, and records in a file."""
+"""Output of evaluations: a table on stdout, notes on stderr, and records in a file.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,6 @@ def records_file(path: str) -> Iterator:
 
     Until then, or if an error occurs, ``path`` keeps its content and the records are in ``path.draft``.
     Devices and pipes are written to directly.
-
-    Raises:
-        ConfigError: ``path`` is a folder.
     """
     if os.path.isdir(path):
         raise ConfigError(f"--out {path} is a folder: name a file")

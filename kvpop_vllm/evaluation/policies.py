@@ -1,4 +1,7 @@
-"""Policies in a comparison: each is the registered policy itself, with its rule built as in serving."""
+"""Policies in a comparison: each is the registered policy itself, with its rule built as in serving.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -100,10 +103,6 @@ class PolicySpec:
             budget: B in tokens per KV head.
             sinks: s; default: the policy's own.
             window: w; default: the policy's own.
-
-        Raises:
-            ConfigError: the policy cannot be used with these settings; the message names options of `kvpop
-                eval`.
         """
         values = {name: getattr(self, name) for name in ("scorer", "correction", "allocator", "calibration")}
         settings = PolicySettings(
@@ -175,11 +174,7 @@ class ResolvedPolicy:
         return None if gate is None else gate.to(signals.k.device)(signals)
 
     def check_channel(self, model: nn.Module) -> None:
-        """Check that a model gives up the query channel that a gate reads, if one does.
-
-        Raises:
-            ConfigError: it does not, so that it is not the dense model to compare with.
-        """
+        """Check that a model gives up the query channel that a gate reads, if one does."""
         if any(gate is not None and gate.borrows for gate in self.gates) and not borrowed_share(model):
             raise ConfigError(
                 "this gate reads a query channel that the model has not given up: give --model the model it was trained with"
@@ -249,11 +244,7 @@ class ResolvedPolicy:
 
 
 def training_free(name: str) -> PolicySpec:
-    """Return a spec for a policy that needs no scorer.
-
-    Raises:
-        ConfigError: the name is unknown, the policy needs a scorer, or it evicts nothing.
-    """
+    """Return a spec for a policy that needs no scorer."""
     if name not in policies.known():
         names = ", ".join(sorted(known_training_free()))
         raise ConfigError(f"unknown policy {name!r}: choose from {names}, or give --scorer DIR")
@@ -272,11 +263,7 @@ def known_training_free() -> list[str]:
 
 
 def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
-    """Return a spec for a scorer folder, and the sinks and windows that the scorer was trained with.
-
-    Raises:
-        ConfigError: the folder holds no scorer, or one of another model.
-    """
+    """Return a spec for a scorer folder, and the sinks and windows that the scorer was trained with."""
     config, _ = read_scorer(folder)
     check_model(config, **folder_sizes(model), source=folder)
     (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)

@@ -14,6 +14,8 @@ kind          what is needed late
 ============  ==================================================================================
 
 ``sorting`` is `number_sorting` of reasoning-gym (https://github.com/open-thought/reasoning-gym), with its verifier.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -98,11 +100,7 @@ class Kind(NamedTuple):
 
 
 def make_problem(kind: str, seed: int, size: int | None = None) -> Problem:
-    """Return the problem of a kind, size and seed.
-
-    Raises:
-        ConfigError: the kind is unknown or needs a package that is missing, or the size is out of range.
-    """
+    """Return the problem of a kind, size and seed."""
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of problem {kind!r}: choose from {', '.join(KINDS)}")
     size, largest = KINDS[kind].size if size is None else size, KINDS[kind].most
@@ -183,11 +181,7 @@ def ledgers(draw: random.Random, size: int, seed: int):
 
 
 def sorting(draw: random.Random, size: int, seed: int):
-    """Return a list to sort: each line names the next number and writes the others out again.
-
-    Raises:
-        ConfigError: reasoning-gym is not installed.
-    """
+    """Return a list to sort: each line names the next number and writes the others out again."""
     try:
         from reasoning_gym.algorithmic.number_sorting import NumberSortingConfig, NumberSortingDataset
     except ImportError as error:

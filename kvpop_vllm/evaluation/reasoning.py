@@ -1,4 +1,7 @@
-"""Reasoning: problems that a model solves in long written steps under a policy (`kvpop eval --task reasoning`)."""
+"""Reasoning: problems that a model solves in long written steps under a policy (`kvpop eval --task reasoning`).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,6 @@ def make_questions(tokenizer, kinds: Sequence[str], count: int, split: str, size
         count: number of problems of each kind.
         split: see :data:`kvpop_vllm.evaluation.problems.SEEDS`.
         size: steps of each problem; None for the kind's default.
-
-    Raises:
-        ConfigError: the split has no problems, or the tokenizer cannot write a solution.
     """
     if split not in SEEDS:
         raise ConfigError(f"--task reasoning has problems of {', '.join(SEEDS)}, not {split!r}: change --split")

@@ -1,4 +1,7 @@
-"""`kvpop eval --report`: a table, plots, and maps of the tokens that each layer retains (KVpop Figure 6)."""
+"""`kvpop eval --report`: a table, plots, and maps of the tokens that each layer retains (KVpop Figure 6).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,6 @@ class Report:
 
     Args:
         folder: created if it does not exist.
-
-    Raises:
-        ConfigError: the path is a file, or matplotlib is not installed.
     """
 
     def __init__(self, folder: str):

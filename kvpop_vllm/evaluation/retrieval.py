@@ -1,4 +1,7 @@
-"""Retrieval: answers generated under a policy to questions about a prompt."""
+"""Retrieval: answers generated under a policy to questions about a prompt.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,6 @@ def make_examples(
     """Return ``count`` examples of each kind, single needles at evenly spaced depths.
 
     Prompt and answer together have at most ``length`` tokens.
-
-    Raises:
-        ConfigError: see :func:`kvpop_vllm.evaluation.examples.make_example`.
     """
     return [
         make_example(

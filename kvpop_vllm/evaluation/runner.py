@@ -1,4 +1,7 @@
-"""Measures of several policies on the same rows of text (`kvpop eval`)."""
+"""Measures of several policies on the same rows of text (`kvpop eval`).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,6 @@ class Setting:
         """Return a spec with this budget, or with the largest one of as many bytes.
 
         At equal bytes, its pages take no more than a stateless policy's with this budget and the same protection.
-
-        Raises:
-            ConfigError: no long-range slots are left, or the policy cannot be used with these settings.
         """
         resolved = self._deploy(spec, model, self.budget)
         if self.equal == "k":
@@ -100,9 +100,6 @@ def resolve_all(pairs: Iterable[tuple[PolicySpec, Setting]], shape: ModelShape, 
     """Return the runs of policies at settings; settings that mean the same of a policy are one run.
 
     No model is loaded.
-
-    Raises:
-        ConfigError: a policy cannot be used with its setting.
     """
     resolved_settings: dict[tuple, tuple[ResolvedPolicy, list[Setting]]] = {}
     for spec, setting in pairs:

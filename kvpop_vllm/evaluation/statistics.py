@@ -1,4 +1,7 @@
-"""Bootstrap intervals over documents or problems (Efron and Tibshirani 1993, chapter 13: percentiles)."""
+"""Bootstrap intervals over documents or problems (Efron and Tibshirani 1993, chapter 13: percentiles).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,6 @@ def bootstrap_ratio(
         denominators: as many values, for example numbers of tokens; None for ones.
         units: document or problem of each row; rows of one unit are drawn together. None if every row is one.
         seed: seed of the draws.
-
-    Raises:
-        ConfigError: there are fewer than :data:`LEAST` units.
     """
     if denominators is None:
         denominators = np.ones(len(numerators))

@@ -1,4 +1,7 @@
-"""`kvpop eval`: runs a task under policies, prints a table, and writes records and a report."""
+"""`kvpop eval`: runs a task under policies, prints a table, and writes records and a report.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +90,6 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
 
     Returns:
         The table.
-
-    Raises:
-        ConfigError: the options do not fit each other, the model or the data.
     """
     is_text = options.task == "text"
     names = DEFAULT_POLICIES if is_text else tuple(known_training_free())
@@ -176,9 +176,6 @@ def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: Mode
 
     What was not asked for is left out if it cannot be used: policies, if ``--policies`` names none, and equal
     bytes without ``--equal``.
-
-    Raises:
-        ConfigError: a spec cannot be used with a setting, or none can.
     """
     certain = [s for s in settings if s.equal == "k" or options.equal]
     if options.policies is None and options.task != "text":
@@ -194,11 +191,7 @@ def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: Mode
 
 
 def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype) -> list[PolicySpec]:
-    """Return the specs that can be used with all settings; print why others are left out.
-
-    Raises:
-        ConfigError: none can, or one with a scorer cannot.
-    """
+    """Return the specs that can be used with all settings; print why others are left out."""
     names, why = [], list(policies.loadable()[1])
     for spec in specs:
         try:

@@ -12,6 +12,8 @@ A method of the class is wrapped for this, because one of the model would keep t
 
 A pass is known by its step. Only the arguments of a running pass refer to it, so a weak reference says whether
 another thread is still in the pass.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -69,11 +71,7 @@ class AttentionCache:
 
 
 def cache_in(named: Mapping[str, object]) -> AttentionCache | None:
-    """Return the cache among the arguments of a model or of ``generate()``, or None.
-
-    Raises:
-        ConfigError: there is another cache, too.
-    """
+    """Return the cache among the arguments of a model or of ``generate()``, or None."""
     caches = [named[name] for name in CACHE_NAMES if named.get(name) is not None]
     ours = [cache for cache in caches if isinstance(cache, AttentionCache)]
     if ours and len(caches) > 1:
@@ -133,7 +131,6 @@ class Step(GateInputs):
 
         Raises:
             RuntimeError: gradients are required.
-            ConfigError: the layer attends twice in a pass.
         """
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
@@ -154,7 +151,6 @@ class Step(GateInputs):
 
         Raises:
             RuntimeError: the pass is recorded into a CUDA graph.
-            ConfigError: the layer attends twice in a pass.
         """
         if self.recorded:
             raise RuntimeError("a CUDA graph holds no layers with windows or chunks: leave graphs out")
@@ -187,11 +183,7 @@ class Step(GateInputs):
         return {FULL: None, RECURRENT: mask}
 
     def _check_turn(self, layer: Hashable) -> None:
-        """Check that a layer has not attended in this pass.
-
-        Raises:
-            ConfigError: it has.
-        """
+        """Check that a layer has not attended in this pass."""
         if layer in self.cache.attended:
             raise ConfigError(
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
@@ -217,10 +209,6 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
 
     Returns:
         Its decoder.
-
-    Raises:
-        ConfigError: the channel cannot be borrowed from this type of model, or its layers do not hand the step
-            on to their attention.
     """
     show_hidden_states(model)
     _watch_generate()
@@ -252,11 +240,7 @@ class _TakesPart(StoppingCriteria):
         self.cache, self.passes = cache, cache.passes
 
     def __call__(self, input_ids, scores, **options):
-        """Return no row as ended.
-
-        Raises:
-            ConfigError: the last pass went without the cache, or the cache has seen fewer tokens than the text.
-        """
+        """Return no row as ended."""
         cache, text = self.cache, input_ids.shape[1] - 1  # the last token has not been read
         if cache.passes == self.passes or cache.columns < text:
             raise ConfigError(
@@ -408,7 +392,6 @@ def _inputs(decoder, positional, named):
     Raises:
         TypeError: more than one positional argument.
         ValueError: no inputs.
-        ConfigError: attention weights are requested.
     """
     if len(positional) > 1:
         raise TypeError("with a KVpopCache, all inputs of the model but the first are given by name")

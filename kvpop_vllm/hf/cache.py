@@ -1,4 +1,7 @@
-"""KV cache of fixed size for ``generate()``."""
+"""KV cache of fixed size for ``generate()``.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -87,10 +90,6 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         borrows: True if a query channel is removed from the queries in passes with this cache.
         recurrent: True if layers of the model have a recurrent state, which transformers' own cache layers hold.
         attended: layers that have attended in the current pass, as :class:`Step` names them, None between passes.
-
-    Raises:
-        ConfigError: the settings are invalid, or the policy cannot be used with this model; one line that
-            names what to change.
     """
 
     def __init__(
@@ -178,9 +177,6 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         Args:
             tokenizer: the model's.
             prompt: a text, or the messages of a chat, up to where the model's answer begins.
-
-        Raises:
-            ConfigError: the prompt does not begin as the cartridge does, or the tokenizer has no chat template.
         """
         if not self._cartridges.count:
             raise ConfigError("this KVpopCache has no cartridge: tokenise the prompt as usual")

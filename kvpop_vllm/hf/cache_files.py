@@ -18,6 +18,8 @@ tensor                          shape                   content
 
 Scorers, calibrations and cartridges are named in the config, and not copied. Digests tell whether they, the model and
 the files are those of then.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -90,9 +92,6 @@ class SavedTensors:
             name: its name.
             size: its shape, or None for any.
             dtype: its dtype, or None for any.
-
-        Raises:
-            ConfigError: it is missing, or another one.
         """
         tensor = self.remaining.pop(name, torch.empty(0))
         expected = (self.rows, *tensor.shape[1:]) if size is None else tuple(size), dtype or tensor.dtype
@@ -103,21 +102,13 @@ class SavedTensors:
         return tensor
 
     def check_taken(self) -> None:
-        """Check that no tensor is left.
-
-        Raises:
-            ConfigError: names the first one.
-        """
+        """Check that no tensor is left."""
         if self.remaining:
             raise ConfigError(f"{self.source}: unexpected tensor {min(self.remaining)!r}: save the cache again")
 
 
 def read(folder: str | PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return the config and the tensors of a saved cache, after checks that need no model.
-
-    Raises:
-        ConfigError: there is none, or its files are damaged or of another format.
-    """
+    """Return the config and the tensors of a saved cache, after checks that need no model."""
     folder = Path(folder)
     config, path = folder / CONFIG_NAME, folder / TENSORS_NAME
     for file in (config, path):
@@ -157,9 +148,6 @@ def settings_to_load(saved: Mapping, arguments: Mapping, source: str) -> dict[st
         saved: arguments of the saved cache.
         arguments: arguments of the caller.
         source: name of the folder in errors.
-
-    Raises:
-        ConfigError: they differ.
     """
     for name, value in plain(arguments).items():
         if name in saved and name not in PATHS and value != saved[name]:

@@ -1,4 +1,7 @@
-"""Cartridges in front of the rows of a KVpopCache."""
+"""Cartridges in front of the rows of a KVpopCache.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +56,6 @@ def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn
         folders: a cartridge's folder, or several in order.
         model: model of transformers.
         policy: policy of the cache.
-
-    Raises:
-        ConfigError: a cartridge cannot be read, was made for another model or stands elsewhere than the first, or the
-            policy compresses prompts, or does not act on all layers.
     """
     folders = [folders] if isinstance(folders, str | PathLike) else list(folders)
     if folders and policy.compresses:

@@ -1,4 +1,7 @@
-"""Checks of models and inputs; each error is one line that says what to change."""
+"""Checks of models and inputs; each error is one line that says what to change.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,6 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     """Check that a fixed-size cache can replace the model's own for sequences of at most ``max_length`` tokens.
 
     By default that is the model's positions.
-
-    Raises:
-        ConfigError: it cannot; the message gives the reasons found first.
     """
     if not isinstance(model, PreTrainedModel):
         inner = [f"the model in it, model.{way}" for name, way in WRAPPERS.items() if hasattr(model, name)]
@@ -69,11 +69,7 @@ def _attends(decoder: torch.nn.Module, blocks: list[torch.nn.Module], text) -> b
 
 
 def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:
-    """Raise the error for a model that a fixed-size cache cannot serve.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raise the error for a model that a fixed-size cache cannot serve."""
     kind = model.config.get_text_config().model_type
     raise ConfigError(
         f"a fixed-size cache cannot serve {kind}, a model with {', '.join(reasons)}: choose another model"
@@ -111,7 +107,6 @@ def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
 
     Raises:
         RuntimeError: gradients are required.
-        ConfigError: there are no kernels for the device.
         ValueError: there are no new tokens.
     """
     if torch.is_grad_enabled() and (inputs.requires_grad or any(p.requires_grad for p in decoder.parameters())):

@@ -1,4 +1,7 @@
-"""Pages of one layer for all rows of a batch."""
+"""Pages of one layer for all rows of a batch.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -153,11 +156,7 @@ class LayerPages:
         return {"tail": self.table[:, 0].long(), "prefix": prefixes.long()}
 
     def check_filled(self, source: str) -> None:
-        """Check the numbers of filled slots that a rule with a threshold stores; ``source`` names their file in errors.
-
-        Raises:
-            ConfigError: one is impossible.
-        """
+        """Check the numbers of filled slots that a rule with a threshold stores; ``source`` names their file in errors."""
         if self.rule.threshold is None:
             return
         layout = self.pages.layout
@@ -376,11 +375,7 @@ def recording(device: torch.device) -> bool:
 
 
 def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
-    """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule; a CPU always has.
-
-    Raises:
-        ConfigError: a GPU has none.
-    """
+    """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule; a CPU always has."""
     if k.device.type != "cuda":
         return
     if rule.rounds is not None:

@@ -1,4 +1,7 @@
-"""Pages of a cache's layers: when they are allocated, and that no CUDA graph loses them."""
+"""Pages of a cache's layers: when they are allocated, and that no CUDA graph loses them.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +63,6 @@ class AllocatedLayers:
             scale: factor on q . k.
 
         Raises:
-            ConfigError: the layer has other heads than the model's config says, keys and values differ in
-                size, or the kernels of the device do not support them.
             ValueError: a CUDA graph holds the pages, and others are needed.
         """
         pages_before = self._layers.get(index)
@@ -88,9 +89,6 @@ class AllocatedLayers:
             index: layer.
             like: keys ``[R, H, L, D]``, for sizes, dtype and device.
             scale: factor on q . k.
-
-        Raises:
-            ConfigError: the kernels of the device do not support the layer.
         """
         rule = self.policy.layer_rule(index, self._heads)
         check_kernels(like, rule)

@@ -1,4 +1,7 @@
-"""Passes of a cache: what a pass goes on from, its positions and protected tokens, and what it leaves."""
+"""Passes of a cache: what a pass goes on from, its positions and protected tokens, and what it leaves.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,6 @@ class CachePasses:
             The step, which all layers call in place of attention.
 
         Raises:
-            ConfigError: the cache belongs to another model, or cannot serve the pass.
             ValueError: the pass does not continue where the cache ends, or repeats what cartridges hold.
             RuntimeError: the previous pass was interrupted, or the pass cannot be recorded.
         """
@@ -137,7 +139,6 @@ class CachePasses:
         """Check that a pass of a decoder may begin with inputs ``[R, L, ..]``.
 
         Raises:
-            ConfigError: the cache belongs to another model, or has no kernels for the inputs' device.
             ValueError: there are no inputs, or those of other rows.
             RuntimeError: the previous pass was interrupted, or gradients are required.
         """

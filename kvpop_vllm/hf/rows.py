@@ -1,4 +1,7 @@
-"""Budget, protection and seed of each row of a batch."""
+"""Budget, protection and seed of each row of a batch.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,6 @@ class Rows:
 
     Attributes:
         number: length of the lists, None if there is no list.
-
-    Raises:
-        ConfigError: a list is empty, lists have different lengths, or a seed is not an integer.
     """
 
     def __init__(self, budget, protect_prompt, seed, prompt=None):
@@ -43,9 +43,6 @@ class Rows:
         """Return the settings that the policy is resolved with.
 
         They are the largest budget and the first row's protection.
-
-        Raises:
-            ConfigError: a budget of the list is not an integer.
         """
         budget = self.budget
         if _several(budget):
@@ -56,11 +53,7 @@ class Rows:
         return {"budget": budget, "protect_prompt": protect}
 
     def check(self, policy: Policy) -> None:
-        """Check the budgets and protection of all rows under the policy.
-
-        Raises:
-            ConfigError: a row asks for something that the policy does not support.
-        """
+        """Check the budgets and protection of all rows under the policy."""
         if self.prompt is not None and not (policy.compresses and type(self.prompt) is int and self.prompt > 0):
             raise ConfigError(
                 f"prompt must be a number of tokens, for a policy that compresses prompts, got {self.prompt!r}"

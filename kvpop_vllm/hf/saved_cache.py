@@ -1,4 +1,7 @@
-"""Saving a KVpopCache and loading it again."""
+"""Saving a KVpopCache and loading it again.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,6 @@ class SavedCache:
         The folder holds as many bytes as the cache, the ids of its texts among them. It is written whole or not at all.
 
         Raises:
-            ConfigError: the folder holds something already.
             RuntimeError: the cache is empty, in a pass or broken off, its model is gone, or a CUDA graph was replayed
                 without :meth:`replayed`.
             OSError: a file cannot be written.
@@ -77,10 +79,6 @@ class SavedCache:
             device: as of :class:`kvpop_vllm.hf.KVpopCache`.
             settings: further arguments of :class:`kvpop_vllm.hf.KVpopCache`. Folders of scorers, calibrations and
                 cartridges may be elsewhere than when the cache was saved; other arguments must be those of then.
-
-        Raises:
-            ConfigError: the folder is none that :meth:`save` wrote, or damaged; or the model, its dtype, the policy or a
-                setting is another one.
         """
         saved, tensors = read(folder)
         check_model(model, saved["settings"].get("max_length"))
@@ -137,11 +135,7 @@ class SavedCache:
         return digest_of([rules, self.gates, self._budgets, self._cartridges])
 
     def _check_saved_policy(self, saved: Mapping, source: str) -> None:
-        """Check that the policy is the one of a saved cache.
-
-        Raises:
-            ConfigError: it is another one.
-        """
+        """Check that the policy is the one of a saved cache."""
         for name, value in self._roles().items():
             if saved["roles"].get(name) != value:
                 raise ConfigError(
@@ -155,11 +149,7 @@ class SavedCache:
             )
 
     def _check_sizes(self, saved: Mapping, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-        """Check that a file is as large as the pages that will be allocated.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Check that a file is as large as the pages that will be allocated."""
         shape, rows = self.policy.model, len(saved["lengths"])
         counts = [len(saved[name]) for name in ("protected", "prefixes", "scales")]
         if counts != [rows, rows, len(self)]:
@@ -171,11 +161,7 @@ class SavedCache:
         self._rows.check_number(rows)
 
     def _take(self, saved: Mapping, tensors: SavedTensors) -> None:
-        """Hold what a saved cache held.
-
-        Raises:
-            ConfigError: a tensor is missing, unknown or has another shape.
-        """
+        """Hold what a saved cache held."""
         self._columns, self.passes = saved["columns"], saved["passes"]
         self._lengths, self.protected = saved["lengths"], saved["protected"]
         self.text = tensors.take("text") if "text" in tensors.remaining else None
@@ -209,11 +195,7 @@ class SavedCache:
 
 
 def _check_saved_with(saved: Mapping, decoder: torch.nn.Module, source: str) -> None:
-    """Check that a cache was saved with a model.
-
-    Raises:
-        ConfigError: it was another one.
-    """
+    """Check that a cache was saved with a model."""
     remedy, properties = "load it with the model of then", model_properties(decoder.config)
     made_for = saved["model"] | {"rope": saved["model"].get("rope") or {}}
     check_same_model(made_for, properties, source, remedy, "the model")

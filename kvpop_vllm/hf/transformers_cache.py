@@ -1,4 +1,7 @@
-"""What transformers asks of a cache: sizes, what it may do with one, and refusals of the rest."""
+"""What transformers asks of a cache: sizes, what it may do with one, and refusals of the rest.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,6 @@ class TransformersCache(Cache):
         """Return keys and values unchanged.
 
         The step receives them through the attention function.
-
-        Raises:
-            ConfigError: no step has begun, so the model would attend without the cache.
         """
         if self.attended is None:
             raise ConfigError("this model's attention is not the KVpopCache's: make one with KVpopCache(model, ...)")

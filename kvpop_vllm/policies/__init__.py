@@ -1,6 +1,8 @@
 """Registry of eviction policies: one file and one class per paper.
 
 Other packages add policies through the entry-point group ``kvpop_vllm.policies``.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -43,12 +45,7 @@ def known() -> list[str]:
 
 
 def get(name: str) -> type[Policy]:
-    """Return the policy class registered under ``name``.
-
-    Raises:
-        ConfigError: no policy has this name, several packages register it, the class cannot be imported, or
-            it is not a complete :class:`Policy` with this name.
-    """
+    """Return the policy class registered under ``name``."""
     brought = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == name]
     packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in brought))
     if brought and (name in POLICIES or len(brought) > 1):

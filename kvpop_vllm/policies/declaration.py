@@ -1,6 +1,8 @@
 """Declarations of a policy: class attributes, and the methods that a paper's class overrides.
 
 How settings resolve into a budget, windows and shares is in :mod:`kvpop_vllm.policies.base`.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -174,9 +176,6 @@ class Declaration(ABC):
         """Read and check the files that the policy needs from disk.
 
         The default refuses a scorer, because nothing would use it.
-
-        Raises:
-            ConfigError: the policy cannot be used with this model.
         """
         for name in ("scorer", "map"):
             if getattr(self.settings, name) is not None:
@@ -189,19 +188,11 @@ class Declaration(ABC):
         return None
 
     def check_retention(self, retention: Retention) -> None:
-        """Check that the policy can work with the budget, sinks and window of a server or a request.
-
-        Raises:
-            ConfigError: it cannot; the message names the option to change.
-        """
+        """Check that the policy can work with the budget, sinks and window of a server or a request."""
         return
 
     def check_realised(self) -> None:
-        """Check that everything the policy class declares is implemented, so that no declaration is ignored.
-
-        Raises:
-            ConfigError: names the first declaration that is not.
-        """
+        """Check that everything the policy class declares is implemented, so that no declaration is ignored."""
         for setting, value, choices in (
             ("correction", self.default_correction, CORRECTIONS),
             ("allocator", self.default_allocator, ALLOCATORS),
@@ -216,11 +207,7 @@ class Declaration(ABC):
             )
 
     def _check_rule(self, rule: RetentionRule) -> None:
-        """Check that a rule does what the policy declares.
-
-        Raises:
-            ConfigError: it contradicts the declared order, gate, compression, threshold or draws.
-        """
+        """Check that a rule does what the policy declares."""
         order = rule.coupled == (self.order is Order.COUPLED) and (rule.rounds is None) == (
             self.order is not Order.ROUNDS
         )

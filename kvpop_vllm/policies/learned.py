@@ -1,4 +1,7 @@
-"""Base classes of learned policies: they load the scorer."""
+"""Base classes of learned policies: they load the scorer.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +74,7 @@ class Learned(Policy):
         self._layers[layer] = tensors
 
     def loaded(self, layer: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of one layer, all heads.
-
-        Raises:
-            ConfigError: the tensors should have been loaded with the checkpoint's weights, but were not.
-        """
+        """Return the tensors of one layer, all heads."""
         if not self._layers[layer]:
             raise ConfigError(
                 f"the checkpoint's weights brought no scorer tensors for layer {layer} (dummy weights bring none): give --kv-scorer DIR"
@@ -83,11 +82,7 @@ class Learned(Policy):
         return self._layers[layer]
 
     def module(self, layer: int, heads: slice) -> Scorer | Gate:
-        """Return the scorer or gate of ``layer`` for ``heads``.
-
-        Raises:
-            ConfigError: as :meth:`loaded`.
-        """
+        """Return the scorer or gate of ``layer`` for ``heads``."""
         return from_tensors(self.config, self.config.of_heads(self.loaded(layer), heads))
 
 

@@ -4,6 +4,8 @@ An adapter folder holds ``kvpop_config.json`` and ``kvpop_scorer.safetensors`` w
 ``layers.{i}.<name>``. A full checkpoint holds the same config as section ``kvpop`` of its ``config.json``,
 and the same tensors under ``model.layers.{i}.self_attn.kvpop.<name>``, in the model's own files. Full checkpoints of
 other authors are read by :mod:`kvpop_vllm.scorers.reader`.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -52,9 +54,6 @@ def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]],
         config: scorer config.
         layers: per layer, name -> shape.
         source: name of the file in errors.
-
-    Raises:
-        ConfigError: names the first tensor that is wrong.
     """
     sizes: dict[str, int] = {}
     shapes = config.shapes(layers[0])
@@ -82,11 +81,7 @@ def _check_shape(label: str, actual: tuple[int, ...], shape: tuple, sizes: dict[
 
 
 def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], source: str) -> None:
-    """Check shapes as :func:`check_shapes` does, and that every tensor is floating point and finite.
-
-    Raises:
-        ConfigError: names the first tensor that is wrong.
-    """
+    """Check shapes as :func:`check_shapes` does, and that every tensor is floating point and finite."""
     check_shapes(config, [{name: tuple(t.shape) for name, t in tensors.items()} for tensors in layers], source)
     for i, tensors in enumerate(layers):
         for name, tensor in tensors.items():
@@ -137,7 +132,6 @@ def write_shares(folder: str | Path, shares: Sequence[Sequence[float]]) -> None:
     """Write shares ``[layers][H]`` of heads, or none, into the config of a scorer's folder or of a full checkpoint.
 
     Raises:
-        ConfigError: as :func:`read_config`, or the shares are not those of such a model.
         OSError: the file cannot be written.
     """
     config = read_config(folder)
@@ -156,9 +150,6 @@ def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[Scorer
         folder: scorer folder, folder of a full checkpoint, also of other authors, of published gates of KVzap, or a name
             of the hub.
         map_file: how to read one of other authors; by default the only reading that fits.
-
-    Raises:
-        ConfigError: a file does not exist, is damaged, or has wrong contents.
     """
     path = local_folder(folder)
     if is_published_scorer(path):
@@ -195,9 +186,6 @@ def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source:
     """Return tensors named ``layers.{i}.<name>`` (or their shapes) as one dict per layer.
 
     Floating-point tensors are converted to float32.
-
-    Raises:
-        ConfigError: a name does not fit, or names a tensor twice.
     """
     layers: list[dict[str, T]] = [{} for _ in range(config.num_layers)]
     for name, tensor in tensors:
@@ -217,7 +205,6 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     Each file appears complete or not at all. The config is written last: a folder without it holds no scorer.
 
     Raises:
-        ConfigError: as :func:`check_tensors`.
         OSError: a file cannot be written.
     """
     folder = Path(folder)
@@ -231,11 +218,7 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
 
 
 def read_tensors(folder: str | Path, selects: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a folder's safetensors files whose names are wanted.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+    """Return the tensors of a folder's safetensors files whose names are wanted."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with reading(path), safe_open(path, "pt") as file:
@@ -262,11 +245,7 @@ def looks_like_scorer(name: str) -> bool:
 
 
 def check_layout(names: Iterable[str], source: str) -> None:
-    """Check that a full checkpoint has scorer tensors, all under names of a known layout.
-
-    Raises:
-        ConfigError: lists the names found, with layer numbers written as ``{i}``.
-    """
+    """Check that a full checkpoint has scorer tensors, all under names of a known layout."""
     names = list(names)
     unknown = [n for n in names if looks_like_scorer(n) and full_checkpoint_name(n) is None]
     if not unknown and any(full_checkpoint_name(n) for n in names):
@@ -290,9 +269,6 @@ def layers_of(
         tensors: by their names in the checkpoint; the model's own are left out.
         source: names the checkpoint in errors.
         check: :func:`check_tensors`, or :func:`check_shapes` for shapes.
-
-    Raises:
-        ConfigError: as :func:`check_layout`, :func:`split_layers` and ``check``.
     """
     check_layout(tensors, source)
     named = ((full_checkpoint_name(name), value) for name, value in tensors.items())
@@ -305,9 +281,6 @@ def check_model(config: ScorerConfig, *, source: str, **model) -> None:
     """Check that a scorer was made for the model of the given sizes; ``source`` names the scorer in errors.
 
     What the scorer's config does not say is not compared.
-
-    Raises:
-        ConfigError: names the first property that differs.
     """
     names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "layers")
     made_for = {name: size for name in names if (size := getattr(config, name, None)) is not None}

@@ -1,6 +1,8 @@
 """Reader of the keys of a published checkpoint's ``config.json`` that are of its scorer, under names that nobody has fixed.
 
 Errors are ConfigErrors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -190,9 +192,6 @@ def budgets_of(facts: Facts, state_entries: int, source: str) -> list[dict[str, 
         facts: what the config says.
         state_entries: tokens whose keys and values take as many numbers as the state.
         source: name of the file in errors.
-
-    Raises:
-        ConfigError: the numbers disagree.
     """
     sinks, window, topk, budget = (facts[key] for key in ("sinks", "window", "topk", "budget"))
     if window == 0:

@@ -1,4 +1,7 @@
-"""Conversion of a published scorer to the config and the tensors of our format. Errors are ConfigErrors."""
+"""Conversion of a published scorer to the config and the tensors of our format.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,7 @@ _AT_THE_END = 40.0
 
 
 def convert(checkpoint: Checkpoint, reading: Reading) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
-    """Return a checkpoint's scorer config and, per layer, its tensors under the names of our format, float32.
-
-    Raises:
-        ConfigError: the map names a tensor that is not there or does not fit, or a number of tokens is unknown.
-    """
+    """Return a checkpoint's scorer config and, per layer, its tensors under the names of our format, float32."""
     source, formula = str(checkpoint.folder), reading.formula
     if unknown := [name for name, number in reading.budget.items() if number is None]:
         raise ConfigError(

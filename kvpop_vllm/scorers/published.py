@@ -6,6 +6,8 @@ a folder of KVzap's gates as it is (:mod:`kvpop_vllm.scorers.kvzap_folder`).
 
 A ``.pth`` file is a pickle. It is read with ``weights_only=True``, so that it can hold only tensors and plain
 containers, and no code is executed.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -63,9 +65,6 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
         sinks: s; default 0 for TRIM-KV and FastDMS, 1 for DMS, 4 for KVzap.
         window: w; default 1 for TRIM-KV, the published window for DMS, 128 for KVzap.
         topk: k; default ``M - 1`` for TRIM-KV, required for DMS, for KVzap that of B = 4,096.
-
-    Raises:
-        ConfigError: the format is unknown, something is missing or damaged, or k is missing for DMS.
     """
     source = local_folder(source, files=(*FILES, *PICKLES))
     check_served(source)

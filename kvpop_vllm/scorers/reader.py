@@ -1,6 +1,8 @@
 """Reader of full checkpoints of other authors: the only reading of the scorer that fits, or the one in a map.
 
 Errors are ConfigErrors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -106,11 +108,7 @@ def _decays(checkpoint: Checkpoint, pieces: Pieces) -> list[str]:
 
 
 def reading_of(checkpoint: Checkpoint, map_file: str | Path | None = None) -> Reading:
-    """Return the reading in a map, or the only one that fits.
-
-    Raises:
-        ConfigError: none fits, or several do.
-    """
+    """Return the reading in a map, or the only one that fits."""
     if map_file is not None:
         return read_map(map_file)
     if checkpoint.facts.findings:

@@ -1,4 +1,7 @@
-"""Contents of a scorer's ``kvpop_config.json``, and the tensors that follow from it."""
+"""Contents of a scorer's ``kvpop_config.json``, and the tensors that follow from it.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,6 @@ class ScorerConfig:
         shares: ``[layers][H]``, measured parts of the long-range slots for all heads (``kvpop calibrate``), of which
             only the ratios matter; empty if heads share equally.
         layers: indices in the model of the layers that the scorer is for; empty if these are all.
-
-    Raises:
-        ConfigError: a value has the wrong type or range, from :func:`kvpop_vllm.scorers.parse_config`.
     """
 
     scorer: ClassVar[str]
@@ -105,9 +105,6 @@ class ScorerConfig:
         Args:
             raw: the object's keys other than format, version and scorer.
             source: name of the file in errors.
-
-        Raises:
-            ConfigError: unknown or missing keys, or invalid values.
         """
         keys = [key.name for key in dataclasses.fields(cls)]
         values = dict(raw)
@@ -127,11 +124,7 @@ class ScorerConfig:
 
     @classmethod
     def check(cls, values: Mapping, source: str) -> None:
-        """Check what rules of single values cannot.
-
-        Raises:
-            ConfigError: a value has the wrong type or range; ``source`` names the file.
-        """
+        """Check what rules of single values cannot."""
 
     def to_json(self) -> dict:
         """Return the contents of ``kvpop_config.json``."""

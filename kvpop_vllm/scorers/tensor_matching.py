@@ -3,6 +3,8 @@
 Published checkpoints name, stack and transpose the pieces of one formula (KVpop, appendix E) in ways of their own. A
 piece is matched by its shape and by hints in its name. All readings that fit are listed, and callers serve a
 checkpoint only where there is one. Errors are ConfigErrors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -325,9 +327,6 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
         all_stacks: all stacks of scorer tensors; see :func:`stacks`.
         sizes: sizes of the model.
         source: name of the checkpoint in errors.
-
-    Raises:
-        ConfigError: a stack is of no use under any reading.
     """
     options = [(stack, uses_of(stack, sizes)) for stack in all_stacks]
     for stack, uses in options:

@@ -2,6 +2,8 @@
 
 A cartridge is served under its name, as a LoRA adapter is: vLLM's front end lists it next to its base model, and hands
 what it is over with each request that names it. The request's prompt then begins with the cartridge's slots.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -51,9 +53,6 @@ class CartridgeNames:
 
     Args:
         vllm_config: config of the engine, whose policy names the first cartridges.
-
-    Raises:
-        ConfigError: as :meth:`add`.
     """
 
     def __init__(self, vllm_config):
@@ -68,11 +67,7 @@ class CartridgeNames:
         return {name: cartridge.placed for name, cartridge in self.known.items()}
 
     def add(self, name: str, folder: str) -> Known:
-        """Read and check a cartridge, and know it by a name from now on.
-
-        Raises:
-            ConfigError: the name is taken, or the cartridge cannot be served with this model and these settings.
-        """
+        """Read and check a cartridge, and know it by a name from now on."""
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         if name in self.known or name == model.served_model_name:
             raise ConfigError(f"the name {name!r} is taken: give the cartridge another")
@@ -108,11 +103,7 @@ class CartridgeNames:
 
 
 def names_of(vllm_config) -> CartridgeNames:
-    """Return the cartridges of an engine, read once per config and process.
-
-    Raises:
-        ConfigError: as :class:`CartridgeNames`.
-    """
+    """Return the cartridges of an engine, read once per config and process."""
     if vllm_config not in _names:
         _names[vllm_config] = CartridgeNames(vllm_config)
     return _names[vllm_config]
@@ -202,9 +193,6 @@ def _head_of(
         heads: name and ids of each cartridge, in order.
         prompt: see :func:`resolved`.
         begin: see :func:`resolved`.
-
-    Raises:
-        ConfigError: cartridges do not begin with the same ids, or the prompt does not begin with them alone.
     """
     if len({head for _, head in heads}) > 1:
         names = " and ".join(name for name, _ in heads)

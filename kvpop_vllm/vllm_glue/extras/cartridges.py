@@ -3,6 +3,8 @@
 A cartridge is loaded once, into blocks that no request can free. A request that names it begins with these blocks,
 as if they were a hit of the prefix cache. A cartridge after another one needs keys that are turned to
 its positions. Such a copy is made when a request asks for it, and lives as long as requests use it.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -58,11 +60,7 @@ class CartridgeBlocks:
         self.copies: dict[tuple[str, int], _Copy] = {}
 
     def load(self, name: str, folder: str, placed: Placed) -> None:
-        """Load a cartridge under a name.
-
-        Raises:
-            ConfigError: the pool has no room for it, or its files have changed.
-        """
+        """Load a cartridge under a name."""
         if (loaded := self.loaded.get(placed.digest)) is None:
             blocks = self.pool.get_new_blocks(self._fitting(name, placed.slots))
             try:
@@ -74,20 +72,12 @@ class CartridgeBlocks:
         loaded.names.add(name)
 
     def _run(self, function: Callable, *arguments) -> None:
-        """Run a function in every worker. It returns its error, because replies after an exception would stay unread.
-
-        Raises:
-            ConfigError: a worker had an error.
-        """
+        """Run a function in every worker. It returns its error, because replies after an exception would stay unread."""
         if errors := [error for error in self.run(function, arguments) if error is not None]:
             raise ConfigError(errors[0])
 
     def _fitting(self, name: str, slots: int) -> int:
-        """Return the number of blocks of a cartridge.
-
-        Raises:
-            ConfigError: it leaves no room for the longest request, or there is no room now.
-        """
+        """Return the number of blocks of a cartridge."""
         count, size = slots // self.spec.block_size, self.spec.block_size
         all_slots = [slots, *(len(loaded.blocks) * size for loaded in self.loaded.values())]
         needed = self.spec.set_aside(all_slots) + self.spec.most_blocks(self.longest)
@@ -236,9 +226,6 @@ def write_slots(worker, folder: str, digest: str, blocks: list[int]) -> None:
         folder: folder of the cartridge.
         digest: digest that its files had when it was named.
         blocks: blocks for its slots, in order.
-
-    Raises:
-        ConfigError: the files have changed, or do not fit the cache's dtype.
     """
     from kvpop_vllm.vllm_glue.run.backend import for_config
 
