@@ -143,7 +143,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Run ``kvpop doctor``; return its exit code."""
+    """Run ``kvpop doctor``. Return its exit code."""
     from kvpop_vllm.vllm_glue.start.doctor import doctor
 
     return doctor(arguments)
@@ -330,10 +330,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _reader_has_gone() -> bool:
-    """Return whether nobody reads stdout any more; what is left to print is then dropped."""
+    """Return whether nobody reads stdout any more. What is left to print is then dropped."""
     try:
         file = sys.stdout.fileno()
-    except (AttributeError, ValueError):  # there is none, or it is no file
+    except (AttributeError, ValueError):  # there is none, or it is not a file
         return False
     stdout = select.poll()
     stdout.register(file, 0)

@@ -33,14 +33,14 @@ CORRECTIONS, ALLOCATORS = (settings_of(ENGINE)[name].choices for name in ("corre
 
 
 class ConfigError(ValueError):
-    """Error for a configuration that cannot work; the message is one line that names what to change."""
+    """Error for a configuration that cannot work. The message is one line that names what to change."""
 
 
 def check_version(name: str, version: str, supported: str) -> None:
     """Check that a version of a package is supported.
 
     Args:
-        name: the package, as errors call it; pip knows it in lower case.
+        name: the package, as errors call it. Pip knows it in lower case.
         version: its version.
         supported: the supported versions, as pip writes them.
     """
@@ -90,8 +90,8 @@ class PolicySettings:
         allocator: distribution of the budget over layers and heads, one of ALLOCATORS.
         protect_prompt: tokens that are never evicted: True for each prompt, N for the first N tokens of a conversation,
             answers included, 0 or False for none.
-        max_budget: largest budget that a request may ask for; by default the server's own.
-        max_protect: most tokens that a request may protect; by default the server's own.
+        max_budget: largest budget that a request may ask for, by default the server's own.
+        max_protect: most tokens that a request may protect, by default the server's own.
         reserve: True to begin a request only when all blocks that it will ever hold are free.
         inspect: True to serve the inspect page.
         cartridge: folder of each cartridge, by name.
@@ -180,7 +180,7 @@ def check_head_shares(shares: object, layers: int, heads: int, source: str) -> N
     """Check that ``shares`` are parts of the long-range slots for all heads.
 
     Args:
-        shares: ``[layers][H]``, numbers of at least 0 with a sum above 0; only their ratios matter.
+        shares: ``[layers][H]``, numbers of at least 0 with a sum above 0. Only their ratios matter.
         layers: layers of the model.
         heads: H, KV heads of a layer.
         source: name of the file in errors.
@@ -196,7 +196,7 @@ def check_head_shares(shares: object, layers: int, heads: int, source: str) -> N
 
 
 def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool | int | None:
-    """Return the parsed number of protected tokens; True for the whole prompt, None if not given.
+    """Return the parsed number of protected tokens, True for the whole prompt, None if not given.
 
     Args:
         value: bool, number of tokens, "all", a decimal string, or None.
@@ -212,7 +212,7 @@ def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool |
 
 
 def protected_tokens(protect: bool | int, prompt: int) -> int:
-    """Return p of a request; ``protect`` is True for the ``prompt`` tokens of its prompt, or a number of first tokens.
+    """Return p of a request. ``protect`` is True for the ``prompt`` tokens of its prompt, or a number of first tokens.
 
     A number does not depend on the prompt, so that all turns of a conversation have the same p.
     """

@@ -68,7 +68,7 @@ GPU_DISTRIBUTIONS = (
 
 
 class SetupError(Exception):
-    """Failure of the set-up; the message is one line."""
+    """Failure of the set-up. The message is one line."""
 
 
 def installed(name: str) -> str | None:

@@ -19,7 +19,7 @@ class Setting:
 
     Attributes:
         name: key of ``additional_config["kv_policy"]`` and argument of ``KVpopCache``, or key of a request.
-        kind: type on vLLM's command line; dict for one or more NAME=VALUE.
+        kind: type on vLLM's command line. Dict for one or more NAME=VALUE.
         metavar: what the help and the documents call the value.
         meaning: one line of help.
         default: what holds where it is not given, as the help says it.

@@ -22,13 +22,13 @@ def local_folder(
 ) -> Path:
     """Return the folder that a name stands for, downloaded into the hub's cache where it is a name of the hub.
 
-    A path that exists wins. A name of the hub is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``; any other is returned as it
+    A path that exists wins. A name of the hub is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``. Any other is returned as it
     is. Files in the hub's cache are used without a network, as vLLM and transformers do.
 
     Args:
         name: path or name.
-        cache_dir: the hub's cache; by default that of the environment.
-        revision: branch, tag or commit; by default that in the name.
+        cache_dir: the hub's cache, by default that of the environment.
+        revision: branch, tag or commit, by default that in the name.
         files: patterns of the files that are wanted.
     """
     path, match = Path(name), _NAME.fullmatch(str(name))

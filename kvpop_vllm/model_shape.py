@@ -74,7 +74,7 @@ class ModelShape:
             alone.
         layers: indices in the model of the layers that the policy acts on, empty if these are all.
         wide_window: tokens of the windows that count as full attention because no text is longer, in a model that has
-            other layers with full attention; None if there are no such windows.
+            other layers with full attention, None if there are no such windows.
     """
 
     model_type: str
@@ -133,7 +133,7 @@ class ModelShape:
         """Return the shape given by the ``config.json`` of a model folder, or by a config.
 
         Args:
-            model: Hugging Face folder, or a config; see :func:`resolve`.
+            model: Hugging Face folder, or a config. See :func:`resolve`.
             max_model_len: longest sequence, in tokens.
         """
         source = "the model's config"
@@ -373,7 +373,7 @@ def rope_of(config: Any, tokens: int | None = None) -> dict | None:
         tokens: tokens of the longest text, by default the model's positions.
 
     Returns:
-        The parameters, in which layers are counted as the policy counts them; None if these layers rotate differently, or
+        The parameters, in which layers are counted as the policy counts them, None if these layers rotate differently, or
         attention does not rotate.
     """
     text = text_config(config)
@@ -391,7 +391,7 @@ def rope_of(config: Any, tokens: int | None = None) -> dict | None:
 
 
 def _kv_heads(text: Any, heads: int) -> Any:
-    """Return the number of KV heads; ``heads`` is that of query heads, which it defaults to."""
+    """Return the number of KV heads. ``heads`` is that of query heads, which it defaults to."""
     if text.model_type in FALCONS and not getattr(text, "new_decoder_architecture", False):
         if getattr(text, "multi_query", False):
             return 1
@@ -404,7 +404,7 @@ def folder_sizes(model: str | PathLike) -> dict:
 
 
 def vocabulary_of(folder: str | PathLike) -> int:
-    """Return the vocabulary size of a model folder; raises the errors of :func:`read_model_config`."""
+    """Return the vocabulary size of a model folder. Raises as :func:`read_model_config`."""
     return text_config(read_model_config(folder)).vocab_size
 
 

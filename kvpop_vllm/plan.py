@@ -370,7 +370,7 @@ def _bytes_of_rank(pool: Pool, model: Planned, policy: Policy, prompt: int | Non
         prompt: tokens of the prompt, or None for the length that takes the most blocks.
 
     Returns:
-        The bytes, and the part of all ranks' blocks that they need not; None if all need as many, or there is one rank.
+        The bytes, and the part of all ranks' blocks that they need not, None if all need as many, or there is one rank.
     """
     layout, shards, retention = model.layout(pool.sizes.slots, policy), model.shards, policy.retention
     division = policy.division(shards)

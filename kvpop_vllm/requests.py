@@ -23,7 +23,7 @@ BUDGET, PROTECT, CARTRIDGES, SEED, REPORT = KEYS = (
 )
 """Keys of a request."""
 RESOLVED = "kvpop"
-"""Key of ``extra_args`` of every request that a front end has checked; holds the resolved :class:`RequestSlots`."""
+"""Key of ``extra_args`` of every request that a front end has checked. It holds the resolved :class:`RequestSlots`."""
 OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")
 """Keys of vLLM with the same prefix as the keys of this package."""
 
@@ -82,7 +82,7 @@ class RequestSlots(NamedTuple):
     """Slots of one request, from its admission to the plan of a step.
 
     Attributes:
-        prefix: p, tokens of the protected prefix, those of cartridges included; the request may be shorter. Where prompts
+        prefix: p, tokens of the protected prefix, those of cartridges included. The request may be shorter. Where prompts
             are compressed, the prompt.
         made: number of the prefix's first tokens that are made slots with biases, not tokens.
         budget: B, in tokens.
@@ -110,11 +110,11 @@ NUMBERS = {"prefix": "int64", "made": "int64", "budget": "int32", "window": "int
 OPTIONS = {"windows": "window", "seeds": "seed"}
 """Numbers that ``ops.decode_step`` takes of every request besides its budget, by the name of the argument."""
 KERNELS_TAKE = ("budget", *OPTIONS.values())
-"""Numbers that kernels take of every decoded request; prefixes are apart."""
+"""Numbers that kernels take of every decoded request. Prefixes are apart."""
 
 
 def resolve(policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Placed] = ()) -> RequestSlots:
-    """Return the slots of a request; what it does not ask for is the server's.
+    """Return the slots of a request. What it does not ask for is the server's.
 
     Budget and window are resolved as for a server with that budget.
 
@@ -152,7 +152,7 @@ def of_params(params: object) -> RequestSlots | None:
 
 
 def of_request(params: object, server: ServerSlots, prompt: int) -> RequestSlots:
-    """Return the slots of a request; one that nobody has resolved has the server's.
+    """Return the slots of a request. One that nobody has resolved has the server's.
 
     Args:
         params: its sampling parameters.

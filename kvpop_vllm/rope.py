@@ -29,7 +29,7 @@ def rope_of(config: Mapping) -> dict:
     and a setting that scales queries by their position is there too.
 
     Args:
-        config: the model's resolved config, since a ``config.json`` may leave to its model type which layers rotate; or
+        config: the model's resolved config, since a ``config.json`` may leave to its model type which layers rotate, or
             ``{"rope_parameters": ...}`` of an earlier result.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -129,7 +129,7 @@ def turned(k: torch.Tensor, shift: int | torch.Tensor, rope: Mapping | None) -> 
     Args:
         k: ``[.., D]``.
         shift: number of positions, or one for each of the keys ``[T]``, if they are ``[.., T, D]``.
-        rope: rope parameters of the layer, see :func:`rope_at`; None returns the keys as they are.
+        rope: rope parameters of the layer(:func:`rope_at`). None returns the keys as they are.
     """
     if rope is None:
         return k

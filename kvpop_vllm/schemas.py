@@ -40,7 +40,7 @@ def check_same_model(made_for: Mapping, model: Mapping, source: str, remedy: str
     """Check that a file was made for a model.
 
     Args:
-        made_for: properties of the model that it was made for; those of ``rope``, if it is there, are compared one by one.
+        made_for: properties of the model that it was made for. Those of ``rope``, if it is there, are compared one by one.
         model: properties of the model, with ``wide_window`` of :class:`kvpop_vllm.model_shape.ModelShape` if it has one.
         source: name of the file in errors.
         remedy: what to give instead.
@@ -65,7 +65,7 @@ class Schema:
         kind: what the file describes.
         wrong: error for a value, with ``name``, ``rule`` and ``value``.
         missing: error for a key that is not there, with ``name``.
-        advice: what to do about a wrong or missing value, with its colon; may be empty.
+        advice: what to do about a wrong or missing value, with its colon, or an empty text.
     """
 
     kind: str

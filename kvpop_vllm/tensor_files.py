@@ -36,7 +36,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def unpickled(path: Path, advice: str) -> dict[str, torch.Tensor]:
-    """Return the named tensors of a pickle, by torch's restricted unpickler; ``advice`` ends the error."""
+    """Return the named tensors of a pickle, by torch's restricted unpickler. ``advice`` ends the error."""
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may raise any
@@ -78,7 +78,7 @@ def write_files(
 
 
 def write_folder(folder: Path, *files) -> None:
-    """Write a folder of a JSON config and its tensors, whole or not at all; ``files`` are those of :func:`write_files`.
+    """Write a folder of a JSON config and its tensors, whole or not at all. ``files`` are those of :func:`write_files`.
 
     Raises:
         OSError: a file cannot be written.

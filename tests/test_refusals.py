@@ -256,7 +256,7 @@ def scorer(written):
 
 
 def edit(path: Path, **changes) -> None:
-    """Change keys of a JSON file; ``...`` removes a key."""
+    """Change keys of a JSON file. ``...`` removes a key."""
     raw = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
 
@@ -629,7 +629,7 @@ def test_speculative_decoding_that_is_served(configure, llama):
 
 
 def test_speculative_decoding_with_asynchronous_scheduling(configure, llama):
-    """VLLM refuses it with n-grams by itself, and leaves it off unless it is asked for."""
+    """VLLM refuses it with n-grams by itself, and leaves it off by default."""
     with pytest.raises(ValueError, match="async"):
         configure(llama, STREAMING, speculative_config=NGRAM, async_scheduling=True)
 
@@ -856,7 +856,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def words_of(folder):
-    """Return a function that completes a command of vLLM; its model has a tokenizer.
+    """Return a function that completes a command of vLLM. Its model has a tokenizer.
 
     ``vllm bench throughput`` makes its prompts before it checks anything else.
     """
@@ -883,7 +883,7 @@ def test_a_command_prints_one_line_and_no_traceback_and_fails(words_of):
 
 @pytest.mark.parametrize("named, words", COMMANDS, ids=["latency", "throughput"])
 def test_other_commands(configure, words_of, monkeypatch, named, words):
-    """Other commands print the same line; they run in this process, because a new one would mostly import."""
+    """Other commands print the same line. They run in this process, because a new one would mostly import."""
     from vllm.entrypoints.cli.main import main
 
     monkeypatch.setattr(sys, "argv", words_of(words))

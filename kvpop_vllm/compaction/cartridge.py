@@ -7,7 +7,7 @@ tensor                 shape           content
 =====================  ==============  ===================================================================
 ``layers.{i}.k``       ``[H, P, D]``   keys, rotated, on the cartridge's own timeline
 ``layers.{i}.v``       ``[H, P, D]``   values, of the same dtype: float32, float16 or bfloat16
-``layers.{i}.bias``    ``[H, P]``      float32, added to the scaled logit of the slot; all layers or none
+``layers.{i}.bias``    ``[H, P]``      float32, added to the scaled logit of the slot. All layers or none
 =====================  ==============  ===================================================================
 
 A request's own tokens go on at ``next_position`` of the cartridge's timeline. To let them go on at P, the keys
@@ -105,7 +105,7 @@ class MadeFor:
 
     @classmethod
     def from_dict(cls, raw: object, source: str) -> Self:
-        """Return the checked config of a decoded file; ``source`` names it in errors."""
+        """Return the checked config of a decoded file. ``source`` names it in errors."""
         values = cls.schema.body(raw, source)
         cls.schema.check_keys(values, [key.name for key in fields(cls)], cls.optional, source)
         config = cls(**values)
@@ -137,7 +137,7 @@ class CartridgeConfig(MadeFor):
         slots: P, a multiple of 64.
         next_position: position of the first own token on the cartridge's timeline.
         method: how the cartridge was made.
-        head: token ids with which the slots begin; a request's prompt begins with them too, and its own tokens are those
+        head: token ids with which the slots begin. A request's prompt begins with them too, and its own tokens are those
             after them. Empty if own tokens are the whole prompt.
     """
 
@@ -151,7 +151,7 @@ class CartridgeConfig(MadeFor):
     head: list = field(default_factory=list)
 
     def check(self, source: str) -> None:
-        """Check all values; see :meth:`MadeFor.check`."""
+        """Check all values. See :meth:`MadeFor.check`."""
         super().check(source)
         if self.slots % BLOCK_SLOTS:
             raise ConfigError(
@@ -180,7 +180,7 @@ class Cartridge(NamedTuple):
 def layer_at(
     config: CartridgeConfig, index: int, layer: Layer, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a layer's slots for the positions from ``first`` on, float32; own tokens go on after them.
+    """Return a layer's slots for the positions from ``first`` on, float32. Own tokens go on after them.
 
     Args:
         config: the cartridge's.
@@ -310,7 +310,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 def base_digests(folder: str | Path) -> dict[str, str | None]:
-    """Return ``{"config": .., "weights": ..}``, digests that tell base models apart.
+    """Return ``{"config": .., "weights": ..}``, digests by which base models differ.
 
     ``config`` is a sha256 of sizes and rope parameters. ``weights`` is a sha256 of the headers of the safetensors
     files and of 64 samples of each, since models of one architecture have equal headers. It is None for a
@@ -385,11 +385,11 @@ def check_base(
 
     Args:
         config: its config, a :class:`CartridgeConfig` or one with the same fields for the base model.
-        model: the model's folder, whose weights are compared too; or its resolved config, of transformers or as a
+        model: the model's folder, whose weights are compared too, or its resolved config, of transformers or as a
             dict. An engine's config may differ from that of its model's folder.
         source: its name in errors.
         kind: what it is called in errors.
-        weights: folder of the model's weights where ``model`` is a config; None to compare none.
+        weights: folder of the model's weights where ``model`` is a config, None to compare none.
     """
     folder = model if isinstance(model, str | Path) else weights
     resolved, name = _resolved(model), str(folder or "the model")

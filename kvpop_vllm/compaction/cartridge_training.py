@@ -61,10 +61,10 @@ class Training:
 
     Attributes:
         conversations: number of conversations.
-        steps: optimiser steps; 0 writes the start.
+        steps: optimiser steps. 0 writes the start.
         batch: conversations of a step.
         lr: peak of the learning rate. The paper's code has 0.02.
-        init: text whose first P tokens the cache starts from, or folder of a cartridge; None for the corpus.
+        init: text whose first P tokens the cache starts from, or folder of a cartridge, None for the corpus.
     """
 
     conversations: int = 256
@@ -97,10 +97,10 @@ def train_cartridge(
     Args:
         model: folder of the base model.
         data: text or JSONL file, or a folder of them.
-        out: folder to write; ``out/run`` holds conversations, checkpoints and metrics.
+        out: folder to write. ``out/run`` holds conversations, checkpoints and metrics.
         options: slots, chunk, dtype, seed, place and system are read.
         training: further options.
-        engine: makes conversations; None for transformers.
+        engine: makes conversations, None for transformers.
         save_every: optimiser steps between checkpoints.
         quiet: True to hide the progress bar.
 
@@ -215,7 +215,7 @@ class CacheTrainer(CosineLoop):
         training: see :class:`Training`.
         position: position of the first token after the cache.
         seed: seed of the order.
-        options: ``save_every`` and ``quiet``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
+        options: ``save_every`` and ``quiet``. See :class:`kvpop_vllm.distill.training_loop.Loop`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Options of `kvpop compact` and `kvpop train-compactor`; nothing heavy is imported before it runs.
+"""Options of `kvpop compact` and `kvpop train-compactor`. Nothing heavy is imported before it runs.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
@@ -147,7 +147,7 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
 
 
 def run_training(options: argparse.Namespace, engine: Callable) -> None:
-    """Run `kvpop compact --method cartridge`; see :func:`run_compact`."""
+    """Run `kvpop compact --method cartridge`. See :func:`run_compact`."""
     from kvpop_vllm.compaction.cartridge_training import Training, train_cartridge
     from kvpop_vllm.compaction.run import CompactOptions
 
@@ -191,7 +191,7 @@ def add_train_compactor(commands) -> None:
 
 
 def run_train_compactor(options: argparse.Namespace) -> None:
-    """Run `kvpop train-compactor`; see :func:`run_compact` for errors."""
+    """Run `kvpop train-compactor`. See :func:`run_compact` for errors."""
     from kvpop_vllm.compaction.compactor_training import StillOptions, train_compactor
 
     names = ("slots", "window", "steps", "batch", "lr", "kl", "ce", "dtype", "seed")

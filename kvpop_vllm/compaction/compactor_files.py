@@ -51,7 +51,7 @@ class CompactorConfig(MadeFor):
     width: int
 
     def check(self, source: str) -> None:
-        """Check all values; see :meth:`MadeFor.check`."""
+        """Check all values. See :meth:`MadeFor.check`."""
         super().check(source)
         if self.slots % BLOCK_SLOTS or self.width % 2 or self.width > 2 * self.head_dim:
             raise ConfigError(
@@ -83,7 +83,7 @@ def read_compactor(folder: str | Path, model: str | Path, slots: int | None = No
     Args:
         folder: its folder.
         model: folder of the base model that it should be for.
-        slots: P that it should have; None for any.
+        slots: P that it should have, None for any.
     """
     folder = Path(folder)
     path, tensors = folder / CONFIG_NAME, folder / TENSORS_NAME

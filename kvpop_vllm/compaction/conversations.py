@@ -62,7 +62,7 @@ QUESTION, ANSWER = 96, 256
 ROOM = 1024
 """Positions that a conversation may take after a chunk or a cartridge."""
 LONGEST = 2048
-"""Most tokens of a chunk by default; the fewest are a quarter."""
+"""Most tokens of a chunk by default. The fewest are a quarter."""
 ROUND = 32
 """Conversations that are about one chunk, and are made and stored together."""
 TOP = 20
@@ -127,7 +127,7 @@ def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tens
     """Return the candidates of A answer tokens, their probabilities, and that of all other tokens together.
 
     Returns:
-        ids: ``[A, K]``; positions with fewer candidates are filled with their first.
+        ids: ``[A, K]``. Positions with fewer candidates are filled with their first.
         chances: ``[A, K]`` probabilities, 0 where filled.
         rest: ``[A]``, 1 less their sum.
     """
@@ -172,7 +172,7 @@ def make_conversations(
     seed: int = 0,
     done: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write ``count`` conversations to a JSONL file; those that it has already are kept.
+    """Write ``count`` conversations to a JSONL file. Those that it has already are kept.
 
     A round is written at once. What a conversation is depends on its number, seed and corpus alone.
 

@@ -25,7 +25,7 @@ class Place:
         tokenizer: the model's.
         head: ids before the corpus, with which the prompt of a chat begins too. Empty in front of everything.
         end: ids that separate the corpus from what follows.
-        system: the system message of ``head``; None for that of the chat template, if it has one.
+        system: the system message of ``head``, None for that of the chat template, if it has one.
     """
 
     tokenizer: object
@@ -91,12 +91,12 @@ def special_ids(tokenizer) -> list[int]:
 
 
 def begin_of_text(tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
-    """Return the special ids with which a text begins; after a cartridge in front of everything it has none.
+    """Return the special ids with which a text begins. After a cartridge in front of everything it has none.
 
     Args:
         tokenizer: the model's.
         ids: ids of the text.
-        text: the text, whose special ids are the tokenizer's where it does not spell them out; or None for a chat, whose
+        text: the text, whose special ids are the tokenizer's where it does not spell them out, or None for a chat, whose
             template writes them too.
     """
     special = special_ids(tokenizer)
@@ -126,7 +126,7 @@ def ids_behind(tokenizer, head: Sequence[int], prompt: str | list[dict]) -> list
 
 
 def _repeats(sequence: Sequence, part: Sequence) -> int:
-    """Return how many times a sequence begins with a part; 0 for an empty part."""
+    """Return how many times a sequence begins with a part, 0 for an empty part."""
     count, size = 0, len(part)
     while size and sequence[count * size : (count + 1) * size] == part:
         count += 1

@@ -96,7 +96,7 @@ def self_study(
         corpus: its ids.
         caches: keys and values ``[H, T, D]`` of every layer, of the T tokens of ``place.around(corpus)``.
         positions: positions of the model, or None.
-        answers: number of answers; the prompts take turns.
+        answers: number of answers. The prompts take turns.
         length: most tokens of an answer.
         seed: seed of the sampling.
         done: called after each answer.

@@ -18,7 +18,7 @@ class Reference:
 
     Attributes:
         sequences: token ids of each.
-        used: of each, the tokens from here on give queries; earlier ones are an instruction.
+        used: of each, the tokens from here on give queries. Earlier ones are an instruction.
         chunks: of each, the number of the chunk that it is about, or None if its queries are for all chunks.
     """
 
@@ -84,7 +84,7 @@ class Fitting:
 
     @torch.no_grad()
     def __call__(self, layer, q, k, v, scale):
-        """Fit one layer's cache and return its attention; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Fit one layer's cache and return its attention. See :class:`kvpop_vllm.model_hook.Attend`."""
         keys, values = self.caches[layer]
         by_head = q[0].unflatten(0, (keys.shape[0], -1))
         parts = [self._fit(by_head, keys, values, layer, i, scale) for i in range(len(self.chunks))]
@@ -119,7 +119,7 @@ class Fitting:
         return count * b // total - count * a // total
 
     def _joined(self, parts: list, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return k, v ``[H, P, D]`` and bias ``[H, P]`` of all chunks; heads with fewer slots are padded."""
+        """Return k, v ``[H, P, D]`` and bias ``[H, P]`` of all chunks. Heads with fewer slots are padded."""
         heads = []
         for layer_parts in zip(*parts, strict=True):
             k, v, bias = (torch.cat(tensors).unsqueeze(0) for tensors in zip(*layer_parts, strict=True))

@@ -44,9 +44,9 @@ class CompactOptions:
 
     Attributes:
         method: one of METHODS, or ``truncation``, which is ``last``.
-        slots: P; None for that of the compactor.
+        slots: P, None for that of the compactor.
         queries: ``repeat-prefill`` or ``self-study``.
-        chunk: tokens of a chunk; None for one chunk.
+        chunk: tokens of a chunk, None for one chunk.
         dtype: dtype of the model and of the cartridge.
         seed: seed of samples.
         calibration: folder of ``kvpop calibrate``, or JSON file with shares of the heads, or None.

@@ -25,7 +25,7 @@ class Branches:
         self.is_token: torch.Tensor | None = None
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of one layer. See :class:`kvpop_vllm.model_hook.Attend`."""
         if self.branches[layer] is not None:
             k, v = (torch.cat(pair, 2) for pair in zip(self.branches[layer], (k, v), strict=True))
         self.branches[layer] = k, v
@@ -51,7 +51,7 @@ class Branches:
 
 
 class TransformersSampler:
-    """Sampler that runs the model in this process; see :class:`kvpop_vllm.compaction.conversations.Sampler`.
+    """Sampler that runs the model in this process. See :class:`kvpop_vllm.compaction.conversations.Sampler`.
 
     The last prefix is kept, so that it is read once for questions and answers.
 

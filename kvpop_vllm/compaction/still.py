@@ -39,7 +39,7 @@ def latent_positions(tokens: int, slots: int) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Attention of latents, with one head. Queries and keys are rotated; values are the memory itself.
+    """Attention of latents, with one head. Queries and keys are rotated. Values are the memory itself.
 
     At the start, queries and keys do not depend on what they are made from: weights are largest where positions are
     equal.
@@ -152,7 +152,7 @@ class Compactor(nn.Module):
         self.layers = nn.ModuleList(LayerCompactor(head_dim, width, rope_at(rope, i)) for i in range(layers))
 
     def forward(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Layer]:
-        """Return the slots of every layer; see :class:`LayerCompactor`.
+        """Return the slots of every layer. See :class:`LayerCompactor`.
 
         Args:
             caches: keys and values ``[H, T, D]`` of every layer, of a text that begins at position 0.

@@ -53,7 +53,7 @@ class Packed:
         self.layers, self.lengths = layers, list(lengths)
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of one layer. See :class:`kvpop_vllm.model_hook.Attend`."""
         parts = zip(*(tensor.split(self.lengths, 2) for tensor in (q, k, v)), strict=True)
         return torch.cat([attend(*qkv, scale, *self.layers[layer]) for qkv in parts], 2)
 
@@ -75,7 +75,7 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     """Return the sums over the answers' tokens of the cross-entropy and of the teacher's entropy, in nats.
 
     The student reads the conversations after the cache, without the chunk. The teacher is that of
-    :func:`kvpop_vllm.compaction.conversations.sparse_teacher`; all tokens that are no candidates are one outcome, so that
+    :func:`kvpop_vllm.compaction.conversations.sparse_teacher`. All tokens outside the candidates are one outcome, so that
     a cache that answers as the chunk does has the least loss. Candidates alone would draw their missing mass to them.
 
     Args:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 NAMES = {f"{kind}_{part}": f"{kind}_{part}" for kind in ("trainable", "fixed") for part in ("keys", "values")}
 NAMES |= {f"frozen_{part}": f"fixed_{part}" for part in ("keys", "values")}
-"""Name in the file to name in the output; other names are refused."""
+"""Name in the file to name in the output. Other names are refused."""
 BESIDE = 6 << 30
 """Bytes of address space for the process itself."""
 

@@ -51,7 +51,7 @@ def check_checkpoint(options: argparse.Namespace) -> None:
 
 
 def _scorers(folder: Path, options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Path], int, int]:
-    """Write the scorer under each map, and a shuffled one; return their folders by name, the first one's B and its sinks."""
+    """Write the scorer under each map, and a shuffled one. Return their folders by name, the first one's B and its sinks."""
     checkpoint, folders = open_checkpoint(folder), {}
     for number, map_file in enumerate(options.map or [None]):
         name = "reading" if map_file is None else f"map {map_file}"

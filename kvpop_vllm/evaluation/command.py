@@ -1,4 +1,4 @@
-"""Options of `kvpop eval`; nothing heavy is imported before it runs.
+"""Options of `kvpop eval`. Nothing heavy is imported before it runs.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """

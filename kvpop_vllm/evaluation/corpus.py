@@ -47,7 +47,7 @@ from kvpop_vllm.rules.matching import NO_WEIGHT, padded
 
 FULL, NOTHING = "full context", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge", "still"
-"""Methods of ``kvpop compact`` that make a cache of a document; a policy that compresses prompts is another."""
+"""Methods of ``kvpop compact`` that make a cache of a document. A policy that compresses prompts is another."""
 DEFAULT_METHODS = "truncation", "snapkv", "attention-matching"
 POLICY = "policy:"
 """Prefix of a policy that has the name of a method."""
@@ -92,7 +92,7 @@ class Cache(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of keys and values; slots that pad a head do not count."""
+        """Bytes of keys and values. Slots that pad a head do not count."""
         return sum(2 * k.shape[-1] * k.element_size() * used(k, bias) for k, _, bias in self.layers)
 
 
@@ -109,7 +109,7 @@ def now(device: torch.device) -> float:
 
 
 def _held_slots(k: torch.Tensor, v: torch.Tensor, held_mask: torch.Tensor) -> Layer:
-    """Return the held tokens of a layer; heads that hold fewer than others are padded."""
+    """Return the held tokens of a layer. Heads that hold fewer than others are padded."""
     heads, largest = [], int(held_mask.sum(-1).max())
     for head, rows in enumerate(held_mask.to(k.device)):
         bias = torch.zeros(1, int(rows.sum()), device=k.device)
@@ -219,7 +219,7 @@ class Corpus:
     def _held(self, policy: str, slots: int, tokens: list[int]) -> tuple[torch.Tensor, list[Layer]]:
         """Return what a policy holds at the end of a document that is its prompt, ``[layers, H, T]`` booleans.
 
-        The second result is the slots that the policy has made of the document in each layer; most policies make none.
+        The second result is the slots that the policy has made of the document in each layer. Most policies make none.
         """
         resolved = training_free(policy).resolve(self.backend.shape, slots, None, None)
         with self.backend.start(resolved) as run:
@@ -247,7 +247,7 @@ class Corpus:
 
         Yields:
             ``kind, right`` (the likeliest choice per token is the true one) and, for gaps, ``exact`` (greedy decoding
-            writes it); then ``kl``, the divergence from the full context in nats per token of the answers, ``tokens`` of
+            writes it). The last has ``kl``, the divergence from the full context in nats per token of the answers, ``tokens`` of
             them and ``first``, seconds to the first token after the cache.
         """
         for question in exam.questions:
@@ -317,7 +317,7 @@ def records_of(
 
 
 def summarise(records: list[dict], against: str) -> list[dict]:
-    """Return a line for each number of slots and method; see :data:`COLUMNS`.
+    """Return a line for each number of slots and method. See :data:`COLUMNS`.
 
     ``kl ratio`` is summed divergences over those of the method ``against`` with as many slots.
     ``pays`` is the number of questions after which the cache has cost no more time than reading the document for each.

@@ -2,7 +2,7 @@
 
 ``name`` and ``number`` take a sentence apart: the model is to write it as it stands in the text, and the gap is a name
 or a number. The other choices are names or numbers of the same text. ``order`` asks which of four sentences comes
-first, ``section`` in which quarter of the text a sentence stands; their choices are letters.
+first, ``section`` in which quarter of the text a sentence stands. Their choices are letters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPEN = (
     "Which part does {1} play in the text above?",
     "Tell a friend about {2}, from the text above alone.",
 )
-"""Questions whose answers are compared with those from the full text; ``{i}`` is its i-th most frequent name."""
+"""Questions whose answers are compared with those from the full text. ``{i}`` is its i-th most frequent name."""
 
 
 class Question(NamedTuple):
@@ -45,7 +45,7 @@ class Question(NamedTuple):
         begin: beginning of its answer, which the choices complete.
         choices: different completions.
         right: index of the one that is true.
-        about: sentence of a gap or of ``section``, sentences of ``order``; what :func:`verified` looks for.
+        about: sentence of a gap or of ``section``, sentences of ``order``. What :func:`verified` looks for.
     """
 
     kind: str
@@ -67,7 +67,7 @@ def make_questions(text: str, per_kind: int, seed: str) -> list[Question]:
 
 
 def open_questions(text: str) -> list[str]:
-    """Return the questions of :data:`OPEN` with the most frequent names of a text; those without a name are left out."""
+    """Return the questions of :data:`OPEN` with the most frequent names of a text. Those without a name are left out."""
     names = [name for name, _ in Counter(NAME.findall(text)).most_common()]
     fields = [
         int(field) for field in (re.findall(r"\{(\d)\}", template) or [-1] for template in OPEN) for field in field

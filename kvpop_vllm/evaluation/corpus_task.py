@@ -1,4 +1,4 @@
-"""`kvpop eval --task corpus` from its options to its table; see :mod:`kvpop_vllm.evaluation.corpus`.
+"""`kvpop eval --task corpus` from its options to its table. See :mod:`kvpop_vllm.evaluation.corpus`.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """

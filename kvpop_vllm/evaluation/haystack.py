@@ -21,7 +21,7 @@ from kvpop_vllm.distill.tokens import DocumentEncoder
 SHARES = 0.05, 0.05
 """Shares of the documents for validation and test, as in training."""
 LONGEST_SENTENCE = 300
-"""Characters of a sentence; longer ones, and text without sentences such as code, are split between words."""
+"""Characters of a sentence. Longer ones, and text without sentences such as code, are split between words."""
 ENOUGH = 1 << 20
 """Minimum number of characters that haystacks are made from."""
 
@@ -80,7 +80,7 @@ def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: i
 def single_documents(
     paths: list[str], tokenizer, length: int, *, split: str, seed: int, vocab_size: int
 ) -> Iterator[Row]:
-    """Yield the first ``length`` tokens of each document that has as many; see :func:`replay_rows`."""
+    """Yield the first ``length`` tokens of each document that has as many. See :func:`replay_rows`."""
     texts = list(documents(paths, split))
     random.Random(seed).shuffle(texts)
     for document, ids in DocumentEncoder(tokenizer, vocab_size).encode(texts):

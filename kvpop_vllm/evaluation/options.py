@@ -1,4 +1,4 @@
-"""Policies, lengths, budgets and rows that `kvpop eval` is asked for.
+"""Policies, lengths, budgets and rows of a call of `kvpop eval`.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
@@ -28,7 +28,7 @@ EQUAL = "k", "bytes"
 NO_CALIBRATION = "none"
 """Value of ``--calibration`` for policies without one, among folders and files."""
 ANSWERED = "retrieval", "reasoning"
-"""Tasks whose rows are prompts with answers; rows of others are all prompt."""
+"""Tasks whose rows are prompts with answers. Rows of others are all prompt."""
 DRAWS = 5
 """Seeds of a policy that draws, in reasoning."""
 REFERENCE = "streaming-llm"
@@ -200,9 +200,9 @@ def settings_of(
 
     Args:
         options: options of the command line.
-        shapes: of scorers that determine the sinks and window of all policies; None leaves each its own.
-        prompt: tokens of a request's prompt; None if all are.
-        written: tokens that ``--share`` is about; None for a row's.
+        shapes: of scorers that determine the sinks and window of all policies, None leaves each its own.
+        prompt: tokens of a request's prompt, None if all are.
+        written: tokens that ``--share`` is about, None for a row's.
     """
     settings, copies = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):

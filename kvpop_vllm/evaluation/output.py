@@ -22,7 +22,7 @@ DECIMALS |= dict.fromkeys(("exact", "partial", "of dense", "difference", "right"
 
 
 def note(line: str) -> None:
-    """Print a line about the evaluation to stderr; stdout holds the table alone."""
+    """Print a line about the evaluation to stderr. Stdout holds the table alone."""
     print(line, file=sys.stderr)
 
 
@@ -62,7 +62,7 @@ def records_file(path: str) -> Iterator:
 def cells(table: list[dict], columns: tuple[str, ...]) -> list[list[str]]:
     """Return the heading and a row of text for each line, without the columns that no line has a value of.
 
-    A value with an interval is followed by the interval's ends in parentheses; a missing value is an empty cell.
+    A value with an interval is followed by the interval's ends in parentheses. A missing value is an empty cell.
     """
     columns = [name for name in columns if any(line.get(name) is not None for line in table)]
     return [columns, *([_cell(line, name) for name in columns] for line in table)]

@@ -40,7 +40,7 @@ class PolicySpec:
         correction: value of ``--kv-correction``, None for the policy's own.
         allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer or calibration.
         calibration: value of ``--kv-calibration``, or None.
-        shares: ``[layers][H]``, long-range slots of each head over the mean, in place of what the settings above say; or None.
+        shares: ``[layers][H]``, long-range slots of each head over the mean, in place of what the settings above say, or None.
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
             that compress prompts.
@@ -87,7 +87,7 @@ class PolicySpec:
 
         Args:
             protect: True for whole prompts, else a number of tokens.
-            unasked: the task's default; only other values change the name.
+            unasked: the task's default. Only other values change the name.
         """
         suffix = "+prompt" if protect is True else f"+first {protect}" if protect else "+nothing protected"
         same = (type(protect), protect) == (type(unasked), unasked)  # True is not 1
@@ -101,8 +101,8 @@ class PolicySpec:
         Args:
             model: the model as policies see it.
             budget: B in tokens per KV head.
-            sinks: s; default: the policy's own.
-            window: w; default: the policy's own.
+            sinks: s, default: the policy's own.
+            window: w, default: the policy's own.
         """
         values = {name: getattr(self, name) for name in ("scorer", "correction", "allocator", "calibration")}
         settings = PolicySettings(
@@ -134,7 +134,7 @@ class ResolvedPolicy:
         self._heads = slice(0, model.num_kv_heads)
 
     def protected(self, length: int, prompt: int | None = None) -> int:
-        """Return the protected tokens of a request of ``length`` tokens; its prompt is all of them unless given."""
+        """Return the protected tokens of a request of ``length`` tokens. Its prompt is all of them unless given."""
         return 0 if self.policy.compresses else min(length, protected_tokens(self.policy.protect, prompt or length))
 
     def request_bytes(self, length: int, dtype: torch.dtype, prompt: int | None = None) -> CacheBytes:
@@ -143,7 +143,7 @@ class ResolvedPolicy:
         Args:
             length: tokens of the request.
             dtype: dtype of keys and values.
-            prompt: tokens of its prompt; None if all are.
+            prompt: tokens of its prompt, None if all are.
         """
         model, policy = self.model, self.policy
         protected = self.protected(length, prompt)
@@ -161,7 +161,7 @@ class ResolvedPolicy:
 
     @functools.cached_property
     def gates(self) -> list[Gate | None]:
-        """Gates that score each layer's tokens at insertion; None where the kernels score them."""
+        """Gates that score each layer's tokens at insertion, None where the kernels score them."""
         return [self.policy.gate(layer, self._heads) for layer in range(self.model.num_layers)]
 
     def budgets(self, layer: int) -> torch.Tensor:
@@ -224,7 +224,7 @@ class ResolvedPolicy:
             judge: the layer's dense attention.
             layer: index of the layer.
             v: ``[B, H, S, D]``.
-            positions: query positions of the recall; empty for none.
+            positions: query positions of the recall, empty for none.
             signals: what gates read.
             sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
 

@@ -43,7 +43,7 @@ WORDS = (
 SEEDS = {"train": range(0, 10**9), "validation": range(10**9, 2 * 10**9), "test": range(2 * 10**9, 3 * 10**9)}
 """Seeds of problems to train on, to choose settings with, and to report."""
 CONSTANTS, ACCOUNTS, ASKED = 8, 8, 4
-"""Constants of a program, accounts of a ledger, and names that either is asked for."""
+"""Constants of a program, accounts of a ledger, and names in questions about either."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Problem:
         size: number of steps.
         seed: seed of all draws.
         prompt: words of the prompt.
-        solution: words of the worked solution; ends with ``end``.
+        solution: words of the worked solution, the last of which is ``end``.
         answers: words of each single answer, as they stand in the solution's last line.
         verify: returns whether the words after ``answer`` are right.
     """
@@ -141,7 +141,7 @@ def _addition(a: int, b: int) -> str:
 
 
 def _ask(draw: random.Random, assignments: str, lines: list[str], steps: list[str], asked_values: dict[str, int]):
-    """Return the problem that asks for some values at the end; see :attr:`Kind.make`."""
+    """Return the problem that asks for some values at the end. See :attr:`Kind.make`."""
     last, answers = LINES[len(lines)], [f"{name} {_digits(value)}" for name, value in asked_values.items()]
     draw.shuffle(lines)
     prompt = f"let {assignments} ; run {' '.join(lines)} {last} ask {' '.join(asked_values)} work"

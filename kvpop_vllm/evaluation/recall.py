@@ -33,7 +33,7 @@ class Recall:
 
 
 class Judge:
-    """Dense attention of one layer, against which policies are judged; results are cached for all policies.
+    """Dense attention of one layer, against which policies are judged. Results are cached for all policies.
 
     Args:
         q: ``[B, Hq, S, D]``.

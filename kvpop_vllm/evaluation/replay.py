@@ -43,7 +43,7 @@ def compare(predictions: Predictions, tokens: torch.Tensor, dense: Predictions, 
     Returns:
         ``tokens``, the number of predicted ones. Means over them: ``nll`` of the next token in nats, ``kl`` =
         ``KL(dense || policy)`` in nats over the whole vocabulary, ``agreement``, the share of positions with the
-        same most likely token. ``*_by_position``: lists of means over buckets of the query's position; the last
+        same most likely token. ``*_by_position``: lists of means over buckets of the query's position. The last
         bucket is shorter if they do not divide S - 1. ``bucket`` itself.
     """
     measures = token_measures(predictions, tokens, dense)

@@ -97,7 +97,7 @@ def retention_map(held_mask: torch.Tensor, width: int) -> torch.Tensor:
 
     Args:
         held_mask: ``[layers, H, S]`` booleans.
-        width: positions of a bin; the last bin may be shorter.
+        width: positions of a bin. The last bin may be shorter.
 
     Returns:
         ``[layers, bins]``.
@@ -135,7 +135,7 @@ def _curves(table: list[dict], along: str, value: str) -> dict[str, list[tuple[f
 
 
 def _against_budget(drawing, table: list[dict], plots: list[tuple[str | None, str]]) -> None:
-    """Draw values against the budget, a row of plots for each length; a plot is a kind of record and a value."""
+    """Draw values against the budget, a row of plots for each length. A plot is a kind of record and a value."""
     lengths = sorted({line["length"] for line in table})
     drawing.set_size_inches(4 * len(plots), 3.4 * len(lengths))
     for row, length in zip(drawing.subplots(len(lengths), len(plots), squeeze=False), lengths, strict=True):

@@ -37,10 +37,10 @@ class Setting:
     Attributes:
         length: S in tokens.
         budget: B in tokens per KV head.
-        sinks: s; None for each policy's own.
-        window: w; None for each policy's own.
+        sinks: s, None for each policy's own.
+        window: w, None for each policy's own.
         equal: ``k`` or ``bytes``, whichever is equal between policies.
-        prompt: tokens of a request's prompt; None if all are.
+        prompt: tokens of a request's prompt, None if all are.
     """
 
     length: int
@@ -97,7 +97,7 @@ Runs = list[tuple[ResolvedPolicy, list[Setting]]]
 
 
 def resolve_all(pairs: Iterable[tuple[PolicySpec, Setting]], shape: ModelShape, dtype: torch.dtype) -> Runs:
-    """Return the runs of policies at settings; settings that mean the same of a policy are one run.
+    """Return the runs of policies at settings. Settings that mean the same of a policy are one run.
 
     No model is loaded.
     """
@@ -126,11 +126,11 @@ def evaluate(
 
     Args:
         model: from :func:`kvpop_vllm.model_hook.load_model`.
-        rows: ``[S]`` tokens, each at least as long as the longest length; the first ``length`` tokens are used.
+        rows: ``[S]`` tokens, each at least as long as the longest length. The first ``length`` tokens are used.
         lengths: lengths S of rows.
         runs: policies to compare, from :func:`resolve_all`.
         recall: True to take recall (the teacher's pass costs more than everything else).
-        teacher: model whose predictions are the dense ones; None for ``model`` itself. With a teacher ``model``
+        teacher: model whose predictions are the dense ones, None for ``model`` itself. With a teacher ``model``
             without a policy is ``dense (own)``.
         tick: called with the number of passes that are done. A row has one for each dense model and two for
             each run.
@@ -139,7 +139,7 @@ def evaluate(
         Records with ``row, length, budget, equal, window, topk, policy``, tokens (predicted ones), nll (nats per
         token) and accuracy (of the next token). For all but ``dense`` also: kl, the divergence
         ``KL(dense || policy)`` of their predictions in nats per token. For policies also: teacher, hindsight and
-        mass, means over layers and heads (not if budgets are uneven); error, the relative error of attention
+        mass, means over layers and heads (not if budgets are uneven), and error, the relative error of attention
         outputs on the model's own queries, keys and values from position B on. ``*_by_layer`` are lists of
         layers of heads.
     """

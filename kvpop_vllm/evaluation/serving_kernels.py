@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Served(GateInputs):
-    """Attention of whole rows as in serving; an :class:`kvpop_vllm.model_hook.Attend`."""
+    """Attention of whole rows as in serving (an :class:`kvpop_vllm.model_hook.Attend`)."""
 
     takes_sinks = True
 
@@ -24,7 +24,7 @@ class Served(GateInputs):
         self.policy = policy
 
     def __call__(self, layer, q, k, v, scale, sink_logits=None):
-        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of one layer. See :class:`kvpop_vllm.model_hook.Attend`."""
         gate_scores = self.policy.gate_scores(layer, self.signals(layer, k, v))
         return attend_and_keep(self.policy, layer, q, k, v, scale, [], gate_scores, sink_logits=sink_logits)[0]
 
@@ -52,7 +52,7 @@ def attend_and_keep(
         scale: factor on q . k.
         positions: query positions q0.
         gate_scores: ``[B, S, H]`` gate scores, or None.
-        budgets: ``[H]`` int32, B of each head; None for the policy's.
+        budgets: ``[H]`` int32, B of each head, None for the policy's.
         sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
 
     Returns:

@@ -13,7 +13,7 @@ import numpy as np
 from kvpop_vllm.config import ConfigError
 
 LEAST = 8
-"""Minimum number of units (documents, problems); fewer say too little about what others would be like."""
+"""Minimum number of units (documents, problems). Fewer say too little about what others would be like."""
 DRAWS = 10_000
 INTERVAL = " interval"
 """Suffix of the field that holds the interval of a table's value."""
@@ -43,8 +43,8 @@ def bootstrap_ratio(
 
     Args:
         numerators: one value per row, for example summed nats.
-        denominators: as many values, for example numbers of tokens; None for ones.
-        units: document or problem of each row; rows of one unit are drawn together. None if every row is one.
+        denominators: as many values, for example numbers of tokens, None for ones.
+        units: document or problem of each row. Rows of one unit are drawn together. None if every row is one.
         seed: seed of the draws.
     """
     if denominators is None:

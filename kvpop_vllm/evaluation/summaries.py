@@ -112,15 +112,15 @@ def _nats(line: dict, members: list[dict], records: list[dict], against: str | N
     """Return a line's measures in nats, with intervals over units if there are enough of them.
 
     Args:
-        line: identifies the policy; see :data:`KEYS`.
+        line: identifies the policy. See :data:`KEYS`.
         members: its records, one per row.
         records: all records, among them those of the dense model and of the reference on the same rows.
         against: name of the reference policy, or None.
 
     Returns:
-        ``perplexity``; ``kl``, the divergence from dense in nats per token, and, with a reference at this length,
-        budget and equality, ``kl ratio``, summed divergence over that of the reference, and ``gap ratio``, the
-        same of the summed difference from the dense model's negative log-likelihood.
+        ``perplexity``, and ``kl``, the divergence from dense in nats per token. With a reference at this length, budget
+        and equality also ``kl ratio``, summed divergence over that of the reference, and ``gap ratio``, the same of
+        the summed difference from the dense model's negative log-likelihood.
     """
     tokens, units = [m["tokens"] for m in members], [m["unit"] for m in members]
     columns = {"perplexity": math.exp(_sum(members, "nll") / sum(tokens))}

@@ -4,7 +4,7 @@ A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` i
 ``past_key_values`` and has it prepare the step. The hook replaces the attention function, by name, by that of
 :mod:`kvpop_vllm.model_hook`, which calls the step. A hook after the decoder restores the model's own
 attention. Torch skips that hook after a KeyboardInterrupt in the pass. The attention is then restored by the
-model's next pass or by the cache's ``reset()``; that of a copy by the copy's. Passes without such a cache are
+model's next pass or by the cache's ``reset()``. A copy restores its own in the same way. Passes without such a cache are
 unchanged.
 
 ``generate()`` takes the cache under both names too, and checks after each token that the cache has taken part.
@@ -45,20 +45,20 @@ from kvpop_vllm.model_hook import (
 from kvpop_vllm.supported import ARCHITECTURES, FULL, FULL_CHECKPOINT_SUFFIX, RECURRENT
 
 CACHE_NAMES = "cache", "past_key_values"
-"""Arguments in which a cache is looked for; transformers 5.24 renamed the second to the first."""
+"""Arguments in which a cache is looked for. Transformers 5.24 renamed the second to the first."""
 BUSY = "another thread has the model in a pass with a KVpopCache: one thread at a time, or a copy of the model for each"
 """Error message for a model that is used by another thread."""
 
 
 class AttentionCache:
-    """Base class of a cache that takes over attention; the hooks recognise caches by this class.
+    """Base class of a cache that takes over attention. The hooks recognise caches by this class.
 
     Attributes:
         borrows: True if a query channel is removed from the queries in passes with this cache.
         recurrent: True if layers of the model have a recurrent state.
         passes: number of passes so far.
         columns: columns seen so far, pads included.
-        text: ``[R, L]`` ids of the first columns, and of tokens that were not read yet; None if ``generate()`` had none.
+        text: ``[R, L]`` ids of the first columns, and of tokens that were not read yet, None if ``generate()`` had none.
         next_text: ``[R, L]`` ids of the text that a call of ``generate()`` goes on with, until its first pass.
     """
 
@@ -85,19 +85,19 @@ def with_cache(named: Mapping[str, object], cache: AttentionCache) -> dict[str, 
 
 
 class Step(GateInputs):
-    """Attention of all layers in one pass; an :class:`kvpop_vllm.model_hook.Attend`.
+    """Attention of all layers in one pass, as :class:`kvpop_vllm.model_hook.Attend` has it.
 
     Args:
         cache: cache of the pass.
-        positions: ``[R, L]`` int64, positions of the tokens; 0 for pads.
+        positions: ``[R, L]`` int64, positions of the tokens, 0 for pads.
         starts: position of each row's first token in the pass, None if every row decodes one token.
-        counts: number of tokens of each row; they are its last columns.
+        counts: number of tokens of each row. They are its last columns.
         recorded: True if the pass is recorded into a CUDA graph and not executed.
 
     Attributes:
         thread: thread of the pass.
         length: L.
-        plans: plan of the pass; several if layers differ in their devices or numbers of blocks.
+        plans: plan of the pass, several if layers differ in their devices or numbers of blocks.
         parts: parts of the pass in layers with windows or chunks, made once for all layers of a kind on a device.
         kinds: kinds of the model's layers, empty if a policy acts on all.
         longest: tokens of the longest text.
@@ -123,7 +123,7 @@ class Step(GateInputs):
 
     @torch.compiler.disable  # the kernels cannot be compiled
     def __call__(self, layer, q, k, v, scale, sink_logits=None):
-        """Return the layer's attention output; see :class:`kvpop_vllm.model_hook.Attend`.
+        """Return the layer's attention output. See :class:`kvpop_vllm.model_hook.Attend`.
 
         Args:
             layer, q, k, v, scale: as there.
@@ -147,7 +147,7 @@ class Step(GateInputs):
 
     @torch.compiler.disable
     def local(self, layer, q, k, v, scale, kind, size, sink_logits=None):
-        """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`.
+        """Return the attention of a layer with windows or chunks. See :class:`kvpop_vllm.model_hook.Attend`.
 
         Raises:
             RuntimeError: the pass is recorded into a CUDA graph.
@@ -170,7 +170,7 @@ class Step(GateInputs):
 
     @property
     def masks(self) -> dict[str, torch.Tensor | None] | None:
-        """Masks of the pass by kinds of layers, as a model with recurrent layers takes them; None for other models.
+        """Masks of the pass by kinds of layers, as a model with recurrent layers takes them, None for other models.
 
         Recurrent layers take the mask ``[R, L]`` of tokens, None if there are no pads. Attention needs none.
         """
@@ -200,7 +200,7 @@ class Step(GateInputs):
 
 
 def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
-    """Register the hooks of a model; may be called again.
+    """Register the hooks of a model. It may be called again.
 
     Args:
         model: a model that :func:`kvpop_vllm.hf.checks.check_model` accepts.
@@ -231,7 +231,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
 
 
 class _TakesPart(StoppingCriteria):
-    """Check of ``generate()`` that its cache takes part in every pass; it never stops.
+    """Check of ``generate()`` that its cache takes part in every pass. It never stops.
 
     Some models set the cache aside, as those with LongRoPE do where the rotation changes.
     """
@@ -302,7 +302,7 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
 
 
 NOTE = "_kvpop_pass"
-"""Attribute of a decoder during a pass; it is copied with the decoder.
+"""Attribute of a decoder during a pass. It is copied with the decoder.
 
 It holds the attention before the pass, and the share of the channel that was borrowed from each layer before
 it.

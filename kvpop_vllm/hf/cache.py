@@ -34,7 +34,7 @@ from kvpop_vllm.policies import parse_settings
 class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, AttentionCache):
     """KV cache of fixed size for transformers, under any registered policy.
 
-    It is used as ``model.generate(**inputs, cache=cache)``; ``past_key_values=`` does the same. Every row of the batch is an
+    It is used as ``model.generate(**inputs, cache=cache)``. ``past_key_values=`` does the same. Every row of the batch is an
     independent request, as if it were served alone. Pads on its left never enter the cache, and positions
     count from its first token. A later call continues: tokens beyond those already seen are appended, as in
     the next turn of a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning, and
@@ -45,7 +45,7 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
 
     With ``protect_prompt``, the text of a call of ``generate()``, or the first N tokens of text and answers, is never
     evicted. A later call must bring the whole text so far, including earlier answers. Everything after the protected
-    tokens is then computed again; the protected tokens are not. The cache grows with the protected tokens.
+    tokens is then computed again. The protected tokens are not. The cache grows with the protected tokens.
 
     A policy that compresses prompts holds the text of a call of ``generate()`` until its end. What it does not
     retain is freed after the first step that follows it. A later call must bring the whole text so far, all of which is
@@ -53,16 +53,16 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
     compressed until another one follows, and a last piece of one token is taken for an answer's.
 
     Args:
-        model: model of transformers. Hooks are registered on it; passes without such a cache are unchanged.
+        model: model of transformers. Hooks are registered on it. Passes without such a cache are unchanged.
             Only one thread at a time can use it.
         policy: registered name.
-        budget: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row; pages are
+        budget: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row. Pages are
             allocated for the largest.
         compression: as in :class:`kvpop_vllm.config.PolicySettings`.
         sinks: as in :class:`kvpop_vllm.config.PolicySettings`.
         window: as in :class:`kvpop_vllm.config.PolicySettings`.
         threshold: as in :class:`kvpop_vllm.config.PolicySettings`.
-        scorer: scorer folder; by default the model's own scorer if it is a full checkpoint.
+        scorer: scorer folder, by default the model's own scorer if it is a full checkpoint.
         map: as in :class:`kvpop_vllm.config.PolicySettings`.
         calibration: as in :class:`kvpop_vllm.config.PolicySettings`.
         correction: as in :class:`kvpop_vllm.config.PolicySettings`.
@@ -71,12 +71,12 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         cartridge: folder of a cartridge (``kvpop compact``) with which every row begins, or several in order.
             Neither inputs nor positions that are given count its slots. One that stands in a chat's message holds
             the chat's first tokens, :attr:`head`: give the ids after them.
-        max_length: longest sequence in tokens, slots of cartridges included, for ``compression`` and for the policy ``full``; by default
+        max_length: longest sequence in tokens, slots of cartridges included, for ``compression`` and for the policy ``full``, by default
             the model's.
         seed: seed of the draws for every row, or a list with one entry per row.
         prompt: under a policy that compresses prompts, the number of tokens at the start of a text that are
-            its prompt; by default the text of a call of ``generate()``.
-        device: device of the pages and the kernels; by default the model's.
+            its prompt, by default the text of a call of ``generate()``.
+        device: device of the pages and the kernels, by default the model's.
 
     Attributes:
         passes: passes so far.
@@ -85,7 +85,7 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         policy: policy, resolved as in an engine.
         settings: arguments of the constructor, but model and device.
         protected: p of each row, which may be shorter.
-        head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
+        head: ids of a chat's beginning that the cartridge holds. Inputs begin after them.
         gates: gate of each layer, None where the kernels score tokens.
         borrows: True if a query channel is removed from the queries in passes with this cache.
         recurrent: True if layers of the model have a recurrent state, which transformers' own cache layers hold.
@@ -193,7 +193,7 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         return list(self._lengths)
 
     def held(self, row: int = 0) -> torch.Tensor:
-        """Return which of a row's tokens are held, ``[layers, H, seen]`` booleans on the CPU; layers are the policy's."""
+        """Return which of a row's tokens are held, ``[layers, H, seen]`` booleans on the CPU. Layers are the policy's."""
         return torch.stack(
             [self._layers[i].held(row, self._lengths[row], self.protected[row]) for i in range(len(self))]
         )
@@ -201,7 +201,7 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
     def made_slots(self, row: int = 0) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return each layer's keys, values and biases of the slots that were made of a row's prompt.
 
-        They are ``[H, P, D]``, ``[H, P, D]`` and ``[H, P]``; P is 0 under a policy that makes none.
+        They are ``[H, P, D]``, ``[H, P, D]`` and ``[H, P]``. P is 0 under a policy that makes none.
         """
         return [self._layers[i].made_slots(row) for i in range(len(self))]
 

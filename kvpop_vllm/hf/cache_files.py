@@ -128,7 +128,7 @@ def read(folder: str | PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a cache as JSON has them; folders that exist get their whole path."""
+    """Return arguments of a cache as JSON has them. Folders that exist get their whole path."""
 
     def value_of(name: str, value: Any) -> Any:
         if isinstance(value, PathLike) or (name in PATHS and isinstance(value, str)):

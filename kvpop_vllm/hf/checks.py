@@ -1,4 +1,4 @@
-"""Checks of models and inputs; each error is one line that says what to change.
+"""Checks of models and inputs. Each error is one line that says what to change.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
@@ -124,14 +124,14 @@ def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
 def columns_of_tokens(
     mask: torch.Tensor | None, lengths: list[int], columns: int, length: int, look: bool
 ) -> list[int]:
-    """Return the number of tokens of each row in a pass; the row's other columns are pads on the left.
+    """Return the number of tokens of each row in a pass. The row's other columns are pads on the left.
 
     Args:
         mask: ``[R, columns + length]``, or None if all columns are tokens.
         lengths: tokens of each row in the earlier columns.
         columns: number of earlier columns.
         length: number of columns of the pass.
-        look: True to read the mask; otherwise each row has one token.
+        look: True to read the mask. Otherwise each row has one token.
 
     Raises:
         ValueError: the mask has the wrong type or shape, contradicts ``lengths``, or has pads after tokens.

@@ -30,11 +30,11 @@ class SequenceLengths:
     """Progress of R rows on one device. Decode steps advance it there, without synchronising with the host.
 
     Args:
-        requests: record of each row; all begin with equally many made slots.
+        requests: record of each row. All begin with equally many made slots.
         device: device of the tensors.
 
     Attributes:
-        requests: record of each row on the host; prefixes are those of the last prefill.
+        requests: record of each row on the host. Prefixes are those of the last prefill.
         positions: ``[R]`` int64, position of each row's next token.
         protected: ``[R]`` int64, p of each row.
         made_counts: ``[R]`` int64, slots of cartridges with which each row begins, or None.
@@ -68,7 +68,7 @@ class LayerPages:
 
     Args:
         rule: retention rule of the layer.
-        budgets: B ``[H]`` of each head, by the row's B; None if all heads have their row's.
+        budgets: B ``[H]`` of each head, by the row's B, None if all heads have their row's.
         like: keys ``[R, H, L, D]``, for sizes, dtype and device.
         scale: factor on q . k.
         sequence_lengths: progress of the rows on the device.
@@ -156,7 +156,7 @@ class LayerPages:
         return {"tail": self.table[:, 0].long(), "prefix": prefixes.long()}
 
     def check_filled(self, source: str) -> None:
-        """Check the numbers of filled slots that a rule with a threshold stores; ``source`` names their file in errors."""
+        """Check the numbers of filled slots that a rule with a threshold stores. ``source`` names their file in errors."""
         if self.rule.threshold is None:
             return
         layout = self.pages.layout
@@ -178,7 +178,7 @@ class LayerPages:
     def plan_decode(self, protected: list[int]) -> StepPlan:
         """Return the plan of a step of one token for every row. The rows' tails have begun.
 
-        ``protected`` is p of each row; a rule that compresses prompts has compressed them.
+        ``protected`` is p of each row. A rule that compresses prompts has compressed them.
         """
         rows, lengths = len(self.table), self.sequence_lengths
         positions, numbers, prefix = lengths.positions, lengths.numbers, None
@@ -314,7 +314,7 @@ class LayerRows(LayerPages):
         protected: p, tokens of each row that are never evicted, or compressed.
         shifted: True if the score given with token t + 1 belongs to token t.
         seed: seed of the draws.
-        row_budget: B of the rows, the mean of all heads of the model; by default the mean of ``budget``.
+        row_budget: B of the rows, the mean of all heads of the model, by default the mean of ``budget``.
 
     Attributes:
         seen: tokens of each row so far.
@@ -350,7 +350,7 @@ class LayerRows(LayerPages):
         gate_scores: torch.Tensor | None = None,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of the next tokens of each row; a single token is a decode step.
+        """Return the attention of the next tokens of each row. A single token is a decode step.
 
         Arguments and result are those of :meth:`attend`.
         """
@@ -375,7 +375,7 @@ def recording(device: torch.device) -> bool:
 
 
 def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
-    """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule; a CPU always has."""
+    """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule. A CPU always has."""
     if k.device.type != "cuda":
         return
     if rule.rounds is not None:

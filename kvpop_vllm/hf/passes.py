@@ -198,7 +198,7 @@ class CachePasses:
         return reusable, [max(0, length - (self._columns - reusable)) for length in self._lengths]
 
     def _check_lengths(self, lengths: list[int], after: list[int], columns: int) -> None:
-        """Check that rows may grow from some lengths to others, in so many columns; warn beyond the model's positions.
+        """Check that rows may grow from some lengths to others, in so many columns. Warn beyond the model's positions.
 
         Raises:
             ValueError: as :meth:`_check_room` and :meth:`_check_scale`.
@@ -233,7 +233,7 @@ class CachePasses:
             )
 
     def end(self, step: Step, failed: bool) -> None:
-        """Finish a pass; ``failed`` is True if it raised.
+        """Finish a pass. ``failed`` is True if it raised.
 
         Raises:
             RuntimeError: a layer attended without the cache.

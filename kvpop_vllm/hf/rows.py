@@ -14,7 +14,7 @@ from kvpop_vllm.requests import BUDGET, RequestSlots, resolve
 
 
 class Rows:
-    """Budgets, protection and seeds of rows; each is one value for all rows, or a list.
+    """Budgets, protection and seeds of rows. Each is one value for all rows, or a list.
 
     Args:
         budget: B of the rows, see :class:`kvpop_vllm.hf.KVpopCache`.
@@ -76,7 +76,7 @@ class Rows:
             )
 
     def protects(self, policy: Policy, rows: int) -> list[bool | int]:
-        """Return the number of protected tokens of each row; True for the whole prompt."""
+        """Return the number of protected tokens of each row, True for the whole prompt."""
         if _several(self.protect_prompt):
             return self.protect_prompt
         return [policy.protect if self.prompt is None else self.prompt] * rows

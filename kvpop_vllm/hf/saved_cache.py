@@ -78,7 +78,7 @@ class SavedCache:
             model: the model that the cache was saved with.
             device: as of :class:`kvpop_vllm.hf.KVpopCache`.
             settings: further arguments of :class:`kvpop_vllm.hf.KVpopCache`. Folders of scorers, calibrations and
-                cartridges may be elsewhere than when the cache was saved; other arguments must be those of then.
+                cartridges may be elsewhere than when the cache was saved. Other arguments must be those of then.
         """
         saved, tensors = read(folder)
         check_model(model, saved["settings"].get("max_length"))

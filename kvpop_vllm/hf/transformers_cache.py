@@ -1,4 +1,4 @@
-"""What transformers asks of a cache: sizes, what it may do with one, and refusals of the rest.
+"""Interface of ``transformers.Cache``: sizes, flags, and refusals of what a fixed cache cannot do.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
@@ -14,7 +14,7 @@ def _refusal(limitation: str, instead: str):
     """Return a method that raises a ConfigError: the cache's limitation, and what to do instead."""
 
     def refuse(self, *args, **kwargs):
-        """Refuse; see the message."""
+        """Refuse. See the message."""
         raise ConfigError(f"a KVpopCache {limitation}: {instead}")
 
     return refuse

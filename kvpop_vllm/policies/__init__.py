@@ -35,7 +35,7 @@ POLICIES: dict[str, type[Policy]] = {
 ENTRY_POINTS = "kvpop_vllm.policies"
 """Entry-point group for policies of other packages.
 
-An entry is ``name = "module:Class"``; the class is a :class:`Policy` with that name.
+An entry is ``name = "module:Class"``. The class is a :class:`Policy` with that name.
 """
 
 

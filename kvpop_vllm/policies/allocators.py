@@ -30,7 +30,7 @@ def pyramid(retention: Retention, layers: int, heads: int) -> torch.Tensor:
     """Return budgets ``[layers, H]`` int32 that decrease with depth in an arithmetic sequence.
 
     The last layer has ``k / beta`` long-range slots, the first ``2 k - k / beta``. Sinks and window are the
-    same in all layers. beta varies in the paper; here it is 20, as in the authors' code. The authors' last
+    same in all layers. beta varies in the paper. Here it is 20, as in the authors' code. The authors' last
     step divides by the number of layers, here it divides by one less, so that the last layer has exactly ``k
     / beta``. Rounding preserves the total over all layers.
 

@@ -184,7 +184,7 @@ class Policy(Declaration):
 
     @functools.cached_property
     def round_length(self) -> int:
-        """Most tokens between two rounds, the method's m; 0 for a policy without rounds."""
+        """Most tokens between two rounds, the method's m, 0 for a policy without rounds."""
         return self.layer_rule(0, slice(0, 1)).rounds.every if self.in_rounds else 0
 
     @property
@@ -236,13 +236,13 @@ class Policy(Declaration):
         return self.model.num_heads // self.model.num_kv_heads
 
     def shares(self) -> torch.Tensor:
-        """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator; the mean is B."""
+        """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator. The mean is B."""
         return self.allocate(self.retention, self.model.num_layers, self.model.num_kv_heads)
 
     def budgets_of(self, retention: Retention) -> torch.Tensor:
         """Return the budgets ``[layers, H]`` int32 of the heads of a request, whose mean is the request's B.
 
-        Sinks and window are those of ``retention``; the allocator scales the long-range slots of each head.
+        Sinks and window are those of ``retention``. The allocator scales the long-range slots of each head.
         """
         if retention == self.retention:
             return self.shares()

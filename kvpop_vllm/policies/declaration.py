@@ -55,7 +55,7 @@ class Order(Enum):
 
 
 class Declaration(ABC):
-    """Declarations of a policy; its class is a :class:`kvpop_vllm.policies.base.Policy`, which sets the attributes.
+    """Declarations of a policy. Its class is a :class:`kvpop_vllm.policies.base.Policy`, which sets the attributes.
 
     Attributes:
         settings: the user's settings.
@@ -75,7 +75,7 @@ class Declaration(ABC):
         default_allocator: allocator without ``--kv-allocator``.
         default_protect: protection without ``--kv-protect-prompt``.
         keeps_all: True if the policy never evicts.
-        default_threshold: threshold without ``--kv-threshold``, ``-inf`` for none; None if the policy takes no threshold.
+        default_threshold: threshold without ``--kv-threshold``, ``-inf`` for none, None if the policy takes no threshold.
         draws: True if the scores of its rule are drawn with the request's seed.
         default_window: without a scorer, the default w if it does not depend on the budget.
         compresses: True if the prompt is held in full until its end and compressed then.
@@ -235,7 +235,7 @@ class Declaration(ABC):
 
         Args:
             heads: KV heads that the rule is for.
-            scorer: scorer without tensors per layer; None scores every token 0.
+            scorer: scorer without tensors per layer, None scores every token 0.
             log_gamma: logarithm of the decay, in nats per token.
             parts: further fields of the rule, ``rounds`` or ``compression``.
         """

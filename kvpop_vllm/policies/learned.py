@@ -25,7 +25,7 @@ class Learned(Policy):
     """Policy whose raw scores come from a scorer folder or from the model's own checkpoint.
 
     Attributes:
-        checkpoint: scorer config of a full checkpoint; its tensors are loaded with the model's weights.
+        checkpoint: scorer config of a full checkpoint. Its tensors are loaded with the model's weights.
         config: scorer config in use.
     """
 

@@ -34,7 +34,7 @@ def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> Scorer
     """Return the checked config of a scorer.
 
     Args:
-        shape: sizes of the model (:func:`kvpop_vllm.model_shape.folder_sizes`); those that the kind has no key
+        shape: sizes of the model (:func:`kvpop_vllm.model_shape.folder_sizes`). Those that the kind has no key
             for are left out.
         scorer: kind.
         source: names the values in errors.
@@ -51,7 +51,7 @@ def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> Scorer
 
 
 def parse_config(raw: object, source: str) -> ScorerConfig:
-    """Check a decoded JSON object and return it as a config; ``source`` names it in errors."""
+    """Check a decoded JSON object and return it as a config. ``source`` names it in errors."""
     values = SCHEMA.body(raw, source)
     kind = values.pop("scorer", None)
     if kind not in list(KINDS):

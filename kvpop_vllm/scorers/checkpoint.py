@@ -110,7 +110,7 @@ def is_published_scorer(folder: str | Path) -> bool:
 
 
 def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig:
-    """Return the config of a scorer; see :func:`read_scorer`."""
+    """Return the config of a scorer. See :func:`read_scorer`."""
     path = local_folder(folder)
     if is_published_scorer(path):
         return read_published(path, map_file)[0]
@@ -149,7 +149,7 @@ def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[Scorer
     Args:
         folder: scorer folder, folder of a full checkpoint, also of other authors, of published gates of KVzap, or a name
             of the hub.
-        map_file: how to read one of other authors; by default the only reading that fits.
+        map_file: how to read one of other authors, by default the only reading that fits.
     """
     path = local_folder(folder)
     if is_published_scorer(path):
@@ -266,7 +266,7 @@ def layers_of(
 
     Args:
         config: scorer config.
-        tensors: by their names in the checkpoint; the model's own are left out.
+        tensors: by their names in the checkpoint. The model's own are left out.
         source: names the checkpoint in errors.
         check: :func:`check_tensors`, or :func:`check_shapes` for shapes.
     """
@@ -278,7 +278,7 @@ def layers_of(
 
 
 def check_model(config: ScorerConfig, *, source: str, **model) -> None:
-    """Check that a scorer was made for the model of the given sizes; ``source`` names the scorer in errors.
+    """Check that a scorer was made for the model of the given sizes. ``source`` names the scorer in errors.
 
     What the scorer's config does not say is not compared.
     """

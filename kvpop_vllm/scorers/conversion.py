@@ -132,7 +132,7 @@ def _misfit(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, place: Mapp
 
 
 def _logits(layers: list[dict[str, torch.Tensor]], kind: str, source: str) -> dict[str, float]:
-    """Replace decays that are given themselves by logits; return the range of gamma that they are of."""
+    """Replace decays that are given themselves by logits. Return the range of gamma that they are of."""
     raw = torch.stack([tensors["decay_logit"] for tensors in layers]).double()
     if kind == "gamma" and not bool(((raw > 0) & (raw <= 1)).all()):
         raise ConfigError(f"{source}: the decay is said to be gamma, and has values outside 0 to 1: mend the map")

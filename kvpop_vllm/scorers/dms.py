@@ -46,7 +46,7 @@ class DMSConfig(GateConfig):
 
 
 class DMSGate(Gate):
-    """DMS's eviction logit, negated: ``r = -(scale * x + b)``; a token is evicted where ``r < 0``.
+    """DMS's eviction logit, negated: ``r = -(scale * x + b)``. A token is evicted where ``r < 0``.
 
     x is ``w_h . hidden``, or the borrowed channel, which is then removed from the query. ``scale`` makes a
     gate learn that many times faster than the rest of the model, as in the authors' code, where it is 100.

@@ -41,7 +41,7 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
     Args:
         base: Hugging Face folder of a Llama or Qwen3 model.
         adapter: scorer folder.
-        out: output folder; must not exist or be empty.
+        out: output folder. Must not exist or be empty.
     """
     base, adapter, out = Path(base), Path(adapter), Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):

@@ -29,7 +29,7 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
     Args:
         name: folder, or name of the hub.
         out: file of the map. It holds the first reading that fits, or what is sure if none does.
-        map_file: a map to check instead; nothing is then written.
+        map_file: a map to check instead. Nothing is then written.
     """
     out = Path(out)
     if map_file is None and out.exists():

@@ -23,7 +23,7 @@ from kvpop_vllm.scorers.kvzap import KVzapConfig
 from kvpop_vllm.tensor_files import reading
 
 WINDOW, BUDGET = 128, 4096
-"""Window of the paper, and B; the paper bounds no cache."""
+"""Window of the paper, and B. The paper bounds no cache."""
 CONFIG = "config.json"
 _ADVICE = "give a folder that KVzapModel of kvpress wrote"
 _SCHEMA = Schema("scorer", advice=f": {_ADVICE}")
@@ -76,5 +76,5 @@ def read_kvzap_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _name(name: str) -> str:
-    """Return the name of a published tensor in the scorer format; another name is returned as it is."""
+    """Return the name of a published tensor in the scorer format. Another name is returned as it is."""
     return re.sub(r"(?<=^layers\.)(\d+)\.([02]\.)(?=(weight|bias)$)", lambda m: f"{m[1]}.{_LAYERS[m[2]]}", name)

@@ -62,9 +62,9 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
         source: published folder, or its name on the hub.
         out: folder to write.
         map_file: how to read the scorer of a full checkpoint of KVpop (``kvpop inspect-checkpoint``).
-        sinks: s; default 0 for TRIM-KV and FastDMS, 1 for DMS, 4 for KVzap.
-        window: w; default 1 for TRIM-KV, the published window for DMS, 128 for KVzap.
-        topk: k; default ``M - 1`` for TRIM-KV, required for DMS, for KVzap that of B = 4,096.
+        sinks: s, default 0 for TRIM-KV and FastDMS, 1 for DMS, 4 for KVzap.
+        window: w, default 1 for TRIM-KV, the published window for DMS, 128 for KVzap.
+        topk: k, default ``M - 1`` for TRIM-KV, required for DMS, for KVzap that of B = 4,096.
     """
     source = local_folder(source, files=(*FILES, *PICKLES))
     check_served(source)
@@ -94,7 +94,7 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
 
 
 def _full(source: Path, out: str | Path, map_file: str | Path | None, sizes: dict[str, int]) -> Imported:
-    """Write the scorer of a full checkpoint of KVpop, whose weights may be pickles; ``sizes`` come before its own."""
+    """Write the scorer of a full checkpoint of KVpop, whose weights may be pickles. ``sizes`` come before its own."""
     checkpoint = open_checkpoint(source, pickles=True)
     theirs = reading_of(checkpoint, map_file)
     config, layers = convert(checkpoint, dataclasses.replace(theirs, budget=theirs.budget | sizes))
@@ -104,7 +104,7 @@ def _full(source: Path, out: str | Path, map_file: str | Path | None, sizes: dic
 
 
 def _kvzap(source: Path, out: str | Path, sizes: dict[str, int]) -> Imported:
-    """Write gates of KVzap as a scorer folder; ``sizes`` come before the defaults."""
+    """Write gates of KVzap as a scorer folder. ``sizes`` come before the defaults."""
     config, layers = read_scorer(source)
     config = parse_config(config.to_json() | sizes, str(source))
     write_scorer(out, config, layers)

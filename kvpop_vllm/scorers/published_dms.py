@@ -37,7 +37,7 @@ DMS_KEYS = {
 
 
 def is_dms(source: Path, raw: Mapping) -> bool:
-    """Return whether a folder is a model of DMS or FastDMS; ``raw`` are the contents of its ``config.json``."""
+    """Return whether a folder is a model of DMS or FastDMS. ``raw`` are the contents of its ``config.json``."""
     return "dms_alpha_scale" in raw or (source / DMS_METADATA).is_file()
 
 
@@ -81,8 +81,8 @@ def read_dms(
         source: published folder.
         raw: contents of its ``config.json``.
         shape: sizes of its model (:func:`kvpop_vllm.model_shape.folder_sizes`).
-        sinks: s; default 1 for DMS, 0 for FastDMS.
-        window: w; default the published window, which excludes the newest token, plus 1.
+        sinks: s, default 1 for DMS, 0 for FastDMS.
+        window: w, default the published window, which excludes the newest token, plus 1.
         topk: k, required.
     """
     if topk is None:

@@ -167,6 +167,6 @@ def describe(checkpoint: Checkpoint, reading: Reading) -> list[str]:
 def read_published(
     folder: str | Path, map_file: str | Path | None = None
 ) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
-    """Return the config and tensors of a full checkpoint's scorer; see :func:`kvpop_vllm.scorers.conversion.convert`."""
+    """Return the config and tensors of a full checkpoint's scorer. See :func:`kvpop_vllm.scorers.conversion.convert`."""
     checkpoint = open_checkpoint(folder)
     return convert(checkpoint, reading_of(checkpoint, map_file))

@@ -51,11 +51,11 @@ class ScorerConfig:
         sinks: s.
         window: w.
         topk: k, long-range slots.
-        trained: budgets that the scorer was trained with if there were several; the first is the config's own
+        trained: budgets that the scorer was trained with if there were several. The first is the config's own
             window and topk.
         shares: ``[layers][H]``, measured parts of the long-range slots for all heads (``kvpop calibrate``), of which
-            only the ratios matter; empty if heads share equally.
-        layers: indices in the model of the layers that the scorer is for; empty if these are all.
+            only the ratios matter, empty if heads share equally.
+        layers: indices in the model of the layers that the scorer is for, empty if these are all.
     """
 
     scorer: ClassVar[str]
@@ -94,7 +94,7 @@ class ScorerConfig:
         raise NotImplementedError(f"{type(self).__name__} has no shapes()")
 
     def of_heads(self, tensors: dict[str, torch.Tensor], heads: slice) -> dict[str, torch.Tensor]:
-        """Return one layer's tensors for the KV heads ``heads``; shared tensors are returned whole."""
+        """Return one layer's tensors for the KV heads ``heads``. Shared tensors are returned whole."""
         shapes = self.shapes(tensors)
         return {name: t if isinstance(shapes[name][0], str) else t[heads] for name, t in tensors.items()}
 

@@ -67,7 +67,7 @@ _FUSED_GATES = re.compile(r"gates?")
 _FOREIGN = re.compile(r"o_?gate|output_?gate|.*conv(1d)?|z|up|down|.*norm|ln_.*|.*_ln")
 """Pieces that public mLSTM blocks have and a scorer does not, norms of inputs among them."""
 _NORM_OF_HEADS = re.compile(r"(head|out|g_?(rms_?|layer_?)?norm)[^.]*(\.weight)?$")
-"""Names of norms whose one axis of all heads is normed head by head; a bare ``norm`` might be of all at once."""
+"""Names of norms whose one axis of all heads is normed head by head. A bare ``norm`` might be of all at once."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def patterns(shape: tuple[int, ...], axes: frozenset[str], sizes: tuple[tuple[st
     Args:
         shape: shape of a tensor.
         axes: axes that it must hold, each once.
-        sizes: sizes of the axes by name; that of ``out`` may be missing.
+        sizes: sizes of the axes by name. That of ``out`` may be missing.
 
     Returns:
         Pairs of a pattern such as ``(head out) in``, in which 1 is an axis of that length, and the size of ``out`` (0
@@ -324,7 +324,7 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
     Of those that differ in the order of axes, the ones that order pieces of one kind alike are returned.
 
     Args:
-        all_stacks: all stacks of scorer tensors; see :func:`stacks`.
+        all_stacks: all stacks of scorer tensors. See :func:`stacks`.
         sizes: sizes of the model.
         source: name of the checkpoint in errors.
     """

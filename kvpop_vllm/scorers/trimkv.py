@@ -64,7 +64,7 @@ class TrimKVGate(Gate):
     Source: arXiv:2512.03324, section 4.1.
 
     Args:
-        width: M; default 512.
+        width: M, default 512.
         bias: initial b.
         hidden_layers: 1, or 2 for DBTrimKV's gate.
     """

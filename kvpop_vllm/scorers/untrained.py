@@ -24,7 +24,7 @@ def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options)
         model: Hugging Face folder.
         out: folder to write.
         seed: seed of the initial parameters.
-        options: keys of the config; ``scorer`` defaults to mlstm, ``sinks``, ``window``,
+        options: keys of the config. ``scorer`` defaults to mlstm, ``sinks``, ``window``,
             ``topk`` to 4, 256 and 764 (B = 1,024).
     """
     if (Path(out) / CONFIG_NAME).exists():

@@ -45,7 +45,7 @@ class DisturbedSums(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        """Seed the disturbances; equal seeds give equal disturbances."""
+        """Seed the disturbances. Equal seeds give equal disturbances."""
         super().__init__()
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
@@ -65,7 +65,7 @@ class DisturbedSums(TorchDispatchMode):
         return self._moved(result, math.sqrt(terms))
 
     def _moved(self, x: object, units: float) -> object:
-        """Return ``x``; entries of a float32 tensor are changed by up to ``units`` in the last place."""
+        """Return ``x``. Entries of a float32 tensor are changed by up to ``units`` in the last place."""
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
             return x
         if x.device not in self.generators:
@@ -125,7 +125,7 @@ class ErrorBudget:
         return self.factor * self.eager_error + _FLOOR_ULPS * torch.finfo(self.runs[0].dtype).eps * scale
 
     def share(self, actual: torch.Tensor) -> float:
-        """Return the error of ``actual`` as a fraction of the allowed error; 0 without an error."""
+        """Return the error of ``actual`` as a fraction of the allowed error, 0 without an error."""
         error = _largest_error(actual, self.reference)
         return error / self.allowed if error else 0.0
 
@@ -176,7 +176,7 @@ def assert_within_budget(
 
 
 def _largest_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the largest absolute difference over entries where both are finite; 0 if there are none."""
+    """Return the largest absolute difference over entries where both are finite, 0 if there are none."""
     difference = (actual.detach().cpu().double() - reference.detach()).abs()
     difference = difference[difference.isfinite()]
     return float(difference.max()) if difference.numel() else 0.0

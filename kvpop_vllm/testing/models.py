@@ -175,8 +175,8 @@ def write_random_scorer(
         trained: (window, topk) of all trained budgets.
         seed: seed of the random weights.
         v_proj: False leaves the value projection out.
-        features: F; default D / 2 for Hedgehog, D for softmax.
-        value_width: Dv; default D; ignored without ``v_proj``.
+        features: F, default D / 2 for Hedgehog, D for softmax.
+        value_width: Dv, default D. Ignored without ``v_proj``.
         mlp_width: M of mlp, trimkv and kvzap.
         hidden_layers: hidden layers of trimkv's gate, 2 for that of DBTrimKV.
         decay_step: ``step`` of the decay.

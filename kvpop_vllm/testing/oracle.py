@@ -22,11 +22,11 @@ from .oracle_policy import OraclePolicy
 
 @dataclass(frozen=True, eq=False)
 class OracleRun:
-    """Result of :meth:`OracleModel.run`; lists have one entry per layer.
+    """Result of :meth:`OracleModel.run`. Lists have one entry per layer.
 
     Attributes:
-        logprobs: ``[S, V]``; row ``t`` predicts token ``t + 1``.
-        visible: bool ``[H, S, S]``; ``visible[layer][h, q]`` is the retained set at step ``q``.
+        logprobs: ``[S, V]``. Row ``t`` predicts token ``t + 1``.
+        visible: bool ``[H, S, S]``. ``visible[layer][h, q]`` is the retained set at step ``q``.
         margins: see :class:`LayerDecisions`.
         scores: see :class:`LayerDecisions`.
         lost: see :class:`LayerDecisions`.
@@ -83,7 +83,7 @@ class OracleModel:
 
         Args:
             token_ids: ``S`` token ids.
-            policy: policy to apply; everything is kept if omitted.
+            policy: policy to apply. Everything is kept if omitted.
             visible: use these retained sets, bool ``[H, S, S]`` per layer, instead of the policy's own.
                 Scores are still computed, and the margins then judge the given sets.
             bias: ``(layer, head, token, by)``: add ``by`` to the token's score when sets are made.
@@ -198,7 +198,7 @@ def _check_known(config: dict) -> None:
     """Check that the oracle supports all features of a model.
 
     Raises:
-        ValueError: it does not; the result would be wrong.
+        ValueError: it does not. The result would be wrong.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     conditions = {
@@ -236,7 +236,7 @@ def margin_bound(low: torch.Tensor, exact: torch.Tensor) -> float:
 
     Args:
         low: float32 raw scores of one layer, computed under :class:`DisturbedSums`.
-        exact: the same in float64; NaN where there is none.
+        exact: the same in float64, NaN where there is none.
     """
     error = (low.double() - exact).abs()
     error = error[~error.isnan()]  # drops entries without a score, and those that are infinite in both

@@ -1,4 +1,4 @@
-"""Attention under masks, and policies that rank tokens by the attention they received; part of the naive oracle."""
+"""Attention under masks, and policies that rank tokens by the attention they received, part of the naive oracle."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def masked_attention(
         key: ``[H, S, D]``.
         value: ``[H, S, D]``.
         visible: ``[H, S, S]``.
-        added: ``[H, n]``, biases that are added to the scaled logits of the first n tokens; None for none.
-        sink_logits: ``[H * G]``, logits of a further key of value 0, that every query sees; None for none.
+        added: ``[H, n]``, biases that are added to the scaled logits of the first n tokens, None for none.
+        sink_logits: ``[H * G]``, logits of a further key of value 0, that every query sees, None for none.
 
     Returns:
         ``[S, H * G * D]``.

@@ -1,4 +1,4 @@
-"""Slots made of a prompt at its end by attention matching, found naively in float64; part of the naive oracle."""
+"""Slots made of a prompt at its end by attention matching, found naively in float64, part of the naive oracle."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def made_slots(
         budget: B.
         window: w.
         biases: ``[H, P]``, taken instead of the best ones if they are given.
-        sink_logits: ``[H * G]``, logits of a further key of value 0 that every query sees; None for none.
+        sink_logits: ``[H * G]``, logits of a further key of value 0 that every query sees, None for none.
     """
     count, near = sizes(prompt, budget, window)
     used, group, made_slots = min(QUERIES, near), len(query) // len(key), []

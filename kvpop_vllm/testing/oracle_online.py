@@ -1,4 +1,4 @@
-"""The online rule, query by query; part of the naive oracle.
+"""The online rule, query by query, part of the naive oracle.
 
 A retained set is a boolean array ``visible [H, S, S]``: ``visible[h, q, t]`` is True if query ``q`` of KV head
 ``h`` sees token ``t``. Sets are found one query after another, because a rank may depend on the attention of
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 Rank = tuple[int, float]
-"""Class and value of a token; tokens of a lower class are evicted first. Values of class NEW are equal."""
+"""Class and value of a token. Tokens of a lower class are evicted first. Values of class NEW are equal."""
 NEW = 2
 Decisions = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """``visible``, ``margins``, ``scores``, ``lost`` of :class:`LayerDecisions`."""
@@ -30,7 +30,7 @@ class Ranking:
     threshold: float | None = None
 
     def ranks(self, q: int, candidates: set[int], visible: list[int]) -> dict[int, Rank]:
-        """Return the ranks of ``candidates`` before query ``q`` attends; query ``q - 1`` saw ``visible``."""
+        """Return the ranks of ``candidates`` before query ``q`` attends. Query ``q - 1`` saw ``visible``."""
         raise NotImplementedError
 
     def attend(self, q: int, visible: list[int], retained: set[int]) -> float:
@@ -70,7 +70,7 @@ class Scored(Ranking):
     """Ranking by effective scores (KVpop, eq. 18).
 
     Args:
-        raw: ``[S]``, raw scores; NaN where a token is never ranked.
+        raw: ``[S]``, raw scores, NaN where a token is never ranked.
         log_gamma: decay in nats per ``step`` positions.
         step: ``n`` of the decay.
         ages: True if the effective score is the log of TRIM-KV's ``beta_t^(q - t)``. Margins are then divided by the
@@ -140,7 +140,7 @@ def retained_by_ranking(
         first_eviction: query before which nothing is evicted.
 
     Returns:
-        Decisions; scores are ``[H, S, 2]``, of the evicted token and of the worst retained one. A margin is zero for
+        Decisions. Scores are ``[H, S, 2]``, of the evicted token and of the worst retained one. A margin is zero for
         a tie, *negative* where the ranks would have evicted another token, and ``inf`` where nothing was decided.
         Sets from another source can so be judged one decision at a time, and one near-tie does not affect later
         comparisons.
@@ -229,7 +229,7 @@ def retained_sets(
 def decision_margins(
     visible: np.ndarray, scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int
 ) -> np.ndarray:
-    """Return the margins by which scores judge given sets, ``[H, S]``; see :func:`retained_by_ranking`."""
+    """Return the margins by which scores judge given sets, ``[H, S]``. See :func:`retained_by_ranking`."""
     forced = torch.from_numpy(visible)
     return retained_by_scores(scores, log_gamma, sinks, window, topk, forced=forced)[1].numpy()
 

@@ -34,7 +34,7 @@ class LayerDecisions:
     """Decisions of one layer.
 
     Attributes:
-        visible: bool ``[H, S, S]``; ``visible[h, q]`` is the retained set at step ``q``.
+        visible: bool ``[H, S, S]``. ``visible[h, q]`` is the retained set at step ``q``.
         margins: float64 ``[H, S]``, see :func:`retained_by_ranking`.
         scores: raw ``r_t``, ``[H, S]``, NaN where undefined. For attention masses, which change with ``q``,
             ``[H, S, 2]`` over queries: the scores of the best evicted token and of the worst retained one.
@@ -60,24 +60,24 @@ def shared_slots(shares: Sequence[Sequence[float]], topk: int) -> tuple[tuple[in
 
 @dataclass(frozen=True, eq=False)
 class OraclePolicy:
-    """Retention policy per KV head; ``B = sinks + window + topk``.
+    """Retention policy per KV head. ``B = sinks + window + topk``.
 
     Attributes:
-        scorer: ``"recency"``; ``"key norm"``; ``"newest mass"``, ``"mean mass"`` or ``"moment residual"``
-            (see :func:`retained_by_attention`); ``"random draw"`` (see :func:`retained_by_draws`); ``"sampled mass"``,
-            ``"redundancy"`` or ``"expected logits"`` (see :func:`retained_by_rounds`); ``"prompt votes"`` (see :func:`vote_scores`); or
-            the result of :func:`read_scorer`.
+        scorer: ``"recency"``, ``"key norm"``, ``"newest mass"``, ``"mean mass"`` or ``"moment residual"``
+            (:func:`retained_by_attention`), ``"random draw"`` (:func:`retained_by_draws`), ``"sampled mass"``,
+            ``"redundancy"`` or ``"expected logits"`` (:func:`retained_by_rounds`), ``"prompt votes"``
+            (:func:`vote_scores`), or the result of :func:`read_scorer`.
         sinks: ``s``.
         window: ``w``.
         topk: ``k``, or k of each layer if they differ, or of each head of each layer.
         step: ``n``, positions per decay step.
-        log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for the
+        log_gamma: decay in nats per step, ``[layer][head]``. ``None`` takes the scorer's own (0 for the
             others).
         corrected: True if outputs are corrected by the moments of evicted tokens.
         ages: True if a token's score is multiplied by its age (TRIM-KV).
         threshold: a token with a lower score is evicted when it leaves the window (DMS).
-        protect: ``p``, tokens at the beginning that every query sees, instead of sinks; 0 for sinks only.
-        replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(made, p - R)``.
+        protect: ``p``, tokens at the beginning that every query sees, instead of sinks, 0 for sinks only.
+        replay: ``R``. With protected tokens a recurrent scorer begins at token ``max(cartridge_slots, p - R)``.
         cartridge_slots: number of the first tokens that are slots of cartridges.
         seeds: seeds of draws, the server's and the request's.
         prompt: number of prompt tokens that are held until the last of them, if the prompt votes.
@@ -104,7 +104,7 @@ class OraclePolicy:
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
-        """Return the policy of a scorer folder; ``changes`` override its fields.
+        """Return the policy of a scorer folder. ``changes`` override its fields.
 
         If the config has shares, k is the mean of the heads.
         """
@@ -131,7 +131,7 @@ class OraclePolicy:
 
     @property
     def budget(self) -> int:
-        """``B`` in tokens per KV head; the smallest if layers differ."""
+        """``B`` in tokens per KV head. The smallest if layers differ."""
         return min(self.budgets(1))
 
     def budgets(self, layers: int) -> list[int]:
@@ -141,7 +141,7 @@ class OraclePolicy:
 
     @property
     def mean_topk(self) -> int:
-        """Mean ``k`` of all heads of all layers; all layers have as many heads."""
+        """Mean ``k`` of all heads of all layers. All layers have as many heads."""
         by_layer = self.topk if isinstance(self.topk, tuple) else (self.topk,)
         heads = [k for layer in by_layer for k in (layer if isinstance(layer, tuple) else (layer,))]
         return sum(heads) // len(heads)
@@ -211,7 +211,7 @@ class OraclePolicy:
             key: ``[H, S, D]``, as cached.
             value: ``[H, S, D]``.
             forced: judge these retained sets, bool ``[H, S, S]``, instead of making them.
-            bias: ``(head, token, by)``: add ``by`` to the token's score when sets are made; margins are
+            bias: ``(head, token, by)``: add ``by`` to the token's score when sets are made. Margins are
                 computed without it.
             hidden: see :func:`raw_scores`.
             channel: see :func:`raw_scores`.

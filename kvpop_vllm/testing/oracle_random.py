@@ -1,4 +1,4 @@
-"""Uniformly random evictions, drawn from seeds, layer, head, query and token; part of the naive oracle."""
+"""Uniformly random evictions, drawn from seeds, layer, head, query and token, part of the naive oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies whose scores are recomputed every m tokens; part of the naive oracle.
+"""Policies whose scores are recomputed every m tokens, part of the naive oracle.
 
 The tokens that the papers evict together in a round are evicted here one by one until the next round. Papers:
 VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133), TriAttention (arXiv 2604.04921).
@@ -32,7 +32,7 @@ class Head:
         value: ``[S, D]``.
         place: seeds, layer and head, which the draws depend on.
         statistics: statistics of the head's queries, None if nothing is ranked by them.
-        sink_logits: ``[G]``, logits of a further key that every query sees; None for none.
+        sink_logits: ``[G]``, logits of a further key that every query sees, None for none.
     """
 
     query: torch.Tensor
@@ -43,7 +43,7 @@ class Head:
     sink_logits: torch.Tensor | None = None
 
     def logits(self, q: int, tokens: list[int]) -> torch.Tensor:
-        """Return the logits ``[G, tokens]`` of query ``q``; with sinks there is one more column, which is theirs."""
+        """Return the logits ``[G, tokens]`` of query ``q``. With sinks there is one more column, which is theirs."""
         logits = self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1])
         return (
             logits if self.sink_logits is None else torch.cat([logits, self.sink_logits.to(logits).unsqueeze(-1)], -1)
@@ -90,7 +90,7 @@ def redundancy(
     """Return the rank of each token after the sinks, and a margin (R-KV).
 
     The margin is the smallest distance of a cosine from the threshold. Arguments are those of
-    :func:`sampled_mass`; tokens in the window count as similar tokens too.
+    :func:`sampled_mass`. Tokens in the window count as similar tokens too.
     """
     weight = torch.zeros(len(candidates), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
@@ -123,7 +123,7 @@ def expected_logits(
 
 
 class Rounds(Ranking):
-    """Ranks of the last round of one KV head; later tokens rank above all others."""
+    """Ranks of the last round of one KV head. Later tokens rank above all others."""
 
     def __init__(self, head: Head, how: str, sinks: int, window: int, every: float) -> None:
         """Keep the head, the number of ranked sinks, and the distance of rounds, infinite if there are none."""
@@ -199,8 +199,8 @@ def retained_by_rounds(
         window: ``w``.
         topk: ``k``, or k of each head if they differ.
         statistics: statistics of the layer's queries, for EXPECTED_LOGITS.
-        mean_topk: mean ``k`` of all heads of the model; None for that of the layer, rounded down.
-        sink_logits: ``[H * G]``, logits of a further key that every query sees; None for none.
+        mean_topk: mean ``k`` of all heads of the model, None for that of the layer, rounded down.
+        sink_logits: ``[H * G]``, logits of a further key that every query sees, None for none.
         more: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks

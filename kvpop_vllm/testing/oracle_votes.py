@@ -1,4 +1,4 @@
-"""Prompts compressed once at their end by the votes of their last queries; part of the naive oracle."""
+"""Prompts compressed once at their end by the votes of their last queries, part of the naive oracle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def vote_scores(
         key: ``[H, S, D]``.
         prompt: number of prompt tokens.
         window: ``w``.
-        sink_logits: ``[H * G]``, logits of a further key that every query sees; None for none.
+        sink_logits: ``[H * G]``, logits of a further key that every query sees, None for none.
     """
     heads, length, size = key.shape
     group, voters = len(query) // heads, min(QUERIES, window, prompt)

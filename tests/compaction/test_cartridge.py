@@ -95,7 +95,7 @@ def test_wrong_tensors_are_not_written(tmp_path, config):
 
 
 def edited(**changes):
-    """Return a change of the JSON file; a value of None removes the key."""
+    """Return a change of the JSON file. A value of None removes the key."""
 
     def edit(folder):
         raw = json.loads((folder / CONFIG_NAME).read_text()) | changes
@@ -105,7 +105,7 @@ def edited(**changes):
 
 
 def tensors(**changes):
-    """Return a change of the tensors, by names with ``_`` for the dot; None removes one."""
+    """Return a change of the tensors, by names with ``_`` for the dot. None removes one."""
 
     def edit(folder):
         named = {

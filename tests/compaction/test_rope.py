@@ -93,7 +93,7 @@ def test_layers_that_differ_are_refused():
     ],
 )
 def test_layers_without_rotation_stay(kind, options, unrotated):
-    """Which layers rotate is what transformers resolves; the others' keys are as they were."""
+    """Which layers rotate is what transformers resolves. The others' keys are as they were."""
     rope = rope_of(AutoConfig.for_model(kind, **options).to_dict())
     assert rope.get("unrotated_layers", []) == unrotated
     check_rope(rope, "this model")

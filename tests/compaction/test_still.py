@@ -309,7 +309,7 @@ def test_from_a_text_to_a_cartridge(model, corpus, trained, tmp_path, capsys):
 
 
 def edited(**values):
-    """Return a function that changes a compactor's config; None removes a key."""
+    """Return a function that changes a compactor's config. None removes a key."""
 
     def edit(folder):
         raw = json.loads((folder / CONFIG_NAME).read_text()) | values

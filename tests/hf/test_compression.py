@@ -1,4 +1,4 @@
-"""`KVpopCache` under policies that compress a prompt at its end: pieces, turns, memory, texts behind the prompt."""
+"""`KVpopCache` under policies that compress a prompt at its end: pieces, turns, memory, texts after the prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = random_prompt(150)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_in_pieces_and_a_second_turn(case, policy):
-    """Pieces of a prompt, shorter than the queries that vote or not, are one prompt; a later text is read anew."""
+    """Pieces of a prompt, shorter than the queries that vote or not, are one prompt. A later text is read again."""
     model, served = case("qwen3", policy)
     at_once = KVpopCache(model, **served.settings)
     expected = generate(model, at_once, [PROMPT], 30)[0]

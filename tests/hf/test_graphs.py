@@ -27,7 +27,7 @@ def recording(monkeypatch):
 
 
 def addresses(graph_cache):
-    """Yield the addresses of all tensors that a step reads beside its inputs."""
+    """Yield the addresses of all tensors that a step reads in addition to its inputs."""
     yield from (sequence_lengths.positions.data_ptr() for sequence_lengths in graph_cache._lengths_by_device.values())
     for layer in graph_cache._layers.values():
         rule = layer.attention.rule

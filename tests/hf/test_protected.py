@@ -17,7 +17,7 @@ LENGTHS = (150, 9, 63)
 @pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv", "triattention"])
 @pytest.mark.parametrize("protect, options", [(True, {}), (70, {}), (5, {"prefill_chunk_size": 16})])
 def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, protect, options):
-    """Padded rows protect their own first tokens, also in a second turn and behind chunks of pads only."""
+    """Padded rows protect their own first tokens, also in a second turn and after chunks of pads only."""
     model, served = case("qwen3", policy)
     settings = served.settings | {"protect_prompt": protect}
     prompts, cache = [random_prompt(n, seed=n) for n in LENGTHS], KVpopCache(model, **settings)
@@ -37,7 +37,7 @@ def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, pr
 @pytest.mark.parametrize("policy", ["streaming-llm", "kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv"])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}])
 def test_protected_tokens_of_answers(case, policy, options):
-    """N lies in a row's prompt, beyond another's turn, and in the third's answer; the oracle judges both turns."""
+    """N lies in a row's prompt, beyond another's turn, and in the third's answer. The oracle judges both turns."""
     protect = 80
     model, matrix_case = case("qwen3", policy, protect_prompt=protect)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]

@@ -1,4 +1,4 @@
-"""Refusals of a cache, each in one line with the remedy; nothing falls back to dense attention."""
+"""Refusals of a cache, each in one line with the remedy. Nothing falls back to dense attention."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_sliding_window_that_no_text_outgrows():
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen2"])
 def test_a_sliding_window_as_long_as_the_models_positions(kind):
-    """It is full attention, up to the positions; one token less is refused."""
+    """It is full attention, up to the positions. One token less is refused."""
     windows = {"use_sliding_window": True, "max_window_layers": 1, "max_position_embeddings": 32, "pad_token_id": 0}
     model, inputs = small(kind, sliding_window=32, **windows).eval(), torch.tensor([PROMPT]) % 64
     cache = KVpopCache(model, "streaming-llm", budget=64)
@@ -177,7 +177,7 @@ TOWERS["audio_config"] |= {"nemo_conv_channels": 8, "audio_token_id": 62}
     "kind, more", [("phi3", {}), ("phimoe", {"num_local_experts": 2}), ("phi4_multimodal", TOWERS)]
 )
 def test_longrope(kind, more):
-    """A rotation that changes within the text is refused; up to there the model is served, and never densely."""
+    """A rotation that changes within the text is refused. Up to there the model is served, and never densely."""
     model, refused = longrope(kind, **more), "rotates keys differently in texts of more than 32 tokens .LongRoPE."
     for options in ({}, {"max_length": 33}):
         with pytest.raises(ConfigError, match=f"^{kind} {refused}, .*: set max_length to at most 32$"):
@@ -286,7 +286,7 @@ def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
     ],
 )
 def test_ways_of_generating(model, options, message, lengths):
-    """Unsupported ways of generating are refused; beams are first exchanged after the prompt."""
+    """Unsupported ways of generating are refused. Beams are first exchanged after the prompt."""
     cache = KVpopCache(model, **STREAMING)
     if "assistant_model" in options:
         options = {"assistant_model": model}

@@ -140,7 +140,7 @@ def test_memory_is_constant(case, policy, options):
 
 @pytest.mark.parametrize("policy", ["kvpop", "h2o", "h2o-pyramid", "trimkv", "dms-query", "dms-late"])
 def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
-    """A decode step reads no value from the device "meta", whose tensors have none; kernels are left out."""
+    """A decode step reads no value from the device "meta", whose tensors have none. Kernels are left out."""
     model, served = case("llama", policy)
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(model.config)

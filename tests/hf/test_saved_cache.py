@@ -86,7 +86,7 @@ def test_every_policy_goes_on(case, tmp_path, kind, policy, options):
     ],
 )
 def test_rows_go_on_as_their_own(case, tmp_path, policy, settings):
-    """Protected prompts, budgets and seeds of rows; a later call computes unprotected text again."""
+    """Protected prompts, budgets and seeds of rows. A later call computes unprotected text again."""
     model, matrix_case = case("qwen3", policy)
     cache = KVpopCache(model, **matrix_case.settings | settings)
     texts, last = answered(model, cache)
@@ -95,7 +95,7 @@ def test_rows_go_on_as_their_own(case, tmp_path, policy, settings):
 
 @pytest.mark.parametrize("protect", [{}, {"protect_prompt": True}])
 def test_cartridges_stay_in_front(case, tiny, tmp_path, protect):
-    """Their folders may be elsewhere; without them, or with others, the cache is refused."""
+    """Their folders may be elsewhere. Without them, or with others, the cache is refused."""
     model, matrix_case = case("qwen3", "kvpop")
     plain, biased = (write_cartridge(tmp_path / name, tiny("qwen3")[0], name) for name in ("plain", "biased"))
     cache = KVpopCache(model, **matrix_case.settings | protect, cartridge=[plain, biased])
@@ -140,7 +140,7 @@ def test_bfloat16_goes_on(case, tmp_path):
 
 
 def test_generate_goes_on_by_itself(case, tmp_path):
-    """A chat's second turn takes what the first left; another text is refused, as by the cache itself."""
+    """A chat's second turn takes what the first left. Another text is refused, as by the cache itself."""
     model, matrix_case = case("qwen3", "kvpop")
     cache = KVpopCache(model, **matrix_case.settings)
     texts, _ = answered(model, cache)

@@ -83,7 +83,7 @@ def test_an_interrupted_pass(case, layer, broken, error):
 
 
 def interrupt(model, layer, cache, error=KeyboardInterrupt):
-    """Run a pass that raises before a layer attends; torch then leaves out the hooks behind modules."""
+    """Run a pass that raises before a layer attends. Torch then leaves out the hooks after modules."""
 
     def stop(*_):
         raise error

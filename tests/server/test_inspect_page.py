@@ -156,7 +156,7 @@ def shares(driver) -> np.ndarray:
 
 
 def events(driver) -> str:
-    """Return the text of the list of events, read at once because the page draws the list anew."""
+    """Return the text of the list of events, read at once because the page redraws the list."""
     return driver.execute_script("return document.getElementById('events').innerText")
 
 

@@ -48,7 +48,7 @@ def binary(name: str) -> str:
 
 
 def within(seconds: float, condition, message: str):
-    """Return the first true value of ``condition()``; fail with the message if there is none in time."""
+    """Return the first true value of ``condition()``. Fail with the message if there is none in time."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, message
@@ -78,7 +78,7 @@ class Prometheus(NamedTuple):
 
 @contextlib.contextmanager
 def prometheus(server: Server, folder: Path):
-    """Run Prometheus with the example's configuration; only target and interval are changed."""
+    """Run Prometheus with the example's configuration. Only target and interval are changed."""
     settings = config("prometheus.yml")
     settings["global"]["scrape_interval"] = "2s"
     settings["scrape_configs"][0]["static_configs"] = [{"targets": [server.url.removeprefix("http://")]}]
@@ -119,7 +119,7 @@ class Measured(NamedTuple):
     usage: list
 
     def total(self, field: str) -> float:
-        """Return the sum of a report's field; of numbers per head that of their mean."""
+        """Return the sum of a report's field, or of its mean where it has numbers per head."""
         values = [report[field] for report in self.reports]
         return sum(value["mean"] if isinstance(value, dict) else value for value in values)
 

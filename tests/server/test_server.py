@@ -136,7 +136,7 @@ def test_a_request_has_a_budget_of_its_own(served):
 
 
 def policy_metrics(server) -> dict[str, float]:
-    """Return the policy's metrics by name, without labels; of the histogram only sum and count."""
+    """Return the policy's metrics by name, without labels. The histogram has only sum and count."""
     samples = re.findall(r"^vllm:kv_policy_(\w+){[^}]*} (\S+)$", server.metrics(), re.MULTILINE)
     return {name: float(value) for name, value in samples if not name.endswith(("_bucket", "_created"))}
 
@@ -195,7 +195,7 @@ def evicted(answer) -> float:
 
 
 def test_an_answer_in_a_given_form(served):
-    """Structured output fits its schema where every token of it is written behind evicted ones."""
+    """Structured output fits its schema where every token of it is written after evicted ones."""
     _, client, _ = served
     form = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA}}
     answer = ask(client, **BOUNDED, response_format=form)

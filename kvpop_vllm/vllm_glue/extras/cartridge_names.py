@@ -127,7 +127,7 @@ def _marked(vllm_config, rendered):
 
 
 def begin_of_prompt(prompt, ids: Sequence[int], tokenizer) -> list[int]:
-    """Return the special ids before a prompt that a tokenizer or a chat template wrote; none before a client's own ids.
+    """Return the special ids before a prompt that a tokenizer or a chat template wrote, none before a client's own ids.
 
     Args:
         prompt: input of the engine, or a prompt that is none yet.
@@ -155,8 +155,8 @@ def resolved(
     Args:
         vllm_config: config of the engine.
         params: sampling parameters of the request.
-        prompt: its prompt tokens, or their embeddings; empty if they are not known yet.
-        adapter: what the request names as its model, if that is no base model.
+        prompt: its prompt tokens, or their embeddings, empty if they are not known yet.
+        adapter: what the request names as its model, if that is not a base model.
         begin: returns the result of :func:`begin_of_prompt`.
 
     Raises:
@@ -240,7 +240,7 @@ def prepend(request, slots: RequestSlots, head: int, longest: int) -> None:
         longest: ``--max-model-len``.
 
     Raises:
-        VLLMValidationError: the prompt is no list of tokens.
+        VLLMValidationError: the prompt is not a list of tokens.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
         raise VLLMValidationError(

@@ -59,7 +59,7 @@ def changeable(request: Request) -> tuple:
     """Return the models that an app lists, and its cartridges.
 
     Raises:
-        HTTPException: the app's engine has no policy, as a process may serve other engines too (404); or there are
+        HTTPException: the app's engine has no policy, as a process may serve other engines too (404), or there are
             several front ends or engines, which would not all know of a change (400).
     """
     vllm_config = request.app.state.vllm_config

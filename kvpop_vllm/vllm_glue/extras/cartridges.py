@@ -91,7 +91,7 @@ class CartridgeBlocks:
         return count
 
     def unload(self, name: str, digest: str) -> None:
-        """Forget a name; the blocks are freed with the last name of a cartridge."""
+        """Forget a name. The blocks are freed with the last name of a cartridge."""
         loaded = self.loaded[digest]
         loaded.names.discard(name)
         if not loaded.names:
@@ -99,7 +99,7 @@ class CartridgeBlocks:
 
     @contextmanager
     def unpinned(self) -> Iterator[None]:
-        """Let go of the cartridges' blocks for a while in which nothing is allocated; those of requests stay theirs."""
+        """Let go of the cartridges' blocks for a while in which nothing is allocated. Requests keep theirs."""
         blocks = [block for loaded in self.loaded.values() for block in loaded.blocks]
         self.pool.free_blocks(blocks)
         try:
@@ -171,12 +171,12 @@ def reset_prefix_cache(original, self, *args, **kwargs) -> bool:
 
 
 def load(self, name: str, folder: str, digest: str, slots: int) -> None:
-    """Load a cartridge into an engine under a name; see :meth:`CartridgeBlocks.load`."""
+    """Load a cartridge into an engine under a name. See :meth:`CartridgeBlocks.load`."""
     manager_of(self.scheduler).cartridges.load(name, folder, Placed(digest, slots))
 
 
 def unload(self, name: str, digest: str) -> int:
-    """Unload a cartridge; return the number of unfinished requests that use it, in which case nothing is done."""
+    """Unload a cartridge. Return the number of unfinished requests that use it, in which case nothing is done."""
     cartridges = manager_of(self.scheduler).cartridges
     slots_of_requests = [of_params(request.sampling_params) for request in self.scheduler.requests.values()]
     using = sum(

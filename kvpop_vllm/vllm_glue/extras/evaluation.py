@@ -50,7 +50,7 @@ class EngineBackend(Backend):
 
     @contextmanager
     def start(self, resolved: ResolvedPolicy | None) -> Iterator[EngineRun]:
-        """Start an engine; see :class:`kvpop_vllm.evaluation.backends.Backend`."""
+        """Start an engine. See :class:`kvpop_vllm.evaluation.backends.Backend`."""
         llm = self._engine({} if resolved is None else {ADDITIONAL_CONFIG_KEY: resolved.settings})
         draws = resolved is not None and resolved.policy.draws
         try:
@@ -99,7 +99,7 @@ def start_engine(model: str, shape: ModelShape, dtype: torch.dtype, longest: int
 
 
 class EngineRun(Run):
-    """Requests on one engine; see :class:`kvpop_vllm.evaluation.backends.Run`.
+    """Requests on one engine. See :class:`kvpop_vllm.evaluation.backends.Run`.
 
     Args:
         llm: the engine.
@@ -121,7 +121,7 @@ class EngineRun(Run):
         llm.apply_model(lambda model: model.register_forward_hook(step) and None)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`."""
+        """Return the last hidden states of a prompt. See :class:`kvpop_vllm.evaluation.backends.Run`."""
         self._read(tokens)
         hidden_states = torch.cat(self.steps)
         if len(hidden_states) != len(tokens):
@@ -129,17 +129,17 @@ class EngineRun(Run):
         return hidden_states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states in float32; see :class:`kvpop_vllm.evaluation.backends.Run`."""
+        """Return the logits of hidden states in float32. See :class:`kvpop_vllm.evaluation.backends.Run`."""
         (logits,) = self.llm.apply_model(lambda model: model.compute_logits(hidden))
         return logits.float()
 
     def generate(self, prompts, new, stop, sampling=GREEDY, seeds=None) -> list[list[int]]:
-        """Return answers without their stop tokens; see :class:`kvpop_vllm.evaluation.backends.Run`."""
+        """Return answers without their stop tokens. See :class:`kvpop_vllm.evaluation.backends.Run`."""
         answers = self._answers(prompts, new, stop, sampling, range(len(prompts)) if seeds is None else seeds)
         return [answer[:-1] if answer and answer[-1] in stop else answer for answer in answers]
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the held tokens of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`.
+        """Return the held tokens of a prompt. See :class:`kvpop_vllm.evaluation.backends.Run`.
 
         The last token of a prompt that fills the model is left out, because the engine needs room for an
         answer of one token.

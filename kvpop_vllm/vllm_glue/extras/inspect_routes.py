@@ -1,4 +1,4 @@
-"""Inspect page in vLLM's HTTP server: the page at ``/inspect``, its data under ``/v1``, where the API key is asked for."""
+"""Inspect page in vLLM's HTTP server: the page at ``/inspect``, its data under ``/v1``, which needs the API key."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_local(request: Request) -> None:
 
 
 def check_inspected(request: Request) -> None:
-    """Check that the engine of this app has a recorder; a process may serve other engines too.
+    """Check that the engine of this app has a recorder. A process may serve other engines too.
 
     Raises:
         HTTPException: it has none (404).
@@ -118,7 +118,7 @@ async def details(name: str, request: Request) -> JSONResponse:
 
 
 def _readable(record: dict, tokenizer) -> JSONResponse:
-    """Return the answer of :func:`details`; without a tokenizer, tokens are their ids."""
+    """Return the answer of :func:`details`. Without a tokenizer, tokens are their ids."""
     ids, cartridge_tokens = record["tokens"], record["cartridge_tokens"]
     texts = [f"<{token}>" for token in ids] if tokenizer is None else convert_ids_list_to_tokens(tokenizer, ids)
     texts[:cartridge_tokens] = ["▪"] * min(cartridge_tokens, len(texts))  # slots of cartridges stand for no token

@@ -30,7 +30,7 @@ ROOM = 256
 
 
 class Row(NamedTuple):
-    """Request as the workers are asked for it: tokens seen, blocks in each cache group of the policy, and slots."""
+    """Request as the workers receive it: tokens seen, blocks in each cache group of the policy, and slots."""
 
     seen: int
     groups: list[list[int]]
@@ -44,7 +44,7 @@ class Row(NamedTuple):
         return cls(tokens, [[block.block_id for block in row] for row in rows], managers[0].slots(request))
 
     def blocks(self, layer: int) -> list[int]:
-        """Return the blocks of a layer of the policy; vLLM deals the layers to the groups in turn."""
+        """Return the blocks of a layer of the policy. Layers go to the groups in turn."""
         return self.groups[layer % len(self.groups)]
 
 
@@ -205,12 +205,12 @@ def update_from_output(original, self, scheduler_output, *args, **kwargs):
 
 
 def summaries(self) -> dict:
-    """Return the numbers of an engine's requests; see :meth:`Inspector.summaries`."""
+    """Return the numbers of an engine's requests. See :meth:`Inspector.summaries`."""
     return manager_of(self.scheduler).inspector.summaries()
 
 
 def details(self, name: str) -> dict | None:
-    """Return what a request holds; see :meth:`Inspector.details`."""
+    """Return what a request holds. See :meth:`Inspector.details`."""
     return manager_of(self.scheduler).inspector.details(name)
 
 

@@ -9,7 +9,7 @@ from kvpop_vllm.vllm_glue.extras.reports import STATS
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.999, 1.0)
-"""Upper ends of the histogram's buckets; requests of which nothing was evicted are alone in the last one."""
+"""Upper ends of the histogram's buckets. Requests of which nothing was evicted are alone in the last one."""
 GAUGES = {
     "blocks_held": "Blocks that running requests hold; blocks that several share are counted for each.",
     "blocks_bound": "Most blocks that running requests can come to hold, by their budgets and max_tokens.",

@@ -31,7 +31,7 @@ def engine_sampler(model: str, dtype: str, longest: int, stop: set[int]) -> Iter
 
 
 class EngineSampler:
-    """Sampler on one engine; see :class:`kvpop_vllm.compaction.conversations.Sampler`.
+    """Sampler on one engine. See :class:`kvpop_vllm.compaction.conversations.Sampler`.
 
     Args:
         llm: the engine.
