@@ -68,7 +68,7 @@ def check_spelling(additional_config: object) -> None:
             )
     if "policy" in keys and set(keys) & set(FLAGS) - {"policy"}:
         raise ConfigError(
-            f"--additional-config has a policy's settings beside {ADDITIONAL_CONFIG_KEY!r}: put them into it"
+            f"--additional-config has a policy's settings outside {ADDITIONAL_CONFIG_KEY!r}: put them into it"
         )
 
 

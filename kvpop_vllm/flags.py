@@ -127,7 +127,7 @@ SETTINGS = (
     ),
     Setting(
         "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact), by folder or name on the hub; repeatable",
-        "none", "; without --kv-policy everything behind them is kept",
+        "none", "; without --kv-policy everything after them is kept",
     ),
     Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", applies_to=(CACHE,)),
     Setting("seed", int, "N", "Seed of the draws of random and vase", "0", applies_to=(CACHE,)),

@@ -117,7 +117,7 @@ def test_keys_beside_the_settings():
         assert "did you mean 'kv_policy'?" in refusal(check_spelling, {"kv_policy": {}, key: {}})
     for other in ({}, {"kv_policy": {}}):
         message = refusal(check_spelling, {"policy": "streaming-llm", "budget": 64} | other)
-        assert message == "--additional-config has a policy's settings beside 'kv_policy': put them into it"
+        assert message == "--additional-config has a policy's settings outside 'kv_policy': put them into it"
 
 
 DELAYED = ScorerShape(sinks=4, window=16, topk=44, delayed=True)

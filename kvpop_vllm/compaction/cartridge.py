@@ -155,7 +155,7 @@ class CartridgeConfig(MadeFor):
         super().check(source)
         if self.slots % BLOCK_SLOTS:
             raise ConfigError(
-                f"{source}: {self.slots} slots are no multiple of {BLOCK_SLOTS}: pad with slots of bias -1e30"
+                f"{source}: {self.slots} slots are not a multiple of {BLOCK_SLOTS}: pad with slots of bias -1e30"
             )
         if not isinstance(self.head, list) or not all(type(token) is int and token >= 0 for token in self.head):
             raise ConfigError(f"{source}: head must be a list of token ids{SCHEMA.advice}")

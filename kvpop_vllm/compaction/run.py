@@ -159,7 +159,7 @@ def check_length(place: Place, corpus: int, slots: int, method: str, positions: 
         raise ConfigError(f"the model has {positions} positions: lower --slots")
     elif method == "still" and positions is not None and tokens >= positions:
         raise ConfigError(
-            f"the model has {positions} positions, too few for {tokens} tokens and any behind them: cut the corpus"
+            f"the model has {positions} positions, too few for {tokens} tokens and any after them: cut the corpus"
         )
 
 

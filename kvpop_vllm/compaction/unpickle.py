@@ -29,7 +29,7 @@ def tensors_of(value: object, name: str) -> list[torch.Tensor]:
     if isinstance(value, torch.nn.ParameterList):
         value = list(value.__dict__.get("_parameters", {}).values())
     if not isinstance(value, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in value):
-        raise ValueError(f"{name} is no list of tensors")
+        raise ValueError(f"{name} is not a list of tensors")
     return [tensor.detach() for tensor in value]
 
 

@@ -16,8 +16,8 @@ tensor                          shape                   content
 ``recurrent.{i}.state``         as in transformers      recurrent state
 ==============================  ======================  ==========================================================
 
-Scorers, calibrations and cartridges are named in the config, and not copied. Digests tell whether they, the model and
-the files are those of then.
+Scorers, calibrations and cartridges are named in the config, and not copied. Digests show whether they, the model
+and the files are the same as when the cache was saved.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """

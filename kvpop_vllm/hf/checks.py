@@ -35,7 +35,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     if not isinstance(model, PreTrainedModel):
         inner = [f"the model in it, model.{way}" for name, way in WRAPPERS.items() if hasattr(model, name)]
         remedy = next(iter(inner), "one of those")
-        raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give {remedy}")
+        raise ConfigError(f"{type(model).__name__} is not a causal language model of transformers: give {remedy}")
     text = model.config.get_text_config()
     decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
     blocks = attention_blocks(decoder)
@@ -149,7 +149,7 @@ def columns_of_tokens(
     real = mask.bool().cpu()
     if bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError(
-            "attention_mask has zeros behind a row's first token: pad on the left (padding_side='left'), and continue rows "
+            "attention_mask has zeros after a row's first token: pad on the left (padding_side='left'), and continue rows "
             "that ended early in caches of their own"
         )
     if (in_mask := real[:, :columns].sum(1).tolist()) != lengths:

@@ -27,7 +27,7 @@ def model_properties(config: Any) -> dict[str, Any]:
 def weights_digest(decoder: torch.nn.Module) -> str | None:
     """Return a sha256 of samples of each weight of a decoder in memory, or None if some are not there.
 
-    A model in memory may have no folder, and adapters that its folder has not.
+    The weights in memory count, because they may have adapters, or no folder.
     """
     weights = dict(decoder.named_parameters())
     if any(weight.is_meta for weight in weights.values()):

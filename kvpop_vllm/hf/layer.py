@@ -380,7 +380,7 @@ def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
         return
     if rule.rounds is not None:
         raise ConfigError(
-            "this policy makes its scores anew in rounds, which only a CPU does: move the model to the CPU"
+            "this policy recomputes its scores in rounds, which only a CPU does: move the model to the CPU"
         )
     if rule.compresses:
         raise ConfigError(

@@ -78,7 +78,7 @@ class SavedCache:
             model: the model that the cache was saved with.
             device: as of :class:`kvpop_vllm.hf.KVpopCache`.
             settings: further arguments of :class:`kvpop_vllm.hf.KVpopCache`. Folders of scorers, calibrations and
-                cartridges may be elsewhere than when the cache was saved. Other arguments must be those of then.
+                cartridges may be elsewhere than when the cache was saved. Other arguments must stay as they were.
         """
         saved, tensors = read(folder)
         check_model(model, saved["settings"].get("max_length"))
@@ -140,12 +140,12 @@ class SavedCache:
             if saved["roles"].get(name) != value:
                 raise ConfigError(
                     f"{source} was saved with {name} {saved['roles'].get(name)}, and its scorer or calibration gives {value} now:"
-                    " give the one of then"
+                    " give that one"
                 )
         if saved["policy"] != self._policy_digest():
             raise ConfigError(
-                f"{source} was saved with another scorer, map, calibration or cartridge than the one that is there now: give the one"
-                " of then"
+                f"{source} was saved with another scorer, map, calibration or cartridge than the one that is there now: give"
+                " that one"
             )
 
     def _check_sizes(self, saved: Mapping, tensors: Mapping[str, torch.Tensor], source: str) -> None:
@@ -196,7 +196,7 @@ class SavedCache:
 
 def _check_saved_with(saved: Mapping, decoder: torch.nn.Module, source: str) -> None:
     """Check that a cache was saved with a model."""
-    remedy, properties = "load it with the model of then", model_properties(decoder.config)
+    remedy, properties = "load it with the model that it was saved with", model_properties(decoder.config)
     made_for = saved["model"] | {"rope": saved["model"].get("rope") or {}}
     check_same_model(made_for, properties, source, remedy, "the model")
     dtype = str(decoder.dtype).removeprefix("torch.")

@@ -87,9 +87,9 @@ class TransformersCache(Cache):
         """False, because tokens cannot be removed."""
         return False
 
-    crop = _refusal("takes no token back", "leave crop() out, and start anew with reset()")
+    crop = _refusal("cannot remove tokens", "leave crop() out, and start again with reset()")
     # assisted generation asks for it
-    activate_past_recording = _refusal("takes no token back", "leave assistant_model and prompt_lookup_num_tokens out")
+    activate_past_recording = _refusal("cannot remove tokens", "leave assistant_model and prompt_lookup_num_tokens out")
     # before the prompt, neither the cache nor the model knows num_beams
     reorder_cache = _refusal("does not exchange rows", "set num_beams to 1")
     batch_repeat_interleave = _refusal(

@@ -147,13 +147,13 @@ def _read(key: str, value: object, label: str):
         return float(value)
     if key == "decay_range":
         if not isinstance(value, list) or len(value) != 2 or not all(_is_number(end) and 0 < end <= 1 for end in value):
-            raise ConfigError(f"{label} is {value!r}, which is no range of decays: mend config.json")
+            raise ConfigError(f"{label} is {value!r}, which is not a range of decays: mend config.json")
         return tuple(map(float, value))
     if key == "gate_softcap":
         if value is False or value == 0:
             return 0.0
         if value is True or not number or value < 0:
-            raise ConfigError(f"{label} is {value!r}, which is no cap: give gate_softcap in a map (--kv-map)")
+            raise ConfigError(f"{label} is {value!r}, which is not a cap: give gate_softcap in a map (--kv-map)")
         return float(value)
     if key in ("skip", "value_projection"):
         return value if isinstance(value, bool) else None

@@ -139,7 +139,7 @@ def _indexed(path: Path) -> list[str]:
         if not names or any(Path(name).name != name for name in names):
             raise ValueError(f"weight_map names the files {names}")
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ConfigError(f"{path} is not an index of safetensors files beside it: {error!r}") from None
+        raise ConfigError(f"{path} is not an index of safetensors files in its folder: {error!r}") from None
     return names
 
 

@@ -60,7 +60,9 @@ def _dms_settings(source: Path, raw: Mapping) -> tuple[dict, list[str]]:
         for label, value in values:
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
             if not number or (key == "window" and type(value) is not int):
-                raise ConfigError(f"{source}: {label} is {value!r}, which is no number: give a folder of a DMS model")
+                raise ConfigError(
+                    f"{source}: {label} is {value!r}, which is not a number: give a folder of a DMS model"
+                )
             if value != values[0][1]:
                 raise ConfigError(
                     f"{source}: {values[0][0]} is {values[0][1]!r}, and {label} is {value!r}: one of the two is wrong"

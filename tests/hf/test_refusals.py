@@ -265,7 +265,9 @@ def test_what_is_no_model(model):
         (torch.compile(model), r"the model in it, model\._orig_mod"),
     ):
         kind = type(wrapper).__name__
-        with pytest.raises(ConfigError, match=f"^{kind} is no causal language model of transformers: give {remedy}$"):
+        with pytest.raises(
+            ConfigError, match=f"^{kind} is not a causal language model of transformers: give {remedy}$"
+        ):
             KVpopCache(wrapper, **STREAMING)
 
 
@@ -281,8 +283,8 @@ def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
     "options, message, lengths",
     [
         ({"num_beams": 2}, "does not exchange rows: set num_beams to 1", [30] * 2),
-        ({"prompt_lookup_num_tokens": 3}, "takes no token back: leave assistant_model and prompt_lookup", []),
-        ({"assistant_model": True}, "takes no token back: leave assistant_model and prompt_lookup", []),
+        ({"prompt_lookup_num_tokens": 3}, "cannot remove tokens: leave assistant_model and prompt_lookup", []),
+        ({"assistant_model": True}, "cannot remove tokens: leave assistant_model and prompt_lookup", []),
     ],
 )
 def test_ways_of_generating(model, options, message, lengths):
@@ -297,7 +299,7 @@ def test_ways_of_generating(model, options, message, lengths):
 
 def test_what_is_done_to_caches(used):
     for name, args, message in (
-        ("crop", (-1,), "takes no token back: leave crop"),
+        ("crop", (-1,), "cannot remove tokens: leave crop"),
         ("reorder_cache", (torch.tensor([1, 0]),), "set num_beams to 1"),
         ("batch_repeat_interleave", (2,), "does not repeat rows: repeat the inputs"),
         ("batch_select_indices", (torch.tensor([0]),), "does not choose among rows: make one cache"),
@@ -363,8 +365,8 @@ def test_pads_are_no_text(model):
 @pytest.mark.parametrize(
     "mask, message",
     [
-        (torch.tensor([[1, 1, 1, 0]]), "zeros behind a row's first token: pad on the left"),
-        (torch.tensor([[1, 0, 1, 1]]), "zeros behind a row's first token: pad on the left"),
+        (torch.tensor([[1, 1, 1, 0]]), "zeros after a row's first token: pad on the left"),
+        (torch.tensor([[1, 0, 1, 1]]), "zeros after a row's first token: pad on the left"),
         (torch.ones(1, 1, 4, 4), "attention_mask is .1, 1, 4, 4. and must be a tensor of shape .1, 4."),
         ({"full_attention": None}, "attention_mask is a dict and must be a tensor of shape .1, 4."),
     ],
@@ -446,7 +448,11 @@ def test_gradients_and_attention_weights(model):
         ),
         ("cuda", {"size": 1024}, "no GPU kernels for keys of torch.bfloat16 and size 1024"),
         ("cuda", {"capability": (7, 5)}, "GPU kernels are for NVIDIA's from compute capability 8.0 on"),
-        ("cuda", {"rounds": Redundancy(2)}, "scores anew in rounds, which only a CPU does: move the model to the CPU"),
+        (
+            "cuda",
+            {"rounds": Redundancy(2)},
+            "recomputes its scores in rounds, which only a CPU does: move the model to the CPU",
+        ),
         (
             "cuda",
             {"compression": PromptVotes(2)},

@@ -195,9 +195,11 @@ def test_what_differs_is_named(saved, case, tiny, tmp_path):
         KVpopCache.load(folder, copy.deepcopy(model).to(torch.bfloat16))
     other = copy.deepcopy(model)
     other.model.layers[1].mlp.down_proj.weight.data *= 1.5
-    with pytest.raises(ConfigError, match="was saved with a model of other weights: load it with the model of then"):
+    with pytest.raises(
+        ConfigError, match="was saved with a model of other weights: load it with the model that it was saved with"
+    ):
         KVpopCache.load(folder, other)
-    with pytest.raises(ConfigError, match="Linear is no causal language model"):
+    with pytest.raises(ConfigError, match="Linear is not a causal language model"):
         KVpopCache.load(folder, torch.nn.Linear(2, 2))
     scorer = shutil.copytree(settings["scorer"], tmp_path / "scorer")
     assert KVpopCache.load(folder, model, scorer=scorer).lengths == [80, 55]

@@ -148,7 +148,7 @@ def test_loading_and_unloading(served, folders):
     refusal = post(server, "load_kv_cartridge", name="later", path=folders["loaded"])
     assert refusal.status_code == 400 and "is taken" in refusal.json()["error"]["message"]
     named = post(server, "load_kv_cartridge", name="hub", path="owner/name")  # which nothing may download
-    assert named.status_code == 400 and "is no folder of this machine" in named.json()["error"]["message"]
+    assert named.status_code == 400 and "is not a folder of this machine" in named.json()["error"]["message"]
     stream = ask(client, "later", stream=True, max_tokens=1800, extra_body={"ignore_eos": True})
     read = [next(stream), next(stream)]
     busy = post(server, "unload_kv_cartridge", name="later")

@@ -87,7 +87,7 @@ class CartridgeNames:
         cartridge = read_cartridge(folder)
         weights = model.model if Path(model.model).is_dir() else None
         if weights is None:
-            logger.warning("%s is no folder: that %s was made with its weights is not checked", model.model, folder)
+            logger.warning("%s is not a folder: that %s was made with its weights is not checked", model.model, folder)
         check_base(cartridge.config, model.hf_text_config, str(folder), weights=weights)
         slots, size = cartridge.config.slots, cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
         if slots % size:
@@ -202,11 +202,11 @@ def _head_of(
         head = tuple(begin())
     if head and len(prompt) and tuple(prompt[: len(head)]) != head:
         raise ConfigError(
-            f"the cartridge {name!r} stands in the first message of a chat: begin with a message of the user, behind the system"
+            f"the cartridge {name!r} stands in the first message of a chat: begin with a message of the user, after the system"
             " message that it was made with, if any, and without blanks or line ends at the beginning; for other prompts make it with 'kvpop compact --place front'"
         )
     if head and len(prompt) == len(head):
-        raise ConfigError("the prompt ends where the cartridge begins: send a message behind it")
+        raise ConfigError("the prompt ends where the cartridge begins: send a message after it")
     return head
 
 

@@ -82,7 +82,7 @@ async def load_kv_cartridge(body: LoadCartridge, request: Request):
             message = f"the name {body.name!r} is taken: unload it, or use another"
             raise HTTPException(HTTPStatus.BAD_REQUEST, message)
         if not os.path.isdir(body.path):
-            raise HTTPException(HTTPStatus.BAD_REQUEST, f"{body.path!r} is no folder of this machine: give one")
+            raise HTTPException(HTTPStatus.BAD_REQUEST, f"{body.path!r} is not a folder of this machine: give one")
         try:
             cartridge = await asyncio.to_thread(names.add, body.name, body.path)
             core = models.engine_client.engine_core

@@ -56,7 +56,7 @@ def check_local(request: Request) -> None:
         port = request.url.port or 80
         raise HTTPException(
             HTTPStatus.FORBIDDEN,
-            f"the inspect page answers this machine alone: open http://localhost:{port}/inspect on it, or from elsewhere behind"
+            f"the inspect page answers this machine alone: open http://localhost:{port}/inspect on it, or from elsewhere through"
             f" 'ssh -L {port}:localhost:{port} HOST'",
         )
 
