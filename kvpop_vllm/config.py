@@ -61,6 +61,7 @@ def check_spelling(additional_config: object) -> None:
     ours = [f"kv_{name}" for name in FLAGS] + ["kv_policies", "kvpop"]
     for key in keys:
         spelt = key.lower().replace("-", "_")
+        # with our first letter only, because other plugins have keys too
         nearly = spelt.startswith("k") and difflib.get_close_matches(spelt, ours, cutoff=0.85)
         if key != ADDITIONAL_CONFIG_KEY and nearly:
             raise ConfigError(
@@ -128,6 +129,7 @@ class PolicySettings:
                 f"unknown key {unknown[0]!r} in {ADDITIONAL_CONFIG_KEY}: use {', '.join(engine_settings)}"
             )
         if mapping.get("cartridge") and "policy" not in mapping:
+            # cartridges alone are served with everything else kept
             mapping = {**mapping, "policy": "full"}
         if not isinstance(mapping.get("policy"), str):
             raise ConfigError(f"{ADDITIONAL_CONFIG_KEY} needs a policy: give --kv-policy NAME or a 'policy' key")
@@ -139,10 +141,12 @@ class PolicySettings:
 
 def _checked(setting: Setting, value: object) -> object:
     """Return the value of a setting, parsed where it may be text."""
+    # protect_prompt is a number, a truth value or a text
     if value is None or setting.protects:
         return protection(value, setting.flag)
     if setting.kind is dict:
         return _named(setting.flag, value)
+    # True is an int in Python, but not a number of tokens
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if refusal := setting.refusal(value):
         raise ConfigError(f"{setting.flag} {refusal}")
@@ -316,6 +320,7 @@ def resolve_retention(
     window = settings.window if settings.window is not None else window
     smallest = sinks + window + 1
     if budget < smallest:
+        # a larger budget may get a larger trained window, which needs an even larger budget
         while scorer and settings.window is None and smallest < sinks + scorer.window_for(smallest - sinks) + 1:
             smallest = sinks + scorer.window_for(smallest - sinks) + 1
         remedy = _remedy(settings, max_model_len, smallest, keeps_all)

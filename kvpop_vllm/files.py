@@ -29,6 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
     After an error it is removed, and what was at ``path`` is still there. A folder replaces a folder. Each process has a
     draft of its own.
     """
+    # in the same folder, so that os.replace() stays on one file system
     draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
     remove(draft)
     try:

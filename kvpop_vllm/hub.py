@@ -32,6 +32,7 @@ def local_folder(
         files: patterns of the files that are wanted.
     """
     path, match = Path(name), _NAME.fullmatch(str(name))
+    # offline use needs no hub, and no import of its client
     if path.exists() or match is None:
         return path
     from huggingface_hub import snapshot_download

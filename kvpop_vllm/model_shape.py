@@ -157,6 +157,7 @@ class ModelShape:
         """
         config = read_model_config(model) if isinstance(model, str | PathLike) else model
         window = sliding_window(text_config(config)) if kinds_of(config) else None
+        # longer than the window, so that layers with windows keep their kind
         return cls.of(model, max(tokens, (window or 0) + 1))
 
     @classmethod
@@ -211,6 +212,7 @@ def resolve(config: Mapping | Any, source: str | Path) -> Any:
     else:
         check_base(base, source)
         config = base_keys(config, base)
+    # not known to this transformers: the keys count as they are
     if base not in CONFIG_MAPPING:
         nested = {name: resolve(config[name], source) for name in TEXT_CONFIGS if isinstance(config.get(name), Mapping)}
         return SimpleNamespace(**{**config, **nested})

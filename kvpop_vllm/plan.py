@@ -96,6 +96,7 @@ def compute(options) -> Result:
     classes, notes = _classes(options)
     pool, requests, pools, unused = model.pool(), {}, {}, []
     for budget in options.budget or sorted({-(-model.length // share) for share in SHARES}, reverse=True):
+        # a policy that cannot use a budget gets a note, and the others their rows
         for cls in classes:
             try:
                 policy = _policy(cls, budget, model, options, scorer)
@@ -385,6 +386,7 @@ def _bytes_of_rank(pool: Pool, model: Planned, policy: Policy, prompt: int | Non
         _most_bytes((layout, shares.layers, model.length), policy, shares, prompt)
         for shares in division.shares(retention.budget, retention.window)
     ]
+    # vLLM allocates as many blocks on every rank
     blocks = max(rank.blocks for rank in by_rank)
     needed = sum(rank.blocks * size for rank, size in zip(by_rank, sizes, strict=True))
     largest = pool.request(max(rank.canonical for rank in by_rank), blocks, model.length)
@@ -469,6 +471,7 @@ def _with_scorer_of_shapes(
         roles = {"sinks": SINKS, "window": window, "topk": max(0, settings.budget - SINKS - window)}
         config = make_config(vars(shape), cls.scorer_kind, source="kvpop plan", **roles)
     policy = cls(settings, shape, checkpoint=config)
+    # only shapes count here
     with torch.device("meta"):
         policy.set_tensors(0, dict(build(config).state_dict()))
     return policy

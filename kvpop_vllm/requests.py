@@ -189,6 +189,7 @@ def _retention(policy, budget: object):
         raise ConfigError(f"{BUDGET} must be a whole number of tokens, got {budget!r}")
     if budget < 1:
         raise ConfigError(f"{BUDGET} must be at least 1, got {budget}")
+    # policies with one budget refuse any other below, with a reason of their own
     if budget > policy.max_budget and not policy.one_budget:
         raise ConfigError(f"{BUDGET} {budget} is more than this server allows: lower it to at most {policy.max_budget}")
     try:
@@ -244,6 +245,7 @@ def named(extra_args: Mapping | None, cartridges: Mapping[str, Placed]) -> dict[
             )
             raise UnknownCartridge(f"the cartridge {name!r} does not exist: {advice}")
     placed = {name: cartridges[name] for name in names}
+    # the same slots at two places would count twice in every softmax
     if len({cartridge.digest for cartridge in placed.values()}) < len(placed):
         raise ConfigError(f"{CARTRIDGES} names a cartridge twice, by two names of it: name each once")
     return placed

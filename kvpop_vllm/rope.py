@@ -41,6 +41,7 @@ def rope_of(config: Mapping) -> dict:
     theta = rope.get("rope_theta", config.get("rope_theta"))
     rope["rope_theta"] = DEFAULT_THETA if theta is None else theta
     factor = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    # a factor of 1 is the default, which must not make two configs differ
     if factor not in (None, 1):
         rope["partial_rotary_factor"] = factor
     if unrotated := [i for i, rotates in enumerate(config.get("no_rope_layers") or ()) if not rotates]:
@@ -48,6 +49,7 @@ def rope_of(config: Mapping) -> dict:
     rope |= {name: config[name] for name in SCALED_BY_POSITION if config.get(name)}
     if rope["rope_type"] in ("llama3", "yarn") and config.get("max_position_embeddings"):
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    # 10000 and 10000.0 in config.json are the same rotation
     return {name: float(value) if type(value) is int else value for name, value in sorted(rope.items())}
 
 
@@ -135,6 +137,7 @@ def turned(k: torch.Tensor, shift: int | torch.Tensor, rope: Mapping | None) -> 
         return k
     assert UNROTATED not in rope, "these are the rope parameters of a model: take those of a layer"
     frequencies = inverse_frequencies(rope, k.shape[-1]).to(k.device).double()
+    # unchanged bits, which float64 arithmetic would round
     if isinstance(shift, int) and not shift:
         return k
     angles = shift.unsqueeze(-1) * frequencies if isinstance(shift, torch.Tensor) else shift * frequencies

@@ -30,6 +30,7 @@ def reading(path: Path) -> Iterator[None]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         with open(path, "rb") as file:
             start = file.read(2)
+        # a zip archive, as torch writes, or a pickle's protocol byte
         pickled = start == b"PK" or start[:1] == b"\x80"
         advice = "it is a pickle, convert it with 'kvpop import'" if pickled else "copy or write it again"
         raise ConfigError(f"{path} is not a complete safetensors file ({reason}): {advice}") from None
@@ -72,6 +73,7 @@ def write_files(
         OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # the config is renamed last: where it is, the tensors are complete
     with replacing(folder / config_name) as text, replacing(folder / tensors_name) as draft:
         text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_tensors(tensors, draft, mode_of=text)

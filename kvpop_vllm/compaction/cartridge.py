@@ -252,6 +252,7 @@ def _check_headers(config: CartridgeConfig, headers: dict, source: str) -> list[
                 raise ConfigError(
                     f"{source}: tensor {name} has shape {actual_shape}, expected {shape}: write the cartridge again"
                 )
+            # the first tensor's dtype is that of all keys and values
             dtype = dtype or kind
             allowed = ("F32",) if part == "bias" else tuple(DTYPES) if kind == dtype else (dtype,)
             if kind not in allowed:
@@ -325,9 +326,11 @@ def _weights_digest(folder: Path) -> str | None:
     for path in paths:
         with open(path, "rb") as file:
             size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
+            # a length beyond the file is what a cut download leaves
             if length > size - 8:
                 raise ConfigError(f"{path} is not a complete safetensors file: download the model again")
             digest.update(file.read(length))
+            # samples, because hashing all weights takes long
             for place in range(8 + length, size, max(SAMPLE_BYTES, (size - length) // SAMPLES)):
                 file.seek(place)
                 digest.update(file.read(SAMPLE_BYTES))
@@ -398,6 +401,7 @@ def check_base(
     check_same_model(made_for, properties, source, f"give a {kind} of this model", name)
     digests = {"config": _config_digest(resolved, name), "weights": _weights_digest(Path(folder)) if folder else None}
     for key, value in digests.items():
+        # None means that one of both has no weights to compare
         if None not in (value, config.base[key]) and value != config.base[key]:
             difference = "other weights" if key == "weights" else "a model of other sizes"
             raise ConfigError(f"{source} was made for {difference} than those of {name}: give a {kind} of this model")

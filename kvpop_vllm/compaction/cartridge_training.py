@@ -133,8 +133,10 @@ def train_cartridge(
     settings = (
         {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": began_as, "head": place.head}
     )
+    # before the model is loaded, so that another --out is refused at once
     check_same_run(Path(out), settings)
 
+    # an engine has the memory to itself until the conversations are made
     loaded = None if engine else load(model, options.dtype)
     path, conversations = run / "conversations.jsonl", []
     if training.steps:
@@ -238,6 +240,7 @@ class CacheTrainer(CosineLoop):
         count, size = len(self.conversations), self.size
         members = []
         for place in range(step * size, (step + 1) * size):
+            # each epoch has its own order, which follows from the seed, so that a stopped run goes on with it
             if not members or place % count == 0:
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place // count)
                 order = torch.randperm(count, generator=generator).tolist()

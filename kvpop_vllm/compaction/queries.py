@@ -106,6 +106,7 @@ def self_study(
         cache.update(k.unsqueeze(0), v.unsqueeze(0), i)
     device = caches[0][0].device
     sequences, used = [], []
+    # our attention function needs an argument that generate() does not pass
     model.set_attn_implementation("sdpa")
     try:
         with torch.random.fork_rng():
@@ -125,6 +126,7 @@ def self_study(
                 )
                 cache.crop(len(tokens) - cache.get_seq_length())  # the number to remove, negative
                 sequences.append(generated[0, len(tokens) :].tolist())
+                # the last token of the prompt predicts the answer's first
                 used.append(len(start) - 1)
                 done()
     finally:

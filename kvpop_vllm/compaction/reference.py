@@ -90,6 +90,7 @@ class Fitting:
         parts = [self._fit(by_head, keys, values, layer, i, scale) for i in range(len(self.chunks))]
         compact = self._joined(parts, values.dtype)
         self.layers.append(compact)
+        # with on_policy later layers see the queries that the compact cache will get
         cache = compact if self.on_policy else (keys, values, None)
         out = attend(q, k, v, scale, *cache, self.segments.to(q.device))
         self.done()
@@ -98,10 +99,12 @@ class Fitting:
     def _fit(self, by_head, keys, values, layer, number, scale) -> list[tuple[torch.Tensor, ...]]:
         """Return keys, values and biases of each head for one chunk."""
         a, b = self.chunks[number]
+        # a draw for each layer and chunk, whatever the order in which they run
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 1009 + number)
         rows = torch.nonzero(self.used & ((self.about == number) | (self.about < 0))).squeeze(1)
         pairs = torch.randperm(len(rows) * by_head.shape[1], generator=generator)[: self.queries]
         q = by_head[:, (pairs % by_head.shape[1]).to(keys.device), rows[pairs // by_head.shape[1]].to(keys.device)]
+        # one product for all heads where their slots are equal in number
         counts = [self._share(int(count), number) for count in self.budgets[layer]]
         if len(set(counts)) == 1:
             return list(zip(*match(q, keys[:, a:b], values[:, a:b], counts[0], scale, self.options), strict=True))

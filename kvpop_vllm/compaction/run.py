@@ -108,6 +108,7 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
     slots, budgets = slots_of(options, base)
     if slots != options.slots:
         print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
+    # cheap checks come before the model is loaded
     place = place_of(load_tokenizer(model), options.place, options.system)
     text, corpus = corpus_of(place, data)
     check_length(place, len(corpus), slots, options.method, positions_of(read_model_config(model)))
@@ -148,6 +149,7 @@ def check_length(place: Place, corpus: int, slots: int, method: str, positions: 
         raise ConfigError(
             f"the chat has {len(place.head)} tokens before the corpus, and {slots} slots are no more: raise --slots"
         )
+    # its reference tokens must fit after the corpus
     if method == "attention-matching":
         room_behind(place, corpus, positions, REPEAT)
     elif tokens < slots:
@@ -210,6 +212,7 @@ def layers_of(
     """
     positions, tokens = positions_of(model.config), place.around(corpus)
     if options.method != "attention-matching":
+        # the last tokens still follow the head, as in a chat that is cut
         part = tokens[:slots] if options.method == "first" else place.head + tokens[len(place.head) - slots :]
         return [(k, v, None) for k, v in read_corpus(model, part)], slots
     size = options.chunk or len(corpus)

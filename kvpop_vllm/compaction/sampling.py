@@ -33,7 +33,9 @@ class Branches:
         rows, new, branch_length = q.shape[0], q.shape[2], k.shape[2]
         by_head = q.unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 3)  # [H, R * G * new, D]
         near_q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [R, H, G * new, D]
+        # all rows share the prefix, so that one product per head reads its keys once
         far = (by_head @ far_k.mT).unflatten(1, (rows, -1)).transpose(0, 1)
+        # causal among the branch's own tokens
         order = torch.arange(branch_length - new, branch_length, device=q.device).unsqueeze(1) >= torch.arange(
             branch_length, device=q.device
         )
@@ -66,6 +68,7 @@ class TransformersSampler:
     @torch.inference_mode()
     def __call__(self, prefix, prompts, new, seeds) -> list[Answer]:
         """Return an answer to each prompt."""
+        # questions and answers about a chunk have the same prefix
         if self.tokens != list(prefix):
             self.tokens = list(prefix)
             self.prefix = read_corpus(self.model, self.tokens)
@@ -86,6 +89,7 @@ class TransformersSampler:
                 attend=attend,
             ).last_hidden_state[:, -1]
             logp = self.model.get_output_embeddings()(hidden).float().log_softmax(-1).cpu()
+            # drawn on the CPU, so that a seed means the same on every device
             chances = (logp / TEMPERATURE).softmax(-1)
             ids = torch.stack([row.multinomial(1, generator=draws[i]) for row, i in zip(chances, going, strict=True)])
             _add([answers[i] for i in going], ids, logp)
@@ -94,6 +98,7 @@ class TransformersSampler:
                 break
             if ended.any():
                 going = [i for i, end in zip(going, ended.tolist(), strict=True) if not end]
+                # rows that have ended leave the batch
                 attend.keep(~ended.to(device))
                 ids, places = ids[~ended], places[~ended.to(device)]
             ids, places = ids.to(device), places[:, -1:] + 1
@@ -113,6 +118,7 @@ def _add(answers: Sequence[Answer], tokens: torch.Tensor, logp: torch.Tensor) ->
     true = logp.gather(1, tokens)
     for row, answer in enumerate(answers):
         ids, values, token = best.indices[row].tolist(), best.values[row].tolist(), int(tokens[row])
+        # the sampled token counts even where it is not among the likeliest
         if token not in ids:
             ids, values = [*ids, token], [*values, float(true[row])]
         answer.tokens.append(token)

@@ -29,6 +29,7 @@ class TrainedCache(torch.nn.Module):
         self.bias = [layer[2] for layer in layers]
         self.dtype = layers[0][0].dtype
         for name, part in (("k", 0), ("v", 1)):
+            # float32, because updates of the learning rate's size vanish in bfloat16
             rest = [torch.nn.Parameter(layer[part][:, FROZEN:].detach().float().clone()) for layer in layers]
             setattr(self, name, torch.nn.ParameterList(rest))
 
@@ -86,6 +87,7 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     """
     device, tokens, places, used = layers[0][0].device, [], [], []
     for conversation in pack:
+        # the position before an answer's first token predicts it
         first = len(tokens) + len(conversation.prompt) - 1
         used += range(first, first + len(conversation.answer))
         tokens += conversation.prompt + conversation.answer
@@ -96,6 +98,7 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     for conversation in pack:
         ids, chances, rest = (tensor.to(device) for tensor in sparse_teacher(conversation))
         answer = logp[place : place + len(conversation.answer)]
+        # all other tokens are one outcome, with the mass that the teacher left them
         rest_logp = answer.scatter(1, ids, -torch.inf).logsumexp(-1)
         total = total - (chances * answer.gather(1, ids)).sum() - (rest * rest_logp).sum()
         entropy += float(torch.special.entr(chances).sum() + torch.special.entr(rest).sum())

@@ -40,6 +40,7 @@ def main(source: Path, target: Path) -> None:
         ValueError: the file holds something else than a cartridge.
     """
     size = source.stat().st_size
+    # a hostile file can neither fill the memory nor the disk, nor leave a core
     resource.setrlimit(resource.RLIMIT_AS, (BESIDE + 4 * size, BESIDE + 4 * size))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + (1 << 20), 2 * size + (1 << 20)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -50,6 +51,7 @@ def main(source: Path, target: Path) -> None:
     if unknown := sorted(set(tensors) - set(NAMES), key=str):
         raise ValueError(f"unknown key {unknown[0]!r}")
     named = {f"{NAMES[n]}.{i}": t for n, value in tensors.items() for i, t in enumerate(tensors_of(value, n))}
+    # views of one storage could stand for many times the file
     if sum(t.numel() * t.element_size() for t in named.values()) > 2 * size:
         raise ValueError("tensors that are larger than the file")
     save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}, target)

@@ -146,6 +146,7 @@ class TransformersRun(Run):
 
     def generate(self, prompts, new, stop, sampling=GREEDY, seeds=None) -> list[list[int]]:
         """Return answers. See :meth:`Run.generate`. Prompts of one length run together, without padding."""
+        # without pads a row's answer does not depend on the others of its batch
         by_length: dict[int, list[int]] = {}
         for number, prompt in enumerate(prompts):
             by_length.setdefault(len(prompt), []).append(number)
@@ -167,6 +168,7 @@ class TransformersRun(Run):
             hidden = self._forward(tokens, request, length - tokens.shape[1])
             tokens = choose(self.logits(hidden[:, -1]).cpu(), sampling, draws).unsqueeze(1)
             columns.append(tokens)
+            # ended rows stay in the batch, since the cache of a policy drops no rows
             ended |= torch.isin(tokens[:, 0], torch.tensor(sorted(stop), dtype=torch.int64))
             if ended.all():
                 break

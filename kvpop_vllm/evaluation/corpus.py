@@ -103,6 +103,7 @@ def used(k: torch.Tensor, bias: torch.Tensor | None) -> int:
 
 def now(device: torch.device) -> float:
     """Return the time in seconds when a device has done its work."""
+    # kernels run asynchronously, and without this only their launch would be timed
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.monotonic()
@@ -161,6 +162,7 @@ class Corpus:
         began = now(self.device)
         full = read_corpus(self.model, tokens)
         cache = Cache([(k, v, None) for k, v in full], len(tokens), now(self.device) - began)
+        # the sampler need not read the document again
         self.sampler.tokens, self.sampler.prefix = tokens, full
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
         prompts = [self.place.asking(prompt) for prompt in opened]
@@ -205,6 +207,7 @@ class Corpus:
         else:
             tokens = self.place.around(exam.tokens)
             held_tokens, made_layers = self._held(method.removeprefix(POLICY), slots, tokens)
+            # only the policy's prefill counts, not the selection for the comparison
             seconds = now(self.device) - began  # its own cache has the tokens that are held
             if made_layers[0][0].shape[1]:
                 layers = [

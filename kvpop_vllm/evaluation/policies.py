@@ -112,6 +112,7 @@ class PolicySpec:
             policy = policies.get(self.policy)(settings, model)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {str(error).replace('--kv-', '--')}") from None
+        # shares under test take the place of the allocator's
         if self.shares is not None:
             policy.allocate = functools.partial(proportional, self.shares)
         retention = policy.retention
@@ -205,6 +206,7 @@ class ResolvedPolicy:
     def whole(self) -> int:
         """Length up to which every head holds all tokens, whatever they are."""
         rule = self.rules[0]
+        # a threshold evicts even while slots are free
         return rule.sinks + rule.window if rule.threshold is not None else self.least
 
     def on_dense(
@@ -239,6 +241,7 @@ class ResolvedPolicy:
         if not positions or self.protect or any(len(held_mask.sum(-1).unique()) > 1 for held_mask in held_masks):
             return None, out
         log_gamma = self.rules[layer].log_gamma.to(v.device)
+        # without a scorer the teacher's scores do not decay
         decay = log_gamma if self.spec.scorer else torch.zeros_like(log_gamma)
         return judge.recall_of(held_masks, decay, self.roles, positions), out
 

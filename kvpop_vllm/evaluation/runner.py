@@ -73,6 +73,7 @@ class Setting:
             too_many = resolved.roles.budget
             resolved = self._deploy(spec, model, plain.block_slots * (cdiv(too_many, plain.block_slots) - 1))
         fits = resolved
+        # bisection between a budget that fits and one that does not
         while too_many <= self.budget and too_many - fits.roles.budget > 1:
             between = self._deploy(spec, model, (fits.roles.budget + too_many) // 2)
             if between.request_bytes(self.length, dtype, self.prompt).allocated <= largest:
@@ -149,6 +150,7 @@ def evaluate(
     for number, row in enumerate(rows):
         for length in sorted(set(lengths)):
             tokens = row[None, :length].to(device)
+            # one dense pass judges all policies at this length
             pairs = [(resolved, [s for s in chosen if s.length == length]) for resolved, chosen in runs]
             pairs = [(resolved, chosen) for resolved, chosen in pairs if chosen]
             base = {"row": number, "length": length}

@@ -54,9 +54,11 @@ def bootstrap_ratio(
     np.add.at(sums, unit, np.stack([numerators, denominators], 1).astype(float))
     if len(sums) < LEAST:
         raise ConfigError(f"an interval needs at least {LEAST} documents or problems, got {len(sums)}: raise --rows")
+    # resampling units with replacement is drawing how often each occurs
     counts = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), DRAWS)
     above, below = (counts @ sums).T
     says = below > 0
+    # a draw without any denominator says nothing and widens both ends
     ratios = above / np.where(says, below, 1)
     low = np.quantile(np.where(says, ratios, -np.inf), 0.025, method="lower")
     high = np.quantile(np.where(says, ratios, np.inf), 0.975, method="higher")
@@ -85,6 +87,7 @@ def estimate(
         return {name: sum(numerators) / sum(denominators)}
     value, low, high = bootstrap_ratio(numerators, denominators, units=units)
     if shares:
+        # exact bounds of n units that all agree, of which every resample is the same
         all_of_n = 0.025 ** (1 / len(set(units)))
         low, high = min(low, all_of_n), max(high, 1 - all_of_n)
     return {name: value, name + INTERVAL: (low, high)}

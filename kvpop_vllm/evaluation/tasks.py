@@ -153,6 +153,7 @@ def collected(
     def write(line: dict) -> dict:
         if file:
             file.write(json.dumps(line) + "\n")
+            # a run that is stopped keeps what it has measured
             file.flush()
         return line
 
@@ -352,6 +353,7 @@ class Replay:
         for number, row in enumerate(self.material[length]):
             predictions = replay.predictions(run, row)
             if number == len(dense):
+                # the first run is the dense one, and later ones are compared with it
                 dense.append(predictions)
             exact = dense[number] if self.teacher else dense[number]._replace(logits=run.logits)
             yield {"row": number, "unit": self.units[number]} | replay.compare(predictions, row, exact, bucket)

@@ -138,9 +138,11 @@ class Step(GateInputs):
         self._check_turn(layer)
         gate = cache.gates[layer]
         device = cache.device or q.device
+        # the gate runs where the model is, and the kernels may run elsewhere
         gate_scores = None if gate is None else gate.to(k.device)(signals).to(device)
         model_device, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
         pages = cache.layer(layer, q, k, v, scale)
+        # from here on the pages may hold tokens of a pass that is interrupted
         cache.attended.add(layer)
         batch = self._plan(pages).batch(pages.shares)
         return pages.attend(q, k, v, batch, gate_scores, sink_logits).to(model_device)
@@ -217,6 +219,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
         raise ConfigError(
             f"the gate borrows a channel of the queries, which is known where it is in {' and '.join(ARCHITECTURES)} models only: choose another scorer"
         )
+    # another cache of this model may have registered them
     if _before not in decoder._forward_pre_hooks.values():
         with _turn(decoder):
             _restore(decoder)
@@ -224,6 +227,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
         if not hands_on:
             refuse_model(model, ["layers that hand no further arguments on to their attention"])
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
+        # always_call, so that a pass that raises gives the attention back
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
     if borrows:
         borrow_channel(model, borrowed_share(model))
@@ -262,6 +266,7 @@ def _watch_generate() -> None:
     def generate(model, *positional, **named):
         if (cache := cache_in(named)) is None:
             return original(model, *positional, **named)
+        # positional arguments get their names, because the cache may be among them
         by_name = list(signature.bind_partial(model, *positional).arguments.items())[1:]
         named = with_cache(dict(by_name) | named, cache)
         cache.next_text = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
@@ -375,6 +380,7 @@ def _restore(decoder):
     if not hasattr(decoder, NOTE):
         return
     step = _running.get(id(decoder))
+    # a step of this thread is over: its pass was interrupted
     if step is not None and step.thread != threading.get_ident():
         raise RuntimeError(BUSY)
     original, shares = getattr(decoder, NOTE)

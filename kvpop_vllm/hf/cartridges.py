@@ -68,6 +68,7 @@ def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn
     for folder in folders:
         config, layers, _ = read_cartridge(folder)
         check_base(config, model.config.get_text_config(), str(folder))
+        # each cartridge is turned to the position after those in front of it
         parts.append([layer_at(config, i, layer, slots) for i, layer in enumerate(layers)])
         slots += config.slots
         heads.append(config.head)

@@ -49,6 +49,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     reasons = unserved(text, features, tokens)
     if not model._can_set_attn_implementation():
         reasons.append("attention that transformers cannot exchange")
+    # last, because it says least about what the model has
     if not reasons and not _attends(decoder, blocks, text):
         reasons = ["no layers that have a self_attn of the decoder's config"]
     if reasons:
@@ -144,9 +145,11 @@ def columns_of_tokens(
             f"attention_mask is {shape} and must be a tensor of shape {expected}: a column for each token so far, pads too; for another"
             " text, reset() the KVpopCache first"
         )
+    # decoding on an accelerator, where the mask is not read
     if not look:
         return [1] * len(lengths)
     real = mask.bool().cpu()
+    # a zero after a one
     if bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError(
             "attention_mask has zeros after a row's first token: pad on the left (padding_side='left'), and continue rows "

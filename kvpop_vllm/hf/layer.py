@@ -51,6 +51,7 @@ class SequenceLengths:
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
         one = all(count == 1 for count in counts)
+        # a number needs no copy from the host, so that a decode step does not wait
         self.positions.add_(1 if one else torch.tensor(counts, device=self.positions.device))
 
     def allocated_bytes(self) -> int:
@@ -116,6 +117,7 @@ class LayerPages:
         for array, values in ((self.pages.k, k), (self.pages.v, v), (self.pages.score, bias)):
             array[first:] = values.to(array).unflatten(1, (count, size)).transpose(0, 1)
         blocks = torch.arange(first, first + count, dtype=torch.int32, device=k.device)
+        # all rows read the same blocks, which nothing writes to
         self.prefix_table = blocks.expand(rows, -1).contiguous()
 
     def _extend(self, blocks: int) -> None:
@@ -134,6 +136,7 @@ class LayerPages:
         If the rule compresses prompts, 0 tokens free the pages of the prompts that it has compressed.
         """
         rows, have = self.prefix_table.shape
+        # the prompts are compressed, and the pages that held them are freed
         if self.rule.compresses and not tokens and have:
             self.pages = self.pages.layout.view(self.pages.raw[: self.table[:, 0].numel()].clone())
             self.prefix_table = self.prefix_table[:, :0].clone()
@@ -231,6 +234,7 @@ class LayerPages:
     @property
     def _made_table(self) -> torch.Tensor:
         """Blocks ``[R, P]`` of the slots that are made of the rows' prompts: those of the tails, from the last one on."""
+        # the tail fills its blocks from the first one on, and made slots from the last
         return self.table[:, 0].flip(1)
 
     @property
@@ -259,7 +263,9 @@ class LayerPages:
         gate_scores = None if gate_scores is None else gate_scores.flatten(0, 1)
         pages = self.pages.by_region() if self.divided else self.pages
         if self.shifted:
+            # the score of token t comes with token t + 1
             gate_scores = shift(gate_scores, pages, batch, self.rule.sinks)
+        # pads of a prefill are not written, and must not be NaN
         out = torch.empty_like(q) if batch.decodes else torch.zeros_like(q)
         if sink_logits is not None:  # of this pass, since weights may change
             sink_logits = sink_logits.detach().to(q.device, torch.float32).contiguous()
@@ -279,6 +285,7 @@ class LayerPages:
         )
         budgets, table = (tensor[0].cpu() for tensor in self.shares.place(0, *place))
         pages = self.pages.by_region() if self.divided else self.pages
+        # one copy instead of many small ones
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
         if not compressed:

@@ -25,6 +25,7 @@ class AllocatedLayers:
         Raises:
             ValueError: as :meth:`_check_unrecorded`, if the pages must be moved.
         """
+        # protecting more tokens moves pages, and a graph would write to the old ones
         if self._recorded and self._most_protected > layer.prefix_room:
             self._check_unrecorded()
         with torch.inference_mode(False):

@@ -45,6 +45,7 @@ class Rows:
         They are the largest budget and the first row's protection.
         """
         budget = self.budget
+        # pages are allocated for the largest budget
         if _several(budget):
             if wrong := [entry for entry in budget if type(entry) is not int]:
                 raise ConfigError(f"budget must be an integer for each row, got {wrong[0]!r}")
@@ -87,6 +88,7 @@ class Rows:
 
     def head_budgets(self, policy: Policy) -> dict[int, list[list[int]]] | None:
         """Return the budgets ``[layers][H]`` of the heads by the B of the rows, or None if all heads have their row's."""
+        # the kernels then take one number for all heads of a row
         if not policy.unequal:
             return None
         budgets = self.budget if _several(self.budget) else [policy.retention.budget]

@@ -58,6 +58,7 @@ class SavedCache:
             "kv_dtype": str(self._layers[0].pages.layout.dtype).removeprefix("torch."),
             "scales": [float(self._layers[i].attention.scale) for i in range(len(self))],
         }
+        # as it will be read, because the digest covers it
         config = json.loads(json.dumps(config))
         config["digest"] = digest_of([config, tensors])
         write_folder(Path(folder), CONFIG_NAME, SCHEMA.header | config, TENSORS_NAME, tensors)
@@ -81,6 +82,7 @@ class SavedCache:
                 cartridges may be elsewhere than when the cache was saved. Other arguments must stay as they were.
         """
         saved, tensors = read(folder)
+        # cheap checks first, so that no pages are allocated for a wrong model
         check_model(model, saved["settings"].get("max_length"))
         _check_saved_with(saved, decoder_of(model), str(folder))
         cache = cls(model, device=device, **settings_to_load(saved["settings"], settings, str(folder)))
@@ -100,6 +102,7 @@ class SavedCache:
             raise RuntimeError(
                 "a KVpopCache that is empty, or broken off in a pass, cannot be saved: begin with a prompt"
             )
+        # the digest of the weights needs the model
         if self._decoder() is None:
             raise RuntimeError("the model of this KVpopCache is gone: save() the cache before the model is deleted")
         if any(clock.positions.tolist() != self._lengths for clock in self._lengths_by_device.values()):
@@ -156,6 +159,7 @@ class SavedCache:
             raise ConfigError(f"{source} has numbers of other rows or layers than the cache: save the cache again")
         prefix = max(map(min, saved["protected"], saved["lengths"])) - self._cartridges.count
         slots = rows * shape.num_layers * shape.num_kv_heads * (self.policy.retention.budget + prefix)
+        # a small file must not make us allocate many pages
         if slots * 2 * shape.head_dim > sum(tensor.nbytes for tensor in tensors.values()):
             raise ConfigError(f"{source} has fewer slots than the cache: save the cache again")
         self._rows.check_number(rows)
@@ -166,6 +170,7 @@ class SavedCache:
         self._lengths, self.protected = saved["lengths"], saved["protected"]
         self.text = tensors.take("text") if "text" in tensors.remaining else None
         layers, shape = self._decoder().layers, self.policy.model
+        # the policy counts its own layers, and the model all
         for i, index in enumerate(shape.layers or range(len(self))):
             like = torch.empty(
                 (len(self._lengths), shape.num_kv_heads, 0, shape.head_dim),

@@ -69,6 +69,7 @@ class Proportional:
 
 def _whole(sizes: torch.Tensor) -> torch.Tensor:
     """Return ``sizes`` rounded to integers in a way that preserves their sum."""
+    # differences of rounded sums add up to the rounded sum of all
     return sizes.cumsum(0).round().long().diff(prepend=torch.zeros(1, dtype=torch.int64))
 
 

@@ -40,6 +40,7 @@ class Learned(Policy):
             raise ConfigError("--kv-map is for full checkpoints of other authors, and the model is none: leave it out")
         elif self.checkpoint is not None:
             source = "the checkpoint's kvpop section"
+            # vLLM's loader brings the tensors later, layer by layer
             self.config, self._layers = self.checkpoint, [{} for _ in range(self.checkpoint.num_layers)]
         else:
             raise ConfigError(
@@ -115,6 +116,7 @@ class Gated(Learned):
     @property
     def graph(self):
         shapes = {name: tuple(tensor.shape) for name, tensor in sorted(self.loaded(0).items())}
+        # budgets do not change what is compiled
         return f"{replace(self.config, sinks=0, window=1, topk=0, trained=(), shares=())} {shapes}"
 
 

@@ -71,6 +71,7 @@ def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]],
 def _check_shape(label: str, actual: tuple[int, ...], shape: tuple, sizes: dict[str, int]) -> None:
     if len(actual) == len(shape):
         for axis, length in zip(shape, actual, strict=True):
+            # a named axis has the size that its first tensor shows
             if isinstance(axis, str):
                 sizes.setdefault(axis, length)
     expected = tuple(sizes.get(axis, axis) for axis in shape)
@@ -106,6 +107,7 @@ def is_published_scorer(folder: str | Path) -> bool:
         return False
     path = Path(folder) / CONFIG_NAME
     config = read_json(path, "write the scorer again") if path.is_file() else None
+    # authors of checkpoints call their files by the same name
     return not isinstance(config, dict) or config.get("format") != SCHEMA.header["format"]
 
 
@@ -192,6 +194,7 @@ def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source:
         match = re.match(r"^layers\.(0|[1-9][0-9]{0,8})\.(.+)$", name)
         if match is None or int(match[1]) >= config.num_layers:
             raise ConfigError(f"{source}: unexpected tensor {name!r}")
+        # both layouts at once would leave open which tensor counts
         if match[2] in layers[int(match[1])]:
             raise ConfigError(f"{source}: tensor {name!r} is there under two names")
         floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()

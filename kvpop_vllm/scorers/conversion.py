@@ -55,10 +55,12 @@ def _layer(checkpoint: Checkpoint, reading: Reading, layer: int) -> dict[str, to
     for name in ("igate.bias", "fgate.bias", "out.bias"):
         tensors.setdefault(name, torch.zeros(heads))
     if reading.formula["norm"] is not None and reading.formula["norm_weight"] == "1 + w":
+        # our kernels multiply by the weight as it is
         tensors["norm.weight"] = 1 + tensors["norm.weight"]
     if reading.formula["inputs"] == "value key":
         for name in ("q_proj", "k_proj", "v_proj", "igate.weight", "fgate.weight", "skip.weight"):
             if name in tensors:
+                # our inputs are [key; value]
                 tensors[name] = tensors[name].roll(dim, 1)
     if reading.formula["norm"] == "layer":  # the readout is linear in the values: centred values give a centred readout
         identity = torch.cat([torch.zeros(dim, dim), torch.eye(dim)]).expand(heads, -1, -1)

@@ -99,6 +99,7 @@ def _decays(checkpoint: Checkpoint, pieces: Pieces) -> list[str]:
     by_name = next((kind for hint, kind in (("logit", "logit"), ("alpha", "logit"), ("log", "log"), ("gamma", "gamma")) if hint in name), None)  # fmt: skip
     named = facts["decay"] or by_name
     values = torch.stack([arranged(checkpoint, pieces["decay"], i, ("head",)) for i in range(checkpoint.small.layers)])
+    # any number is a logit, a logarithm is at most 0, and a factor is in (0, 1]
     able = {"logit": True, "log": bool((values <= 0).all()), "gamma": bool(((values > 0) & (values <= 1)).all())}
     if named and not able[named]:
         raise ConfigError(
@@ -111,6 +112,7 @@ def reading_of(checkpoint: Checkpoint, map_file: str | Path | None = None) -> Re
     """Return the reading in a map, or the only one that fits."""
     if map_file is not None:
         return read_map(map_file)
+    # contradictions in the config are never resolved by a guess
     if checkpoint.facts.findings:
         raise ConfigError(
             f"{checkpoint.facts.findings[0]}; or give a map (--kv-map), which 'kvpop inspect-checkpoint' writes"

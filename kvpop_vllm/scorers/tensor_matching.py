@@ -118,6 +118,7 @@ def _split(group: dict[str, tuple[int, ...]], sizes: Sizes, source: str) -> Iter
     axis_words: dict[str, int] = {}
     for i in numbered:
         values, before = {row[i] for row in rows.values()}, first[i - 1] if i else ""
+        # a number after "layers" is the layer, whatever the others are
         if "layer" not in axis_words and re.fullmatch(r"layers?|blocks|h", before):
             _check_layers(values, rows, i, sizes.layers, source)
             axis_words["layer"] = i
@@ -125,6 +126,7 @@ def _split(group: dict[str, tuple[int, ...]], sizes: Sizes, source: str) -> Iter
             axis_words["layer"] = i
         elif "head" not in axis_words and sizes.heads > 1 and values == set(map(str, range(sizes.heads))):
             axis_words["head"] = i
+        # the number is neither a layer nor a head, so that each value is a tensor of its own
         elif len(values) > 1:
             for value in sorted(values):
                 yield from _split({n: s for n, s in group.items() if rows[n][i] == value}, sizes, source)
@@ -205,10 +207,12 @@ def patterns(shape: tuple[int, ...], axes: frozenset[str], sizes: tuple[tuple[st
         if length == 1:
             yield from ((["1", *words], out) for words, out in place(rest[1:], left, begun))
         for names in [(axis,) for axis in sorted(left)] + [merge for merge in MERGES if left.issuperset(merge)]:
+            # layers come first or in the names
             if begun and names[0] == "layer":
                 continue
             fixed = math.prod(axis_sizes[axis] for axis in names if axis in axis_sizes)
             unknown = "out" in names and "out" not in axis_sizes
+            # the axes do not fill this length
             if length % fixed or (not unknown and fixed != length) or (unknown and length // fixed < 2):
                 continue
             text = names[0] if len(names) == 1 else f"({' '.join(names)})"
@@ -335,6 +339,7 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
                 f"{source}: tensor {stack.template} {list(stack.shape)} is no piece of an mLSTM scorer of {sizes.heads} heads with"
                 f" keys and values of {sizes.dim}: see 'kvpop inspect-checkpoint {source}'"
             )
+    # the fewest choices first, which ends the search early
     options.sort(key=lambda option: len(option[1]))
     complete: list[Pieces] = []
 
@@ -350,6 +355,7 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
                 choose(i + 1, chosen | pieces, bound | implied)
 
     choose(0, {}, {})
+    # authors arrange like tensors alike, which leaves few readings
     fewest = min(map(_orders, complete), default=0)
     alike = [chosen for chosen in complete if _orders(chosen) == fewest]
     return [{piece: chosen[piece] for piece in PIECES if piece in chosen} for chosen in alike[:MOST]]

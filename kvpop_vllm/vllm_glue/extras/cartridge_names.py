@@ -80,6 +80,7 @@ class CartridgeNames:
             raise ConfigError(
                 "requests share cartridges as prefixes: leave --no-enable-prefix-caching, or cartridges, out"
             )
+        # nobody would write the cartridges again after a wake-up
         if model.enable_sleep_mode:
             raise ConfigError(
                 "a sleeping engine throws its KV cache away: leave --enable-sleep-mode out to load cartridges"

@@ -80,6 +80,7 @@ class CartridgeBlocks:
         """Return the number of blocks of a cartridge."""
         count, size = slots // self.spec.block_size, self.spec.block_size
         all_slots = [slots, *(len(loaded.blocks) * size for loaded in self.loaded.values())]
+        # a pool without room for the longest request would wait for ever
         needed = self.spec.set_aside(all_slots) + self.spec.most_blocks(self.longest)
         if needed >= self.pool.num_gpu_blocks:
             raise ConfigError(
@@ -122,6 +123,7 @@ class CartridgeBlocks:
     def _copied(self, request_id: str, digest: str, offset: int) -> list[KVCacheBlock]:
         """Return the blocks of a cartridge whose first slot is at position ``offset``, made if need be."""
         source, key = self.loaded[digest], (digest, offset)
+        # requests share the copy of a cartridge at the same position
         if key not in self.copies:
             blocks = self.pool.get_new_blocks(len(source.blocks))
             numbers = [[block.block_id for block in run] for run in (source.blocks, blocks)]

@@ -71,6 +71,7 @@ class Record:
 
     def note(self, length: int, held_mask: np.ndarray) -> None:
         """Note which tokens are held, ``held_mask [layers, H, length]``."""
+        # the array doubles, so that a long answer does not copy it at each token
         if (have := self.left.shape[2]) < length:
             self.left = np.pad(self.left, ((0, 0), (0, 0), (0, max(length + ROOM, 2 * have) - have)))
         left = self.left[..., :length]
@@ -122,6 +123,7 @@ class Inspector:
                 continue
             tokens = request.num_computed_tokens - len(drafts.get(name, ()))
             row, record = Row.of(self.scheduler, request, tokens), self._record(request)
+            # nothing is evicted from a prefix, so that the workers need not be asked
             if row.seen < row.slots.prefix + (not self.policy.compresses):
                 record.note(row.seen, np.ones((*self.shape, row.seen), bool))
             else:
