@@ -38,7 +38,7 @@ from kvpop_vllm.compaction.conversations import (
     make_conversations,
     read_conversations,
 )
-from kvpop_vllm.compaction.prompt_place import place_of
+from kvpop_vllm.compaction.prompt_place import Place, place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import CompactOptions, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
@@ -114,15 +114,7 @@ def train_cartridge(
     tokenizer, positions = load_tokenizer(model), positions_of(read_model_config(model))
     place = place_of(tokenizer, options.place, options.system)
     text, tokens = corpus_of(place, data)
-    start = (
-        read_start(training.init, model, slots, place.head)
-        if training.init and looks_like_cartridge(training.init)
-        else None
-    )
-    if start is None:
-        init_tokens = corpus_of(place, training.init)[1] if training.init else tokens
-        check_length(place, len(init_tokens), slots, "first", positions)
-        first = place.around(init_tokens)[:slots]
+    start, first = _start(training, model, place, slots, tokens, positions)
     room = ROOM + len(place.around([]))
     chunk = chunk_tokens(options.chunk, len(tokens), slots, positions, room)
     arguments = {"slots": slots, "chunk": chunk} | asdict(training)
@@ -138,17 +130,17 @@ def train_cartridge(
 
     # an engine has the memory to itself until the conversations are made
     loaded = None if engine else load(model, options.dtype)
-    path, conversations = run / "conversations.jsonl", []
+    conversations = []
     if training.steps:
         stop = stop_tokens(model, tokenizer)
-        local_sampler = nullcontext(TransformersSampler(loaded, stop)) if loaded is not None else None
-        todo = -(-training.conversations // ROUND) - _rounds(path, training.conversations)
-        if todo:
-            many, how = training.conversations, {"longest": chunk, "seed": options.seed}
-            start_engine = local_sampler or engine(model, options.dtype, chunk + room, stop)
-            with start_engine as sample, progress(todo, "rounds of conversations") as tick:
-                make_conversations(path, place, tokens, many, sample, **how, done=lambda: tick(1))
-        conversations = read_conversations(path)
+
+        def start_sampler() -> AbstractContextManager[Sampler]:
+            if loaded is not None:
+                return nullcontext(TransformersSampler(loaded, stop))
+            return engine(model, options.dtype, chunk + room, stop)
+
+        path, how = run / "conversations.jsonl", {"longest": chunk, "seed": options.seed}
+        conversations = _conversations(path, place, tokens, training.conversations, start_sampler, **how)
     loaded = load(model, options.dtype) if loaded is None else loaded
     layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
     cache = TrainedCache(layers).to(next(loaded.parameters()).device)
@@ -165,6 +157,34 @@ def train_cartridge(
     loss = f"loss {last['loss']:.4f}, " if last else ""
     print(f"{slots} slots for {len(tokens)} tokens, {loss}{time.monotonic() - began:.0f} s: wrote {out}")
     return config
+
+
+def _start(
+    training: Training, model: str, place: Place, slots: int, tokens: list[int], positions: int | None
+) -> tuple[Cartridge | None, list[int]]:
+    """Return the cartridge that training starts from, or None and the tokens whose cache it starts from."""
+    if training.init and looks_like_cartridge(training.init):
+        return read_start(training.init, model, slots, place.head), []
+    init_tokens = corpus_of(place, training.init)[1] if training.init else tokens
+    check_length(place, len(init_tokens), slots, "first", positions)
+    return None, place.around(init_tokens)[:slots]
+
+
+def _conversations(
+    path: Path,
+    place: Place,
+    tokens: list[int],
+    count: int,
+    start_sampler: Callable[[], AbstractContextManager[Sampler]],
+    **how: int,
+) -> list[Conversation]:
+    """Return the conversations of a run. Those that its file lacks are made first."""
+    todo = -(-count // ROUND) - _rounds(path, count)
+    # a finished file needs no engine, whose start takes longest
+    if todo:
+        with start_sampler() as sample, progress(todo, "rounds of conversations") as tick:
+            make_conversations(path, place, tokens, count, sample, **how, done=lambda: tick(1))
+    return read_conversations(path)
 
 
 def read_start(folder: str, model: str, slots: int, head: list[int]) -> Cartridge:
