@@ -106,7 +106,7 @@ def begin_of_text(tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
     return special * count
 
 
-def ids_behind(tokenizer, head: Sequence[int], prompt: str | list[dict]) -> list[int]:
+def ids_after(tokenizer, head: Sequence[int], prompt: str | list[dict]) -> list[int]:
     """Return the ids of a text or of a chat after a cartridge, up to where the model's answer begins.
 
     Args:

@@ -30,7 +30,7 @@ LEAST = 64
 """Fewest reference tokens that must fit after a corpus and an instruction."""
 
 
-def room_behind(place: Place, tokens: int, positions: int | None, prompt: str) -> int:
+def room_after(place: Place, tokens: int, positions: int | None, prompt: str) -> int:
     """Return how many reference tokens fit after a corpus and an instruction.
 
     Args:
@@ -65,7 +65,7 @@ def repeat_prefill(
     """
     start, tokens = place.asking(REPEAT), place.around(corpus)
     first, last = len(place.head), len(tokens) - len(place.end)
-    piece = min(PIECE, room_behind(place, len(corpus), positions, REPEAT))
+    piece = min(PIECE, room_after(place, len(corpus), positions, REPEAT))
     reference = Reference([], [], [])
     for number, (a, b) in enumerate(chunks):
         for piece_start in range(max(a, first), min(b, last), piece):
@@ -113,7 +113,7 @@ def self_study(
             torch.manual_seed(seed)
             for i in range(answers):
                 start = place.asking(PROMPTS[i % len(PROMPTS)])
-                room = room_behind(place, len(corpus), positions, PROMPTS[i % len(PROMPTS)])
+                room = room_after(place, len(corpus), positions, PROMPTS[i % len(PROMPTS)])
                 ids = torch.tensor([*tokens, *start], device=device).unsqueeze(0)
                 generated = model.generate(
                     ids,

@@ -20,7 +20,7 @@ from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, write_cartridge
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.prompt_place import Place, place_of
-from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
+from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_after, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
@@ -151,7 +151,7 @@ def check_length(place: Place, corpus: int, slots: int, method: str, positions: 
         )
     # its reference tokens must fit after the corpus
     if method == "attention-matching":
-        room_behind(place, corpus, positions, REPEAT)
+        room_after(place, corpus, positions, REPEAT)
     elif tokens < slots:
         fewer = tokens // BLOCK_SLOTS * BLOCK_SLOTS
         advice = f"lower --slots to {fewer}" if fewer else f"give at least {BLOCK_SLOTS} tokens"

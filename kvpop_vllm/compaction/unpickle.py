@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 NAMES = {f"{kind}_{part}": f"{kind}_{part}" for kind in ("trainable", "fixed") for part in ("keys", "values")}
 NAMES |= {f"frozen_{part}": f"fixed_{part}" for part in ("keys", "values")}
 """Name in the file to name in the output. Other names are refused."""
-BESIDE = 6 << 30
+OVERHEAD = 6 << 30
 """Bytes of address space for the process itself."""
 
 
@@ -41,7 +41,7 @@ def main(source: Path, target: Path) -> None:
     """
     size = source.stat().st_size
     # a hostile file can neither fill the memory nor the disk, nor leave a core
-    resource.setrlimit(resource.RLIMIT_AS, (BESIDE + 4 * size, BESIDE + 4 * size))
+    resource.setrlimit(resource.RLIMIT_AS, (OVERHEAD + 4 * size, OVERHEAD + 4 * size))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + (1 << 20), 2 * size + (1 << 20)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with torch.serialization.safe_globals([torch.nn.ParameterList]):

@@ -118,7 +118,7 @@ def _held_slots(k: torch.Tensor, v: torch.Tensor, held_mask: torch.Tensor) -> La
     return tuple(torch.cat(part) for part in zip(*heads, strict=True))
 
 
-def _behind_made(k: torch.Tensor, v: torch.Tensor, made_slots: Layer, slots: int) -> Layer:
+def _made_and_last(k: torch.Tensor, v: torch.Tensor, made_slots: Layer, slots: int) -> Layer:
     """Return the made slots of a layer and the last tokens of the document, together ``slots``."""
     near, (own_k, own_v, bias) = slots - made_slots[0].shape[1], (part.to(k.device) for part in made_slots)
     last = [x[:, x.shape[1] - near :].to(like) for x, like in ((k, own_k), (v, own_v))]
@@ -167,11 +167,15 @@ class Corpus:
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
         prompts = [self.place.asking(prompt) for prompt in opened]
         answers = [one.tokens for one in self.sampler(tokens, prompts, ANSWER, seeds)]
-        logp = [self.behind(cache, [prompt_tokens], [a])[0] for prompt_tokens, a in zip(prompts, answers, strict=True)]
+        logp = [
+            self.logp_after(cache, [prompt_tokens], [a])[0] for prompt_tokens, a in zip(prompts, answers, strict=True)
+        ]
         return Examination(document, questions, opened, answers, logp, full), cache
 
     @torch.inference_mode()
-    def behind(self, cache: Cache, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[torch.Tensor]:
+    def logp_after(
+        self, cache: Cache, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    ) -> list[torch.Tensor]:
         """Return log-probabilities ``[A, V]`` at each position of answers to prompts, each alone after a cache.
 
         They are on the CPU.
@@ -211,7 +215,7 @@ class Corpus:
             seconds = now(self.device) - began  # its own cache has the tokens that are held
             if made_layers[0][0].shape[1]:
                 layers = [
-                    _behind_made(*layer, made_layer, slots)
+                    _made_and_last(*layer, made_layer, slots)
                     for layer, made_layer in zip(exam.full, made_layers, strict=True)
                 ]
             else:
@@ -258,7 +262,7 @@ class Corpus:
             choices = [self._tokens(choice) for choice in question.choices]
             letters = all(len(ids) == 1 for ids in choices)
             rows = choices[:1] if letters else choices  # letters have their scores from one pass
-            choice_logps = self.behind(cache, [prompt] * len(rows), rows) * (len(choices) if letters else 1)
+            choice_logps = self.logp_after(cache, [prompt] * len(rows), rows) * (len(choices) if letters else 1)
             pairs = zip(choice_logps, choices, strict=True)
             scores = [float(logp.gather(1, torch.tensor(ids).unsqueeze(1)).mean()) for logp, ids in pairs]
             right = question.right
@@ -268,12 +272,12 @@ class Corpus:
             yield record
         lost, count = 0.0, sum(map(len, exam.answers))
         for prompt, answer, logp in zip(exam.opened, exam.answers, exam.logp, strict=True):
-            (compressed_logp,) = self.behind(cache, [self.place.asking(prompt)], [answer])
+            (compressed_logp,) = self.logp_after(cache, [self.place.asking(prompt)], [answer])
             lost += float((logp.exp() * (logp - compressed_logp)).sum())
         times, ids = [], self.place.asking(exam.opened[0])
         for _ in range(TIMED):
             began = now(self.device)
-            self.behind(cache, [ids[:-1]], [ids[-1:]])
+            self.logp_after(cache, [ids[:-1]], [ids[-1:]])
             times.append(now(self.device) - began)
         yield {"kind": "open", "tokens": count, "first": statistics.median(times), "kl": lost / count}
 

@@ -13,7 +13,7 @@ from os import PathLike
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvpop_vllm.compaction.prompt_place import ids_behind
+from kvpop_vllm.compaction.prompt_place import ids_after
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf.attention_patch import AttentionCache, register_hooks, restore_attention
 from kvpop_vllm.hf.cache_files import plain
@@ -180,7 +180,7 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         """
         if not self._cartridges.count:
             raise ConfigError("this KVpopCache has no cartridge: tokenise the prompt as usual")
-        return torch.tensor([ids_behind(tokenizer, self.head, prompt)])
+        return torch.tensor([ids_after(tokenizer, self.head, prompt)])
 
     @property
     def columns(self) -> int:

@@ -48,15 +48,15 @@ def test_turned_as_transformers(kind, start, shift):
     rotary = LlamaRotaryEmbedding(config)
     k = torch.randn(1, 2, 50, DIM, generator=torch.Generator().manual_seed(0))
 
-    def at(first):
+    def keys_at(first):
         cos, sin = rotary(k, (torch.arange(50) + first).unsqueeze(0))
         return apply_rotary_pos_emb(k, k, cos, sin)[1]
 
-    shifted = turned(at(start), shift, rope_of(config.to_dict()))
+    shifted = turned(keys_at(start), shift, rope_of(config.to_dict()))
     assert shifted.dtype == torch.float32
-    torch.testing.assert_close(shifted, at(start + shift), rtol=0, atol=2e-3)
+    torch.testing.assert_close(shifted, keys_at(start + shift), rtol=0, atol=2e-3)
     if kind == "yarn":  # the factor on the rotation is not applied again
-        torch.testing.assert_close(shifted.norm(dim=-1), at(start).norm(dim=-1))
+        torch.testing.assert_close(shifted.norm(dim=-1), keys_at(start).norm(dim=-1))
 
 
 def test_turned_and_back():

@@ -108,12 +108,12 @@ def statuses(vllm_config, requests: list[tuple], address: str = "::1") -> list[i
     for routes in (inspect_routes, cartridge_routes):
         app.include_router(routes.router)
 
-    async def found() -> list[int]:
+    async def answers() -> list[int]:
         transport = httpx.ASGITransport(app, client=(address, 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [(await client.request(method, path, json=body)).status_code for method, path, body in requests]
 
-    return asyncio.run(found())
+    return asyncio.run(answers())
 
 
 @pytest.mark.parametrize("address, status", [("192.0.2.1", 403), ("::2", 403), ("::ffff:127.0.0.1", 200), ("::1", 200)])

@@ -40,7 +40,7 @@ class NamedCartridge(LoRARequest):
 
 
 @dataclass(frozen=True)
-class Known:
+class ServedCartridge:
     """Cartridge that requests may name: its folder, its digest and number of slots, and ids that it begins with."""
 
     folder: str
@@ -57,7 +57,7 @@ class CartridgeNames:
 
     def __init__(self, vllm_config):
         self.vllm_config, self.policy = vllm_config, engine_policy(vllm_config)
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, ServedCartridge] = {}
         for name, folder in (self.policy.settings.cartridge or {}).items():
             self.add(name, folder)
 
@@ -66,7 +66,7 @@ class CartridgeNames:
         """Digest and slots of each cartridge, by name."""
         return {name: cartridge.placed for name, cartridge in self.known.items()}
 
-    def add(self, name: str, folder: str) -> Known:
+    def add(self, name: str, folder: str) -> ServedCartridge:
         """Read and check a cartridge, and know it by a name from now on."""
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         if name in self.known or name == model.served_model_name:
@@ -97,7 +97,7 @@ class CartridgeNames:
             )
         if slots >= model.max_model_len:
             raise ConfigError(f"{folder} has {slots} slots: raise --max-model-len {model.max_model_len} above them")
-        self.known[name] = Known(
+        self.known[name] = ServedCartridge(
             str(local_folder(folder).resolve()), Placed(cartridge.digest, slots), tuple(cartridge.config.head)
         )
         return self.known[name]

@@ -12,7 +12,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.vllm_glue.extras.cartridge_names import Known, NamedCartridge, names_of
+from kvpop_vllm.vllm_glue.extras.cartridge_names import NamedCartridge, ServedCartridge, names_of
 from kvpop_vllm.vllm_glue.start.engine_policy import requested
 
 router = APIRouter()
@@ -41,7 +41,7 @@ async def init_static_loras(original, self, *args, **kwargs) -> None:
             _list(self, name, cartridge)
 
 
-def _list(models, name: str, cartridge: Known) -> None:
+def _list(models, name: str, cartridge: ServedCartridge) -> None:
     """List a cartridge among the models of a server, whose base model is its parent."""
     if name in models.lora_requests or models.is_base_model(name):
         raise ConfigError(f"the name {name!r} is taken: give the cartridge another")
