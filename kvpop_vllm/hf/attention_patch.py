@@ -4,8 +4,8 @@ A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` i
 ``past_key_values`` and has it prepare the step. The hook replaces the attention function, by name, by that of
 :mod:`kvpop_vllm.model_hook`, which calls the step. A hook after the decoder restores the model's own
 attention. Torch skips that hook after a KeyboardInterrupt in the pass. The attention is then restored by the
-model's next pass or by the cache's ``reset()``. A copy restores its own in the same way. Passes without such a cache are
-unchanged.
+model's next pass or by the cache's ``reset()``. A copy restores its own in the same way. Passes without such a
+cache are unchanged.
 
 ``generate()`` takes the cache under both names too, and checks after each token that the cache has taken part.
 A method of the class is wrapped for this, because one of the model would keep the model in memory.
@@ -58,7 +58,7 @@ class AttentionCache:
         recurrent: True if layers of the model have a recurrent state.
         passes: number of passes so far.
         columns: columns seen so far, pads included.
-        text: ``[R, L]`` ids of the first columns, and of tokens that were not read yet, None if ``generate()`` had none.
+        text: ``[R, L]`` ids of the first columns, and of tokens that were not read yet, or None without ``generate()``.
         next_text: ``[R, L]`` ids of the text that a call of ``generate()`` goes on with, until its first pass.
     """
 
@@ -192,7 +192,7 @@ class Step(GateInputs):
             )
 
     def _plan(self, pages) -> StepPlan:
-        """Return the plan of the pass for the pages of a layer, made once for all layers with the same block numbers."""
+        """Return the plan of the pass for a layer's pages, made once for all layers with the same block numbers."""
         if (key := pages.plan_key) not in self.plans:
             if self.starts is None:
                 self.plans[key] = pages.plan_decode(self.cache.protected)

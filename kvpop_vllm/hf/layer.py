@@ -159,7 +159,7 @@ class LayerPages:
         return {"tail": self.table[:, 0].long(), "prefix": prefixes.long()}
 
     def check_filled(self, source: str) -> None:
-        """Check the numbers of filled slots that a rule with a threshold stores. ``source`` names their file in errors."""
+        """Check the numbers of filled slots that a rule with a threshold stores. ``source`` names their file."""
         if self.rule.threshold is None:
             return
         layout = self.pages.layout
@@ -233,7 +233,7 @@ class LayerPages:
 
     @property
     def _made_table(self) -> torch.Tensor:
-        """Blocks ``[R, P]`` of the slots that are made of the rows' prompts: those of the tails, from the last one on."""
+        """Blocks ``[R, P]`` of the slots that are made of the rows' prompts: the tails' from the last one on."""
         # the tail fills its blocks from the first one on, and made slots from the last
         return self.table[:, 0].flip(1)
 

@@ -258,7 +258,7 @@ class CachePasses:
             sequence_lengths.advance(step.counts)
 
     def _break_off(self) -> None:
-        """Leave a pass that did not end. The cache is as before the pass if no layer has attended, nor a state moved on."""
+        """Leave a pass that did not end. The cache is as before it if no layer has attended, and no state moved on."""
         self._broken = bool(self.attended) or self.recurrent
         if not self._broken:
             self._go_to(*self._before)

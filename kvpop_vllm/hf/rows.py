@@ -96,7 +96,7 @@ class Rows:
         return {retention.budget: policy.budgets_of(retention).tolist() for retention in rows}
 
     def requests(self, policy: Policy, rows: int, cartridge_slots: int = 0) -> list[RequestSlots]:
-        """Return the record of each row, which begins with the slots of cartridges and the prefix of the text to come."""
+        """Return the record of each row, which begins with slots of cartridges and the prefix of the text to come."""
         budgets = self.budget if _several(self.budget) else [None] * rows
         seeds = self.seed if _several(self.seed) else [self.seed] * rows
         return [

@@ -72,7 +72,7 @@ class CartridgeBlocks:
         loaded.names.add(name)
 
     def _run(self, function: Callable, *arguments) -> None:
-        """Run a function in every worker. It returns its error, because replies after an exception would stay unread."""
+        """Run a function in every worker. It returns its error, because replies after an exception stay unread."""
         if errors := [error for error in self.run(function, arguments) if error is not None]:
             raise ConfigError(errors[0])
 

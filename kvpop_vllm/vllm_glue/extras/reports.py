@@ -63,7 +63,7 @@ def dense_bytes_per_token(policy: Policy, spec: FixedBudgetSpec) -> int:
 
 
 def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
-    """Return the number of blocks that a request holds. Blocks of a compressed prompt are null blocks and do not count."""
+    """Return the number of blocks that a request holds. Null blocks of a compressed prompt do not count."""
     row = manager.req_to_blocks.get(request_id, ())
     if row and row[0].is_null:
         dropped = manager.kv_cache_spec.dropped(manager.requests[request_id])
