@@ -43,7 +43,7 @@ def room_after(place: Place, tokens: int, positions: int | None, prompt: str) ->
     room = (positions or tokens + start + (1 << 30)) - tokens - start
     if room < LEAST:
         raise ConfigError(
-            f"the model has {positions} positions, too few for {tokens} tokens and {start + LEAST} reference tokens behind"
+            f"the model has {positions} positions, too few for {tokens} tokens and {start + LEAST} reference tokens after"
             f" them: cut the corpus to {max(0, positions - start - LEAST)} tokens"
         )
     return room

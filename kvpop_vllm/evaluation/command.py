@@ -65,7 +65,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         default="text",
         help="text: recall, errors of outputs, divergence, perplexity, with sinks and window of all policies alike (default); retrieval: RULER's needles"
         " and lists, answers generated under the policy; replay: divergence from dense by position in long documents; reasoning:"
-        " problems solved in about 1,000 written tokens; corpus: questions about documents behind caches as 'kvpop compact'"
+        " problems solved in about 1,000 written tokens; corpus: questions about documents after caches as 'kvpop compact'"
         " makes them; all but text with each policy's own sinks and window",
     )
     add(
