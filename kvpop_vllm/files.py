@@ -1,4 +1,7 @@
-"""Files and folders that appear whole or not at all, and JSON that may be anybody's."""
+"""Files and folders that appear whole or not at all, and JSON that may be anybody's.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
     After an error it is removed, and what was at ``path`` is still there. A folder replaces a folder. Each process has a
     draft of its own.
     """
+    # in the same folder, so that os.replace() stays on one file system
     draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
     remove(draft)
     try:
@@ -58,20 +62,17 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Return the lines of a file with their ends, without a last one that was cut off; none if there is no file."""
+    """Return the lines of a file with their ends, without a last one that was cut off. None if there is no file."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def json_lines(path: Path, *keys: str) -> list[dict]:
-    """Return the objects of a JSONL file, without a last line that was cut off; none if there is no file.
+    """Return the objects of a JSONL file, without a last line that was cut off. None if there is no file.
 
     Args:
         path: the file.
         keys: keys that every object has.
-
-    Raises:
-        ConfigError: a line is not such an object.
     """
     try:
         lines = list(map(json.loads, whole_lines(path)))
@@ -102,9 +103,6 @@ def read_json(path: str | Path, advice: str) -> object:
     Args:
         path: the file.
         advice: what to do if it cannot be read, for the error.
-
-    Raises:
-        ConfigError: it cannot be read, is too large or too deep, or is not JSON.
     """
     try:
         with open(path, "rb") as file:
@@ -118,11 +116,7 @@ def read_json(path: str | Path, advice: str) -> object:
 
 
 def check_new(folder: str | Path) -> None:
-    """Check that a folder to write does not exist or is empty.
-
-    Raises:
-        ConfigError: it holds files, or is a file.
-    """
+    """Check that a folder to write does not exist or is empty."""
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"{folder} holds something already: choose another folder")
@@ -153,8 +147,8 @@ def remove(path: Path) -> None:
 
 def to_disk(path: Path) -> None:
     """Flush a file, or a folder with all that is in it, to the disk."""
-    for each in path.rglob("*") if path.is_dir() else ():
-        _sync(each)
+    for entry in path.rglob("*") if path.is_dir() else ():
+        _sync(entry)
     _sync(path)
 
 

@@ -19,16 +19,16 @@ class Setting:
 
     Attributes:
         name: key of ``additional_config["kv_policy"]`` and argument of ``KVpopCache``, or key of a request.
-        kind: type on vLLM's command line; dict for one or more NAME=VALUE.
+        kind: type on vLLM's command line. Dict for one or more NAME=VALUE.
         metavar: what the help and the documents call the value.
         meaning: one line of help.
         default: what holds where it is not given, as the help says it.
         detail: what the help adds to the meaning, beginning with ": " or "; ".
-        least: smallest number; None if any finite number will do.
+        minimum: smallest number, or None if any finite number will do.
         choices: allowed strings.
         files_go_to: flag that takes files of this kind, if a file was once allowed instead of a choice.
         protects: True for a number of protected tokens, or ``all`` for the prompt.
-        where: where it applies.
+        applies_to: any of ENGINE, CACHE and REQUEST.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Setting:
     meaning: str
     default: str = ""
     detail: str = ""
-    least: int | None = 1
+    minimum: int | None = 1
     choices: tuple[str, ...] = ()
     files_go_to: str = ""
     protects: bool = False
-    where: tuple[str, ...] = (ENGINE, CACHE)
+    applies_to: tuple[str, ...] = (ENGINE, CACHE)
 
     @property
     def flag(self) -> str:
@@ -69,14 +69,14 @@ SETTINGS = (
     ),
     Setting("budget", int, "B", "Tokens kept per KV head", "what the scorer's config says"),
     Setting("compression", float, "C", "Set the budget to max-model-len / C"),
-    Setting("sinks", int, "S", "First tokens that are always kept", "the scorer's, or the policy's own", least=0),
+    Setting("sinks", int, "S", "First tokens that are always kept", "the scorer's, or the policy's own", minimum=0),
     Setting(
         "window", int, "W", "Most recent tokens that are always kept",
         "what the scorer was trained with at this budget, or the policy's own",
     ),
     Setting(
         "threshold", float, "X", "Score of a gate below which a token is evicted when it leaves the window, even if slots are free",
-        "0 for dms, none for kvzap", "; other policies have none", least=None,
+        "0 for dms, none for kvzap", "; other policies have none", minimum=None,
     ),
     Setting(
         "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors, or its name on the hub",
@@ -111,55 +111,55 @@ SETTINGS = (
     ),
     Setting(
         "max_budget", int, "B", "Largest budget that a request may ask for (kv_budget)", "the server's own",
-        where=(ENGINE,),
+        applies_to=(ENGINE,),
     ),
     Setting(
         "max_protect", str, "all|N", "Most tokens that a request may ask to protect (kv_protect_prompt)",
-        "what --kv-protect-prompt says", protects=True, where=(ENGINE,),
+        "what --kv-protect-prompt says", protects=True, applies_to=(ENGINE,),
     ),
     Setting(
         "reserve", bool, "", "Begin a request only when all blocks that it will ever hold are free, so that none is preempted",
-        "off", where=(ENGINE,),
+        "off", applies_to=(ENGINE,),
     ),
     Setting(
         "inspect", bool, "", "Serve a page at /inspect, for this machine alone, that shows prompts and what each head has kept of them",
-        "off", "; every step is then slower", where=(ENGINE,),
+        "off", "; every step is then slower", applies_to=(ENGINE,),
     ),
     Setting(
         "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact), by folder or name on the hub; repeatable",
-        "none", "; without --kv-policy everything behind them is kept",
+        "none", "; without --kv-policy everything after them is kept",
     ),
-    Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", where=(CACHE,)),
-    Setting("seed", int, "N", "Seed of the draws of random and vase", "0", where=(CACHE,)),
-    Setting("prompt", int, "N", "Tokens that snapkv, pyramidkv, adakv and attention-matching compress", "the text of a call", where=(CACHE,)),
-    Setting("device", str, "DEVICE", "Device of pages and kernels", "the model's", where=(CACHE,)),
+    Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", applies_to=(CACHE,)),
+    Setting("seed", int, "N", "Seed of the draws of random and vase", "0", applies_to=(CACHE,)),
+    Setting("prompt", int, "N", "Tokens that snapkv, pyramidkv, adakv and attention-matching compress", "the text of a call", applies_to=(CACHE,)),
+    Setting("device", str, "DEVICE", "Device of pages and kernels", "the model's", applies_to=(CACHE,)),
     Setting(
         "kv_budget", int, "an integer", "B of this request; the window is resolved as for a server with that B",
-        where=(REQUEST,),
+        applies_to=(REQUEST,),
     ),
     Setting(
         "kv_protect_prompt", str, '"all" or an integer', "This prompt, or the first tokens of prompt and answer, are never evicted", protects=True,
-        where=(REQUEST,),
+        applies_to=(REQUEST,),
     ),
     Setting(
         "kv_cartridges", list, "a list of names", "Cartridges in front of the prompt, in this order",
-        "the one that the request names as its model", where=(REQUEST,),
+        "the one that the request names as its model", applies_to=(REQUEST,),
     ),
     Setting(
         "kv_seed", int, "a 64-bit integer", "Seed of the draws", "the `seed` of the sampling parameters",
-        where=(REQUEST,),
+        applies_to=(REQUEST,),
     ),
     Setting(
-        "kv_report", int, "0 or 1", "Whether the response says what the cache did", "0", where=(REQUEST,),
+        "kv_report", int, "0 or 1", "Whether the response says what the cache did", "0", applies_to=(REQUEST,),
     ),
 )  # fmt: skip
 """All settings, in the order of the help and the documents."""
 
 
-def settings_of(where: str) -> dict[str, Setting]:
+def settings_of(target: str) -> dict[str, Setting]:
     """Return the settings that apply to ENGINE, CACHE or REQUEST, by name."""
-    return {each.name: each for each in SETTINGS if where in each.where}
+    return {setting.name: setting for setting in SETTINGS if target in setting.applies_to}
 
 
-FLAGS = {name: each.flag for name, each in settings_of(ENGINE).items()}
+FLAGS = {name: setting.flag for name, setting in settings_of(ENGINE).items()}
 """Command-line flag of each setting of an engine."""

@@ -1,4 +1,7 @@
-"""Names of the Hugging Face hub wherever a folder is taken."""
+"""Names of the Hugging Face hub wherever a folder is taken.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,17 @@ def local_folder(
 ) -> Path:
     """Return the folder that a name stands for, downloaded into the hub's cache where it is a name of the hub.
 
-    A path that exists wins. A name of the hub is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``; any other is returned as it
+    A path that exists wins. A name of the hub is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``. Any other is returned as it
     is. Files in the hub's cache are used without a network, as vLLM and transformers do.
 
     Args:
         name: path or name.
-        cache_dir: the hub's cache; by default that of the environment.
-        revision: branch, tag or commit; by default that in the name.
+        cache_dir: the hub's cache, by default that of the environment.
+        revision: branch, tag or commit, by default that in the name.
         files: patterns of the files that are wanted.
-
-    Raises:
-        ConfigError: the hub has no such name or revision, or cannot be reached and the cache does not hold it.
     """
     path, match = Path(name), _NAME.fullmatch(str(name))
+    # offline use needs no hub, and no import of its client
     if path.exists() or match is None:
         return path
     from huggingface_hub import snapshot_download

@@ -21,7 +21,7 @@ class Part(NamedTuple):
     Attributes:
         queries: their columns.
         keys: columns of the keys that they may see.
-        mask: ``[R, 1, Q, T]`` booleans, True for keys that a query sees; R may be 1.
+        mask: ``[R, 1, Q, T]`` booleans, True for keys that a query sees. R may be 1.
     """
 
     queries: slice
@@ -35,7 +35,7 @@ def parts_of(kind: str, size: int, queries: torch.Tensor, keys: torch.Tensor) ->
     Args:
         kind: kind of the layers, as in transformers' configs.
         size: tokens of a window, the query's own included, or of a chunk.
-        queries: ``[R, L]`` int64, positions of the queries, which are the last keys; -1 for pads.
+        queries: ``[R, L]`` int64, positions of the queries, which are the last keys, -1 for pads.
         keys: ``[R, T]``, positions of the keys, likewise.
     """
     length, before = queries.shape[1], keys.shape[1] - queries.shape[1]
@@ -80,7 +80,7 @@ def attend_parts(
 
 
 def _attend_with_sinks(q, k, v, mask: torch.Tensor, scale: float, sink_logits: torch.Tensor) -> torch.Tensor:
-    """Return the attention of a part, with the sinks in the softmax; arguments as of :class:`Part`."""
+    """Return the attention of a part, with the sinks in the softmax. Arguments as of :class:`Part`."""
     rows, heads = k.shape[:2]
     by_head = q.unflatten(1, (heads, -1)).flatten(0, 1)
     visible = mask.expand(rows, heads, -1, -1).flatten(0, 1)
@@ -101,7 +101,7 @@ def local_attention(
     """Return the attention ``[R, Hq, L, D]`` of rows without pads that begin at position 0.
 
     Args:
-        q: ``[R, Hq, L, D]``; queries may be fewer than keys, they are the last ones.
+        q: ``[R, Hq, L, D]``. There may be fewer queries than keys. They are the last ones.
         k: ``[R, H, T, D]``.
         v: ``[R, H, T, D]``.
         scale: factor on q . k.

@@ -2,6 +2,8 @@
 
 Config files spell sizes in different ways, nest them, and leave out what equals a default.
 ``tests/engine/test_shapes.py`` holds :func:`shape_of` equal to the engine's shape.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class ModelShape:
             alone.
         layers: indices in the model of the layers that the policy acts on, empty if these are all.
         wide_window: tokens of the windows that count as full attention because no text is longer, in a model that has
-            other layers with full attention; None if there are no such windows.
+            other layers with full attention, None if there are no such windows.
     """
 
     model_type: str
@@ -109,11 +111,7 @@ class ModelShape:
         return tuple(sorted(names))
 
     def ordinal(self, layer: int) -> int:
-        """Return the index of a layer of the model among those that the policy acts on.
-
-        Raises:
-            ConfigError: the policy does not act on it.
-        """
+        """Return the index of a layer of the model among those that the policy acts on."""
         if self.layers and layer not in self.layers:
             raise ConfigError(
                 f"layer {layer} of this model has full attention, and its config says {self.kinds[layer]}: leave --kv-policy out"
@@ -135,11 +133,8 @@ class ModelShape:
         """Return the shape given by the ``config.json`` of a model folder, or by a config.
 
         Args:
-            model: Hugging Face folder, or a config; see :func:`resolve`.
+            model: Hugging Face folder, or a config. See :func:`resolve`.
             max_model_len: longest sequence, in tokens.
-
-        Raises:
-            ConfigError: the file cannot be read, or does not describe a language model.
         """
         source = "the model's config"
         if isinstance(model, str | PathLike):
@@ -162,6 +157,7 @@ class ModelShape:
         """
         config = read_model_config(model) if isinstance(model, str | PathLike) else model
         window = sliding_window(text_config(config)) if kinds_of(config) else None
+        # longer than the window, so that layers with windows keep their kind
         return cls.of(model, max(tokens, (window or 0) + 1))
 
     @classmethod
@@ -170,9 +166,6 @@ class ModelShape:
 
         Args:
             model: vLLM's ``ModelConfig``.
-
-        Raises:
-            ConfigError: layers that the policy acts on have different shapes.
         """
         text, count = model.hf_text_config, model.get_total_num_hidden_layers()
         mixed = _layers(text, count, model.max_model_len)
@@ -203,9 +196,6 @@ def resolve(config: Mapping | Any, source: str | Path) -> Any:
     Args:
         config: contents of a ``config.json``, or a resolved config, which is returned as it is.
         source: its name in errors.
-
-    Raises:
-        ConfigError: there is no model type, or transformers refuses the config.
     """
     if hasattr(config, "model_type"):
         return config
@@ -222,6 +212,7 @@ def resolve(config: Mapping | Any, source: str | Path) -> Any:
     else:
         check_base(base, source)
         config = base_keys(config, base)
+    # not known to this transformers: the keys count as they are
     if base not in CONFIG_MAPPING:
         nested = {name: resolve(config[name], source) for name in TEXT_CONFIGS if isinstance(config.get(name), Mapping)}
         return SimpleNamespace(**{**config, **nested})
@@ -241,11 +232,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def check_base(base: str, source: str | Path) -> None:
-    """Check that the base of a full checkpoint is one that carries scorers.
-
-    Raises:
-        ConfigError: it is another one.
-    """
+    """Check that the base of a full checkpoint is one that carries scorers."""
     if base not in ARCHITECTURES:
         raise ConfigError(
             f"{source}: a KVpop checkpoint of {base or 'no known model'} cannot be served, those of {' and '.join(ARCHITECTURES)} can"
@@ -253,11 +240,7 @@ def check_base(base: str, source: str | Path) -> None:
 
 
 def read_model_config(folder: str | Path) -> Any:
-    """Return the resolved config of a model folder (:func:`resolve`).
-
-    Raises:
-        ConfigError: ``config.json`` cannot be read, or as :func:`resolve`.
-    """
+    """Return the resolved config of a model folder (:func:`resolve`)."""
     path, advice = Path(folder) / "config.json", "give the folder of a Hugging Face model"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json: {advice}")
@@ -265,11 +248,7 @@ def read_model_config(folder: str | Path) -> Any:
 
 
 def text_config(config: Any) -> Any:
-    """Return the language model's part of a resolved config, which may be the config itself.
-
-    Raises:
-        ConfigError: the config has several.
-    """
+    """Return the language model's part of a resolved config, which may be the config itself."""
     if not hasattr(config, "get_text_config"):
         return next((text_config(vars(config)[name]) for name in TEXT_CONFIGS if name in vars(config)), config)
     try:
@@ -296,10 +275,6 @@ def shape_of(config: Mapping | Any, source: str | Path, tokens: int | None = Non
         ``model_type``, ``num_layers``, ``num_kv_heads``, ``head_dim``, ``num_heads`` and, if the config has it,
         ``hidden_size``. The model type of a full checkpoint is that of its base model. If a policy acts on some layers
         only, ``kinds`` and ``layers`` as in :class:`ModelShape`, and ``num_layers`` counts those layers.
-
-    Raises:
-        ConfigError: transformers refuses the config, a number is missing or not a positive integer, or layers
-            differ in one.
     """
     text = text_config(resolve(config, source))
     try:
@@ -328,9 +303,6 @@ def attention_sizes(text: Any, layers: Iterable[int]) -> tuple[int, int]:
     Args:
         text: the model's text config.
         layers: indices of layers.
-
-    Raises:
-        ConfigError: the layers have different shapes.
     """
     sizes = _sizes_of_layers(text, layers, "the model's config")
     return sizes["num_kv_heads"], sizes["head_dim"]
@@ -344,9 +316,6 @@ def _sizes_of_layers(text: Any, layers: Iterable[int] | None, source: str | Path
         layers: indices of layers.
         source: its name in errors.
         tokens: tokens of the longest text, None if nothing bounds it.
-
-    Raises:
-        ConfigError: the layers have different shapes.
     """
     by_layer = [text]
     if getattr(text, "is_heterogeneous", False):
@@ -406,7 +375,7 @@ def rope_of(config: Any, tokens: int | None = None) -> dict | None:
         tokens: tokens of the longest text, by default the model's positions.
 
     Returns:
-        The parameters, in which layers are counted as the policy counts them; None if these layers rotate differently, or
+        The parameters, in which layers are counted as the policy counts them, None if these layers rotate differently, or
         attention does not rotate.
     """
     text = text_config(config)
@@ -424,7 +393,7 @@ def rope_of(config: Any, tokens: int | None = None) -> dict | None:
 
 
 def _kv_heads(text: Any, heads: int) -> Any:
-    """Return the number of KV heads; ``heads`` is that of query heads, which it defaults to."""
+    """Return the number of KV heads. ``heads`` is that of query heads, which it defaults to."""
     if text.model_type in FALCONS and not getattr(text, "new_decoder_architecture", False):
         if getattr(text, "multi_query", False):
             return 1
@@ -432,16 +401,12 @@ def _kv_heads(text: Any, heads: int) -> Any:
 
 
 def folder_sizes(model: str | PathLike) -> dict:
-    """Return the sizes of a model folder (:func:`shape_of`).
-
-    Raises:
-        ConfigError: ``config.json`` cannot be read, or as :func:`shape_of`.
-    """
+    """Return the sizes of a model folder (:func:`shape_of`)."""
     return shape_of(read_model_config(model), Path(model) / "config.json")
 
 
 def vocabulary_of(folder: str | PathLike) -> int:
-    """Return the vocabulary size of a model folder; raises the errors of :func:`read_model_config`."""
+    """Return the vocabulary size of a model folder. Raises as :func:`read_model_config`."""
     return text_config(read_model_config(folder)).vocab_size
 
 
@@ -452,11 +417,7 @@ def rotations(text: Any) -> Iterator[dict]:
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the number of positions of a resolved config, those of a stretched rotation included, or None.
-
-    Raises:
-        ConfigError: as :func:`text_config`.
-    """
+    """Return the number of positions of a resolved config, those of a stretched rotation included, or None."""
     text = text_config(config)
     positions = size(text, "positions")
     if type(positions) is not int or positions < 1:
@@ -472,11 +433,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def check_length(folder: str | PathLike, length: int) -> None:
-    """Check that a model has positions for rows of ``length`` tokens.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
+    """Check that a model has positions for rows of ``length`` tokens."""
     positions = positions_of(read_model_config(folder))
     if positions is not None and length > positions:
         raise ConfigError(f"the model has {positions} positions: lower --length {length}")

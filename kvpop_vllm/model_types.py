@@ -17,7 +17,7 @@ class _Published:
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """Return the config of a ``config.json``; see transformers."""
+        """Return the config of a ``config.json``. See transformers."""
         if published_base(config_dict) is not None:
             config_dict = base_keys(config_dict, cls.base) | adopted_keys(config_dict, cls.base)
         return super().from_dict(config_dict, **kwargs)
@@ -62,7 +62,7 @@ def is_adopted(config: PretrainedConfig) -> bool:
 
 
 def register() -> None:
-    """Register the configs with transformers; may be called again."""
+    """Register the configs with transformers. It may be called again."""
     for config in CONFIGS.values():
         AutoConfig.register(config.model_type, config, exist_ok=True)
 
@@ -73,7 +73,7 @@ def register_published(config: Mapping) -> type:
     transformers then reads the folder without its code. A model type of transformers itself stays what it is.
 
     Args:
-        config: contents of its ``config.json``; its base must be one of :data:`CONFIGS`.
+        config: contents of its ``config.json``. Its base must be one of :data:`CONFIGS`.
     """
     register()
     parent, kind = CONFIGS[published_base(config)], config.get("model_type")

@@ -1,4 +1,7 @@
-"""``kvpop plan``: bytes of a request and number of requests that fit, for every policy and budget."""
+"""``kvpop plan``: bytes of a request and number of requests that fit, for every policy and budget.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,7 @@ The window is at most a quarter of the budget.
 
 
 def plan(options) -> None:
-    """Run ``kvpop plan`` and print its table.
-
-    Raises:
-        ConfigError: the model's config, the scorer, a budget or another option cannot work.
-    """
+    """Run ``kvpop plan`` and print its table."""
     result, memory = compute(options), options.kv_memory
     rows = [_row("dense, stock vLLM", result.model.length, result.stock, memory, result.stock)]
     rows += [_row(*key, request, memory, result.stock) for key, request in result.requests.items()]
@@ -91,16 +90,13 @@ class Result:
 
 
 def compute(options) -> Result:
-    """Return what requests hold, from options of ``kvpop plan``.
-
-    Raises:
-        ConfigError: the model's config, the scorer, a budget or another option cannot work.
-    """
+    """Return what requests hold, from options of ``kvpop plan``."""
     model = Planned.of(options)
     scorer = _scorer_kind(options, model)
     classes, notes = _classes(options)
     pool, requests, pools, unused = model.pool(), {}, {}, []
     for budget in options.budget or sorted({-(-model.length // share) for share in SHARES}, reverse=True):
+        # a policy that cannot use a budget gets a note, and the others their rows
         for cls in classes:
             try:
                 policy = _policy(cls, budget, model, options, scorer)
@@ -140,11 +136,7 @@ class Planned:
 
     @classmethod
     def of(cls, options) -> Planned:
-        """Return what options of ``kvpop plan`` describe.
-
-        Raises:
-            ConfigError: the model's config, the length, the dtype or a number of ranks cannot work.
-        """
+        """Return what options of ``kvpop plan`` describe."""
         config = read_model_config(options.model)
         sizes = shape_of(config, Path(options.model) / "config.json", options.max_model_len)
         length = options.max_model_len or positions_of(config)
@@ -237,9 +229,6 @@ def other_layers(text: Any, shape: ModelShape, dtype: torch.dtype, options: Any)
         shape: the model's shape.
         dtype: dtype of the cache.
         options: options of ``kvpop plan``.
-
-    Raises:
-        ConfigError: the size of a recurrent state is not known, or layers of one kind have different shapes.
     """
     ranks = options.tensor_parallel_size
     windows = {SLIDING: sliding_window(text), CHUNKED: getattr(text, "attention_chunk_size", None)}
@@ -257,11 +246,7 @@ def other_layers(text: Any, shape: ModelShape, dtype: torch.dtype, options: Any)
 
 
 def _check_drafts(policy: Policy, drafts: int) -> None:
-    """Check that an engine takes the drafts of ``--drafts``.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that an engine takes the drafts of ``--drafts``."""
     recurrent = {RECURRENT, HYBRID} & {*policy.model.kinds}
     reason = "its model has recurrent layers" if recurrent else policy.no_drafts
     if drafts and reason:
@@ -269,11 +254,7 @@ def _check_drafts(policy: Policy, drafts: int) -> None:
 
 
 def _scorer_kind(options, model: Planned) -> ScorerKinds:
-    """Return the kinds of the scorers that are at hand, and read the one of ``--scorer``.
-
-    Raises:
-        ConfigError: it does not fit the model.
-    """
+    """Return the kinds of the scorers that are at hand, and read the one of ``--scorer``."""
     source, section = f"{options.model}: config.json, section kvpop", getattr(text_config(model.config), "kvpop", None)
     of_model = parse_config(section, source) if section is not None else None
     folder = options.scorer or (options.model if is_published(options.model) else None)
@@ -302,11 +283,7 @@ class ScorerKinds:
 
 
 def _classes(options) -> tuple[list[type[Policy]], list[str]]:
-    """Return the policies that have rows, and notes on those that have none.
-
-    Raises:
-        ConfigError: the folder of ``--calibration`` holds nothing.
-    """
+    """Return the policies that have rows, and notes on those that have none."""
     classes, notes = policies.loadable()
     if options.calibration is not None:
         check_holds_any(options.calibration, CONFIG_NAME)
@@ -394,10 +371,7 @@ def _bytes_of_rank(pool: Pool, model: Planned, policy: Policy, prompt: int | Non
         prompt: tokens of the prompt, or None for the length that takes the most blocks.
 
     Returns:
-        The bytes, and the part of all ranks' blocks that they need not; None if all need as many, or there is one rank.
-
-    Raises:
-        ConfigError: heads of unequal shares are in several cache groups, or a stage has none.
+        The bytes, and the part of all ranks' blocks that they need not, None if all need as many, or there is one rank.
     """
     layout, shards, retention = model.layout(pool.sizes.slots, policy), model.shards, policy.retention
     division = policy.division(shards)
@@ -412,6 +386,7 @@ def _bytes_of_rank(pool: Pool, model: Planned, policy: Policy, prompt: int | Non
         _most_bytes((layout, shares.layers, model.length), policy, shares, prompt)
         for shares in division.shares(retention.budget, retention.window)
     ]
+    # vLLM allocates as many blocks on every rank
     blocks = max(rank.blocks for rank in by_rank)
     needed = sum(rank.blocks * size for rank, size in zip(by_rank, sizes, strict=True))
     largest = pool.request(max(rank.canonical for rank in by_rank), blocks, model.length)
@@ -430,23 +405,22 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
     length, retention = lengths[2], policy.retention
     if policy.compresses:
         prompt = length if prompt is None else prompt
-        kept = retention, policy.compression, shares
-        at_its_end = compressing_bytes(*lengths[:2], prompt, *kept)
+        retained_by = retention, policy.compression, shares
+        at_its_end = compressing_bytes(*lengths[:2], prompt, *retained_by)
         at_the_end = request_bytes(*lengths, retention, shares, prompt, policy.compression)
-        return max(at_its_end, at_the_end, key=lambda held: held.blocks)
+        return max(at_its_end, at_the_end, key=lambda size: size.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:
         return request_bytes(*lengths, retention, shares, protected_tokens(policy.protect, prompt or 0))
     prompts = worst_prompts(min(length, longest), length, lengths[0].block_slots)  # a request may ask for less
-    return max((request_bytes(*lengths, retention, shares, own) for own in prompts), key=lambda held: held.blocks)
+    return max(
+        (request_bytes(*lengths, retention, shares, prompt_tokens) for prompt_tokens in prompts),
+        key=lambda size: size.blocks,
+    )
 
 
 def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
-    """Check that a resolved config does not describe a model that no policy serves.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Check that a resolved config does not describe a model that no policy serves."""
     text = text_config(config)
     features = {
         "MLA": getattr(text, "kv_lora_rank", None) is not None,
@@ -466,9 +440,6 @@ def _policy(cls: type[Policy], budget: int, model: Planned, options, scorer: Sco
 
     That is the one of ``--scorer`` if its kind fits, else the checkpoint's, else an untrained one. The last two have
     shapes only.
-
-    Raises:
-        ConfigError: it cannot have this budget, or cannot serve this model.
     """
     folder = scorer.folder if scorer.kind is not None and scorer.kind == cls.scorer_kind else None
     settings = PolicySettings(
@@ -500,6 +471,7 @@ def _with_scorer_of_shapes(
         roles = {"sinks": SINKS, "window": window, "topk": max(0, settings.budget - SINKS - window)}
         config = make_config(vars(shape), cls.scorer_kind, source="kvpop plan", **roles)
     policy = cls(settings, shape, checkpoint=config)
+    # only shapes count here
     with torch.device("meta"):
         policy.set_tensors(0, dict(build(config).state_dict()))
     return policy
@@ -523,12 +495,19 @@ def _dtype(options, config: Any) -> torch.dtype:
     raise ConfigError(f"{options.model}{why}: give --dtype {' or '.join(DTYPES['cpu'])}")
 
 
-def _row(name: str, budget: int, held: CacheBytes, pool: int, stock: CacheBytes) -> tuple[str, ...]:
+def _row(name: str, budget: int, policy_bytes: CacheBytes, pool: int, stock: CacheBytes) -> tuple[str, ...]:
     def fit(one: CacheBytes) -> Fraction:  # as vLLM counts: whole blocks of the pool over blocks of a request
         return Fraction(pool // (one.allocated // one.blocks), one.blocks)
 
-    more = f"{float(fit(held) / fit(stock)):.2f}" if fit(stock) else "-"
-    return name, str(budget), size_text(held.canonical), size_text(held.allocated), f"{float(fit(held)):.1f}", more
+    more = f"{float(fit(policy_bytes) / fit(stock)):.2f}" if fit(stock) else "-"
+    return (
+        name,
+        str(budget),
+        size_text(policy_bytes.canonical),
+        size_text(policy_bytes.allocated),
+        f"{float(fit(policy_bytes)):.1f}",
+        more,
+    )
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

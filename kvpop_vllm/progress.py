@@ -13,12 +13,12 @@ SECONDS = 60
 
 
 @contextmanager
-def progress(total: float, what: str) -> Iterator[Callable[[float], object]]:
+def progress(total: float, label: str) -> Iterator[Callable[[float], object]]:
     """Show on stderr how much is done: a bar on a terminal, else a line at most every minute.
 
     Args:
         total: amount of work in any unit.
-        what: name of the work.
+        label: name of the work.
 
     Yields:
         A function to call with the amount that was done since.
@@ -27,7 +27,7 @@ def progress(total: float, what: str) -> Iterator[Callable[[float], object]]:
     options = {"miniters": 0, "mininterval": SECONDS, "file": _Lines(), "bar_format": shown}
     if sys.stderr.isatty():
         options = {"bar_format": shown.replace("%,", "%|{bar}|")}
-    with tqdm(total=total, desc=what, **options) as bar:
+    with tqdm(total=total, desc=label, **options) as bar:
         yield bar.update
 
 

@@ -1,6 +1,8 @@
 """Bytes of the state that a recurrent layer keeps of a request, from a model's config.
 
 Sizes are those of vLLM's ``get_mamba_state_shape_from_config`` (``tests/engine/test_plan_engine.py`` compares them).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -20,9 +22,6 @@ def state_bytes(text: Any, dtype: torch.dtype, ranks: int = 1, state_dtype: torc
         dtype: dtype of the model.
         ranks: number of tensor-parallel ranks.
         state_dtype: dtype of the recurrent state, None for that of the config, else of the model.
-
-    Raises:
-        ConfigError: the config does not say the sizes of a Mamba2 layer or a gated delta net.
     """
     try:
         convolution, state = _elements(text, ranks)

@@ -3,6 +3,8 @@
 Settings are keys of ``SamplingParams.extra_args``, which are ``vllm_xargs`` over HTTP. They are checked and resolved
 once, when the request arrives. The record is passed with the request to the block manager and to the workers
 (:data:`RESOLVED`), and the planner of a step reads it. This module imports neither vLLM nor torch.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ BUDGET, PROTECT, CARTRIDGES, SEED, REPORT = KEYS = (
 )
 """Keys of a request."""
 RESOLVED = "kvpop"
-"""Key of ``extra_args`` of every request that a front end has checked; holds the resolved :class:`RequestSlots`."""
+"""Key of ``extra_args`` of every request that a front end has checked. It holds the resolved :class:`RequestSlots`."""
 OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")
 """Keys of vLLM with the same prefix as the keys of this package."""
 
@@ -80,13 +82,13 @@ class RequestSlots(NamedTuple):
     """Slots of one request, from its admission to the plan of a step.
 
     Attributes:
-        prefix: p, tokens of the protected prefix, those of cartridges included; the request may be shorter. Where prompts
+        prefix: p, tokens of the protected prefix, those of cartridges included. The request may be shorter. Where prompts
             are compressed, the prompt.
         made: number of the prefix's first tokens that are made slots with biases, not tokens.
         budget: B, in tokens.
         window: w, in tokens.
         seed: seed of the request's draws, or None for the seed that it has anyway.
-        shift: number of tokens that the kernels do not count: those that a compressed prompt has left behind.
+        shift: number of tokens that the kernels do not count: those of a compressed prompt that are not retained.
         cartridges: cartridges in front of the prompt, in order.
     """
 
@@ -108,11 +110,11 @@ NUMBERS = {"prefix": "int64", "made": "int64", "budget": "int32", "window": "int
 OPTIONS = {"windows": "window", "seeds": "seed"}
 """Numbers that ``ops.decode_step`` takes of every request besides its budget, by the name of the argument."""
 KERNELS_TAKE = ("budget", *OPTIONS.values())
-"""Numbers that kernels take of every decoded request; prefixes are apart."""
+"""Numbers that kernels take of every decoded request. Prefixes are apart."""
 
 
 def resolve(policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Placed] = ()) -> RequestSlots:
-    """Return the slots of a request; what it does not ask for is the server's.
+    """Return the slots of a request. What it does not ask for is the server's.
 
     Budget and window are resolved as for a server with that budget.
 
@@ -121,10 +123,6 @@ def resolve(policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Pl
         extra_args: what the request asks for.
         prompt: number of its own prompt tokens.
         placed: cartridges in front of them.
-
-    Raises:
-        ConfigError: a key is unknown, a value has the wrong type, is too large or too small, or the policy
-            does not support it.
     """
     options = {
         key: value for key, value in (extra_args or {}).items() if str(key).startswith("kv_") and key not in OF_VLLM
@@ -137,8 +135,10 @@ def resolve(policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Pl
         raise ConfigError(f"{REPORT} must be 0 or 1, got {report!r}")
     roles = policy.retention if options.get(BUDGET) is None else _retention(policy, options[BUDGET])
     protected, seed = _protected(policy, options.get(PROTECT), prompt), _seed(policy, options)
-    made = sum(cartridge.slots for cartridge in placed)
-    return RequestSlots(protected + made, made, roles.budget, roles.window, seed, cartridges=tuple(placed))
+    cartridge_slots = sum(cartridge.slots for cartridge in placed)
+    return RequestSlots(
+        protected + cartridge_slots, cartridge_slots, roles.budget, roles.window, seed, cartridges=tuple(placed)
+    )
 
 
 def of_params(params: object) -> RequestSlots | None:
@@ -152,7 +152,7 @@ def of_params(params: object) -> RequestSlots | None:
 
 
 def of_request(params: object, server: ServerSlots, prompt: int) -> RequestSlots:
-    """Return the slots of a request; one that nobody has resolved has the server's.
+    """Return the slots of a request. One that nobody has resolved has the server's.
 
     Args:
         params: its sampling parameters.
@@ -189,6 +189,7 @@ def _retention(policy, budget: object):
         raise ConfigError(f"{BUDGET} must be a whole number of tokens, got {budget!r}")
     if budget < 1:
         raise ConfigError(f"{BUDGET} must be at least 1, got {budget}")
+    # policies with one budget refuse any other below, with a reason of their own
     if budget > policy.max_budget and not policy.one_budget:
         raise ConfigError(f"{BUDGET} {budget} is more than this server allows: lower it to at most {policy.max_budget}")
     try:
@@ -204,16 +205,16 @@ def _protected(policy, value: object, prompt: int) -> int:
         raise ConfigError(f'{PROTECT} must be "all" or a whole number of tokens, got {value!r}')
     if policy.compresses:
         raise ConfigError(f"--kv-policy {policy.name} holds the prompt until its end anyway: leave {PROTECT} out")
-    protect, most = protection(value, PROTECT), policy.max_protect
+    protect, allowed = protection(value, PROTECT), policy.max_protect
     tokens = protected_tokens(protect, prompt)
-    wanted = tokens if protect is True else protect
-    if most is not True and wanted > most:
-        if not most:
+    requested = tokens if protect is True else protect
+    if allowed is not True and requested > allowed:
+        if not allowed:
             raise ConfigError(
                 f"this server protects no prompts: leave {PROTECT} out, or have it started with --kv-max-protect"
             )
         raise ConfigError(
-            f"{PROTECT} asks for {wanted} tokens, more than this server allows: lower it to at most {most}"
+            f"{PROTECT} asks for {requested} tokens, more than this server allows: lower it to at most {allowed}"
         )
     return tokens
 
@@ -227,7 +228,6 @@ def named(extra_args: Mapping | None, cartridges: Mapping[str, Placed]) -> dict[
 
     Raises:
         UnknownCartridge: the server has no cartridge of a name.
-        ConfigError: what is asked for is no list of names, or one is there twice.
     """
     names = (extra_args or {}).get(CARTRIDGES)
     if names is None:
@@ -245,6 +245,7 @@ def named(extra_args: Mapping | None, cartridges: Mapping[str, Placed]) -> dict[
             )
             raise UnknownCartridge(f"the cartridge {name!r} does not exist: {advice}")
     placed = {name: cartridges[name] for name in names}
+    # the same slots at two places would count twice in every softmax
     if len({cartridge.digest for cartridge in placed.values()}) < len(placed):
         raise ConfigError(f"{CARTRIDGES} names a cartridge twice, by two names of it: name each once")
     return placed

@@ -48,8 +48,8 @@ class Retention:
 
     def ring_slot(self, t: int) -> int:
         """Return the slot that token t is written to: its sink slot or its ring slot."""
-        at = t - self.first_evictable
-        return self.sinks + at % self.window if at >= 0 else t - self.first
+        offset = t - self.first_evictable
+        return self.sinks + offset % self.window if offset >= 0 else t - self.first
 
     def behind(self, prefix: int) -> Self:
         """Return the roles of the tail after ``prefix`` protected tokens: same w and k, no sinks."""

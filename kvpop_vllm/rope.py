@@ -1,4 +1,7 @@
-"""Rotary embeddings of a model: their parameters, and keys turned to other positions."""
+"""Rotary embeddings of a model: their parameters, and keys turned to other positions.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,8 @@ def rope_of(config: Mapping) -> dict:
     and a setting that scales queries by their position is there too.
 
     Args:
-        config: the model's resolved config, since a ``config.json`` may leave to its model type which layers rotate; or
+        config: the model's resolved config, since a ``config.json`` may leave to its model type which layers rotate, or
             ``{"rope_parameters": ...}`` of an earlier result.
-
-    Raises:
-        ConfigError: layers rotate in different ways, or the parameters are of a wrong type.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
@@ -41,6 +41,7 @@ def rope_of(config: Mapping) -> dict:
     theta = rope.get("rope_theta", config.get("rope_theta"))
     rope["rope_theta"] = DEFAULT_THETA if theta is None else theta
     factor = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    # a factor of 1 is the default, which must not make two configs differ
     if factor not in (None, 1):
         rope["partial_rotary_factor"] = factor
     if unrotated := [i for i, rotates in enumerate(config.get("no_rope_layers") or ()) if not rotates]:
@@ -48,6 +49,7 @@ def rope_of(config: Mapping) -> dict:
     rope |= {name: config[name] for name in SCALED_BY_POSITION if config.get(name)}
     if rope["rope_type"] in ("llama3", "yarn") and config.get("max_position_embeddings"):
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    # 10000 and 10000.0 in config.json are the same rotation
     return {name: float(value) if type(value) is int else value for name, value in sorted(rope.items())}
 
 
@@ -60,11 +62,7 @@ def model_rope(config: Mapping) -> dict | None:
 
 
 def check_rope(rope: object, source: str) -> None:
-    """Check that rope parameters are complete and rotate by angles in proportion to the position.
-
-    Raises:
-        ConfigError: they do not; ``source`` is named in the message.
-    """
+    """Check that rope parameters are complete and rotate by angles in proportion to the position."""
     if not isinstance(rope, Mapping) or not isinstance(rope.get("rope_type"), str):
         raise ConfigError(f"{source}: rope must be an object with a rope_type: write the file again")
     kind = rope["rope_type"]
@@ -110,11 +108,7 @@ def rope_at(rope: Mapping, layer: int) -> dict | None:
 
 
 def inverse_frequencies(rope: Mapping, head_dim: int) -> torch.Tensor:
-    """Return the angles per position ``[r / 2]`` (radians, float32) of the first r channels of a head.
-
-    Raises:
-        ConfigError: as :func:`check_rope`.
-    """
+    """Return the angles per position ``[r / 2]`` (radians, float32) of the first r channels of a head."""
     check_rope(rope, "these keys")
     width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rope["rope_type"] == "default":
@@ -137,15 +131,13 @@ def turned(k: torch.Tensor, shift: int | torch.Tensor, rope: Mapping | None) -> 
     Args:
         k: ``[.., D]``.
         shift: number of positions, or one for each of the keys ``[T]``, if they are ``[.., T, D]``.
-        rope: rope parameters of the layer, see :func:`rope_at`; None returns the keys as they are.
-
-    Raises:
-        ConfigError: the rotation is not static.
+        rope: rope parameters of the layer(:func:`rope_at`). None returns the keys as they are.
     """
     if rope is None:
         return k
     assert UNROTATED not in rope, "these are the rope parameters of a model: take those of a layer"
     frequencies = inverse_frequencies(rope, k.shape[-1]).to(k.device).double()
+    # unchanged bits, which float64 arithmetic would round
     if isinstance(shift, int) and not shift:
         return k
     angles = shift.unsqueeze(-1) * frequencies if isinstance(shift, torch.Tensor) else shift * frequencies

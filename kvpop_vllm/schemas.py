@@ -1,4 +1,7 @@
-"""Reader of the JSON files of scorers, cartridges, compactors and calibrations: format, keys and values."""
+"""Reader of the JSON files of scorers, cartridges, compactors and calibrations: format, keys and values.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,11 @@ def check_same_model(made_for: Mapping, model: Mapping, source: str, remedy: str
     """Check that a file was made for a model.
 
     Args:
-        made_for: properties of the model that it was made for; those of ``rope``, if it is there, are compared one by one.
+        made_for: properties of the model that it was made for. Those of ``rope``, if it is there, are compared one by one.
         model: properties of the model, with ``wide_window`` of :class:`kvpop_vllm.model_shape.ModelShape` if it has one.
         source: name of the file in errors.
         remedy: what to give instead.
         name: name of the model in errors.
-
-    Raises:
-        ConfigError: names the first property that differs.
     """
     properties = [("a model", key, value, model.get(key)) for key, value in made_for.items() if key != "rope"]
     if "rope" in made_for:
@@ -65,7 +65,7 @@ class Schema:
         kind: what the file describes.
         wrong: error for a value, with ``name``, ``rule`` and ``value``.
         missing: error for a key that is not there, with ``name``.
-        advice: what to do about a wrong or missing value, with its colon; may be empty.
+        advice: what to do about a wrong or missing value, with its colon, or an empty text.
     """
 
     kind: str
@@ -79,11 +79,7 @@ class Schema:
         return {"format": f"kvpop-{self.kind}", "version": 1}
 
     def body(self, raw: object, source: str) -> dict:
-        """Return the keys of a decoded file without its header.
-
-        Raises:
-            ConfigError: the header is another one; ``source`` names the file, as in the other methods.
-        """
+        """Return the keys of a decoded file without its header."""
         first = {name: raw.get(name) for name in self.header} if isinstance(raw, Mapping) else {}
         if first != self.header or isinstance(first["version"], bool):
             raise ConfigError(
@@ -93,22 +89,14 @@ class Schema:
         return {name: value for name, value in raw.items() if name not in first}
 
     def check_keys(self, values: Mapping, names: Collection[str], optional: Collection[str], source: str) -> None:
-        """Check that there are no other keys than ``names``, and all of them but the optional ones.
-
-        Raises:
-            ConfigError: names the first key that is wrong.
-        """
+        """Check that there are no other keys than ``names``, and all of them but the optional ones."""
         if unknown := sorted(set(values) - set(names), key=str):
             raise ConfigError(f"{source} has an unknown key {unknown[0]!r}: remove it, or use a newer kvpop")
         if lacking := [name for name in names if name not in values and name not in optional]:
             raise ConfigError(f"{source}: {self.missing.format(name=lacking[0])}{self.advice}")
 
     def layers(self, values: Mapping, source: str) -> list[int]:
-        """Return the key ``layers``: indices in the model of the layers that a file is for, empty if these are all.
-
-        Raises:
-            ConfigError: it is no list of ``num_layers`` ascending indices.
-        """
+        """Return the key ``layers``: indices in the model of the layers that a file is for, empty if these are all."""
         layers, count = values.get("layers", []), values["num_layers"]
         numbers = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)
         if layers != [] and (not numbers or layers != sorted(set(layers)) or len(layers) != count):
@@ -116,11 +104,7 @@ class Schema:
         return layers
 
     def check(self, values: Mapping, rules: Mapping[str, Rule], source: str) -> None:
-        """Check values by their rules.
-
-        Raises:
-            ConfigError: names the first value that is wrong.
-        """
+        """Check values by their rules."""
         for name, (fits, rule) in rules.items():
             if not fits(values[name]):
                 wrong = self.wrong.format(name=name, rule=rule, value=values[name])

@@ -1,6 +1,6 @@
 """Versions of vLLM, models, head sizes and dtypes that are served, and the features of a model that are refused.
 
-This is where it is decided; constructors of layers repeat what only they can see. vLLM's glue, ``kvpop plan``, the cache
+Single source of truth for them. Constructors of layers repeat what only they can see. vLLM's glue, ``kvpop plan``, the cache
 for transformers, the choice of kernels, training and the tests read it, and the documents are compared with it. It
 imports neither vLLM nor torch.
 """
@@ -45,13 +45,13 @@ KERNELS = {
     "cpp": Kernels(16, None, DTYPES["cpu"]),
     "triton": Kernels(16, 512, DTYPES["cuda"]),
 }
-"""Head sizes and dtypes of each implementation; HEAD_SIZES are those that are tested, in C++ and in Triton."""
+"""Head sizes and dtypes of each implementation. HEAD_SIZES are those that are tested, in C++ and in Triton."""
 
 FULL_CHECKPOINT_SUFFIX = "_kvpop"
 """Suffix of a full checkpoint's model type, after the model type of the base model."""
 
 ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
-"""Architecture of the full checkpoint, by base model type; also the name of its class in the vLLM glue.
+"""Architecture of the full checkpoint, by base model type. Its class in the vLLM glue has the same name.
 
 Only these models hand over what the gates of ``trimkv``, ``dms`` and ``kvzap`` read.
 """
@@ -113,7 +113,7 @@ Scorers read keys as vLLM has them, even channels before odd ones.
 
 
 def has_sinks(text: Any) -> bool:
-    """Return whether a model's attention has sinks of its own; ``text`` is its text config, with its keys as attributes."""
+    """Return whether a model's attention has sinks of its own. ``text`` is its text config, with its keys as attributes."""
     kind = getattr(text, "model_type", None)
     if kind in ("granite", "granite_swa", "granitemoe", "granitemoe_swa"):  # as in vLLM
         return bool(getattr(text, "attention_sinks", getattr(text, "layer_types", None) is not None))
@@ -165,14 +165,14 @@ def refused_beside(kinds: Sequence[str], **features: object) -> str | None:
 
     Args:
         kinds: kinds of the model's layers, empty if a policy acts on all.
-        features: whether each of NEEDS_FULL is asked for; those left out are not.
+        features: whether each of NEEDS_FULL is wanted, False for those left out.
     """
     reasons = [NEEDS_FULL[name] for name, present in features.items() if present]
     return f"layers without full attention cannot have {'; nor '.join(reasons)}" if kinds and reasons else None
 
 
 def recurrent_layers(text: Any, layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers of a model that keep a recurrent state; arguments as of :func:`layer_kinds`."""
+    """Return the indices of the layers of a model that keep a recurrent state. Arguments as of :func:`layer_kinds`."""
     return tuple(i for i, kind in enumerate(layer_kinds(text, layers)) if kind in (RECURRENT, HYBRID))
 
 
@@ -187,13 +187,13 @@ def local_size(text: Any, kind: str) -> int:
 
 
 def layer_kinds(text: Any, layers: int | None = None, tokens: int | None = None) -> tuple[str, ...]:
-    """Return the kind of each layer of a model, as in transformers' configs; a policy acts on those in POLICY_LAYERS.
+    """Return the kind of each layer of a model, as in transformers' configs. A policy acts on those in POLICY_LAYERS.
 
     A sliding window that no text exceeds is full attention.
 
     Args:
         text: the model's text config, with its keys as attributes.
-        layers: number of layers; None for as many as the config lists, or one.
+        layers: number of layers, None for as many as the config lists, or one.
         tokens: tokens of the longest text that the model reads, None if nothing bounds it.
     """
     window = sliding_window(text)
@@ -248,7 +248,7 @@ class Refused:
         models: its models, as vLLM's errors call them.
         feature: the feature itself, as errors of ``kvpop plan`` and of the cache for transformers call it.
         declared: takes a model's text config and the tokens of its longest text, or None, and returns whether it
-            declares the feature. Where a config does not say so reliably, this is False and the caller's ``seen``
+            declares the feature. Where a config does not say so reliably, this is False and the caller's ``observed``
             decides.
     """
 
@@ -289,21 +289,21 @@ REFUSED = {
 """Refused features by a name that the documents have too."""
 
 
-def refused(text: Any, seen: Mapping[str, Any], tokens: int | None = None) -> list[Refused]:
+def refused(text: Any, observed: Mapping[str, Any], tokens: int | None = None) -> list[Refused]:
     """Return the refused features of a model. A sliding window that no text exceeds is full attention.
 
     Args:
         text: the model's text config, with its keys as attributes.
-        seen: features by their names in REFUSED, with whether the caller sees them in what it knows beside
-            the config.
+        observed: features by their names in REFUSED, with whether the caller finds them in what it knows in
+            addition to the config.
         tokens: tokens of the longest text that the model reads, None if nothing bounds it.
     """
-    assert seen.keys() <= REFUSED.keys()
-    return [feature for name, feature in REFUSED.items() if seen.get(name) or feature.declared(text, tokens)]
+    assert observed.keys() <= REFUSED.keys()
+    return [feature for name, feature in REFUSED.items() if observed.get(name) or feature.declared(text, tokens)]
 
 
 def unserved(text: Any, features: Mapping[str, Any], tokens: int | None) -> list[str]:
-    """Return the refused features of a model of transformers, as errors call them; see :func:`refused`.
+    """Return the refused features of a model of transformers, as errors call them. See :func:`refused`.
 
     Layers of kinds other than LOCAL_LAYERS and full attention are among them. An engine finds those by their state instead.
 
@@ -403,6 +403,6 @@ FAMILIES = (
 
 
 def family_of(text: Any) -> Family | None:
-    """Return the family of a model, None if the table does not have it; ``text`` is its text config."""
+    """Return the family of a model, None if the table does not have it. ``text`` is its text config."""
     kind = getattr(text, "model_type", None)
     return next((family for family in FAMILIES if kind in family.model_types), None)

@@ -1,4 +1,7 @@
-"""Safetensors files of scorers, cartridges and compactors, and folders of a config with its tensors."""
+"""Safetensors files of scorers, cartridges and compactors, and folders of a config with its tensors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,7 @@ from kvpop_vllm.files import replacing
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Name a safetensors file in the error if it cannot be read.
-
-    Raises:
-        ConfigError: it is damaged, or a pickle.
-    """
+    """Name a safetensors file in the error if it cannot be read."""
     try:
         yield
     except ConfigError:
@@ -31,17 +30,14 @@ def reading(path: Path) -> Iterator[None]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         with open(path, "rb") as file:
             start = file.read(2)
+        # a zip archive, as torch writes, or a pickle's protocol byte
         pickled = start == b"PK" or start[:1] == b"\x80"
         advice = "it is a pickle, convert it with 'kvpop import'" if pickled else "copy or write it again"
         raise ConfigError(f"{path} is not a complete safetensors file ({reason}): {advice}") from None
 
 
 def unpickled(path: Path, advice: str) -> dict[str, torch.Tensor]:
-    """Return the named tensors of a pickle, by torch's restricted unpickler; ``advice`` ends the error.
-
-    Raises:
-        ConfigError: it is damaged, or holds something else.
-    """
+    """Return the named tensors of a pickle, by torch's restricted unpickler. ``advice`` ends the error."""
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may raise any
@@ -77,13 +73,14 @@ def write_files(
         OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # the config is renamed last: where it is, the tensors are complete
     with replacing(folder / config_name) as text, replacing(folder / tensors_name) as draft:
         text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_tensors(tensors, draft, mode_of=text)
 
 
 def write_folder(folder: Path, *files) -> None:
-    """Write a folder of a JSON config and its tensors, whole or not at all; ``files`` are those of :func:`write_files`.
+    """Write a folder of a JSON config and its tensors, whole or not at all. ``files`` are those of :func:`write_files`.
 
     Raises:
         OSError: a file cannot be written.

@@ -393,11 +393,11 @@ FAULTS = {
             for tests in DRIVERS["answers"]
         ),
     ],
-    "kvpop_vllm/hf/cache.py": [
+    "kvpop_vllm/hf/passes.py": [
         # rows are decoded whose tails have not begun
-        ("in_tails = [seen > 0« and seen >= p→» for", "tests/hf/test_protected.py -k 'of_answers and h2o'"),
+        ("in_tails = [before > 0« and before >= p→» for", "tests/hf/test_protected.py -k 'of_answers and h2o'"),
         # an answer is protected like the rest of a prompt, while another row is below its N
-        ("p == seen and «(length > 1 or seen == made)→True»", "tests/hf/test_rows.py -k of_their_own"),
+        ("p == before and «(length > 1 or before == cartridge_slots)→True»", "tests/hf/test_rows.py -k of_their_own"),
         # pages for all N tokens at once
         ("max(map(«min, protected, after→max, protected, protected»))", "tests/hf/test_protected.py -k come_as"),
     ],
@@ -428,7 +428,7 @@ FAULTS = {
     ],
     "kvpop_vllm/policies/allocators.py": [
         (
-            "(parts / parts.sum()).flatten() * «(kept.topk * layers * heads)→kept.topk»",
+            "(parts / parts.sum()).flatten() * «(retention.topk * layers * heads)→retention.topk»",
             "tests/policies/test_allocators.py",
         ),
         # the last layer has too much

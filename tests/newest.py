@@ -58,7 +58,7 @@ class Release(NamedTuple):
     Attributes:
         name: name of the package.
         version: its version.
-        bounds: versions that ``pyproject.toml`` allows, as written there; empty for all.
+        bounds: versions that ``pyproject.toml`` allows, as written there, empty for all.
         beyond: whether it is newer than they allow.
     """
 
@@ -95,8 +95,8 @@ def fresh(tree: Path) -> Path:
 
 def dependencies(project: Mapping) -> dict[str, str]:
     """Return the dependencies of a ``pyproject.toml`` with their bounds as written."""
-    found = project["project"]["dependencies"]
-    return {name: line.removeprefix(name) for line in found for name in [Requirement(line).name]}
+    requirements = project["project"]["dependencies"]
+    return {name: line.removeprefix(name) for line in requirements for name in [Requirement(line).name]}
 
 
 def newest(requirement: str) -> str | None:
@@ -113,15 +113,15 @@ def releases(bounds_of: Mapping[str, str]) -> list[Release]:
     Raises:
         SystemExit: pip finds no release within the bounds.
     """
-    found = []
+    candidates = []
     for name, bounds in bounds_of.items():
         allowed, latest = newest(f"{name}{bounds}"), newest(name)
         if allowed is None or latest is None:
             raise SystemExit(f"pip finds no {name}{bounds}")
-        found.append(Release(name, allowed, bounds, False))
+        candidates.append(Release(name, allowed, bounds, False))
         if Version(latest) > Version(allowed):
-            found.append(Release(name, latest, bounds, True))
-    return found
+            candidates.append(Release(name, latest, bounds, True))
+    return candidates
 
 
 def lines(project: Mapping, pins: Mapping[str, str]) -> list[str]:
@@ -177,7 +177,7 @@ def needs_vllm(tree: Path, module: Path) -> bool:
 
 
 def environment(folder: Path, tree: Path, requirements: Iterable[str]) -> Path | None:
-    """Make a virtual environment with packages and a tree in place; return its Python, None if that fails."""
+    """Make a virtual environment with packages and a tree in place. Return its Python, None if that fails."""
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin/python"
@@ -198,7 +198,7 @@ def run_tests(python: Path, tree: Path, tests: Sequence[str], log: Path) -> Outc
         python: interpreter.
         tree: the tree.
         tests: paths in it.
-        log: file for pytest's output; one with the suffix ``.xml`` comes beside it.
+        log: file for pytest's output. One with the suffix ``.xml`` comes next to it.
     """
     report = log.with_suffix(".xml")
     report.unlink(missing_ok=True)
@@ -226,18 +226,18 @@ def outcome(report: Path, code: int) -> Outcome:
 
 
 def try_together(tree: Path, chosen: Sequence[Release]) -> dict[Release, Outcome]:
-    """Try releases in one environment with torch for CPUs; their versions there become those of the result."""
+    """Try releases in one environment with torch for CPUs. Their versions there become those of the result."""
     project = project_of(tree)
     python = environment(BUILD / "allowed", tree, lines(project, {"torch": cpu_env.TORCH}))
     if python is None:
         return {release: Outcome("pip cannot install or build it (see above)", False) for release in chosen}
-    found = run_tests(python, tree, without_vllm(tree), BUILD / "allowed.log")
+    outcome = run_tests(python, tree, without_vllm(tree), BUILD / "allowed.log")
     code = "import sys; from importlib import metadata; print(*map(metadata.version, sys.argv[1:]))"
     names = [release.name for release in chosen]
     versions = subprocess.run(
         [python, "-c", code, *names], stdout=subprocess.PIPE, text=True, check=True
     ).stdout.split()
-    return {release._replace(version=there): found for release, there in zip(chosen, versions, strict=True)}
+    return {release._replace(version=installed): outcome for release, installed in zip(chosen, versions, strict=True)}
 
 
 def try_alone(tree: Path, release: Release) -> Outcome:
@@ -265,7 +265,7 @@ def try_vllm(release: Release) -> Outcome:
 
 
 def read_vllm(release: Release) -> Outcome:
-    """Compare a vLLM with what the glue relies on; nothing is run."""
+    """Compare a vLLM with what the glue relies on. Nothing is run."""
     folder = BUILD / f"vllm-{release.version}"
     shutil.rmtree(folder, ignore_errors=True)
     options = ["-qq", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder]
@@ -279,10 +279,10 @@ def read_vllm(release: Release) -> Outcome:
     return Outcome("read, not run: " + "; ".join(done.stdout.splitlines()[-4:]), done.returncode == 0)
 
 
-def table(found: Mapping[Release, Outcome]) -> Iterable[str]:
+def table(outcomes: Mapping[Release, Outcome]) -> Iterable[str]:
     """Yield the lines of the table."""
     rows = [("package", "version", "bounds", "", "tests")]
-    for (name, version, bounds, beyond), (text, right) in found.items():
+    for (name, version, bounds, beyond), (text, right) in outcomes.items():
         rows.append((name, version, bounds or "none", "beyond" if beyond else "within", text if right else f"! {text}"))
     widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
     for row in rows:
@@ -300,21 +300,21 @@ def main() -> int:
     chosen = releases({name: bounds for name, bounds in listed.items() if not names or name in names})
     tree = BUILD / "tree"
     together = [release for release in chosen if not release.beyond and release.name not in ("torch", "vllm")]
-    found: dict[Release, Outcome] = {}
+    outcomes: dict[Release, Outcome] = {}
     if together:
         print(f"[newest] {', '.join(release.name for release in together)} within their bounds", flush=True)
-        found |= try_together(fresh(tree), together)
+        outcomes |= try_together(fresh(tree), together)
     for release in chosen:
         if release in together:
             continue
         print(f"[newest] {release.name} {release.version}", flush=True)
         if release.name == "vllm":
-            found[release] = try_vllm(release)
+            outcomes[release] = try_vllm(release)
         else:
-            found[release] = try_alone(fresh(tree), release)
-    for line in table(dict(sorted(found.items()))):
+            outcomes[release] = try_alone(fresh(tree), release)
+    for line in table(dict(sorted(outcomes.items()))):
         print(line)
-    return int(any(not result.right for release, result in found.items() if not release.beyond))
+    return int(any(not result.right for release, result in outcomes.items() if not release.beyond))
 
 
 if __name__ == "__main__":

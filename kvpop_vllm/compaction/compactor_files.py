@@ -1,6 +1,8 @@
 """Compactor files, format version 1: a trained compactor of one base model (:mod:`kvpop_vllm.compaction.still`).
 
 A folder holds ``kvpop_compactor.json`` and ``kvpop_compactor.safetensors``, with the module's tensors in float16.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class CompactorConfig(MadeFor):
     width: int
 
     def check(self, source: str) -> None:
-        """Check all values; see :meth:`MadeFor.check`."""
+        """Check all values. See :meth:`MadeFor.check`."""
         super().check(source)
         if self.slots % BLOCK_SLOTS or self.width % 2 or self.width > 2 * self.head_dim:
             raise ConfigError(
@@ -81,11 +83,7 @@ def read_compactor(folder: str | Path, model: str | Path, slots: int | None = No
     Args:
         folder: its folder.
         model: folder of the base model that it should be for.
-        slots: P that it should have; None for any.
-
-    Raises:
-        ConfigError: a file is missing or damaged, a tensor is missing, unknown, or has a wrong shape, dtype or value, or
-            the compactor is for another model or number of slots.
+        slots: P that it should have, None for any.
     """
     folder = Path(folder)
     path, tensors = folder / CONFIG_NAME, folder / TENSORS_NAME
@@ -113,24 +111,20 @@ def _tensors(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torc
             problem = "misses" if wrong[0] in expected else "has an unknown"
             raise ConfigError(f"{path} {problem} tensor {wrong[0]!r}: copy the compactor again")
         for name in file.keys():
-            own = file.get_slice(name)
-            shape, expected_shape = tuple(own.get_shape()), tuple(expected[name].shape)
-            if shape != expected_shape or own.get_dtype() not in DTYPES:
+            stored = file.get_slice(name)
+            shape, expected_shape = tuple(stored.get_shape()), tuple(expected[name].shape)
+            if shape != expected_shape or stored.get_dtype() not in DTYPES:
                 raise ConfigError(
-                    f"{path}: tensor {name} is {own.get_dtype()} {shape}, expected F16 {expected_shape}: copy the compactor again"
+                    f"{path}: tensor {name} is {stored.get_dtype()} {shape}, expected F16 {expected_shape}: copy the compactor again"
                 )
         tensors = {name: file.get_tensor(name).float() for name in file.keys()}
-    if bad := next((name for name, own in tensors.items() if not bool(own.isfinite().all())), None):
+    if bad := next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None):
         raise ConfigError(f"{path}: tensor {bad} holds NaN or infinity: train the compactor again")
     return tensors
 
 
 def write_compactor(folder: str | Path, config: CompactorConfig, module: Compactor) -> None:
-    """Write a compactor's folder, whole or not at all.
-
-    Raises:
-        ConfigError: a value is not finite in float16.
-    """
+    """Write a compactor's folder, whole or not at all."""
     folder = Path(folder)
     named = {name: tensor.detach().cpu().half().contiguous() for name, tensor in module.state_dict().items()}
     if bad := next((name for name, tensor in named.items() if not bool(tensor.isfinite().all())), None):

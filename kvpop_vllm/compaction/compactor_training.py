@@ -1,4 +1,7 @@
-"""`kvpop train-compactor`: training of a STILL compactor on windows of many texts."""
+"""`kvpop train-compactor`: training of a STILL compactor on windows of many texts.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,13 @@ class StillOptions:
 
     Attributes:
         slots: P.
-        window: most tokens of a window; those after it are a quarter as many.
-        steps: optimiser steps; 0 writes the start.
+        window: most tokens of a window. Those after it are a quarter as many.
+        steps: optimiser steps. 0 writes the start.
         batch: windows of a step.
         lr: peak of the learning rate.
         kl: weight of the KL divergence from the teacher.
         ce: weight of the cross-entropy to the text.
-        dtype: dtype of the model; the compactor is float32 while it is trained.
+        dtype: dtype of the model. The compactor is float32 while it is trained.
         seed: seed of the windows.
     """
 
@@ -62,11 +65,7 @@ class StillOptions:
         return self.window // OWN
 
     def check(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: one is impossible.
-        """
+        """Check the numbers."""
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.0001, or less if the loss rises")
         if not (0 <= self.kl < math.inf and 0 <= self.ce < math.inf and self.kl + self.ce > 0):
@@ -78,12 +77,12 @@ class StillOptions:
 def example_of(row: torch.Tensor, number: int, options: StillOptions) -> tuple[torch.Tensor, int]:
     """Return the tokens of one example, a window and what is after it, and T, the tokens of its window.
 
-    A window has half of ``options.window`` tokens or more. After an even one its text goes on; after an odd one a
+    A window has half of ``options.window`` tokens or more. After an even one its text goes on. After an odd one a
     passage of the window is repeated, which shows what can be found in the slots.
 
     Args:
         row: ids ``[window + own]``.
-        number: number of the example; with the seed it decides how the row is cut.
+        number: number of the example. With the seed it decides how the row is cut.
         options: see :class:`StillOptions`.
     """
     draws = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
@@ -130,7 +129,7 @@ class StillTrainer(CosineLoop):
         rows: rows of ids ``[window + own]``, for any number from 0 on.
         folder: folder of checkpoints and metrics.
         options: see :class:`StillOptions`.
-        how_often: ``save_every`` and ``quiet``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
+        how_often: ``save_every`` and ``quiet``. See :class:`kvpop_vllm.distill.training_loop.Loop`.
     """
 
     def __init__(self, model, compactor: Compactor, rows, folder: Path, options: StillOptions, **how_often):
@@ -162,13 +161,12 @@ def train_compactor(
     Args:
         model: folder of the base model.
         data: files and folders of text. As in distillation, a tenth of the documents is held back.
-        out: folder to write; ``out/run`` holds tokens, checkpoints and metrics.
+        out: folder to write. ``out/run`` holds tokens, checkpoints and metrics.
         options: what to do.
         save_every: optimiser steps between checkpoints.
         quiet: True to hide the progress bar.
 
     Raises:
-        ConfigError: an option is impossible, the folder holds another run, or model or data cannot be read.
         TrainingError: training cannot go on.
     """
     began = time.monotonic()
@@ -184,9 +182,9 @@ def train_compactor(
     rows = PackedTokens(data, load_tokenizer(model), options.window + options.own, **settings)
     provenance = {"kvpop": __version__, "data": rows.fingerprint, "arguments": asdict(options)}
     config = CompactorConfig(**base, slots=slots, width=WIDTH, provenance=provenance)
-    own = {"model": str(Path(model).resolve())} | asdict(options) | {"data": rows.fingerprint}
+    run_settings = {"model": str(Path(model).resolve())} | asdict(options) | {"data": rows.fingerprint}
     new = not Path(out).exists()
-    check_same_run(Path(out), own)
+    check_same_run(Path(out), run_settings)
     try:
         first = rows[0][: options.window].tolist()
     except ConfigError as error:

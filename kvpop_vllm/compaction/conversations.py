@@ -3,6 +3,8 @@
 Each conversation is about a chunk of the corpus, which the model reads where the corpus will stand. A seed prompt after
 it makes the model write a question or an instruction. The answer to that is sampled after the same chunk
 (arXiv:2506.06266, section 4).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ QUESTION, ANSWER = 96, 256
 ROOM = 1024
 """Positions that a conversation may take after a chunk or a cartridge."""
 LONGEST = 2048
-"""Most tokens of a chunk by default; the fewest are a quarter."""
+"""Most tokens of a chunk by default. The fewest are a quarter."""
 ROUND = 32
 """Conversations that are about one chunk, and are made and stored together."""
 TOP = 20
@@ -125,7 +127,7 @@ def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tens
     """Return the candidates of A answer tokens, their probabilities, and that of all other tokens together.
 
     Returns:
-        ids: ``[A, K]``; positions with fewer candidates are filled with their first.
+        ids: ``[A, K]``. Positions with fewer candidates are filled with their first.
         chances: ``[A, K]`` probabilities, 0 where filled.
         rest: ``[A]``, 1 less their sum.
     """
@@ -145,9 +147,6 @@ def chunk_tokens(chunk: int | None, tokens: int, slots: int, positions: int | No
         slots: P.
         positions: positions of the model, or None.
         room: positions for a conversation, and for what stands around a chunk.
-
-    Raises:
-        ConfigError: chunk and conversation, or slots and conversation, do not fit into the model's positions.
     """
     left = (positions or 1 << 30) - room
     if slots > left:
@@ -173,7 +172,7 @@ def make_conversations(
     seed: int = 0,
     done: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write ``count`` conversations to a JSONL file; those that it has already are kept.
+    """Write ``count`` conversations to a JSONL file. Those that it has already are kept.
 
     A round is written at once. What a conversation is depends on its number, seed and corpus alone.
 
@@ -199,11 +198,7 @@ def make_conversations(
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Return the conversations of a file.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Return the conversations of a file."""
     names = [field.name for field in fields(Conversation)]
     return [Conversation(**{name: line[name] for name in names}) for line in json_lines(path, *names)]
 
@@ -216,10 +211,10 @@ def _round(place: Place, tokens, numbers: range, sample: Sampler, longest: int, 
     picks = [SEEDS[kind][int(torch.randint(len(SEEDS[kind]), (), generator=draws))] for kind in kinds]
     seeds = torch.randint(1 << 31, (2, len(numbers)), generator=draws).tolist()
     before = place.around(tokens[a:b])
-    asked = sample(before, [place.asking(pick) for pick in picks], QUESTION, seeds[0])
+    question_drafts = sample(before, [place.asking(pick) for pick in picks], QUESTION, seeds[0])
     questions = [
-        place.tokenizer.decode(own.tokens, skip_special_tokens=True).strip() or PLAIN[kind]
-        for own, kind in zip(asked, kinds, strict=True)
+        place.tokenizer.decode(draft.tokens, skip_special_tokens=True).strip() or PLAIN[kind]
+        for draft, kind in zip(question_drafts, kinds, strict=True)
     ]
     prompts = [place.asking(question) for question in questions]
     answers = sample(before, prompts, ANSWER, seeds[1])

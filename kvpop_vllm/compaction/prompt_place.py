@@ -1,4 +1,7 @@
-"""Place of a corpus in a prompt: in the first message of a chat, or in front of everything."""
+"""Place of a corpus in a prompt: in the first message of a chat, or in front of everything.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Place:
         tokenizer: the model's.
         head: ids before the corpus, with which the prompt of a chat begins too. Empty in front of everything.
         end: ids that separate the corpus from what follows.
-        system: the system message of ``head``; None for that of the chat template, if it has one.
+        system: the system message of ``head``, None for that of the chat template, if it has one.
     """
 
     tokenizer: object
@@ -39,11 +42,7 @@ class Place:
         return [*self.head, *corpus, *self.end]
 
     def asking(self, prompt: str) -> list[int]:
-        """Return the ids of a user's words after the corpus, up to where the model's answer begins.
-
-        Raises:
-            ConfigError: the chat template or the tokenizer joins the words with what is before them.
-        """
+        """Return the ids of a user's words after the corpus, up to where the model's answer begins."""
         if self.head:
             ids = self._ids(_chat(self.tokenizer, self.system, prompt))
             if ids[: len(self.head)] != self.head:
@@ -66,9 +65,6 @@ def place_of(tokenizer, place: str | None = None, system: str | None = None) -> 
         tokenizer: the model's.
         place: ``message``, ``front``, or None for the first where there is a chat template.
         system: system message of the chats, or None for that of the template.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template for a message.
     """
     templated = bool(getattr(tokenizer, "chat_template", None))
     if not templated and (place == "message" or system is not None):
@@ -95,12 +91,12 @@ def special_ids(tokenizer) -> list[int]:
 
 
 def begin_of_text(tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
-    """Return the special ids with which a text begins; after a cartridge in front of everything it has none.
+    """Return the special ids with which a text begins. After a cartridge in front of everything it has none.
 
     Args:
         tokenizer: the model's.
         ids: ids of the text.
-        text: the text, whose special ids are the tokenizer's where it does not spell them out; or None for a chat, whose
+        text: the text, whose special ids are the tokenizer's where it does not spell them out, or None for a chat, whose
             template writes them too.
     """
     special = special_ids(tokenizer)
@@ -110,16 +106,13 @@ def begin_of_text(tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
     return special * count
 
 
-def ids_behind(tokenizer, head: Sequence[int], prompt: str | list[dict]) -> list[int]:
+def ids_after(tokenizer, head: Sequence[int], prompt: str | list[dict]) -> list[int]:
     """Return the ids of a text or of a chat after a cartridge, up to where the model's answer begins.
 
     Args:
         tokenizer: the model's.
         head: the cartridge's.
         prompt: the text, or the chat's messages.
-
-    Raises:
-        ConfigError: the prompt does not begin as the cartridge does, or the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
         text, ids = prompt, tokenizer(prompt, verbose=False)["input_ids"]
@@ -133,7 +126,7 @@ def ids_behind(tokenizer, head: Sequence[int], prompt: str | list[dict]) -> list
 
 
 def _repeats(sequence: Sequence, part: Sequence) -> int:
-    """Return how many times a sequence begins with a part; 0 for an empty part."""
+    """Return how many times a sequence begins with a part, 0 for an empty part."""
     count, size = 0, len(part)
     while size and sequence[count * size : (count + 1) * size] == part:
         count += 1

@@ -6,6 +6,8 @@ Fixed tokens come first. Own tokens go on after the last of them, at the positio
 
 The pickle is read in a process of its own (:mod:`kvpop_vllm.compaction.unpickle`), by torch's restricted
 unpickler and with limited memory. That process hands over a safetensors file, which is read as untrusted data.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -44,9 +46,6 @@ def published_cartridge(source: str | Path) -> Path | None:
     """Return the pickle of a cartridge that a path names, or None.
 
     It is the path itself, or the only pickle of a folder without a ``config.json``.
-
-    Raises:
-        ConfigError: a folder has several.
     """
     source = Path(source)
     if source.is_file():
@@ -68,9 +67,6 @@ def import_cartridge(source: str | Path, out: str | Path, model: str | Path) -> 
         source: the pickle.
         out: folder to write.
         model: folder of the base model.
-
-    Raises:
-        ConfigError: the file cannot be read as such a cartridge, or is not of this model.
     """
     source = Path(source)
     check_new(out)
@@ -115,9 +111,6 @@ def layers_of(tensors: dict[str, torch.Tensor], base: dict, source: str) -> tupl
         tensors: tensors by name and layer, such as ``trainable_keys.0``.
         base: from :func:`kvpop_vllm.compaction.cartridge.base_of`.
         source: names the file in errors.
-
-    Raises:
-        ConfigError: a tensor is missing, left over or of a wrong shape.
     """
     layers, tokens, tensors = [], None, dict(tensors)
     for i in range(base["num_layers"]):

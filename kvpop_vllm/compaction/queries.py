@@ -1,4 +1,7 @@
-"""Sources of reference queries: the model repeats the corpus, or answers prompts about it."""
+"""Sources of reference queries: the model repeats the corpus, or answers prompts about it.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ LEAST = 64
 """Fewest reference tokens that must fit after a corpus and an instruction."""
 
 
-def room_behind(place: Place, tokens: int, positions: int | None, prompt: str) -> int:
+def room_after(place: Place, tokens: int, positions: int | None, prompt: str) -> int:
     """Return how many reference tokens fit after a corpus and an instruction.
 
     Args:
@@ -35,15 +38,12 @@ def room_behind(place: Place, tokens: int, positions: int | None, prompt: str) -
         tokens: tokens of the corpus.
         positions: positions of the model, or None if it has no limit.
         prompt: the instruction.
-
-    Raises:
-        ConfigError: fewer than 64.
     """
     start = len(place.around(place.asking(prompt)))
     room = (positions or tokens + start + (1 << 30)) - tokens - start
     if room < LEAST:
         raise ConfigError(
-            f"the model has {positions} positions, too few for {tokens} tokens and {start + LEAST} reference tokens behind"
+            f"the model has {positions} positions, too few for {tokens} tokens and {start + LEAST} reference tokens after"
             f" them: cut the corpus to {max(0, positions - start - LEAST)} tokens"
         )
     return room
@@ -62,18 +62,15 @@ def repeat_prefill(
         corpus: its ids.
         chunks: first token and the one after the last of each chunk, among the tokens of ``place.around(corpus)``.
         positions: positions of the model, or None.
-
-    Raises:
-        ConfigError: as :func:`room_behind`.
     """
     start, tokens = place.asking(REPEAT), place.around(corpus)
     first, last = len(place.head), len(tokens) - len(place.end)
-    piece = min(PIECE, room_behind(place, len(corpus), positions, REPEAT))
+    piece = min(PIECE, room_after(place, len(corpus), positions, REPEAT))
     reference = Reference([], [], [])
     for number, (a, b) in enumerate(chunks):
-        for at in range(max(a, first), min(b, last), piece):
+        for piece_start in range(max(a, first), min(b, last), piece):
             before = start if len(reference.used) % 2 else []
-            reference.sequences.append(before + tokens[at : min(b, last, at + piece)])
+            reference.sequences.append(before + tokens[piece_start : min(b, last, piece_start + piece)])
             reference.used.append(len(before))
             reference.chunks.append(number)
     return reference
@@ -99,28 +96,26 @@ def self_study(
         corpus: its ids.
         caches: keys and values ``[H, T, D]`` of every layer, of the T tokens of ``place.around(corpus)``.
         positions: positions of the model, or None.
-        answers: number of answers; the prompts take turns.
+        answers: number of answers. The prompts take turns.
         length: most tokens of an answer.
         seed: seed of the sampling.
         done: called after each answer.
-
-    Raises:
-        ConfigError: as :func:`room_behind`.
     """
     cache, tokens = DynamicCache(), place.around(corpus)
     for i, (k, v) in enumerate(caches):
         cache.update(k.unsqueeze(0), v.unsqueeze(0), i)
     device = caches[0][0].device
     sequences, used = [], []
+    # our attention function needs an argument that generate() does not pass
     model.set_attn_implementation("sdpa")
     try:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             for i in range(answers):
                 start = place.asking(PROMPTS[i % len(PROMPTS)])
-                room = room_behind(place, len(corpus), positions, PROMPTS[i % len(PROMPTS)])
+                room = room_after(place, len(corpus), positions, PROMPTS[i % len(PROMPTS)])
                 ids = torch.tensor([*tokens, *start], device=device).unsqueeze(0)
-                found = model.generate(
+                generated = model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     **{CACHE_NAME: cache},
@@ -130,7 +125,8 @@ def self_study(
                     pad_token_id=place.tokenizer.pad_token_id or 0,
                 )
                 cache.crop(len(tokens) - cache.get_seq_length())  # the number to remove, negative
-                sequences.append(found[0, len(tokens) :].tolist())
+                sequences.append(generated[0, len(tokens) :].tolist())
+                # the last token of the prompt predicts the answer's first
                 used.append(len(start) - 1)
                 done()
     finally:

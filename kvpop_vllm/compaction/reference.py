@@ -18,7 +18,7 @@ class Reference:
 
     Attributes:
         sequences: token ids of each.
-        used: of each, the tokens from here on give queries; earlier ones are an instruction.
+        used: of each, the tokens from here on give queries. Earlier ones are an instruction.
         chunks: of each, the number of the chunk that it is about, or None if its queries are for all chunks.
     """
 
@@ -84,12 +84,13 @@ class Fitting:
 
     @torch.no_grad()
     def __call__(self, layer, q, k, v, scale):
-        """Fit one layer's cache and return its attention; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Fit one layer's cache and return its attention. See :class:`kvpop_vllm.model_hook.Attend`."""
         keys, values = self.caches[layer]
         by_head = q[0].unflatten(0, (keys.shape[0], -1))
         parts = [self._fit(by_head, keys, values, layer, i, scale) for i in range(len(self.chunks))]
         compact = self._joined(parts, values.dtype)
         self.layers.append(compact)
+        # with on_policy later layers see the queries that the compact cache will get
         cache = compact if self.on_policy else (keys, values, None)
         out = attend(q, k, v, scale, *cache, self.segments.to(q.device))
         self.done()
@@ -98,10 +99,12 @@ class Fitting:
     def _fit(self, by_head, keys, values, layer, number, scale) -> list[tuple[torch.Tensor, ...]]:
         """Return keys, values and biases of each head for one chunk."""
         a, b = self.chunks[number]
+        # a draw for each layer and chunk, whatever the order in which they run
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 1009 + number)
         rows = torch.nonzero(self.used & ((self.about == number) | (self.about < 0))).squeeze(1)
         pairs = torch.randperm(len(rows) * by_head.shape[1], generator=generator)[: self.queries]
         q = by_head[:, (pairs % by_head.shape[1]).to(keys.device), rows[pairs // by_head.shape[1]].to(keys.device)]
+        # one product for all heads where their slots are equal in number
         counts = [self._share(int(count), number) for count in self.budgets[layer]]
         if len(set(counts)) == 1:
             return list(zip(*match(q, keys[:, a:b], values[:, a:b], counts[0], scale, self.options), strict=True))
@@ -119,7 +122,7 @@ class Fitting:
         return count * b // total - count * a // total
 
     def _joined(self, parts: list, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return k, v ``[H, P, D]`` and bias ``[H, P]`` of all chunks; heads with fewer slots are padded."""
+        """Return k, v ``[H, P, D]`` and bias ``[H, P]`` of all chunks. Heads with fewer slots are padded."""
         heads = []
         for layer_parts in zip(*parts, strict=True):
             k, v, bias = (torch.cat(tensors).unsqueeze(0) for tensors in zip(*layer_parts, strict=True))

@@ -1,4 +1,7 @@
-"""``kvpop compact``: reads a corpus with a model and writes a cartridge."""
+"""``kvpop compact``: reads a corpus with a model and writes a cartridge.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, write_cartridge
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.prompt_place import Place, place_of
-from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_behind, self_study
+from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_after, self_study
 from kvpop_vllm.compaction.reference import Fitting, fit, read_corpus
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
@@ -41,9 +44,9 @@ class CompactOptions:
 
     Attributes:
         method: one of METHODS, or ``truncation``, which is ``last``.
-        slots: P; None for that of the compactor.
+        slots: P, None for that of the compactor.
         queries: ``repeat-prefill`` or ``self-study``.
-        chunk: tokens of a chunk; None for one chunk.
+        chunk: tokens of a chunk, None for one chunk.
         dtype: dtype of the model and of the cartridge.
         seed: seed of samples.
         calibration: folder of ``kvpop calibrate``, or JSON file with shares of the heads, or None.
@@ -73,11 +76,7 @@ class CompactOptions:
 
 
 def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
-    """Return a corpus and its ids. Documents are joined with an empty line between them.
-
-    Raises:
-        ConfigError: the data cannot be read, or is empty.
-    """
+    """Return a corpus and its ids. Documents are joined with an empty line between them."""
     parts = []
     for document in documents_of(find_sources([data])):
         content = document.content
@@ -96,9 +95,6 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
         data: text or JSONL file, or a folder of them.
         out: folder to write.
         options: what to do.
-
-    Raises:
-        ConfigError: an option is impossible, or model or data cannot be read or are too large or small.
     """
     began = time.monotonic()
     check_new(out)
@@ -112,6 +108,7 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
     slots, budgets = slots_of(options, base)
     if slots != options.slots:
         print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
+    # cheap checks come before the model is loaded
     place = place_of(load_tokenizer(model), options.place, options.system)
     text, corpus = corpus_of(place, data)
     check_length(place, len(corpus), slots, options.method, positions_of(read_model_config(model)))
@@ -146,17 +143,15 @@ def check_length(place: Place, corpus: int, slots: int, method: str, positions: 
         slots: P.
         method: one of METHODS, or ``truncation``.
         positions: positions of the model, or None.
-
-    Raises:
-        ConfigError: it is not.
     """
     tokens = len(place.around(range(corpus)))
     if len(place.head) >= slots:
         raise ConfigError(
             f"the chat has {len(place.head)} tokens before the corpus, and {slots} slots are no more: raise --slots"
         )
+    # its reference tokens must fit after the corpus
     if method == "attention-matching":
-        room_behind(place, corpus, positions, REPEAT)
+        room_after(place, corpus, positions, REPEAT)
     elif tokens < slots:
         fewer = tokens // BLOCK_SLOTS * BLOCK_SLOTS
         advice = f"lower --slots to {fewer}" if fewer else f"give at least {BLOCK_SLOTS} tokens"
@@ -166,16 +161,12 @@ def check_length(place: Place, corpus: int, slots: int, method: str, positions: 
         raise ConfigError(f"the model has {positions} positions: lower --slots")
     elif method == "still" and positions is not None and tokens >= positions:
         raise ConfigError(
-            f"the model has {positions} positions, too few for {tokens} tokens and any behind them: cut the corpus"
+            f"the model has {positions} positions, too few for {tokens} tokens and any after them: cut the corpus"
         )
 
 
 def slots_of(options: CompactOptions, base: dict) -> tuple[int, torch.Tensor]:
-    """Return P, a multiple of 64, and the slots of each head ``[L, H]``, for a model (:func:`base_of`).
-
-    Raises:
-        ConfigError: the shares cannot be read, or the method gives all heads equal slots.
-    """
+    """Return P, a multiple of 64, and the slots of each head ``[L, H]``, for a model (:func:`base_of`)."""
     layers, heads = base["num_layers"], base["num_kv_heads"]
     equal = -(-options.slots // BLOCK_SLOTS) * BLOCK_SLOTS
     if options.calibration is None:
@@ -194,11 +185,7 @@ def slots_of(options: CompactOptions, base: dict) -> tuple[int, torch.Tensor]:
 
 
 def load(model: str, dtype: str) -> torch.nn.Module:
-    """Return the model for inference on the default device.
-
-    Raises:
-        ConfigError: it cannot be loaded, or as :func:`base_of` and :func:`kvpop_vllm.model_hook.check_rotation`.
-    """
+    """Return the model for inference on the default device."""
     loaded = load_model(model, getattr(torch, dtype)).to(default_device()).eval().requires_grad_(False)
     check_rotation(loaded, base_of(model)["rope"])
     return loaded
@@ -225,6 +212,7 @@ def layers_of(
     """
     positions, tokens = positions_of(model.config), place.around(corpus)
     if options.method != "attention-matching":
+        # the last tokens still follow the head, as in a chat that is cut
         part = tokens[:slots] if options.method == "first" else place.head + tokens[len(place.head) - slots :]
         return [(k, v, None) for k, v in read_corpus(model, part)], slots
     size = options.chunk or len(corpus)

@@ -39,7 +39,7 @@ def latent_positions(tokens: int, slots: int) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Attention of latents, with one head. Queries and keys are rotated; values are the memory itself.
+    """Attention of latents, with one head. Queries and keys are rotated. Values are the memory itself.
 
     At the start, queries and keys do not depend on what they are made from: weights are largest where positions are
     equal.
@@ -54,12 +54,14 @@ class Attention(nn.Module):
         super().__init__()
         self.query, self.key = nn.Linear(size, width), nn.Linear(size, width)
         self.out = nn.Linear(size, size, bias=False)
+        # constant queries and keys: at the start a latent attends by distance alone
         start = torch.zeros(width)
         start[: width // 2] = (PEAK * width**0.5) ** 0.5
         with torch.no_grad():
             for projection in (self.query, self.key):
                 projection.weight.zero_()
                 projection.bias.copy_(start)
+            # the first block copies what it reads, and later ones add nothing at the start
             self.out.weight.copy_(torch.eye(size) if reads else torch.zeros(size, size))
 
     def forward(self, latents, memory, query_positions, key_positions) -> torch.Tensor:
@@ -125,11 +127,13 @@ class LayerCompactor(nn.Module):
         tokens = torch.arange(k.shape[1], device=k.device)
         places = latent_positions(k.shape[1], len(latents)).to(k.device)
         k_scale, v_scale = self.scale
+        # keys without their rotation, which depends on the position in the corpus
         memory = torch.cat([turned(k.float(), -tokens, self.rope) / k_scale, v.float() / v_scale], -1)
         hidden, sizes = latents.expand(k.shape[0], -1, -1), []
         for block in self.blocks:
             hidden, size = block(hidden, memory, places, tokens)
             sizes.append(size)
+        # the norm took away the size of what the first block read: sizes[0] restores it
         own_k = turned(self.k(hidden) * sizes[0] * k_scale, places, self.rope)
         own_v = self.v(hidden) * sizes[0] * v_scale
         return own_k.to(k.dtype), own_v.to(v.dtype), self.bias(hidden).squeeze(-1)
@@ -152,7 +156,7 @@ class Compactor(nn.Module):
         self.layers = nn.ModuleList(LayerCompactor(head_dim, width, rope_at(rope, i)) for i in range(layers))
 
     def forward(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Layer]:
-        """Return the slots of every layer; see :class:`LayerCompactor`.
+        """Return the slots of every layer. See :class:`LayerCompactor`.
 
         Args:
             caches: keys and values ``[H, T, D]`` of every layer, of a text that begins at position 0.

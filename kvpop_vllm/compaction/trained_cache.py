@@ -29,6 +29,7 @@ class TrainedCache(torch.nn.Module):
         self.bias = [layer[2] for layer in layers]
         self.dtype = layers[0][0].dtype
         for name, part in (("k", 0), ("v", 1)):
+            # float32, because updates of the learning rate's size vanish in bfloat16
             rest = [torch.nn.Parameter(layer[part][:, FROZEN:].detach().float().clone()) for layer in layers]
             setattr(self, name, torch.nn.ParameterList(rest))
 
@@ -53,19 +54,19 @@ class Packed:
         self.layers, self.lengths = layers, list(lengths)
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of one layer. See :class:`kvpop_vllm.model_hook.Attend`."""
         parts = zip(*(tensor.split(self.lengths, 2) for tensor in (q, k, v)), strict=True)
-        return torch.cat([attend(*own, scale, *self.layers[layer]) for own in parts], 2)
+        return torch.cat([attend(*qkv, scale, *self.layers[layer]) for qkv in parts], 2)
 
 
-def packs(conversations: Sequence[Conversation], most: int = PACK) -> list[list[Conversation]]:
-    """Return the conversations in their order, in packs of at most ``most`` tokens, or of one conversation."""
+def packs(conversations: Sequence[Conversation], max_tokens: int = PACK) -> list[list[Conversation]]:
+    """Return the conversations in their order, in packs of at most ``max_tokens`` tokens, or of one conversation."""
     packed, room = [], -1
     for conversation in conversations:
         size = len(conversation.prompt) + len(conversation.answer)
         if size > room:
             packed.append([])
-            room = most
+            room = max_tokens
         packed[-1].append(conversation)
         room -= size
     return packed
@@ -75,7 +76,7 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     """Return the sums over the answers' tokens of the cross-entropy and of the teacher's entropy, in nats.
 
     The student reads the conversations after the cache, without the chunk. The teacher is that of
-    :func:`kvpop_vllm.compaction.conversations.sparse_teacher`; all tokens that are no candidates are one outcome, so that
+    :func:`kvpop_vllm.compaction.conversations.sparse_teacher`. All tokens outside the candidates are one outcome, so that
     a cache that answers as the chunk does has the least loss. Candidates alone would draw their missing mass to them.
 
     Args:
@@ -86,6 +87,7 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     """
     device, tokens, places, used = layers[0][0].device, [], [], []
     for conversation in pack:
+        # the position before an answer's first token predicts it
         first = len(tokens) + len(conversation.prompt) - 1
         used += range(first, first + len(conversation.answer))
         tokens += conversation.prompt + conversation.answer
@@ -96,6 +98,7 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     for conversation in pack:
         ids, chances, rest = (tensor.to(device) for tensor in sparse_teacher(conversation))
         answer = logp[place : place + len(conversation.answer)]
+        # all other tokens are one outcome, with the mass that the teacher left them
         rest_logp = answer.scatter(1, ids, -torch.inf).logsumexp(-1)
         total = total - (chances * answer.gather(1, ids)).sum() - (rest * rest_logp).sum()
         entropy += float(torch.special.entr(chances).sum() + torch.special.entr(rest).sum())

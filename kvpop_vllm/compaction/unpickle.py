@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 NAMES = {f"{kind}_{part}": f"{kind}_{part}" for kind in ("trainable", "fixed") for part in ("keys", "values")}
 NAMES |= {f"frozen_{part}": f"fixed_{part}" for part in ("keys", "values")}
-"""Name in the file to name in the output; other names are refused."""
-BESIDE = 6 << 30
+"""Name in the file to name in the output. Other names are refused."""
+OVERHEAD = 6 << 30
 """Bytes of address space for the process itself."""
 
 
@@ -29,7 +29,7 @@ def tensors_of(value: object, name: str) -> list[torch.Tensor]:
     if isinstance(value, torch.nn.ParameterList):
         value = list(value.__dict__.get("_parameters", {}).values())
     if not isinstance(value, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in value):
-        raise ValueError(f"{name} is no list of tensors")
+        raise ValueError(f"{name} is not a list of tensors")
     return [tensor.detach() for tensor in value]
 
 
@@ -40,7 +40,8 @@ def main(source: Path, target: Path) -> None:
         ValueError: the file holds something else than a cartridge.
     """
     size = source.stat().st_size
-    resource.setrlimit(resource.RLIMIT_AS, (BESIDE + 4 * size, BESIDE + 4 * size))
+    # a hostile file can neither fill the memory nor the disk, nor leave a core
+    resource.setrlimit(resource.RLIMIT_AS, (OVERHEAD + 4 * size, OVERHEAD + 4 * size))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + (1 << 20), 2 * size + (1 << 20)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with torch.serialization.safe_globals([torch.nn.ParameterList]):
@@ -50,6 +51,7 @@ def main(source: Path, target: Path) -> None:
     if unknown := sorted(set(tensors) - set(NAMES), key=str):
         raise ValueError(f"unknown key {unknown[0]!r}")
     named = {f"{NAMES[n]}.{i}": t for n, value in tensors.items() for i, t in enumerate(tensors_of(value, n))}
+    # views of one storage could stand for many times the file
     if sum(t.numel() * t.element_size() for t in named.values()) > 2 * size:
         raise ValueError("tensors that are larger than the file")
     save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}, target)

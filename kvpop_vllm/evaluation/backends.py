@@ -1,4 +1,7 @@
-"""Interface of an engine that runs a model under policies, and its implementation in transformers."""
+"""Interface of an engine that runs a model under policies, and its implementation in transformers.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ GREEDY = Sampling()
 
 
 class Run(ABC):
-    """Model under one policy and budget, or dense; every call is a request of its own."""
+    """Model under one policy and budget, or dense. Every call is a request of its own."""
 
     @abstractmethod
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -54,14 +57,14 @@ class Run(ABC):
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] | None = None,
     ) -> list[list[int]]:
-        """Return an answer of at most ``new`` tokens to each prompt; it ends before a token of ``stop``.
+        """Return an answer of at most ``new`` tokens to each prompt. It ends before a token of ``stop``.
 
         Args:
-            prompts: token ids; each prompt is a request of its own.
+            prompts: token ids. Each prompt is a request of its own.
             new: maximum tokens of an answer.
             stop: token ids.
             sampling: see :class:`Sampling`.
-            seeds: seed of each prompt's draws; None for 0, 1, 2, ...
+            seeds: seed of each prompt's draws, None for 0, 1, 2, ...
         """
 
     @abstractmethod
@@ -92,10 +95,10 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, resolved: ResolvedPolicy | None) -> AbstractContextManager[Run]:
-        """Start a run under a policy, or dense for None; one run at a time."""
+        """Start a run under a policy, or dense for None. One run at a time."""
 
     def held(self, resolved: ResolvedPolicy, tokens: torch.Tensor) -> torch.Tensor:
-        """Return which tokens of a prompt are held at its end; see :meth:`Run.held`."""
+        """Return which tokens of a prompt are held at its end. See :meth:`Run.held`."""
         with self.start(resolved) as run:
             return run.held(tokens)
 
@@ -116,11 +119,7 @@ class TransformersBackend(Backend):
 
     @contextmanager
     def start(self, resolved: ResolvedPolicy | None) -> Iterator[TransformersRun]:
-        """Start a run; see :meth:`Backend.start`.
-
-        Raises:
-            ConfigError: the model cannot run under the policy.
-        """
+        """Start a run. See :meth:`Backend.start`."""
         cache = None
         if resolved is not None:
             resolved.check_channel(self.model)
@@ -130,23 +129,24 @@ class TransformersBackend(Backend):
 
 
 class TransformersRun(Run):
-    """Requests of a model in transformers, in a cache of fixed size or dense for None; see :class:`Run`."""
+    """Requests of a model in transformers, in a cache of fixed size or dense for None. See :class:`Run`."""
 
     def __init__(self, model: torch.nn.Module, cache: KVpopCache | None, requests: int):
         self.model, self.cache, self.requests = model, cache, requests
         self.device = next(model.parameters()).device
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states of a prompt; see :meth:`Run.hidden`."""
+        """Return the last hidden states of a prompt. See :meth:`Run.hidden`."""
         return self._forward(tokens[None], self._request(), 0)[0]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states; see :meth:`Run.logits`."""
+        """Return the logits of hidden states. See :meth:`Run.logits`."""
         return self.model.get_output_embeddings()(hidden).float()
 
     def generate(self, prompts, new, stop, sampling=GREEDY, seeds=None) -> list[list[int]]:
-        """Return answers; see :meth:`Run.generate`. Prompts of one length run together, without padding."""
+        """Return answers. See :meth:`Run.generate`. Prompts of one length run together, without padding."""
+        # without pads a row's answer does not depend on the others of its batch
         by_length: dict[int, list[int]] = {}
         for number, prompt in enumerate(prompts):
             by_length.setdefault(len(prompt), []).append(number)
@@ -155,8 +155,8 @@ class TransformersRun(Run):
             for a in range(0, len(same), self.requests):
                 batch = same[a : a + self.requests]
                 tokens = torch.tensor([prompts[number] for number in batch])
-                found = self._answers(tokens, new, stop, sampling, [seeds[number] for number in batch])
-                answers |= dict(zip(batch, found, strict=True))
+                batch_answers = self._answers(tokens, new, stop, sampling, [seeds[number] for number in batch])
+                answers |= dict(zip(batch, batch_answers, strict=True))
         return [answers[number] for number in range(len(prompts))]
 
     def _answers(self, prompts: torch.Tensor, new: int, stop: set[int], sampling, seeds) -> list[list[int]]:
@@ -168,6 +168,7 @@ class TransformersRun(Run):
             hidden = self._forward(tokens, request, length - tokens.shape[1])
             tokens = choose(self.logits(hidden[:, -1]).cpu(), sampling, draws).unsqueeze(1)
             columns.append(tokens)
+            # ended rows stay in the batch, since the cache of a policy drops no rows
             ended |= torch.isin(tokens[:, 0], torch.tensor(sorted(stop), dtype=torch.int64))
             if ended.all():
                 break
@@ -175,7 +176,7 @@ class TransformersRun(Run):
         return [row[: next((i for i, token in enumerate(row) if token in stop), None)] for row in rows]
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the held tokens of a prompt; see :meth:`Run.held`."""
+        """Return the held tokens of a prompt. See :meth:`Run.held`."""
         self.hidden(tokens)
         return self.cache.held()
 

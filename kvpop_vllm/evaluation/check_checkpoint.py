@@ -1,4 +1,7 @@
-"""``kvpop check-checkpoint``: whether a reading of a checkpoint's scorer keeps what the text needs."""
+"""``kvpop check-checkpoint``: whether a reading of a checkpoint's scorer keeps what the text needs.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,7 @@ PIECE = 512
 
 
 def check_checkpoint(options: argparse.Namespace) -> None:
-    """Run ``kvpop check-checkpoint``: print a table of nats per token, with differences to the first reading.
-
-    Raises:
-        ConfigError: the checkpoint, a map or the text cannot be used, or the text is too short.
-    """
+    """Run ``kvpop check-checkpoint``: print a table of nats per token, with differences to the first reading."""
     folder = local_folder(options.directory)
     with TemporaryDirectory() as scratch:
         scorers, budget, sinks = _scorers(folder, options, Path(scratch))
@@ -52,7 +51,7 @@ def check_checkpoint(options: argparse.Namespace) -> None:
 
 
 def _scorers(folder: Path, options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Path], int, int]:
-    """Write the scorer under each map, and a shuffled one; return their folders by name, the first one's B and its sinks."""
+    """Write the scorer under each map, and a shuffled one. Return their folders by name, the first one's B and its sinks."""
     checkpoint, folders = open_checkpoint(folder), {}
     for number, map_file in enumerate(options.map or [None]):
         name = "reading" if map_file is None else f"map {map_file}"

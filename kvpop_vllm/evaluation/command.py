@@ -1,4 +1,7 @@
-"""Options of `kvpop eval`; nothing heavy is imported before it runs."""
+"""Options of `kvpop eval`. Nothing heavy is imported before it runs.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         default="text",
         help="text: recall, errors of outputs, divergence, perplexity, with sinks and window of all policies alike (default); retrieval: RULER's needles"
         " and lists, answers generated under the policy; replay: divergence from dense by position in long documents; reasoning:"
-        " problems solved in about 1,000 written tokens; corpus: questions about documents behind caches as 'kvpop compact'"
+        " problems solved in about 1,000 written tokens; corpus: questions about documents after caches as 'kvpop compact'"
         " makes them; all but text with each policy's own sinks and window",
     )
     add(
@@ -191,11 +194,7 @@ def _add_settings(command) -> None:
 
 
 def run_eval(options, engine: Callable[[], type]) -> None:
-    """Run `kvpop eval`.
-
-    Raises:
-        ConfigError: an option belongs to another task, or the task refuses its options.
-    """
+    """Run `kvpop eval`."""
     _check_options(options)
     if options.backend == "vllm":  # stdout holds the table alone
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

@@ -3,6 +3,8 @@
 Every cache is made once for a document, before a question is known, and every question is asked after it. The document
 stands in the user's message, or in front of everything if the model has no chat template. The full context is the whole
 document in the same place.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from kvpop_vllm.rules.matching import NO_WEIGHT, padded
 
 FULL, NOTHING = "full context", "no context"
 METHODS = "truncation", "first", "attention-matching", "cartridge", "still"
-"""Methods of ``kvpop compact`` that make a cache of a document; a policy that compresses prompts is another."""
+"""Methods of ``kvpop compact`` that make a cache of a document. A policy that compresses prompts is another."""
 DEFAULT_METHODS = "truncation", "snapkv", "attention-matching"
 POLICY = "policy:"
 """Prefix of a policy that has the name of a method."""
@@ -90,7 +92,7 @@ class Cache(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of keys and values; slots that pad a head do not count."""
+        """Bytes of keys and values. Slots that pad a head do not count."""
         return sum(2 * k.shape[-1] * k.element_size() * used(k, bias) for k, _, bias in self.layers)
 
 
@@ -101,24 +103,25 @@ def used(k: torch.Tensor, bias: torch.Tensor | None) -> int:
 
 def now(device: torch.device) -> float:
     """Return the time in seconds when a device has done its work."""
+    # kernels run asynchronously, and without this only their launch would be timed
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.monotonic()
 
 
-def _held_slots(k: torch.Tensor, v: torch.Tensor, held: torch.Tensor) -> Layer:
-    """Return the held tokens of a layer; heads that hold fewer than others are padded."""
-    heads, largest = [], int(held.sum(-1).max())
-    for head, rows in enumerate(held.to(k.device)):
+def _held_slots(k: torch.Tensor, v: torch.Tensor, held_mask: torch.Tensor) -> Layer:
+    """Return the held tokens of a layer. Heads that hold fewer than others are padded."""
+    heads, largest = [], int(held_mask.sum(-1).max())
+    for head, rows in enumerate(held_mask.to(k.device)):
         bias = torch.zeros(1, int(rows.sum()), device=k.device)
         heads.append(padded(k[None, head, rows], v[None, head, rows], bias, largest))
     return tuple(torch.cat(part) for part in zip(*heads, strict=True))
 
 
-def _behind_made(k: torch.Tensor, v: torch.Tensor, made: Layer, slots: int) -> Layer:
+def _made_and_last(k: torch.Tensor, v: torch.Tensor, made_slots: Layer, slots: int) -> Layer:
     """Return the made slots of a layer and the last tokens of the document, together ``slots``."""
-    near, (own_k, own_v, bias) = slots - made[0].shape[1], (part.to(k.device) for part in made)
-    last = [x[:, x.shape[1] - near :].to(own) for x, own in ((k, own_k), (v, own_v))]
+    near, (own_k, own_v, bias) = slots - made_slots[0].shape[1], (part.to(k.device) for part in made_slots)
+    last = [x[:, x.shape[1] - near :].to(like) for x, like in ((k, own_k), (v, own_v))]
     return torch.cat([own_k, last[0]], 1), torch.cat([own_v, last[1]], 1), torch.nn.functional.pad(bias, (0, near))
 
 
@@ -129,7 +132,7 @@ class Corpus:
         backend: holds the model.
         folder: the model's folder.
         tokenizer: the model's.
-        each: most questions of each kind about a document.
+        per_kind: largest number of questions of each kind about a document.
         seed: seed of questions and answers.
         steps: optimiser steps of ``cartridge``.
         compactor: compactor of ``still``.
@@ -140,34 +143,39 @@ class Corpus:
         backend: TransformersBackend,
         folder: str,
         tokenizer,
-        each: int,
+        per_kind: int,
         seed: int,
         steps: int,
         compactor: Compactor | None = None,
     ):
         self.backend, self.model, self.folder = backend, backend.model, folder
         self.tokenizer, self.place = tokenizer, place_of(tokenizer)
-        self.each, self.seed, self.steps, self.compactor = each, seed, steps, compactor
+        self.per_kind, self.seed, self.steps, self.compactor = per_kind, seed, steps, compactor
         self.device = next(self.model.parameters()).device
         self.sampler = TransformersSampler(self.model, stop_tokens(folder, tokenizer))
 
     def ask(self, number: int, document: list[int]) -> tuple[Examination, Cache]:
         """Return the questions about a document, and the cache of the full context."""
         text, tokens = self.tokenizer.decode(document), self.place.around(document)
-        questions = corpus_questions.make_questions(text, self.each, f"{self.seed}/{number}")
+        questions = corpus_questions.make_questions(text, self.per_kind, f"{self.seed}/{number}")
         opened = corpus_questions.open_questions(text)
         began = now(self.device)
         full = read_corpus(self.model, tokens)
         cache = Cache([(k, v, None) for k, v in full], len(tokens), now(self.device) - began)
+        # the sampler need not read the document again
         self.sampler.tokens, self.sampler.prefix = tokens, full
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
         prompts = [self.place.asking(prompt) for prompt in opened]
         answers = [one.tokens for one in self.sampler(tokens, prompts, ANSWER, seeds)]
-        logp = [self.behind(cache, [prompt_tokens], [a])[0] for prompt_tokens, a in zip(prompts, answers, strict=True)]
+        logp = [
+            self.logp_after(cache, [prompt_tokens], [a])[0] for prompt_tokens, a in zip(prompts, answers, strict=True)
+        ]
         return Examination(document, questions, opened, answers, logp, full), cache
 
     @torch.inference_mode()
-    def behind(self, cache: Cache, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[torch.Tensor]:
+    def logp_after(
+        self, cache: Cache, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    ) -> list[torch.Tensor]:
         """Return log-probabilities ``[A, V]`` at each position of answers to prompts, each alone after a cache.
 
         They are on the CPU.
@@ -186,9 +194,6 @@ class Corpus:
             method: one of METHODS, NOTHING or a policy that compresses prompts, see :data:`POLICY`.
             slots: P.
             exam: the document.
-
-        Raises:
-            ConfigError: the method cannot make it.
         """
         began = now(self.device)
         if method == NOTHING:
@@ -206,10 +211,11 @@ class Corpus:
         else:
             tokens = self.place.around(exam.tokens)
             held_tokens, made_layers = self._held(method.removeprefix(POLICY), slots, tokens)
+            # only the policy's prefill counts, not the selection for the comparison
             seconds = now(self.device) - began  # its own cache has the tokens that are held
             if made_layers[0][0].shape[1]:
                 layers = [
-                    _behind_made(*layer, made_layer, slots)
+                    _made_and_last(*layer, made_layer, slots)
                     for layer, made_layer in zip(exam.full, made_layers, strict=True)
                 ]
             else:
@@ -220,7 +226,7 @@ class Corpus:
     def _held(self, policy: str, slots: int, tokens: list[int]) -> tuple[torch.Tensor, list[Layer]]:
         """Return what a policy holds at the end of a document that is its prompt, ``[layers, H, T]`` booleans.
 
-        The second result is the slots that the policy has made of the document in each layer; most policies make none.
+        The second result is the slots that the policy has made of the document in each layer. Most policies make none.
         """
         resolved = training_free(policy).resolve(self.backend.shape, slots, None, None)
         with self.backend.start(resolved) as run:
@@ -248,7 +254,7 @@ class Corpus:
 
         Yields:
             ``kind, right`` (the likeliest choice per token is the true one) and, for gaps, ``exact`` (greedy decoding
-            writes it); then ``kl``, the divergence from the full context in nats per token of the answers, ``tokens`` of
+            writes it). The last has ``kl``, the divergence from the full context in nats per token of the answers, ``tokens`` of
             them and ``first``, seconds to the first token after the cache.
         """
         for question in exam.questions:
@@ -256,22 +262,22 @@ class Corpus:
             choices = [self._tokens(choice) for choice in question.choices]
             letters = all(len(ids) == 1 for ids in choices)
             rows = choices[:1] if letters else choices  # letters have their scores from one pass
-            found = self.behind(cache, [prompt] * len(rows), rows) * (len(choices) if letters else 1)
-            pairs = zip(found, choices, strict=True)
+            choice_logps = self.logp_after(cache, [prompt] * len(rows), rows) * (len(choices) if letters else 1)
+            pairs = zip(choice_logps, choices, strict=True)
             scores = [float(logp.gather(1, torch.tensor(ids).unsqueeze(1)).mean()) for logp, ids in pairs]
             right = question.right
             record = {"kind": question.kind, "right": float(scores.index(max(scores)) == right)}
             if question.kind in corpus_questions.GAPS:
-                record["exact"] = float(found[right].argmax(-1).tolist() == choices[right])
+                record["exact"] = float(choice_logps[right].argmax(-1).tolist() == choices[right])
             yield record
         lost, count = 0.0, sum(map(len, exam.answers))
         for prompt, answer, logp in zip(exam.opened, exam.answers, exam.logp, strict=True):
-            (own,) = self.behind(cache, [self.place.asking(prompt)], [answer])
-            lost += float((logp.exp() * (logp - own)).sum())
+            (compressed_logp,) = self.logp_after(cache, [self.place.asking(prompt)], [answer])
+            lost += float((logp.exp() * (logp - compressed_logp)).sum())
         times, ids = [], self.place.asking(exam.opened[0])
         for _ in range(TIMED):
             began = now(self.device)
-            self.behind(cache, [ids[:-1]], [ids[-1:]])
+            self.logp_after(cache, [ids[:-1]], [ids[-1:]])
             times.append(now(self.device) - began)
         yield {"kind": "open", "tokens": count, "first": statistics.median(times), "kl": lost / count}
 
@@ -280,11 +286,7 @@ class Corpus:
 
 
 def check_methods(methods: Sequence[str]) -> None:
-    """Check the names of methods.
-
-    Raises:
-        ConfigError: one is unknown, given twice, or a policy that does not compress a prompt at its end.
-    """
+    """Check the names of methods."""
     for method in methods:
         if methods.count(method) > 1:
             raise ConfigError(f"--methods names {method} twice: give it once")
@@ -322,7 +324,7 @@ def records_of(
 
 
 def summarise(records: list[dict], against: str) -> list[dict]:
-    """Return a line for each number of slots and method; see :data:`COLUMNS`.
+    """Return a line for each number of slots and method. See :data:`COLUMNS`.
 
     ``kl ratio`` is summed divergences over those of the method ``against`` with as many slots.
     ``pays`` is the number of questions after which the cache has cost no more time than reading the document for each.

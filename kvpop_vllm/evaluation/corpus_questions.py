@@ -2,7 +2,7 @@
 
 ``name`` and ``number`` take a sentence apart: the model is to write it as it stands in the text, and the gap is a name
 or a number. The other choices are names or numbers of the same text. ``order`` asks which of four sentences comes
-first, ``section`` in which quarter of the text a sentence stands; their choices are letters.
+first, ``section`` in which quarter of the text a sentence stands. Their choices are letters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPEN = (
     "Which part does {1} play in the text above?",
     "Tell a friend about {2}, from the text above alone.",
 )
-"""Questions whose answers are compared with those from the full text; ``{i}`` is its i-th most frequent name."""
+"""Questions whose answers are compared with those from the full text. ``{i}`` is its i-th most frequent name."""
 
 
 class Question(NamedTuple):
@@ -45,7 +45,7 @@ class Question(NamedTuple):
         begin: beginning of its answer, which the choices complete.
         choices: different completions.
         right: index of the one that is true.
-        about: sentence of a gap or of ``section``, sentences of ``order``; what :func:`verified` looks for.
+        about: sentence of a gap or of ``section``, sentences of ``order``. What :func:`verified` looks for.
     """
 
     kind: str
@@ -56,18 +56,18 @@ class Question(NamedTuple):
     about: tuple[str, ...]
 
 
-def make_questions(text: str, each: int, seed: str) -> list[Question]:
-    """Return at most ``each`` questions of every kind about a text, fewer where it has too few sentences or names."""
+def make_questions(text: str, per_kind: int, seed: str) -> list[Question]:
+    """Return at most ``per_kind`` questions of every kind about a text, fewer if it has few sentences or names."""
     draw, questions = random.Random(seed), []
     sentences = sentences_of(text)
     for kind in KINDS:
         candidates = _gaps(kind, text, sentences, draw) if kind in GAPS else _placed(kind, text, sentences, draw)
-        questions += [question for question in candidates if verified(question, text)][:each]
+        questions += [question for question in candidates if verified(question, text)][:per_kind]
     return questions
 
 
 def open_questions(text: str) -> list[str]:
-    """Return the questions of :data:`OPEN` with the most frequent names of a text; those without a name are left out."""
+    """Return the questions of :data:`OPEN` with the most frequent names of a text. Those without a name are left out."""
     names = [name for name, _ in Counter(NAME.findall(text)).most_common()]
     fields = [
         int(field) for field in (re.findall(r"\{(\d)\}", template) or [-1] for template in OPEN) for field in field
@@ -82,11 +82,11 @@ def sentences_of(text: str) -> list[str]:
     return [one for one in sentences if counts[one] == 1 and SHORTEST <= len(one) <= LONGEST and "\n" not in one]
 
 
-def _gaps(kind: str, text: str, known: list[str], draw: random.Random) -> list[Question]:
+def _gaps(kind: str, text: str, sentences: list[str], draw: random.Random) -> list[Question]:
     """Return a question for each sentence that has a name or number after its first words, in random order."""
     pattern, questions = {"name": NAME, "number": NUMBER}[kind], []
     every = sorted(set(pattern.findall(text)))
-    for sentence in draw.sample(known, len(known)):
+    for sentence in draw.sample(sentences, len(sentences)):
         gap = next((m for m in pattern.finditer(sentence) if m.start() >= BEFORE), None)
         wrong = [one for one in every if gap and one != gap[0]]
         if len(wrong) < CHOICES - 1:
@@ -100,10 +100,10 @@ def _gaps(kind: str, text: str, known: list[str], draw: random.Random) -> list[Q
     return questions
 
 
-def _placed(kind: str, text: str, known: list[str], draw: random.Random) -> list[Question]:
+def _placed(kind: str, text: str, sentences: list[str], draw: random.Random) -> list[Question]:
     """Return questions about where sentences stand, of which no sentence is in two."""
     quarters: list[list[str]] = [[] for _ in range(CHOICES)]
-    for sentence in draw.sample(known, len(known)):
+    for sentence in draw.sample(sentences, len(sentences)):
         quarters[_quarter(sentence, text)].append(sentence)
     questions = []
     for four in zip(*quarters, strict=False):

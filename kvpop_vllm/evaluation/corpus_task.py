@@ -1,4 +1,7 @@
-"""`kvpop eval --task corpus` from its options to its table; see :mod:`kvpop_vllm.evaluation.corpus`."""
+"""`kvpop eval --task corpus` from its options to its table. See :mod:`kvpop_vllm.evaluation.corpus`.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,6 @@ def evaluate_corpus(options) -> list[dict]:
 
     Returns:
         The table.
-
-    Raises:
-        ConfigError: the options do not fit each other, the model or the data.
     """
     methods = options.methods or list(corpus.DEFAULT_METHODS)
     corpus.check_methods(methods)

@@ -1,8 +1,10 @@
 """Retrieval tasks in the style and wording of RULER (Hsieh et al. 2024, arXiv:2404.06654).
 
-They are generated from text and a seed. RULER's values have seven digits; here they have four unless asked
+They are generated from text and a seed. RULER's values have seven digits. Here they have four unless asked
 otherwise, because small models write numbers digit by digit. Common words appear 10 times and the others once
 (RULER: 30 and 3), so that they fit short prompts.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ NOUNS = (
     " river saddle tunnel"
 ).split()
 SHORTEST = 0.9
-"""Minimum share of the requested length that a prompt fills; a shorter prompt means that the text ran out."""
+"""Minimum share of the requested length that a prompt fills. A shorter prompt means that the text ran out."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,11 @@ def make_example(
     Args:
         kind: of :data:`KINDS`.
         tokenizer: the model's tokenizer.
-        sentences: sentences of the haystack; it begins at a sentence drawn by the seed.
+        sentences: sentences of the haystack. It begins at a sentence drawn by the seed.
         length: maximum tokens of the prompt.
         seed: seed of all draws.
         depth: depth of a single needle, from 0 to 1.
         digits: digits of a needle's number.
-
-    Raises:
-        ConfigError: the length has no room for the question, or the text is too short.
     """
     draw = random.Random(f"{kind}/{seed}")
     first = draw.randrange(len(sentences))
@@ -120,7 +119,7 @@ def prompt_ids(tokenizer, body: str, answer: str = "") -> list[int]:
 
 
 def _hidden(sentences: list[str], needles: list[str], depths: list[float]) -> str:
-    """Return the sentences with each needle at its depth; needles of one depth keep their order."""
+    """Return the sentences with each needle at its depth. Needles of one depth keep their order."""
     parts, places = list(sentences), [int(depth * len(sentences)) for depth in depths]
     for place, needle in reversed(sorted(zip(places, needles, strict=True), key=lambda pair: pair[0])):
         parts.insert(place, needle)  # from the end, so that needles of one place keep their order
@@ -158,7 +157,7 @@ def needle(draw: random.Random, sentences: list[str], depth: float, digits: int)
 
 
 def multikey(draw: random.Random, sentences: list[str], depth: float, digits: int) -> Question:
-    """Return RULER's niah_multikey_1: one needle is asked for among three with other keys and values."""
+    """Return RULER's niah_multikey_1: the question is about one needle among three with other keys and values."""
     return _needles(draw, sentences, depth, digits, 4)
 
 

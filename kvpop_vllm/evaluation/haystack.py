@@ -1,4 +1,7 @@
-"""Long text from files: documents one after another for replay, and sentences to hide needles in."""
+"""Long text from files: documents one after another for replay, and sentences to hide needles in.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from kvpop_vllm.distill.tokens import DocumentEncoder
 SHARES = 0.05, 0.05
 """Shares of the documents for validation and test, as in training."""
 LONGEST_SENTENCE = 300
-"""Characters of a sentence; longer ones, and text without sentences such as code, are split between words."""
+"""Characters of a sentence. Longer ones, and text without sentences such as code, are split between words."""
 ENOUGH = 1 << 20
 """Minimum number of characters that haystacks are made from."""
 
@@ -49,11 +52,7 @@ def text_of(document: Document) -> str:
 
 
 def documents(paths: list[str], split: str) -> Iterator[Document]:
-    """Yield the non-empty documents of a split, in an order that depends on the files alone.
-
-    Raises:
-        ConfigError: the files cannot be read.
-    """
+    """Yield the non-empty documents of a split, in an order that depends on the files alone."""
     for document in documents_of(find_sources(paths)):
         if text_of(document).strip() and in_split(key_of(document), split, *SHARES):
             yield document
@@ -64,9 +63,6 @@ def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: i
 
     No document is in two rows. A document that ends within a row is followed by the next one. The part of a document that exceeds a row
     is left out. The seed draws the order of the documents.
-
-    Raises:
-        ConfigError: the files cannot be read, or the tokenizer is not the model's.
     """
     texts = list(documents(paths, split))
     random.Random(seed).shuffle(texts)
@@ -84,7 +80,7 @@ def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: i
 def single_documents(
     paths: list[str], tokenizer, length: int, *, split: str, seed: int, vocab_size: int
 ) -> Iterator[Row]:
-    """Yield the first ``length`` tokens of each document that has as many; see :func:`replay_rows`."""
+    """Yield the first ``length`` tokens of each document that has as many. See :func:`replay_rows`."""
     texts = list(documents(paths, split))
     random.Random(seed).shuffle(texts)
     for document, ids in DocumentEncoder(tokenizer, vocab_size).encode(texts):
@@ -103,9 +99,9 @@ def rows_in_turn(rows: Callable[..., Iterator[Row]], paths: list[str], *how, **p
     """
     streams = [rows([path], *how, **places) for path in dict.fromkeys(paths)]
     while streams:
-        found = [(stream, next(stream, None)) for stream in streams]
-        streams = [stream for stream, row in found if row is not None]
-        yield from (row for _, row in found if row is not None)
+        next_rows = [(stream, next(stream, None)) for stream in streams]
+        streams = [stream for stream, row in next_rows if row is not None]
+        yield from (row for _, row in next_rows if row is not None)
 
 
 def units_of(rows: list[Row]) -> list[int]:
@@ -118,18 +114,14 @@ def units_of(rows: list[Row]) -> list[int]:
     return units
 
 
-def sentences(paths: list[str], split: str, least: int) -> list[str]:
-    """Return sentences of the first documents in order, of at least ``least`` characters, or all there are.
-
-    Raises:
-        ConfigError: the files cannot be read, or there is no text.
-    """
+def sentences(paths: list[str], split: str, min_characters: int) -> list[str]:
+    """Return sentences of the first documents in order, of at least ``min_characters`` characters, or all there are."""
     passages, size = [], 0
     for document in documents(paths, split):
         parts = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]
         passages += parts
         size += sum(map(len, parts))
-        if size >= max(least, ENOUGH):
+        if size >= max(min_characters, ENOUGH):
             break
     if not passages:
         raise ConfigError(f"the {split} split of {', '.join(islice(map(str, paths), 3))} holds no text: give more text")

@@ -1,4 +1,7 @@
-"""Policies, lengths, budgets and rows that `kvpop eval` is asked for."""
+"""Policies, lengths, budgets and rows of a call of `kvpop eval`.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ EQUAL = "k", "bytes"
 NO_CALIBRATION = "none"
 """Value of ``--calibration`` for policies without one, among folders and files."""
 ANSWERED = "retrieval", "reasoning"
-"""Tasks whose rows are prompts with answers; rows of others are all prompt."""
+"""Tasks whose rows are prompts with answers. Rows of others are all prompt."""
 DRAWS = 5
 """Seeds of a policy that draws, in reasoning."""
 REFERENCE = "streaming-llm"
@@ -33,11 +36,7 @@ REFERENCE = "streaming-llm"
 
 
 def first_rows(rows: Iterable[Row], options) -> list[Row]:
-    """Return the first ``--rows`` rows of the longest length, and say if there are fewer.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return the first ``--rows`` rows of the longest length, and say if there are fewer."""
     chosen = list(itertools.islice(rows, options.rows))
     if not chosen:
         raise ConfigError(
@@ -49,11 +48,7 @@ def first_rows(rows: Iterable[Row], options) -> list[Row]:
 
 
 def reference_of(options, specs: list[PolicySpec]) -> str | None:
-    """Return the name of the policy that ratios refer to, or None.
-
-    Raises:
-        ConfigError: ``--against`` names none of the compared ones.
-    """
+    """Return the name of the policy that ratios refer to, or None."""
     names = [spec.name for spec in specs]
     if options.against is None:
         return REFERENCE if REFERENCE in names else None
@@ -63,11 +58,7 @@ def reference_of(options, specs: list[PolicySpec]) -> str | None:
 
 
 def check_teacher(model: str, teacher: str, length: int) -> None:
-    """Check that a teacher reads the same tokens as a model, and rows of ``length`` tokens.
-
-    Raises:
-        ConfigError: it does not, or is no model folder.
-    """
+    """Check that a teacher reads the same tokens as a model, and rows of ``length`` tokens."""
     same = "give the model that --model was trained from"
     theirs, ours = vocabulary_of(teacher), vocabulary_of(model)
     if theirs != ours:
@@ -86,9 +77,6 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
 
     Contenders come from ``--policies`` (or ``default``), ``--scorer``, ``--allocator``, ``--calibration``,
     ``--protect-prompt`` and ``--correction``.
-
-    Raises:
-        ConfigError: there is no spec, one is given twice, or one cannot be used.
     """
     names, shapes = options.policies, {}
     if names is None:  # rows of other tasks are not prompts with answers
@@ -124,11 +112,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
 
 
 def check_evicting(specs: list[PolicySpec]) -> None:
-    """Check that no spec compresses prompts, for tasks whose rows are not prompts with answers.
-
-    Raises:
-        ConfigError: one does.
-    """
+    """Check that no spec compresses prompts, for tasks whose rows are not prompts with answers."""
     for spec in specs:
         if policies.get(spec.policy).compresses:
             raise ConfigError(
@@ -136,26 +120,28 @@ def check_evicting(specs: list[PolicySpec]) -> None:
             )
 
 
-def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str) -> list[PolicySpec]:
-    """Return each spec with each of these protections.
-
-    Raises:
-        ConfigError: whole prompts are to be protected in a task whose rows are all prompt, or a spec compresses prompts.
-    """
+def with_protection(specs: list[PolicySpec], protections: list[bool | int], task: str) -> list[PolicySpec]:
+    """Return each spec with each of these protections."""
     for spec in specs:
         if policies.get(spec.policy).compresses:
             raise ConfigError(
                 f"{spec.name} holds prompts until their end anyway: leave --protect-prompt out, or {spec.name}"
             )
-    asked = list({(type(protection), protection): protection for protection in asked}.values())  # True is not 1
-    if any(protection is True for protection in asked) and task not in ANSWERED:
+    protections = list(
+        {(type(protection), protection): protection for protection in protections}.values()
+    )  # True is not 1
+    if any(protection is True for protection in protections) and task not in ANSWERED:
         raise ConfigError(
             f"--protect-prompt all keeps all of a row in --task {task}: give a number, or --task retrieval"
         )
-    if len(asked) == 1:  # the same for all, so that names need not say it
-        return [replace(spec, protect=asked[0]) for spec in specs]
+    if len(protections) == 1:  # the same for all, so that names need not say it
+        return [replace(spec, protect=protections[0]) for spec in specs]
     unasked = [policies.get(c.policy).default_protect if task in ANSWERED else 0 for c in specs]
-    return [c.protecting(protection, own) for c, own in zip(specs, unasked, strict=True) for protection in asked]
+    return [
+        c.protecting(protection, default)
+        for c, default in zip(specs, unasked, strict=True)
+        for protection in protections
+    ]
 
 
 def with_correction(specs: list[PolicySpec], correction: str) -> list[PolicySpec]:
@@ -164,28 +150,20 @@ def with_correction(specs: list[PolicySpec], correction: str) -> list[PolicySpec
     return plain + [spec.corrected() for spec in plain] if correction == "moment" else plain
 
 
-def _agreed(values: dict[str, int], name: str, default: int, where: str = "") -> int:
-    """Return the value that all scorer folders agree on, or ``default`` if there are none.
-
-    Raises:
-        ConfigError: they do not agree.
-    """
+def _agreed(values: dict[str, int], name: str, default: int, condition: str = "") -> int:
+    """Return the value that all scorer folders agree on, or ``default`` if there are none."""
     first = next(iter(values), None)
     for folder, value in values.items():
         if value != values[first]:
             raise ConfigError(
-                f"{folder} was trained with {name} {value}{where}, {first} with {values[first]}: give --{name}, or"
+                f"{folder} was trained with {name} {value}{condition}, {first} with {values[first]}: give --{name}, or"
                 " evaluate them apart"
             )
     return values[first] if values else default
 
 
 def budgets(options, length: int) -> list[tuple[int, str]]:
-    """Return the budgets for rows of ``length`` tokens, each with its derivation as text.
-
-    Raises:
-        ConfigError: ``--share 1`` is asked for.
-    """
+    """Return the budgets for rows of ``length`` tokens, each with its derivation as text."""
     if options.budget:
         return [(budget, str(budget)) for budget in options.budget]
     if 1 in (options.share or ()):
@@ -194,11 +172,7 @@ def budgets(options, length: int) -> list[tuple[int, str]]:
 
 
 def _shared_roles(options, shapes: dict[str, ScorerShape], budget: int) -> tuple[int, int]:
-    """Return sinks and window of all policies at a budget: those given, those of the scorers, or defaults.
-
-    Raises:
-        ConfigError: the scorers do not agree, or were not trained with ``--window``.
-    """
+    """Return sinks and window of all policies at a budget: those given, those of the scorers, or defaults."""
     sinks, window = options.sinks, options.window
     if sinks is None:
         sinks = _agreed({folder: shape.sinks for folder, shape in shapes.items()}, "sinks", DEFAULT_SINKS)
@@ -226,16 +200,15 @@ def settings_of(
 
     Args:
         options: options of the command line.
-        shapes: of scorers that determine the sinks and window of all policies; None leaves each its own.
-        prompt: tokens of a request's prompt; None if all are.
-        written: tokens that ``--share`` is about; None for a row's.
-
-    Raises:
-        ConfigError: a budget is too large or too small, or the scorers do not agree.
+        shapes: of scorers that determine the sinks and window of all policies, None leaves each its own.
+        prompt: tokens of a request's prompt, None if all are.
+        written: tokens that ``--share`` is about, None for a row's.
     """
     settings, copies = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):
-        for (budget, said), equal in itertools.product(budgets(options, written or length), options.equal or EQUAL):
+        for (budget, derivation), equal in itertools.product(
+            budgets(options, written or length), options.equal or EQUAL
+        ):
             if budget > length - copies:
                 raise ConfigError(
                     f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
@@ -245,7 +218,7 @@ def settings_of(
                 sinks, window = _shared_roles(options, shapes, budget)
                 if budget <= sinks + window:
                     raise ConfigError(
-                        f"a budget of {said} leaves nothing beside {sinks} sinks and a window of {window}"
+                        f"a budget of {derivation} leaves nothing beside {sinks} sinks and a window of {window}"
                     )
             settings.append(Setting(length, budget, sinks, window, equal, prompt))
     return settings

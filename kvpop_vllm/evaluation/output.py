@@ -1,4 +1,7 @@
-"""Output of evaluations: a table on stdout, notes on stderr, and records in a file."""
+"""Output of evaluations: a table on stdout, notes on stderr, and records in a file.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ DECIMALS |= dict.fromkeys(("exact", "partial", "of dense", "difference", "right"
 
 
 def note(line: str) -> None:
-    """Print a line about the evaluation to stderr; stdout holds the table alone."""
+    """Print a line about the evaluation to stderr. Stdout holds the table alone."""
     print(line, file=sys.stderr)
 
 
@@ -37,9 +40,6 @@ def records_file(path: str) -> Iterator:
 
     Until then, or if an error occurs, ``path`` keeps its content and the records are in ``path.draft``.
     Devices and pipes are written to directly.
-
-    Raises:
-        ConfigError: ``path`` is a folder.
     """
     if os.path.isdir(path):
         raise ConfigError(f"--out {path} is a folder: name a file")
@@ -62,7 +62,7 @@ def records_file(path: str) -> Iterator:
 def cells(table: list[dict], columns: tuple[str, ...]) -> list[list[str]]:
     """Return the heading and a row of text for each line, without the columns that no line has a value of.
 
-    A value with an interval is followed by the interval's ends in parentheses; a missing value is an empty cell.
+    A value with an interval is followed by the interval's ends in parentheses. A missing value is an empty cell.
     """
     columns = [name for name in columns if any(line.get(name) is not None for line in table)]
     return [columns, *([_cell(line, name) for name in columns] for line in table)]

@@ -1,4 +1,7 @@
-"""Policies in a comparison: each is the registered policy itself, with its rule built as in serving."""
+"""Policies in a comparison: each is the registered policy itself, with its rule built as in serving.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class PolicySpec:
         correction: value of ``--kv-correction``, None for the policy's own.
         allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer or calibration.
         calibration: value of ``--kv-calibration``, or None.
-        shares: ``[layers][H]``, long-range slots of each head over the mean, in place of what the settings above say; or None.
+        shares: ``[layers][H]``, long-range slots of each head over the mean, in place of what the settings above say, or None.
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
             that compress prompts.
@@ -67,8 +70,8 @@ class PolicySpec:
     def allocated(self, allocator: str) -> PolicySpec:
         """Return a copy with an allocator."""
         measured = self.scorer is not None and read_config(self.scorer).shares
-        own = None if measured else policies.get(self.policy).default_allocator
-        name = self.name if allocator == own else f"{self.name}+{allocator}"
+        default = None if measured else policies.get(self.policy).default_allocator
+        name = self.name if allocator == default else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator)
 
     def calibrated(self, folder: str) -> PolicySpec:
@@ -84,7 +87,7 @@ class PolicySpec:
 
         Args:
             protect: True for whole prompts, else a number of tokens.
-            unasked: the task's default; only other values change the name.
+            unasked: the task's default. Only other values change the name.
         """
         suffix = "+prompt" if protect is True else f"+first {protect}" if protect else "+nothing protected"
         same = (type(protect), protect) == (type(unasked), unasked)  # True is not 1
@@ -98,12 +101,8 @@ class PolicySpec:
         Args:
             model: the model as policies see it.
             budget: B in tokens per KV head.
-            sinks: s; default: the policy's own.
-            window: w; default: the policy's own.
-
-        Raises:
-            ConfigError: the policy cannot be used with these settings; the message names options of `kvpop
-                eval`.
+            sinks: s, default: the policy's own.
+            window: w, default: the policy's own.
         """
         values = {name: getattr(self, name) for name in ("scorer", "correction", "allocator", "calibration")}
         settings = PolicySettings(
@@ -113,6 +112,7 @@ class PolicySpec:
             policy = policies.get(self.policy)(settings, model)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {str(error).replace('--kv-', '--')}") from None
+        # shares under test take the place of the allocator's
         if self.shares is not None:
             policy.allocate = functools.partial(proportional, self.shares)
         retention = policy.retention
@@ -135,7 +135,7 @@ class ResolvedPolicy:
         self._heads = slice(0, model.num_kv_heads)
 
     def protected(self, length: int, prompt: int | None = None) -> int:
-        """Return the protected tokens of a request of ``length`` tokens; its prompt is all of them unless given."""
+        """Return the protected tokens of a request of ``length`` tokens. Its prompt is all of them unless given."""
         return 0 if self.policy.compresses else min(length, protected_tokens(self.policy.protect, prompt or length))
 
     def request_bytes(self, length: int, dtype: torch.dtype, prompt: int | None = None) -> CacheBytes:
@@ -144,7 +144,7 @@ class ResolvedPolicy:
         Args:
             length: tokens of the request.
             dtype: dtype of keys and values.
-            prompt: tokens of its prompt; None if all are.
+            prompt: tokens of its prompt, None if all are.
         """
         model, policy = self.model, self.policy
         protected = self.protected(length, prompt)
@@ -162,7 +162,7 @@ class ResolvedPolicy:
 
     @functools.cached_property
     def gates(self) -> list[Gate | None]:
-        """Gates that score each layer's tokens at insertion; None where the kernels score them."""
+        """Gates that score each layer's tokens at insertion, None where the kernels score them."""
         return [self.policy.gate(layer, self._heads) for layer in range(self.model.num_layers)]
 
     def budgets(self, layer: int) -> torch.Tensor:
@@ -175,11 +175,7 @@ class ResolvedPolicy:
         return None if gate is None else gate.to(signals.k.device)(signals)
 
     def check_channel(self, model: nn.Module) -> None:
-        """Check that a model gives up the query channel that a gate reads, if one does.
-
-        Raises:
-            ConfigError: it does not, so that it is not the dense model to compare with.
-        """
+        """Check that a model gives up the query channel that a gate reads, if one does."""
         if any(gate is not None and gate.borrows for gate in self.gates) and not borrowed_share(model):
             raise ConfigError(
                 "this gate reads a query channel that the model has not given up: give --model the model it was trained with"
@@ -210,6 +206,7 @@ class ResolvedPolicy:
     def whole(self) -> int:
         """Length up to which every head holds all tokens, whatever they are."""
         rule = self.rules[0]
+        # a threshold evicts even while slots are free
         return rule.sinks + rule.window if rule.threshold is not None else self.least
 
     def on_dense(
@@ -229,7 +226,7 @@ class ResolvedPolicy:
             judge: the layer's dense attention.
             layer: index of the layer.
             v: ``[B, H, S, D]``.
-            positions: query positions of the recall; empty for none.
+            positions: query positions of the recall, empty for none.
             signals: what gates read.
             sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
 
@@ -238,22 +235,19 @@ class ResolvedPolicy:
             different numbers of tokens, or if tokens are protected.
         """
         gate_scores = self.gate_scores(layer, signals)
-        out, kept = attend_and_keep(
+        out, held_masks = attend_and_keep(
             self, layer, judge.q, judge.k, v, judge.scale, positions, gate_scores, sink_logits=sink_logits
         )
-        if not positions or self.protect or any(len(held.sum(-1).unique()) > 1 for held in kept):
+        if not positions or self.protect or any(len(held_mask.sum(-1).unique()) > 1 for held_mask in held_masks):
             return None, out
         log_gamma = self.rules[layer].log_gamma.to(v.device)
+        # without a scorer the teacher's scores do not decay
         decay = log_gamma if self.spec.scorer else torch.zeros_like(log_gamma)
-        return judge.recall_of(kept, decay, self.roles, positions), out
+        return judge.recall_of(held_masks, decay, self.roles, positions), out
 
 
 def training_free(name: str) -> PolicySpec:
-    """Return a spec for a policy that needs no scorer.
-
-    Raises:
-        ConfigError: the name is unknown, the policy needs a scorer, or it evicts nothing.
-    """
+    """Return a spec for a policy that needs no scorer."""
     if name not in policies.known():
         names = ", ".join(sorted(known_training_free()))
         raise ConfigError(f"unknown policy {name!r}: choose from {names}, or give --scorer DIR")
@@ -272,11 +266,7 @@ def known_training_free() -> list[str]:
 
 
 def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
-    """Return a spec for a scorer folder, and the sinks and windows that the scorer was trained with.
-
-    Raises:
-        ConfigError: the folder holds no scorer, or one of another model.
-    """
+    """Return a spec for a scorer folder, and the sinks and windows that the scorer was trained with."""
     config, _ = read_scorer(folder)
     check_model(config, **folder_sizes(model), source=folder)
     (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)

@@ -14,6 +14,8 @@ kind          what is needed late
 ============  ==================================================================================
 
 ``sorting`` is `number_sorting` of reasoning-gym (https://github.com/open-thought/reasoning-gym), with its verifier.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ WORDS = (
 SEEDS = {"train": range(0, 10**9), "validation": range(10**9, 2 * 10**9), "test": range(2 * 10**9, 3 * 10**9)}
 """Seeds of problems to train on, to choose settings with, and to report."""
 CONSTANTS, ACCOUNTS, ASKED = 8, 8, 4
-"""Constants of a program, accounts of a ledger, and names that either is asked for."""
+"""Constants of a program, accounts of a ledger, and names in questions about either."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Problem:
         size: number of steps.
         seed: seed of all draws.
         prompt: words of the prompt.
-        solution: words of the worked solution; ends with ``end``.
+        solution: words of the worked solution, the last of which is ``end``.
         answers: words of each single answer, as they stand in the solution's last line.
         verify: returns whether the words after ``answer`` are right.
     """
@@ -98,11 +100,7 @@ class Kind(NamedTuple):
 
 
 def make_problem(kind: str, seed: int, size: int | None = None) -> Problem:
-    """Return the problem of a kind, size and seed.
-
-    Raises:
-        ConfigError: the kind is unknown or needs a package that is missing, or the size is out of range.
-    """
+    """Return the problem of a kind, size and seed."""
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of problem {kind!r}: choose from {', '.join(KINDS)}")
     size, largest = KINDS[kind].size if size is None else size, KINDS[kind].most
@@ -142,11 +140,11 @@ def _addition(a: int, b: int) -> str:
     return f"{a % 10} + {b % 10} = {_digits(units)} , {a // 10} + {b // 10} + {units // 10} = {_digits(tens)}"
 
 
-def _ask(draw: random.Random, given: str, lines: list[str], steps: list[str], asked: dict[str, int]):
-    """Return the problem that asks for some values at the end; see :attr:`Kind.make`."""
-    last, answers = LINES[len(lines)], [f"{name} {_digits(value)}" for name, value in asked.items()]
+def _ask(draw: random.Random, assignments: str, lines: list[str], steps: list[str], asked_values: dict[str, int]):
+    """Return the problem that asks for some values at the end. See :attr:`Kind.make`."""
+    last, answers = LINES[len(lines)], [f"{name} {_digits(value)}" for name, value in asked_values.items()]
     draw.shuffle(lines)
-    prompt = f"let {given} ; run {' '.join(lines)} {last} ask {' '.join(asked)} work"
+    prompt = f"let {assignments} ; run {' '.join(lines)} {last} ask {' '.join(asked_values)} work"
     expected = " ".join(answers).split()
     return prompt, f"{' '.join(steps)} {last} answer", answers, lambda text: text.split() == expected
 
@@ -183,11 +181,7 @@ def ledgers(draw: random.Random, size: int, seed: int):
 
 
 def sorting(draw: random.Random, size: int, seed: int):
-    """Return a list to sort: each line names the next number and writes the others out again.
-
-    Raises:
-        ConfigError: reasoning-gym is not installed.
-    """
+    """Return a list to sort: each line names the next number and writes the others out again."""
     try:
         from reasoning_gym.algorithmic.number_sorting import NumberSortingConfig, NumberSortingDataset
     except ImportError as error:

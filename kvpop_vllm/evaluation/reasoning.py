@@ -1,4 +1,7 @@
-"""Reasoning: problems that a model solves in long written steps under a policy (`kvpop eval --task reasoning`)."""
+"""Reasoning: problems that a model solves in long written steps under a policy (`kvpop eval --task reasoning`).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,7 @@ def make_questions(tokenizer, kinds: Sequence[str], count: int, split: str, size
         kinds: see :data:`kvpop_vllm.evaluation.problems.KINDS`.
         count: number of problems of each kind.
         split: see :data:`kvpop_vllm.evaluation.problems.SEEDS`.
-        size: steps of each problem; None for the kind's default.
-
-    Raises:
-        ConfigError: the split has no problems, or the tokenizer cannot write a solution.
+        size: steps of each problem, None for the kind's default.
     """
     if split not in SEEDS:
         raise ConfigError(f"--task reasoning has problems of {', '.join(SEEDS)}, not {split!r}: change --split")
@@ -75,7 +75,7 @@ def solve(
         new: maximum tokens of a solution.
         samples: n, solutions of each problem.
         sampling: see :class:`kvpop_vllm.evaluation.backends.Sampling`.
-        seed: seed of all draws; each sample of each problem has its own.
+        seed: seed of all draws. Each sample of each problem has its own.
         batch: maximum solutions that are written at once.
 
     Yields:

@@ -33,7 +33,7 @@ class Recall:
 
 
 class Judge:
-    """Dense attention of one layer, against which policies are judged; results are cached for all policies.
+    """Dense attention of one layer, against which policies are judged. Results are cached for all policies.
 
     Args:
         q: ``[B, Hq, S, D]``.
@@ -58,20 +58,22 @@ class Judge:
         q, lse = self.q.unflatten(1, (heads, -1)).float(), self.lse.unflatten(1, (heads, -1))
         eligible = self.k[:, :, None, sinks : q0 - window + 1].float()
         total = torch.zeros(*lse.shape[:3], eligible.shape[3], device=self.k.device)
+        # in blocks, because all logits at once would fill the memory
         for a in range(q0 + 1, q.shape[3], BLOCK):
             cut = slice(a, a + BLOCK)
             logits = q[..., cut, :] @ eligible.transpose(-1, -2) * self.scale
             total += torch.exp(logits - lse[..., cut, None]).sum(-2)
+        # query heads of a group share the slot: the one that needs it most counts
         return total.amax(2)
 
     @torch.no_grad()
     def recall_of(
-        self, kept: list[torch.Tensor], log_gamma: torch.Tensor, roles: Retention, positions: list[int]
+        self, held_masks: list[torch.Tensor], log_gamma: torch.Tensor, roles: Retention, positions: list[int]
     ) -> Recall:
         """Return the recall of given kept tokens.
 
         Args:
-            kept: for each position, ``[B, H, E]`` booleans as from :func:`kept_at`.
+            held_masks: for each position, ``[B, H, E]`` booleans as from :func:`kept_at`.
             log_gamma: ``[H]`` of the teacher.
             roles: slot roles of the budget.
             positions: query positions q0.
@@ -85,9 +87,10 @@ class Judge:
             )
         teacher_rank, teacher_cutoff = running_cutoffs(self.target(roles.window), log_gamma, roles)
         rows = []
-        for q0, held_tokens in zip(positions, kept, strict=True):
+        for q0, held_tokens in zip(positions, held_masks, strict=True):
             teacher = kept_at(teacher_rank, teacher_cutoff, q0, roles)
             mass, count = self.later_mass(q0, roles.sinks, roles.window), int(held_tokens[0, 0].sum())
+            # the best choice of as many tokens
             best = mass.topk(count, dim=-1)
             hindsight = held_tokens.gather(-1, best.indices).float().mean(-1)
             shares = (

@@ -31,11 +31,11 @@ def predictions(run: Run, tokens: torch.Tensor) -> Predictions:
     return Predictions(run.hidden(tokens[:-1]), run.logits)
 
 
-def compare(own: Predictions, tokens: torch.Tensor, dense: Predictions, bucket: int) -> dict:
+def compare(predictions: Predictions, tokens: torch.Tensor, dense: Predictions, bucket: int) -> dict:
     """Compare predictions of a row under a policy with those of the dense model.
 
     Args:
-        own: predictions under the policy.
+        predictions: those under the policy.
         tokens: ``[S]``.
         dense: predictions of the dense model.
         bucket: positions of a bucket.
@@ -43,10 +43,10 @@ def compare(own: Predictions, tokens: torch.Tensor, dense: Predictions, bucket: 
     Returns:
         ``tokens``, the number of predicted ones. Means over them: ``nll`` of the next token in nats, ``kl`` =
         ``KL(dense || policy)`` in nats over the whole vocabulary, ``agreement``, the share of positions with the
-        same most likely token. ``*_by_position``: lists of means over buckets of the query's position; the last
+        same most likely token. ``*_by_position``: lists of means over buckets of the query's position. The last
         bucket is shorter if they do not divide S - 1. ``bucket`` itself.
     """
-    measures = token_measures(own, tokens, dense)
+    measures = token_measures(predictions, tokens, dense)
     means = {name: measures[name].mean().item() for name in MEASURES}
     by_position = {
         f"{name}_by_position": [part.mean().item() for part in measures[name].split(bucket)] for name in MEASURES
@@ -54,11 +54,13 @@ def compare(own: Predictions, tokens: torch.Tensor, dense: Predictions, bucket: 
     return {"tokens": len(tokens) - 1} | means | by_position | {"bucket": bucket}
 
 
-def token_measures(own: Predictions, tokens: torch.Tensor, dense: Predictions | None = None) -> dict[str, torch.Tensor]:
+def token_measures(
+    predictions: Predictions, tokens: torch.Tensor, dense: Predictions | None = None
+) -> dict[str, torch.Tensor]:
     """Return measures of the predictions of all tokens but the first, each ``[S - 1]`` float64 on the CPU.
 
     Args:
-        own: the predictions.
+        predictions: those to measure.
         tokens: ``[S]``.
         dense: predictions of the dense model, or None.
 
@@ -67,9 +69,9 @@ def token_measures(own: Predictions, tokens: torch.Tensor, dense: Predictions | 
         :func:`compare`.
     """
     parts = []
-    for a in range(0, len(own.hidden), POSITIONS):
+    for a in range(0, len(predictions.hidden), POSITIONS):
         cut = slice(a, a + POSITIONS)
-        logp = own.logits(own.hidden[cut]).log_softmax(-1)
+        logp = predictions.logits(predictions.hidden[cut]).log_softmax(-1)
         expected = tokens[1:][cut].to(logp.device)
         part = {"nll": F.nll_loss(logp, expected, reduction="none"), "accuracy": logp.argmax(-1) == expected}
         if dense is not None:

@@ -1,4 +1,7 @@
-"""`kvpop eval --report`: a table, plots, and maps of the tokens that each layer retains (KVpop Figure 6)."""
+"""`kvpop eval --report`: a table, plots, and maps of the tokens that each layer retains (KVpop Figure 6).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,6 @@ class Report:
 
     Args:
         folder: created if it does not exist.
-
-    Raises:
-        ConfigError: the path is a file, or matplotlib is not installed.
     """
 
     def __init__(self, folder: str):
@@ -92,17 +92,17 @@ class Report:
         note(f"{self.folder} holds {', '.join(written)}")
 
 
-def retention_map(held: torch.Tensor, width: int) -> torch.Tensor:
+def retention_map(held_mask: torch.Tensor, width: int) -> torch.Tensor:
     """Return the share of each bin of positions that is held, mean over heads.
 
     Args:
-        held: ``[layers, H, S]`` booleans.
-        width: positions of a bin; the last bin may be shorter.
+        held_mask: ``[layers, H, S]`` booleans.
+        width: positions of a bin. The last bin may be shorter.
 
     Returns:
         ``[layers, bins]``.
     """
-    return torch.stack([part.float().mean(dim=(1, 2)) for part in held.split(width, dim=-1)], dim=1)
+    return torch.stack([part.float().mean(dim=(1, 2)) for part in held_mask.split(width, dim=-1)], dim=1)
 
 
 def draw_maps(drawing, maps: list[dict]) -> None:
@@ -135,7 +135,7 @@ def _curves(table: list[dict], along: str, value: str) -> dict[str, list[tuple[f
 
 
 def _against_budget(drawing, table: list[dict], plots: list[tuple[str | None, str]]) -> None:
-    """Draw values against the budget, a row of plots for each length; a plot is a kind of record and a value."""
+    """Draw values against the budget, a row of plots for each length. A plot is a kind of record and a value."""
     lengths = sorted({line["length"] for line in table})
     drawing.set_size_inches(4 * len(plots), 3.4 * len(lengths))
     for row, length in zip(drawing.subplots(len(lengths), len(plots), squeeze=False), lengths, strict=True):

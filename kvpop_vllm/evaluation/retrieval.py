@@ -1,4 +1,7 @@
-"""Retrieval: answers generated under a policy to questions about a prompt."""
+"""Retrieval: answers generated under a policy to questions about a prompt.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,6 @@ def make_examples(
     """Return ``count`` examples of each kind, single needles at evenly spaced depths.
 
     Prompt and answer together have at most ``length`` tokens.
-
-    Raises:
-        ConfigError: see :func:`kvpop_vllm.evaluation.examples.make_example`.
     """
     return [
         make_example(
@@ -44,8 +44,8 @@ def answers(run: Run, tokenizer, examples: list[Example]) -> Iterator[dict]:
     stop = {tokenizer.eos_token_id} - {None}
     numbers: dict[str, int] = {}
     for example in examples:
-        (found,) = run.generate([example.prompt], NEW_TOKENS[example.kind], stop)
-        answer = tokenizer.decode(found, skip_special_tokens=True)
+        (answer_tokens,) = run.generate([example.prompt], NEW_TOKENS[example.kind], stop)
+        answer = tokenizer.decode(answer_tokens, skip_special_tokens=True)
         number = numbers[example.kind] = numbers.get(example.kind, -1) + 1
         facts = {"kind": example.kind, "example": number, "unit": number, "tokens": len(example.prompt)}
         facts |= {"chat": example.chat, "depth": example.depth, "expected": list(example.expected), "answer": answer}

@@ -1,4 +1,7 @@
-"""Measures of several policies on the same rows of text (`kvpop eval`)."""
+"""Measures of several policies on the same rows of text (`kvpop eval`).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ class Setting:
     Attributes:
         length: S in tokens.
         budget: B in tokens per KV head.
-        sinks: s; None for each policy's own.
-        window: w; None for each policy's own.
+        sinks: s, None for each policy's own.
+        window: w, None for each policy's own.
         equal: ``k`` or ``bytes``, whichever is equal between policies.
-        prompt: tokens of a request's prompt; None if all are.
+        prompt: tokens of a request's prompt, None if all are.
     """
 
     length: int
@@ -56,9 +59,6 @@ class Setting:
         """Return a spec with this budget, or with the largest one of as many bytes.
 
         At equal bytes, its pages take no more than a stateless policy's with this budget and the same protection.
-
-        Raises:
-            ConfigError: no long-range slots are left, or the policy cannot be used with these settings.
         """
         resolved = self._deploy(spec, model, self.budget)
         if self.equal == "k":
@@ -73,6 +73,7 @@ class Setting:
             too_many = resolved.roles.budget
             resolved = self._deploy(spec, model, plain.block_slots * (cdiv(too_many, plain.block_slots) - 1))
         fits = resolved
+        # bisection between a budget that fits and one that does not
         while too_many <= self.budget and too_many - fits.roles.budget > 1:
             between = self._deploy(spec, model, (fits.roles.budget + too_many) // 2)
             if between.request_bytes(self.length, dtype, self.prompt).allocated <= largest:
@@ -97,12 +98,9 @@ Runs = list[tuple[ResolvedPolicy, list[Setting]]]
 
 
 def resolve_all(pairs: Iterable[tuple[PolicySpec, Setting]], shape: ModelShape, dtype: torch.dtype) -> Runs:
-    """Return the runs of policies at settings; settings that mean the same of a policy are one run.
+    """Return the runs of policies at settings. Settings that mean the same of a policy are one run.
 
     No model is loaded.
-
-    Raises:
-        ConfigError: a policy cannot be used with its setting.
     """
     resolved_settings: dict[tuple, tuple[ResolvedPolicy, list[Setting]]] = {}
     for spec, setting in pairs:
@@ -129,11 +127,11 @@ def evaluate(
 
     Args:
         model: from :func:`kvpop_vllm.model_hook.load_model`.
-        rows: ``[S]`` tokens, each at least as long as the longest length; the first ``length`` tokens are used.
+        rows: ``[S]`` tokens, each at least as long as the longest length. The first ``length`` tokens are used.
         lengths: lengths S of rows.
         runs: policies to compare, from :func:`resolve_all`.
         recall: True to take recall (the teacher's pass costs more than everything else).
-        teacher: model whose predictions are the dense ones; None for ``model`` itself. With a teacher ``model``
+        teacher: model whose predictions are the dense ones, None for ``model`` itself. With a teacher ``model``
             without a policy is ``dense (own)``.
         tick: called with the number of passes that are done. A row has one for each dense model and two for
             each run.
@@ -142,7 +140,7 @@ def evaluate(
         Records with ``row, length, budget, equal, window, topk, policy``, tokens (predicted ones), nll (nats per
         token) and accuracy (of the next token). For all but ``dense`` also: kl, the divergence
         ``KL(dense || policy)`` of their predictions in nats per token. For policies also: teacher, hindsight and
-        mass, means over layers and heads (not if budgets are uneven); error, the relative error of attention
+        mass, means over layers and heads (not if budgets are uneven), and error, the relative error of attention
         outputs on the model's own queries, keys and values from position B on. ``*_by_layer`` are lists of
         layers of heads.
     """
@@ -152,6 +150,7 @@ def evaluate(
     for number, row in enumerate(rows):
         for length in sorted(set(lengths)):
             tokens = row[None, :length].to(device)
+            # one dense pass judges all policies at this length
             pairs = [(resolved, [s for s in chosen if s.length == length]) for resolved, chosen in runs]
             pairs = [(resolved, chosen) for resolved, chosen in pairs if chosen]
             base = {"row": number, "length": length}

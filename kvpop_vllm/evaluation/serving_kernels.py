@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Served(GateInputs):
-    """Attention of whole rows as in serving; an :class:`kvpop_vllm.model_hook.Attend`."""
+    """Attention of whole rows as in serving (an :class:`kvpop_vllm.model_hook.Attend`)."""
 
     takes_sinks = True
 
@@ -24,7 +24,7 @@ class Served(GateInputs):
         self.policy = policy
 
     def __call__(self, layer, q, k, v, scale, sink_logits=None):
-        """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of one layer. See :class:`kvpop_vllm.model_hook.Attend`."""
         gate_scores = self.policy.gate_scores(layer, self.signals(layer, k, v))
         return attend_and_keep(self.policy, layer, q, k, v, scale, [], gate_scores, sink_logits=sink_logits)[0]
 
@@ -52,7 +52,7 @@ def attend_and_keep(
         scale: factor on q . k.
         positions: query positions q0.
         gate_scores: ``[B, S, H]`` gate scores, or None.
-        budgets: ``[H]`` int32, B of each head; None for the policy's.
+        budgets: ``[H]`` int32, B of each head, None for the policy's.
         sink_logits: ``[Hq]``, logits of the model's attention sinks, or None.
 
     Returns:
@@ -65,12 +65,12 @@ def attend_and_keep(
     budgets = policy.budgets(layer) if budgets is None else budgets
     settings = {"protected": protected, "shifted": policy.policy.shifted, "seed": policy.spec.seed}
     settings["row_budget"] = policy.roles.budget
-    rows, outs, kept = LayerRows(rule, budgets, k, scale, **settings), [], {}
+    rows, outs, held_at = LayerRows(rule, budgets, k, scale, **settings), [], {}
     first = max(rule.sinks, protected)
     for q0 in sorted({*positions, length - 1}):
         cut = slice(rows.seen, q0 + 1)
         scores = None if gate_scores is None else gate_scores[:, cut].detach().cpu()
         outs.append(rows.append(q[:, :, cut], k[:, :, cut], v[:, :, cut], scores, sink_logits))
         if q0 in positions:
-            kept[q0] = rows.held_by_rows()[..., first : max(first, q0 + 1 - rule.window)].to(device)
-    return torch.cat(outs, 2).to(device), [kept[q0] for q0 in positions]
+            held_at[q0] = rows.held_by_rows()[..., first : max(first, q0 + 1 - rule.window)].to(device)
+    return torch.cat(outs, 2).to(device), [held_at[q0] for q0 in positions]

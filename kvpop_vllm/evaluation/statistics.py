@@ -1,4 +1,7 @@
-"""Bootstrap intervals over documents or problems (Efron and Tibshirani 1993, chapter 13: percentiles)."""
+"""Bootstrap intervals over documents or problems (Efron and Tibshirani 1993, chapter 13: percentiles).
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 from kvpop_vllm.config import ConfigError
 
 LEAST = 8
-"""Minimum number of units (documents, problems); fewer say too little about what others would be like."""
+"""Minimum number of units (documents, problems). Fewer say too little about what others would be like."""
 DRAWS = 10_000
 INTERVAL = " interval"
 """Suffix of the field that holds the interval of a table's value."""
@@ -40,12 +43,9 @@ def bootstrap_ratio(
 
     Args:
         numerators: one value per row, for example summed nats.
-        denominators: as many values, for example numbers of tokens; None for ones.
-        units: document or problem of each row; rows of one unit are drawn together. None if every row is one.
+        denominators: as many values, for example numbers of tokens, None for ones.
+        units: document or problem of each row. Rows of one unit are drawn together. None if every row is one.
         seed: seed of the draws.
-
-    Raises:
-        ConfigError: there are fewer than :data:`LEAST` units.
     """
     if denominators is None:
         denominators = np.ones(len(numerators))
@@ -54,9 +54,11 @@ def bootstrap_ratio(
     np.add.at(sums, unit, np.stack([numerators, denominators], 1).astype(float))
     if len(sums) < LEAST:
         raise ConfigError(f"an interval needs at least {LEAST} documents or problems, got {len(sums)}: raise --rows")
+    # resampling units with replacement is drawing how often each occurs
     counts = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), DRAWS)
     above, below = (counts @ sums).T
     says = below > 0
+    # a draw without any denominator says nothing and widens both ends
     ratios = above / np.where(says, below, 1)
     low = np.quantile(np.where(says, ratios, -np.inf), 0.025, method="lower")
     high = np.quantile(np.where(says, ratios, np.inf), 0.975, method="higher")
@@ -85,6 +87,7 @@ def estimate(
         return {name: sum(numerators) / sum(denominators)}
     value, low, high = bootstrap_ratio(numerators, denominators, units=units)
     if shares:
+        # exact bounds of n units that all agree, of which every resample is the same
         all_of_n = 0.025 ** (1 / len(set(units)))
         low, high = min(low, all_of_n), max(high, 1 - all_of_n)
     return {name: value, name + INTERVAL: (low, high)}

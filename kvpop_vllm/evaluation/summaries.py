@@ -51,6 +51,7 @@ def summarise_replay(records: list[dict], against: str | None = None) -> list[di
         for name in (f"{measure}_by_position" for measure in replay.MEASURES):
             curves[name] = [_mean(part) for part in zip(*(m[name] for m in members), strict=True)]
         bucket, kl = members[0]["bucket"], curves["kl_by_position"]
+        # only whole buckets in which nothing can have been evicted
         early = [x for i, x in enumerate(kl) if (i + 1) * bucket <= members[0].get("whole", 0)]
         late = [x for i, x in enumerate(kl) if i * bucket >= 0.75 * (line["length"] - 1)]
         line |= {"bucket": bucket, "agreement": _mean([m["agreement"] for m in members])} | curves
@@ -104,6 +105,7 @@ def _by_unit(records: list[dict], name: str) -> dict[int, float]:
     """Return the mean of a measure over the records of each unit."""
     values_of_unit: dict[int, list[float]] = {}
     for record in records:
+        # samples of one problem are not independent
         values_of_unit.setdefault(record["unit"], []).append(float(record[name]))
     return {unit: _mean(values) for unit, values in values_of_unit.items()}
 
@@ -112,15 +114,15 @@ def _nats(line: dict, members: list[dict], records: list[dict], against: str | N
     """Return a line's measures in nats, with intervals over units if there are enough of them.
 
     Args:
-        line: identifies the policy; see :data:`KEYS`.
+        line: identifies the policy. See :data:`KEYS`.
         members: its records, one per row.
         records: all records, among them those of the dense model and of the reference on the same rows.
         against: name of the reference policy, or None.
 
     Returns:
-        ``perplexity``; ``kl``, the divergence from dense in nats per token, and, with a reference at this length,
-        budget and equality, ``kl ratio``, summed divergence over that of the reference, and ``gap ratio``, the
-        same of the summed difference from the dense model's negative log-likelihood.
+        ``perplexity``, and ``kl``, the divergence from dense in nats per token. With a reference at this length, budget
+        and equality also ``kl ratio``, summed divergence over that of the reference, and ``gap ratio``, the same of
+        the summed difference from the dense model's negative log-likelihood.
     """
     tokens, units = [m["tokens"] for m in members], [m["unit"] for m in members]
     columns = {"perplexity": math.exp(_sum(members, "nll") / sum(tokens))}

@@ -1,4 +1,7 @@
-"""`kvpop eval`: runs a task under policies, prints a table, and writes records and a report."""
+"""`kvpop eval`: runs a task under policies, prints a table, and writes records and a report.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class Models(NamedTuple):
 
     Attributes:
         backend: runs the evaluated model.
-        teacher: runs the model whose predictions are the dense ones; None for the evaluated one.
+        teacher: runs the model whose predictions are the dense ones, None for the evaluated one.
     """
 
     backend: Backend
@@ -57,8 +60,8 @@ class Task(NamedTuple):
         example: ``[S]`` tokens of the first row or example of the greatest length, for maps of retained tokens.
         summarise: makes a table of records.
         columns: columns of the table.
-        units: unit of each item (row or example); items of one unit are not independent.
-        passes: passes of each run for an item and a length; a dense model makes one.
+        units: unit of each item (row or example). Items of one unit are not independent.
+        passes: passes of each run for an item and a length. A dense model makes one.
         about: what the first line of the records says next to options and versions.
     """
 
@@ -87,9 +90,6 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
 
     Returns:
         The table.
-
-    Raises:
-        ConfigError: the options do not fit each other, the model or the data.
     """
     is_text = options.task == "text"
     names = DEFAULT_POLICIES if is_text else tuple(known_training_free())
@@ -145,7 +145,7 @@ def collected(
     Args:
         file: file of records, or None.
         options: options of the command line.
-        about: what else the file's first line says.
+        about: further entries of the file's first line.
         total: passes of the run.
         records: yields the records, and calls its argument with the number of passes done.
     """
@@ -153,6 +153,7 @@ def collected(
     def write(line: dict) -> dict:
         if file:
             file.write(json.dumps(line) + "\n")
+            # a run that is stopped keeps what it has measured
             file.flush()
         return line
 
@@ -172,13 +173,10 @@ def about_run(options) -> dict:
 
 
 def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype: torch.dtype) -> Runs:
-    """Return the runs of the command line; print what is left out, and why.
+    """Return the runs of the command line. Print what is left out, and why.
 
     What was not asked for is left out if it cannot be used: policies, if ``--policies`` names none, and equal
     bytes without ``--equal``.
-
-    Raises:
-        ConfigError: a spec cannot be used with a setting, or none can.
     """
     certain = [s for s in settings if s.equal == "k" or options.equal]
     if options.policies is None and options.task != "text":
@@ -194,11 +192,7 @@ def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: Mode
 
 
 def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype) -> list[PolicySpec]:
-    """Return the specs that can be used with all settings; print why others are left out.
-
-    Raises:
-        ConfigError: none can, or one with a scorer cannot.
-    """
+    """Return the specs that can be used with all settings. Print why others are left out."""
     names, why = [], list(policies.loadable()[1])
     for spec in specs:
         try:
@@ -226,7 +220,7 @@ def run_task(
 
     Args:
         lengths: lengths to ask at.
-        ask: yields the records of a run on the material of one length; the first run is the dense one.
+        ask: yields the records of a run on the material of one length. The first run is the dense one.
         models: what runs the models.
         runs: policies to compare.
         tick: called with the number of passes that are done.
@@ -250,7 +244,7 @@ def run_task(
 
 
 def rows_of(options, rows: Callable[..., Iterator[Row]] = replay_rows) -> tuple[list[Row], list[int], dict]:
-    """Return rows of text, their units, and what the records say of both; see :func:`rows_in_turn`."""
+    """Return rows of text, their units, and what the records say of both. See :func:`rows_in_turn`."""
     places = {"split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)}
     rows_found = rows_in_turn(rows, options.data, load_tokenizer(options.model), max(options.length), **places)
     rows = asked.first_rows(rows_found, options)
@@ -337,12 +331,12 @@ def _reasoning(options, against: str | None, questions: list[reasoning.Question]
 
 
 class Replay:
-    """Replay of rows under a run; the first run is the dense one.
+    """Replay of rows under a run. The first run is the dense one.
 
     Args:
         material: length -> rows ``[length]``.
         units: unit of each row.
-        bucket: positions of a bucket; None for a sixteenth of the row.
+        bucket: positions of a bucket, None for a sixteenth of the row.
         teacher: True if the dense model is another one, whose output layer outlives its run.
     """
 
@@ -359,6 +353,7 @@ class Replay:
         for number, row in enumerate(self.material[length]):
             predictions = replay.predictions(run, row)
             if number == len(dense):
+                # the first run is the dense one, and later ones are compared with it
                 dense.append(predictions)
             exact = dense[number] if self.teacher else dense[number]._replace(logits=run.logits)
             yield {"row": number, "unit": self.units[number]} | replay.compare(predictions, row, exact, bucket)

@@ -2,16 +2,18 @@
 
 A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` in ``cache`` or
 ``past_key_values`` and has it prepare the step. The hook replaces the attention function, by name, by that of
-:mod:`kvpop_vllm.model_hook`, which calls the step. A hook behind the decoder restores the model's own
+:mod:`kvpop_vllm.model_hook`, which calls the step. A hook after the decoder restores the model's own
 attention. Torch skips that hook after a KeyboardInterrupt in the pass. The attention is then restored by the
-model's next pass or by the cache's ``reset()``; that of a copy by the copy's. Passes without such a cache are
-unchanged.
+model's next pass or by the cache's ``reset()``. A copy restores its own in the same way. Passes without such a
+cache are unchanged.
 
 ``generate()`` takes the cache under both names too, and checks after each token that the cache has taken part.
 A method of the class is wrapped for this, because one of the model would keep the model in memory.
 
 A pass is known by its step. Only the arguments of a running pass refer to it, so a weak reference says whether
 another thread is still in the pass.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -43,20 +45,20 @@ from kvpop_vllm.model_hook import (
 from kvpop_vllm.supported import ARCHITECTURES, FULL, FULL_CHECKPOINT_SUFFIX, RECURRENT
 
 CACHE_NAMES = "cache", "past_key_values"
-"""Arguments in which a cache is looked for; transformers 5.24 renamed the second to the first."""
+"""Arguments in which a cache is looked for. Transformers 5.24 renamed the second to the first."""
 BUSY = "another thread has the model in a pass with a KVpopCache: one thread at a time, or a copy of the model for each"
 """Error message for a model that is used by another thread."""
 
 
 class AttentionCache:
-    """Base class of a cache that takes over attention; the hooks recognise caches by this class.
+    """Base class of a cache that takes over attention. The hooks recognise caches by this class.
 
     Attributes:
         borrows: True if a query channel is removed from the queries in passes with this cache.
         recurrent: True if layers of the model have a recurrent state.
         passes: number of passes so far.
         columns: columns seen so far, pads included.
-        text: ``[R, L]`` ids of the first columns, and of tokens that were not read yet; None if ``generate()`` had none.
+        text: ``[R, L]`` ids of the first columns, and of tokens that were not read yet, or None without ``generate()``.
         next_text: ``[R, L]`` ids of the text that a call of ``generate()`` goes on with, until its first pass.
     """
 
@@ -69,11 +71,7 @@ class AttentionCache:
 
 
 def cache_in(named: Mapping[str, object]) -> AttentionCache | None:
-    """Return the cache among the arguments of a model or of ``generate()``, or None.
-
-    Raises:
-        ConfigError: there is another cache, too.
-    """
+    """Return the cache among the arguments of a model or of ``generate()``, or None."""
     caches = [named[name] for name in CACHE_NAMES if named.get(name) is not None]
     ours = [cache for cache in caches if isinstance(cache, AttentionCache)]
     if ours and len(caches) > 1:
@@ -87,19 +85,19 @@ def with_cache(named: Mapping[str, object], cache: AttentionCache) -> dict[str, 
 
 
 class Step(GateInputs):
-    """Attention of all layers in one pass; an :class:`kvpop_vllm.model_hook.Attend`.
+    """Attention of all layers in one pass, as :class:`kvpop_vllm.model_hook.Attend` has it.
 
     Args:
         cache: cache of the pass.
-        positions: ``[R, L]`` int64, positions of the tokens; 0 for pads.
+        positions: ``[R, L]`` int64, positions of the tokens, 0 for pads.
         starts: position of each row's first token in the pass, None if every row decodes one token.
-        counts: number of tokens of each row; they are its last columns.
+        counts: number of tokens of each row. They are its last columns.
         recorded: True if the pass is recorded into a CUDA graph and not executed.
 
     Attributes:
         thread: thread of the pass.
         length: L.
-        plans: plan of the pass; several if layers differ in their devices or numbers of blocks.
+        plans: plan of the pass, several if layers differ in their devices or numbers of blocks.
         parts: parts of the pass in layers with windows or chunks, made once for all layers of a kind on a device.
         kinds: kinds of the model's layers, empty if a policy acts on all.
         longest: tokens of the longest text.
@@ -125,7 +123,7 @@ class Step(GateInputs):
 
     @torch.compiler.disable  # the kernels cannot be compiled
     def __call__(self, layer, q, k, v, scale, sink_logits=None):
-        """Return the layer's attention output; see :class:`kvpop_vllm.model_hook.Attend`.
+        """Return the layer's attention output. See :class:`kvpop_vllm.model_hook.Attend`.
 
         Args:
             layer, q, k, v, scale: as there.
@@ -133,7 +131,6 @@ class Step(GateInputs):
 
         Raises:
             RuntimeError: gradients are required.
-            ConfigError: the layer attends twice in a pass.
         """
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
@@ -141,20 +138,21 @@ class Step(GateInputs):
         self._check_turn(layer)
         gate = cache.gates[layer]
         device = cache.device or q.device
+        # the gate runs where the model is, and the kernels may run elsewhere
         gate_scores = None if gate is None else gate.to(k.device)(signals).to(device)
         model_device, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
         pages = cache.layer(layer, q, k, v, scale)
+        # from here on the pages may hold tokens of a pass that is interrupted
         cache.attended.add(layer)
         batch = self._plan(pages).batch(pages.shares)
         return pages.attend(q, k, v, batch, gate_scores, sink_logits).to(model_device)
 
     @torch.compiler.disable
     def local(self, layer, q, k, v, scale, kind, size, sink_logits=None):
-        """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`.
+        """Return the attention of a layer with windows or chunks. See :class:`kvpop_vllm.model_hook.Attend`.
 
         Raises:
             RuntimeError: the pass is recorded into a CUDA graph.
-            ConfigError: the layer attends twice in a pass.
         """
         if self.recorded:
             raise RuntimeError("a CUDA graph holds no layers with windows or chunks: leave graphs out")
@@ -174,7 +172,7 @@ class Step(GateInputs):
 
     @property
     def masks(self) -> dict[str, torch.Tensor | None] | None:
-        """Masks of the pass by kinds of layers, as a model with recurrent layers takes them; None for other models.
+        """Masks of the pass by kinds of layers, as a model with recurrent layers takes them, None for other models.
 
         Recurrent layers take the mask ``[R, L]`` of tokens, None if there are no pads. Attention needs none.
         """
@@ -187,18 +185,14 @@ class Step(GateInputs):
         return {FULL: None, RECURRENT: mask}
 
     def _check_turn(self, layer: Hashable) -> None:
-        """Check that a layer has not attended in this pass.
-
-        Raises:
-            ConfigError: it has.
-        """
+        """Check that a layer has not attended in this pass."""
         if layer in self.cache.attended:
             raise ConfigError(
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
             )
 
     def _plan(self, pages) -> StepPlan:
-        """Return the plan of the pass for the pages of a layer, made once for all layers with the same block numbers."""
+        """Return the plan of the pass for a layer's pages, made once for all layers with the same block numbers."""
         if (key := pages.plan_key) not in self.plans:
             if self.starts is None:
                 self.plans[key] = pages.plan_decode(self.cache.protected)
@@ -208,7 +202,7 @@ class Step(GateInputs):
 
 
 def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
-    """Register the hooks of a model; may be called again.
+    """Register the hooks of a model. It may be called again.
 
     Args:
         model: a model that :func:`kvpop_vllm.hf.checks.check_model` accepts.
@@ -217,10 +211,6 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
 
     Returns:
         Its decoder.
-
-    Raises:
-        ConfigError: the channel cannot be borrowed from this type of model, or its layers do not hand the step
-            on to their attention.
     """
     show_hidden_states(model)
     _watch_generate()
@@ -229,6 +219,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
         raise ConfigError(
             f"the gate borrows a channel of the queries, which is known where it is in {' and '.join(ARCHITECTURES)} models only: choose another scorer"
         )
+    # another cache of this model may have registered them
     if _before not in decoder._forward_pre_hooks.values():
         with _turn(decoder):
             _restore(decoder)
@@ -236,6 +227,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
         if not hands_on:
             refuse_model(model, ["layers that hand no further arguments on to their attention"])
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
+        # always_call, so that a pass that raises gives the attention back
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
     if borrows:
         borrow_channel(model, borrowed_share(model))
@@ -243,7 +235,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
 
 
 class _TakesPart(StoppingCriteria):
-    """Check of ``generate()`` that its cache takes part in every pass; it never stops.
+    """Check of ``generate()`` that its cache takes part in every pass. It never stops.
 
     Some models set the cache aside, as those with LongRoPE do where the rotation changes.
     """
@@ -252,11 +244,7 @@ class _TakesPart(StoppingCriteria):
         self.cache, self.passes = cache, cache.passes
 
     def __call__(self, input_ids, scores, **options):
-        """Return no row as ended.
-
-        Raises:
-            ConfigError: the last pass went without the cache, or the cache has seen fewer tokens than the text.
-        """
+        """Return no row as ended."""
         cache, text = self.cache, input_ids.shape[1] - 1  # the last token has not been read
         if cache.passes == self.passes or cache.columns < text:
             raise ConfigError(
@@ -278,6 +266,7 @@ def _watch_generate() -> None:
     def generate(model, *positional, **named):
         if (cache := cache_in(named)) is None:
             return original(model, *positional, **named)
+        # positional arguments get their names, because the cache may be among them
         by_name = list(signature.bind_partial(model, *positional).arguments.items())[1:]
         named = with_cache(dict(by_name) | named, cache)
         cache.next_text = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
@@ -303,7 +292,7 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
     attend.local, attend.takes_sinks = attend, True
     device = decoder.get_input_embeddings().weight.device
     token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)  # offloaded
-    own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
+    original, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
     try:
         with torch.no_grad():
             cache = DynamicCache(config=decoder.config)  # without one, some look at positions
@@ -313,12 +302,12 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
     except TypeError:  # no such argument, or the attention function misses it
         return False
     finally:
-        decoder.config._attn_implementation = own
+        decoder.config._attn_implementation = original
     return False
 
 
 NOTE = "_kvpop_pass"
-"""Attribute of a decoder during a pass; it is copied with the decoder.
+"""Attribute of a decoder during a pass. It is copied with the decoder.
 
 It holds the attention before the pass, and the share of the channel that was borrowed from each layer before
 it.
@@ -391,11 +380,12 @@ def _restore(decoder):
     if not hasattr(decoder, NOTE):
         return
     step = _running.get(id(decoder))
+    # a step of this thread is over: its pass was interrupted
     if step is not None and step.thread != threading.get_ident():
         raise RuntimeError(BUSY)
-    own, shares = getattr(decoder, NOTE)
+    original, shares = getattr(decoder, NOTE)
     if decoder.config._attn_implementation == NAME:  # otherwise it was changed in the meantime
-        decoder.config._attn_implementation = own
+        decoder.config._attn_implementation = original
     for block, share in zip(attention_blocks(decoder), shares, strict=True):
         if hasattr(block, "borrowed"):
             block.borrowed = share
@@ -408,7 +398,6 @@ def _inputs(decoder, positional, named):
     Raises:
         TypeError: more than one positional argument.
         ValueError: no inputs.
-        ConfigError: attention weights are requested.
     """
     if len(positional) > 1:
         raise TypeError("with a KVpopCache, all inputs of the model but the first are given by name")

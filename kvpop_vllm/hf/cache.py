@@ -1,4 +1,7 @@
-"""KV cache of fixed size for ``generate()``."""
+"""KV cache of fixed size for ``generate()``.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,30 @@ from collections.abc import Hashable, Sequence
 from os import PathLike
 
 import torch
-from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvpop_vllm.compaction.prompt_place import ids_behind
-from kvpop_vllm.config import ConfigError, protected_tokens
-from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
+from kvpop_vllm.compaction.prompt_place import ids_after
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hf.attention_patch import AttentionCache, register_hooks, restore_attention
+from kvpop_vllm.hf.cache_files import plain
 from kvpop_vllm.hf.cartridges import slots_of
-from kvpop_vllm.hf.checks import (
-    changes_attention_at,
-    check_inputs,
-    check_model,
-    check_pads,
-    check_positions,
-    check_text,
-    columns_of_tokens,
-    has_recurrent_bias,
-    warn_of_positions,
-    warn_of_reference,
-)
-from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
+from kvpop_vllm.hf.checks import changes_attention_at, check_model, has_recurrent_bias
+from kvpop_vllm.hf.layer import LayerPages, SequenceLengths
+from kvpop_vllm.hf.layer_allocation import AllocatedLayers
 from kvpop_vllm.hf.local_layers import LocalLayer
+from kvpop_vllm.hf.passes import CachePasses
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
-from kvpop_vllm.hf.saved_cache import SavedCache, plain
+from kvpop_vllm.hf.saved_cache import SavedCache
+from kvpop_vllm.hf.transformers_cache import TransformersCache
 from kvpop_vllm.model_shape import gives_up_channel, positions_of
 from kvpop_vllm.policies import parse_settings
 
 
-def _refusal(what: str, instead: str):
-    """Return a method that raises: a KVpopCache does not do ``what``."""
-
-    def refuse(self, *args, **kwargs):
-        """Refuse; see the message."""
-        raise ConfigError(f"a KVpopCache {what}: {instead}")
-
-    return refuse
-
-
-class KVpopCache(SavedCache, Cache, AttentionCache):
+class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, AttentionCache):
     """KV cache of fixed size for transformers, under any registered policy.
 
-    It is used as ``model.generate(**inputs, cache=cache)``; ``past_key_values=`` does the same. Every row of the batch is an
+    It is used as ``model.generate(**inputs, cache=cache)``. ``past_key_values=`` does the same. Every row of the batch is an
     independent request, as if it were served alone. Pads on its left never enter the cache, and positions
     count from its first token. A later call continues: tokens beyond those already seen are appended, as in
     the next turn of a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning, and
@@ -60,7 +45,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
 
     With ``protect_prompt``, the text of a call of ``generate()``, or the first N tokens of text and answers, is never
     evicted. A later call must bring the whole text so far, including earlier answers. Everything after the protected
-    tokens is then computed again; the protected tokens are not. The cache grows with the protected tokens.
+    tokens is then computed again. The protected tokens are not. The cache grows with the protected tokens.
 
     A policy that compresses prompts holds the text of a call of ``generate()`` until its end. What it does not
     retain is freed after the first step that follows it. A later call must bring the whole text so far, all of which is
@@ -68,16 +53,16 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
     compressed until another one follows, and a last piece of one token is taken for an answer's.
 
     Args:
-        model: model of transformers. Hooks are registered on it; passes without such a cache are unchanged.
+        model: model of transformers. Hooks are registered on it. Passes without such a cache are unchanged.
             Only one thread at a time can use it.
         policy: registered name.
-        budget: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row; pages are
+        budget: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row. Pages are
             allocated for the largest.
         compression: as in :class:`kvpop_vllm.config.PolicySettings`.
         sinks: as in :class:`kvpop_vllm.config.PolicySettings`.
         window: as in :class:`kvpop_vllm.config.PolicySettings`.
         threshold: as in :class:`kvpop_vllm.config.PolicySettings`.
-        scorer: scorer folder; by default the model's own scorer if it is a full checkpoint.
+        scorer: scorer folder, by default the model's own scorer if it is a full checkpoint.
         map: as in :class:`kvpop_vllm.config.PolicySettings`.
         calibration: as in :class:`kvpop_vllm.config.PolicySettings`.
         correction: as in :class:`kvpop_vllm.config.PolicySettings`.
@@ -86,12 +71,12 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         cartridge: folder of a cartridge (``kvpop compact``) with which every row begins, or several in order.
             Neither inputs nor positions that are given count its slots. One that stands in a chat's message holds
             the chat's first tokens, :attr:`head`: give the ids after them.
-        max_length: longest sequence in tokens, slots of cartridges included, for ``compression`` and for the policy ``full``; by default
+        max_length: longest sequence in tokens, slots of cartridges included, for ``compression`` and for the policy ``full``, by default
             the model's.
         seed: seed of the draws for every row, or a list with one entry per row.
         prompt: under a policy that compresses prompts, the number of tokens at the start of a text that are
-            its prompt; by default the text of a call of ``generate()``.
-        device: device of the pages and the kernels; by default the model's.
+            its prompt, by default the text of a call of ``generate()``.
+        device: device of the pages and the kernels, by default the model's.
 
     Attributes:
         passes: passes so far.
@@ -100,15 +85,11 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         policy: policy, resolved as in an engine.
         settings: arguments of the constructor, but model and device.
         protected: p of each row, which may be shorter.
-        head: ids of a chat's beginning that the cartridge holds; inputs begin after them.
+        head: ids of a chat's beginning that the cartridge holds. Inputs begin after them.
         gates: gate of each layer, None where the kernels score tokens.
         borrows: True if a query channel is removed from the queries in passes with this cache.
         recurrent: True if layers of the model have a recurrent state, which transformers' own cache layers hold.
         attended: layers that have attended in the current pass, as :class:`Step` names them, None between passes.
-
-    Raises:
-        ConfigError: the settings are invalid, or the policy cannot be used with this model; one line that
-            names what to change.
     """
 
     def __init__(
@@ -151,8 +132,8 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
             self._budgets = self._rows.head_budgets(self.policy)
             self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
-            self._made = slots_of(cartridge, model, self.policy)
-            self.head = self._made.head
+            self._cartridges = slots_of(cartridge, model, self.policy)
+            self.head = self._cartridges.head
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
@@ -188,7 +169,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
     @property
     def _protects(self) -> bool:
         """True if a row has a prefix: a protected prompt, or a cartridge."""
-        return self._made.count > 0 or self._rows.any_protects(self.policy)
+        return self._cartridges.count > 0 or self._rows.any_protects(self.policy)
 
     def encode(self, tokenizer, prompt: str | list[dict]) -> torch.Tensor:
         """Return the ids ``[1, L]`` of a prompt after the cartridge: without its head, or without BOS where it has none.
@@ -196,15 +177,10 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         Args:
             tokenizer: the model's.
             prompt: a text, or the messages of a chat, up to where the model's answer begins.
-
-        Raises:
-            ConfigError: the prompt does not begin as the cartridge does, or the tokenizer has no chat template.
         """
-        if not self._made.count:
+        if not self._cartridges.count:
             raise ConfigError("this KVpopCache has no cartridge: tokenise the prompt as usual")
-        return torch.tensor([ids_behind(tokenizer, self.head, prompt)])
-
-    # contents
+        return torch.tensor([ids_after(tokenizer, self.head, prompt)])
 
     @property
     def columns(self) -> int:
@@ -217,7 +193,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         return list(self._lengths)
 
     def held(self, row: int = 0) -> torch.Tensor:
-        """Return which of a row's tokens are held, ``[layers, H, seen]`` booleans on the CPU; layers are the policy's."""
+        """Return which of a row's tokens are held, ``[layers, H, seen]`` booleans on the CPU. Layers are the policy's."""
         return torch.stack(
             [self._layers[i].held(row, self._lengths[row], self.protected[row]) for i in range(len(self))]
         )
@@ -225,7 +201,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
     def made_slots(self, row: int = 0) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return each layer's keys, values and biases of the slots that were made of a row's prompt.
 
-        They are ``[H, P, D]``, ``[H, P, D]`` and ``[H, P]``; P is 0 under a policy that makes none.
+        They are ``[H, P, D]``, ``[H, P, D]`` and ``[H, P]``. P is 0 under a policy that makes none.
         """
         return [self._layers[i].made_slots(row) for i in range(len(self))]
 
@@ -247,382 +223,6 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         tokens = len(self._lengths) * self._columns
         return sum(2 * tokens * shape.num_kv_heads * shape.head_dim * dtype.itemsize for dtype in dtypes)
 
-    # forward pass
-
-    def begin(self, decoder, inputs, mask, positions) -> Step:
-        """Prepare one pass.
-
-        Args:
-            decoder: decoder of the model.
-            inputs: ``[R, L, ..]``, token ids or embeddings.
-            mask: attention mask as given by the caller, or None.
-            positions: ``[R or 1, L]`` as given by the caller, or None.
-
-        Returns:
-            The step, which all layers call in place of attention.
-
-        Raises:
-            ConfigError: the cache belongs to another model, or cannot serve the pass.
-            ValueError: the pass does not continue where the cache ends, or repeats what cartridges hold.
-            RuntimeError: the previous pass was interrupted, or the pass cannot be recorded.
-        """
-        self._check_begins(decoder, inputs)
-        rows, length = inputs.shape[:2]
-        self._rows.check_number(rows)
-        columns, lengths = self._begins_at(mask, positions, length)
-        made = self._made.count
-        in_tails = [seen > 0 and seen >= p for seen, p in zip(lengths, self.protected, strict=True)]
-        decoding = length == 1 and columns == self._columns and len(lengths) > 0 and all(in_tails)
-        lengths = lengths or [made] * rows
-        recorded = recording(inputs.device)
-        if recorded and not (decoding and len(self._layers) == len(self)):
-            raise RuntimeError(
-                "a CUDA graph can hold a pass of one token a row only, and not the first or one of protected tokens: let the prompt, the"
-                " protected tokens and a token pass before it"
-            )
-        # on an accelerator, reading the mask makes the host wait
-        look = not recorded and (inputs.device.type == "cpu" or not decoding)
-        counts = columns_of_tokens(mask, [seen - made for seen in lengths], columns, length, look)
-        after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
-        self._check_lengths(lengths, after, columns + length)
-        if self.recurrent:
-            check_pads(counts, length, self._biased)
-        if not self._columns:
-            self._made.check_inputs(inputs, counts)
-        if self._lengths_by_device and len(next(iter(self._lengths_by_device.values())).positions) != rows:
-            self._check_unrecorded()
-            self._lengths_by_device, self._layers = {}, {}
-        sequence_lengths = self._sequence_lengths(inputs.device, rows)
-        protected = self.protected or [made] * rows
-        if decoding or length == 1 and all(counts) and not self._protects:
-            position_ids, starts = sequence_lengths.positions.unsqueeze(1).clone(), None
-        else:
-            shift = torch.tensor([end - length for end in after]).unsqueeze(1)
-            position_ids, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
-            # a prompt, or the rest of one; a single token is an answer's
-            protected = [
-                made + protected_tokens(protect, end - made)
-                if columns < self._columns or p == seen and (length > 1 or seen == made)
-                else p
-                for protect, p, seen, end in zip(
-                    self._rows.protects(self.policy, rows), protected, lengths, after, strict=True
-                )
-            ]
-        if look and positions is not None:
-            check_positions(positions, position_ids - made, counts)
-        if self.text is not None and self.next_text is not None and len(self.text) == len(self.next_text):
-            check_text(self.next_text, self.text, mask, columns)
-        self.next_text = None
-        self._most_protected = max(map(min, protected, after))
-        for layer in self._layers.values():
-            self._make_room(layer)
-        self._before = self._columns, self._lengths, self.protected
-        self._go_to(columns, lengths, protected)
-        self.attended = set()
-        return Step(self, position_ids, starts, counts, recorded)
-
-    def _check_begins(self, decoder, inputs: torch.Tensor) -> None:
-        """Check that a pass of a decoder may begin with inputs ``[R, L, ..]``.
-
-        Raises:
-            ConfigError: the cache belongs to another model, or has no kernels for the inputs' device.
-            ValueError: there are no inputs, or those of other rows.
-            RuntimeError: the previous pass was interrupted, or gradients are required.
-        """
-        if decoder is not self._decoder():
-            raise ConfigError("this KVpopCache was made for another model: make one with KVpopCache(model, ...)")
-        if self.attended is not None:  # torch ends no pass that the keyboard interrupts
-            self._break_off()
-        if self._broken:
-            raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
-        check_inputs(decoder, inputs)
-        if self._lengths and len(inputs) != len(self._lengths):
-            raise ValueError(
-                f"a batch of {len(inputs)} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
-            )
-
-    def _go_to(self, columns: int, lengths: list[int], protected: list[int]) -> None:
-        """Set the columns and tokens seen, and the protected tokens, on the host and on all devices."""
-        for sequence_lengths in self._lengths_by_device.values() if lengths else ():
-            if columns != self._columns:
-                sequence_lengths.positions.copy_(torch.tensor(lengths))
-            if protected != self.protected:
-                sequence_lengths.protected.copy_(torch.tensor(protected))
-        if self.text is not None and columns < self._columns:
-            self.text = self.text[:, :columns]
-        self._columns, self._lengths, self.protected = columns, lengths, protected
-
-    def _begins_at(
-        self, mask: torch.Tensor | None, positions: torch.Tensor | None, length: int
-    ) -> tuple[int, list[int]]:
-        """Return the number of columns after which a pass continues, and each row's tokens in them.
-
-        The pass continues after all columns seen, or after the protected ones if the text after them is
-        given again. The width of ``mask [R, columns + length]`` decides between the two. Without a mask there
-        are no pads, and ``positions [R, length]`` decide. A pass of one token without either continues after
-        all columns.
-
-        Raises:
-            ValueError: a longer pass without either is ambiguous.
-        """
-        reusable, columns = self.get_seq_length(), self._columns
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            columns = mask.shape[1] - length
-        elif length > 1 and reusable < columns and positions is not None:
-            columns = int(positions[0, 0])
-        elif length > 1 and reusable < columns:
-            raise ValueError(
-                f"{length} columns may follow the {columns} that were seen or the {reusable} that are protected: give attention_mask or"
-                " position_ids"
-            )
-        if columns != reusable or reusable == self._columns:
-            return self._columns, self._lengths
-        if self._local or self.recurrent:
-            raise ValueError(
-                "layers with windows, chunks or recurrent states have given up what they would need to go back to the protected"
-                " tokens: reset() the KVpopCache, and give generate() the whole text"
-            )
-        return reusable, [max(0, seen - (self._columns - reusable)) for seen in self._lengths]
-
-    def _make_room(self, layer: LayerPages) -> None:
-        """Allocate pages for the protected tokens in a layer, up to the end of the pass.
-
-        Raises:
-            ValueError: as :meth:`_check_unrecorded`, if the pages must be moved.
-        """
-        if self._recorded and self._most_protected > layer.prefix_room:
-            self._check_unrecorded()
-        with torch.inference_mode(False):
-            layer.protect(self._most_protected)
-
-    def _check_unrecorded(self) -> None:
-        """Check that no CUDA graph writes to the pages, before they are replaced.
-
-        Raises:
-            ValueError: a CUDA graph does.
-        """
-        if self._recorded:
-            raise ValueError(
-                "a CUDA graph holds this KVpopCache's pages, for as many rows, their dtype and device: make another KVpopCache"
-            )
-
-    def _check_lengths(self, lengths: list[int], after: list[int], columns: int) -> None:
-        """Check that rows may grow from some lengths to others, in so many columns; warn beyond the model's positions.
-
-        Raises:
-            ValueError: as :meth:`_check_room` and :meth:`_check_scale`.
-        """
-        self._check_room(after)
-        self._check_scale(after, columns)
-        warn_of_positions(lengths, after, self._positions)
-
-    def _check_room(self, lengths: list[int]) -> None:
-        """Check rows of the given lengths, if the policy never evicts or the model attends differently further out.
-
-        Raises:
-            ValueError: a row is longer than the sequences that the cache was made for.
-        """
-        longest = self._max_length
-        if longest is not None and max(lengths) > longest:
-            why = f"which {self.policy.name} keeps" if self.policy.keeps_all else "up to which the model attends alike"
-            raise ValueError(
-                f"{max(lengths)} tokens are more than max_length {longest}, {why}: raise max_length, or shorten the text"
-            )
-
-    def _check_scale(self, lengths: list[int], columns: int) -> None:
-        """Check that rows of the given lengths have no pads, if the model scales queries by their column.
-
-        Raises:
-            ValueError: a row has some, and is so long that its queries are scaled.
-        """
-        if self._scaled_from is not None and columns >= self._scaled_from and min(lengths) < columns:
-            raise ValueError(
-                f"this model scales queries by their column from {self._scaled_from} columns on (attn_temperature_tuning), pads included:"
-                " give rows of equal length"
-            )
-
-    def _sequence_lengths(self, device: torch.device, rows: int) -> SequenceLengths:
-        """Return the clock of a device, created with the progress of the rows if necessary."""
-        if device not in self._lengths_by_device:
-            with torch.inference_mode(False):
-                made = self._made.count
-                sequence_lengths = SequenceLengths(self._rows.requests(self.policy, rows, made), device)
-            self._lengths_by_device[device] = sequence_lengths
-            sequence_lengths.positions.copy_(torch.tensor(self._lengths or [made] * rows))
-            sequence_lengths.protected.copy_(torch.tensor(self.protected or [made] * rows))
-        return self._lengths_by_device[device]
-
-    def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LayerPages:
-        """Return the pages of a layer, allocated on the first call.
-
-        Args:
-            index: layer.
-            q: ``[R, Hq, L, D]``.
-            k: ``[R, H, L, D]``.
-            v: ``[R, H, L, D]``.
-            scale: factor on q . k.
-
-        Raises:
-            ConfigError: the layer has other heads than the model's config says, keys and values differ in
-                size, or the kernels of the device do not support them.
-            ValueError: a CUDA graph holds the pages, and others are needed.
-        """
-        pages_before = self._layers.get(index)
-        if (
-            pages_before is None
-            or not self._columns
-            and (pages_before.pages.layout.dtype, pages_before.pages.raw.device) != (k.dtype, k.device)
-        ):
-            shape = self.policy.model
-            expected = len(self._lengths), shape.num_kv_heads, k.shape[2], shape.head_dim
-            if k.shape != expected or v.shape != expected or q.shape[3] != shape.head_dim:
-                raise ConfigError(
-                    f"layer {index} has keys {tuple(k.shape)} and values {tuple(v.shape)}, not {expected}: choose another model"
-                )
-            if pages_before is not None:
-                self._check_unrecorded()
-            self._make_room(self._new_layer(index, k, scale))
-        return self._layers[index]
-
-    def _new_layer(self, index: int, like: torch.Tensor, scale: float) -> LayerPages:
-        """Return new pages of a layer, with what cartridges hold.
-
-        Args:
-            index: layer.
-            like: keys ``[R, H, L, D]``, for sizes, dtype and device.
-            scale: factor on q . k.
-
-        Raises:
-            ConfigError: the kernels of the device do not support the layer.
-        """
-        rule = self.policy.layer_rule(index, self._heads)
-        check_kernels(like, rule)
-        warn_of_reference(like)
-        sequence_lengths = self._sequence_lengths(like.device, len(self._lengths))
-        with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
-            budgets = self._budgets and {budget: layers[index] for budget, layers in self._budgets.items()}
-            self._layers[index] = layer = LayerPages(rule, budgets, like, scale, sequence_lengths, self.policy.shifted)
-            if self._made.count:
-                layer.place(*(part.to(like.device) for part in self._made.layers[index]))
-        return layer
-
-    def local_layer(self, index: int, size: int) -> LocalLayer:
-        """Return a layer of the model with windows or chunks of ``size`` tokens."""
-        if index not in self._local:
-            self._local[index] = LocalLayer(size)
-        return self._local[index]
-
-    def end(self, step: Step, failed: bool) -> None:
-        """Finish a pass; ``failed`` is True if it raised.
-
-        Raises:
-            RuntimeError: a layer attended without the cache.
-        """
-        any_layer, all_layers = bool(self.attended), len(self.attended) == self.policy.model.attention_layers
-        if failed or not all_layers:
-            self._break_off()
-            if failed:
-                return
-            if any_layer:
-                raise RuntimeError(
-                    "layers attended without the KVpopCache: leave the model's attention alone in a pass"
-                )
-            raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
-        self.attended = None
-        self._recorded = self._recorded or step.recorded
-        if not step.recorded:  # a recorded pass has not been executed
-            self._count(step.length, step.counts)
-        if self.policy.compresses:  # a prompt that goes on has not been evicted from
-            self.protected = [p if seen <= p else 0 for p, seen in zip(self.protected, self._lengths, strict=True)]
-        for sequence_lengths in self._lengths_by_device.values():
-            sequence_lengths.advance(step.counts)
-
-    def _break_off(self) -> None:
-        """Leave a pass that did not end. The cache is as before the pass if no layer has attended, nor a state moved on."""
-        self._broken = bool(self.attended) or self.recurrent
-        if not self._broken:
-            self._go_to(*self._before)
-        self.attended = None
-
-    def _count(self, columns: int, tokens: list[int]) -> None:
-        self._columns += columns
-        self.passes += 1
-        self._lengths = [seen + count for seen, count in zip(self._lengths, tokens, strict=True)]
-
-    def replayed(self, passes: int = 1) -> None:
-        """Record on the host that a CUDA graph of a pass of one token per row was replayed.
-
-        The device has counted the tokens, the host has not. Call this before the next pass outside the graph,
-        and before :meth:`held`.
-
-        Args:
-            passes: number of replays.
-
-        Raises:
-            ValueError: ``passes`` is not a number of passes, or the policy ``full`` had no room for them.
-            RuntimeError: the cache is empty, or the previous pass was interrupted.
-        """
-        if type(passes) is not int or passes < 0:
-            raise ValueError(f"passes must be an integer of at least 0, got {passes!r}")
-        if not self._lengths or self._broken or self.attended is not None:
-            raise RuntimeError(
-                "a KVpopCache that is empty, or broken off in a pass, replays nothing: begin with a prompt"
-            )
-        if not passes:
-            return
-        lengths = [seen + passes for seen in self._lengths]
-        self._check_room(lengths)
-        warn_of_positions(self._lengths, lengths, self._positions)
-        self._count(passes, [passes] * len(self._lengths))
-
-    # interface of transformers.Cache
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Return keys and values unchanged.
-
-        The step receives them through the attention function.
-
-        Raises:
-            ConfigError: no step has begun, so the model would attend without the cache.
-        """
-        if self.attended is None:
-            raise ConfigError("this model's attention is not the KVpopCache's: make one with KVpopCache(model, ...)")
-        return key_states, value_states
-
-    def __len__(self) -> int:
-        return self.policy.model.num_layers
-
-    def __repr__(self) -> str:
-        roles = self.policy.retention
-        return f"KVpopCache({self.policy.name}, budget={roles.budget}, sinks={roles.sinks}, window={roles.window}, lengths={self._lengths})"
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows, -1 before the first pass."""
-        return len(self._lengths) or -1
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns that a longer text need not bring again, pads included.
-
-        These are all columns seen, whether their tokens are held or not. With protected prompts they are the
-        columns of the protected tokens. Within a pass, whose layers may ask for their queries' columns, they are those
-        before it.
-        """
-        if self.attended is not None:
-            return self._columns
-        if not self._rows.any_protects(self.policy) or not self._lengths:
-            return self._columns
-        unprotected = (seen - protected for seen, protected in zip(self._lengths, self.protected, strict=True))
-        return self._columns - max(0, *unprotected)
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the largest number of tokens: the budget under the policy ``full``, else -1 for none."""
-        return self.policy.retention.budget if self.policy.keeps_all else -1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of columns including the pass, and the offset 0."""
-        return self._columns + query_length, 0
-
     def reset(self) -> None:
         """Forget all tokens.
 
@@ -633,7 +233,7 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
             restore_attention(decoder)
         self._forget()
         for layer in self._layers.values():
-            layer.clear(self._made.count)
+            layer.clear(self._cartridges.count)
         for sequence_lengths in self._lengths_by_device.values():
             sequence_lengths.restart()
 
@@ -643,35 +243,3 @@ class KVpopCache(SavedCache, Cache, AttentionCache):
         vars(copied).update(copy.deepcopy(vars(self), memo))
         copied._recorded = False
         return copied
-
-    __reduce__ = _refusal(
-        "belongs to the model that it was made for", "do not pickle it, and copy it by copy.deepcopy()"
-    )
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """False for every layer: masks are those of the policy's layers."""
-        return [False] * len(self)
-
-    is_sliding = is_dummy = is_linear
-
-    @property
-    def is_compileable(self) -> bool:
-        """False, because the kernels cannot be compiled."""
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        """False, because tokens cannot be removed."""
-        return False
-
-    crop = _refusal("takes no token back", "leave crop() out, and start anew with reset()")
-    # assisted generation asks for it
-    activate_past_recording = _refusal("takes no token back", "leave assistant_model and prompt_lookup_num_tokens out")
-    # before the prompt, neither the cache nor the model knows num_beams
-    reorder_cache = _refusal("does not exchange rows", "set num_beams to 1")
-    batch_repeat_interleave = _refusal(
-        "does not repeat rows", "repeat the inputs of generate() instead, or set num_return_sequences"
-    )
-    batch_select_indices = _refusal("does not choose among rows", "make one cache for each group of rows")
-    offload = prefetch = _refusal("stays where it is", "leave offloading out")

@@ -1,4 +1,7 @@
-"""Cartridges in front of the rows of a KVpopCache."""
+"""Cartridges in front of the rows of a KVpopCache.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +50,12 @@ class Slots:
 
 
 def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn.Module, policy: Policy) -> Slots:
-    """Return the slots of cartridges that stand one behind another.
+    """Return the slots of cartridges in a row.
 
     Args:
         folders: a cartridge's folder, or several in order.
         model: model of transformers.
         policy: policy of the cache.
-
-    Raises:
-        ConfigError: a cartridge cannot be read, was made for another model or stands elsewhere than the first, or the
-            policy compresses prompts, or does not act on all layers.
     """
     folders = [folders] if isinstance(folders, str | PathLike) else list(folders)
     if folders and policy.compresses:
@@ -69,6 +68,7 @@ def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn
     for folder in folders:
         config, layers, _ = read_cartridge(folder)
         check_base(config, model.config.get_text_config(), str(folder))
+        # each cartridge is turned to the position after those in front of it
         parts.append([layer_at(config, i, layer, slots) for i, layer in enumerate(layers)])
         slots += config.slots
         heads.append(config.head)

@@ -1,4 +1,7 @@
-"""Checks of models and inputs; each error is one line that says what to change."""
+"""Checks of models and inputs. Each error is one line that says what to change.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,11 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     """Check that a fixed-size cache can replace the model's own for sequences of at most ``max_length`` tokens.
 
     By default that is the model's positions.
-
-    Raises:
-        ConfigError: it cannot; the message gives the reasons found first.
     """
     if not isinstance(model, PreTrainedModel):
         inner = [f"the model in it, model.{way}" for name, way in WRAPPERS.items() if hasattr(model, name)]
         remedy = next(iter(inner), "one of those")
-        raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give {remedy}")
+        raise ConfigError(f"{type(model).__name__} is not a causal language model of transformers: give {remedy}")
     text = model.config.get_text_config()
     decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
     blocks = attention_blocks(decoder)
@@ -49,6 +49,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     reasons = unserved(text, features, tokens)
     if not model._can_set_attn_implementation():
         reasons.append("attention that transformers cannot exchange")
+    # last, because it says least about what the model has
     if not reasons and not _attends(decoder, blocks, text):
         reasons = ["no layers that have a self_attn of the decoder's config"]
     if reasons:
@@ -69,11 +70,7 @@ def _attends(decoder: torch.nn.Module, blocks: list[torch.nn.Module], text) -> b
 
 
 def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:
-    """Raise the error for a model that a fixed-size cache cannot serve.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raise the error for a model that a fixed-size cache cannot serve."""
     kind = model.config.get_text_config().model_type
     raise ConfigError(
         f"a fixed-size cache cannot serve {kind}, a model with {', '.join(reasons)}: choose another model"
@@ -111,7 +108,6 @@ def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
 
     Raises:
         RuntimeError: gradients are required.
-        ConfigError: there are no kernels for the device.
         ValueError: there are no new tokens.
     """
     if torch.is_grad_enabled() and (inputs.requires_grad or any(p.requires_grad for p in decoder.parameters())):
@@ -129,14 +125,14 @@ def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
 def columns_of_tokens(
     mask: torch.Tensor | None, lengths: list[int], columns: int, length: int, look: bool
 ) -> list[int]:
-    """Return the number of tokens of each row in a pass; the row's other columns are pads on the left.
+    """Return the number of tokens of each row in a pass. The row's other columns are pads on the left.
 
     Args:
         mask: ``[R, columns + length]``, or None if all columns are tokens.
         lengths: tokens of each row in the earlier columns.
         columns: number of earlier columns.
         length: number of columns of the pass.
-        look: True to read the mask; otherwise each row has one token.
+        look: True to read the mask. Otherwise each row has one token.
 
     Raises:
         ValueError: the mask has the wrong type or shape, contradicts ``lengths``, or has pads after tokens.
@@ -149,12 +145,14 @@ def columns_of_tokens(
             f"attention_mask is {shape} and must be a tensor of shape {expected}: a column for each token so far, pads too; for another"
             " text, reset() the KVpopCache first"
         )
+    # decoding on an accelerator, where the mask is not read
     if not look:
         return [1] * len(lengths)
     real = mask.bool().cpu()
+    # a zero after a one
     if bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError(
-            "attention_mask has zeros behind a row's first token: pad on the left (padding_side='left'), and continue rows "
+            "attention_mask has zeros after a row's first token: pad on the left (padding_side='left'), and continue rows "
             "that ended early in caches of their own"
         )
     if (in_mask := real[:, :columns].sum(1).tolist()) != lengths:

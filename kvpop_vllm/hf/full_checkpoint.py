@@ -1,4 +1,7 @@
-"""Full checkpoints in transformers: the base model, and the scorers' tensors beside it."""
+"""Full checkpoints in transformers: the base model with the scorers' tensors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,6 @@ def load_checkpoint(folder: str | Path, **options) -> torch.nn.Module:
     Args:
         folder: folder, or a name of the hub.
         options: of transformers' ``from_pretrained``, such as ``dtype``.
-
-    Raises:
-        ConfigError: an option asks for the folder's code, or the checkpoint cannot be served or lacks weights.
     """
     if options.pop("trust_remote_code", False):
         raise ConfigError("no code of a checkpoint is executed: leave trust_remote_code out")
@@ -88,12 +88,8 @@ def published_scorer(model: torch.nn.Module) -> str | None:
 
 
 def scorer_tensors(folder: str | Path, config: ScorerConfig) -> list[dict[str, torch.Tensor]]:
-    """Return the checked scorer tensors of each layer from a checkpoint's safetensors files.
-
-    Raises:
-        ConfigError: the folder does not exist, or its scorer tensors are missing or do not fit ``config``.
-    """
+    """Return the checked scorer tensors of each layer from a checkpoint's safetensors files."""
     if not Path(folder).is_dir():
         raise ConfigError(f"the model was not loaded from a folder ({str(folder)!r}): give --kv-scorer DIR")
-    found = checkpoint.read_tensors(folder, checkpoint.looks_like_scorer)
-    return checkpoint.layers_of(config, found, str(folder))
+    tensors = checkpoint.read_tensors(folder, checkpoint.looks_like_scorer)
+    return checkpoint.layers_of(config, tensors, str(folder))

@@ -1,4 +1,7 @@
-"""Pages of one layer for all rows of a batch."""
+"""Pages of one layer for all rows of a batch.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,28 @@ class SequenceLengths:
     """Progress of R rows on one device. Decode steps advance it there, without synchronising with the host.
 
     Args:
-        requests: record of each row; all begin with equally many made slots.
+        requests: record of each row. All begin with equally many made slots.
         device: device of the tensors.
 
     Attributes:
-        requests: record of each row on the host; prefixes are those of the last prefill.
+        requests: record of each row on the host. Prefixes are those of the last prefill.
         positions: ``[R]`` int64, position of each row's next token.
         protected: ``[R]`` int64, p of each row.
-        made: ``[R]`` int64, slots of cartridges with which each row begins, or None.
+        made_counts: ``[R]`` int64, slots of cartridges with which each row begins, or None.
         numbers: ``[R]`` each, numbers that kernels take, by name.
     """
 
     def __init__(self, requests: list[RequestSlots], device: torch.device):
         self.requests = requests
         self.numbers = {name: tensor.to(device) for name, tensor in numbers_of(requests).items()}
-        made = torch.tensor([record.made for record in requests], device=device)
-        self.positions, self.protected = made.clone(), made.clone()
-        self.made = made if any(record.made for record in requests) else None
+        made_counts = torch.tensor([record.made for record in requests], device=device)
+        self.positions, self.protected = made_counts.clone(), made_counts.clone()
+        self.made_counts = made_counts if any(record.made for record in requests) else None
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
         one = all(count == 1 for count in counts)
+        # a number needs no copy from the host, so that a decode step does not wait
         self.positions.add_(1 if one else torch.tensor(counts, device=self.positions.device))
 
     def allocated_bytes(self) -> int:
@@ -57,7 +61,7 @@ class SequenceLengths:
     def restart(self) -> None:
         """Set all positions and all p to where the rows begin."""
         for numbers in (self.positions, self.protected):
-            numbers.zero_() if self.made is None else numbers.copy_(self.made)
+            numbers.zero_() if self.made_counts is None else numbers.copy_(self.made_counts)
 
 
 class LayerPages:
@@ -65,7 +69,7 @@ class LayerPages:
 
     Args:
         rule: retention rule of the layer.
-        budgets: B ``[H]`` of each head, by the row's B; None if all heads have their row's.
+        budgets: B ``[H]`` of each head, by the row's B, None if all heads have their row's.
         like: keys ``[R, H, L, D]``, for sizes, dtype and device.
         scale: factor on q . k.
         sequence_lengths: progress of the rows on the device.
@@ -86,13 +90,15 @@ class LayerPages:
         self.rule = rule = rule.to(like.device)
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
         by_row = [record.budget for record in sequence_lengths.requests]
-        self._budget = most = max(by_row if budgets is None else map(max, budgets.values()))
+        self._budget = max_slots = max(by_row if budgets is None else map(max, budgets.values()))
         self.divided = rule.compresses and rule.compression.adaptive_head_budgets
         if self.divided:
-            most = max(most, divided_blocks(heads, most, layout.block_slots) * layout.block_slots)
+            max_slots = max(max_slots, divided_blocks(heads, max_slots, layout.block_slots) * layout.block_slots)
         if rule.compresses and rule.compression.makes_slots:
-            most += layout.block_slots  # the last blocks are those of made slots, and neither part need fill its own
-        self.pages, self.table = allocate_pages(layout, most, requests=rows, device=like.device)
+            max_slots += (
+                layout.block_slots
+            )  # the last blocks are those of made slots, and neither part need fill its own
+        self.pages, self.table = allocate_pages(layout, max_slots, requests=rows, device=like.device)
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self.attention = FixedBudgetAttention(layout, rule, scale)
         self._equal = EqualHeads(heads) if budgets is None else HeadBudgets(budgets, like.device)
@@ -111,10 +117,11 @@ class LayerPages:
         for array, values in ((self.pages.k, k), (self.pages.v, v), (self.pages.score, bias)):
             array[first:] = values.to(array).unflatten(1, (count, size)).transpose(0, 1)
         blocks = torch.arange(first, first + count, dtype=torch.int32, device=k.device)
+        # all rows read the same blocks, which nothing writes to
         self.prefix_table = blocks.expand(rows, -1).contiguous()
 
     def _extend(self, blocks: int) -> None:
-        """Add blocks behind the existing ones, which are moved."""
+        """Add blocks after the existing ones, which are moved."""
         raw = self.pages.raw
         self.pages = self.pages.layout.view(torch.cat([raw, raw.new_zeros(blocks, *raw.shape[1:])]))
 
@@ -129,6 +136,7 @@ class LayerPages:
         If the rule compresses prompts, 0 tokens free the pages of the prompts that it has compressed.
         """
         rows, have = self.prefix_table.shape
+        # the prompts are compressed, and the pages that held them are freed
         if self.rule.compresses and not tokens and have:
             self.pages = self.pages.layout.view(self.pages.raw[: self.table[:, 0].numel()].clone())
             self.prefix_table = self.prefix_table[:, :0].clone()
@@ -151,11 +159,7 @@ class LayerPages:
         return {"tail": self.table[:, 0].long(), "prefix": prefixes.long()}
 
     def check_filled(self, source: str) -> None:
-        """Check the numbers of filled slots that a rule with a threshold stores; ``source`` names their file in errors.
-
-        Raises:
-            ConfigError: one is impossible.
-        """
+        """Check the numbers of filled slots that a rule with a threshold stores. ``source`` names their file."""
         if self.rule.threshold is None:
             return
         layout = self.pages.layout
@@ -177,17 +181,17 @@ class LayerPages:
     def plan_decode(self, protected: list[int]) -> StepPlan:
         """Return the plan of a step of one token for every row. The rows' tails have begun.
 
-        ``protected`` is p of each row; a rule that compresses prompts has compressed them.
+        ``protected`` is p of each row. A rule that compresses prompts has compressed them.
         """
         rows, lengths = len(self.table), self.sequence_lengths
         positions, numbers, prefix = lengths.positions, lengths.numbers, None
         if any(protected):
-            prefix = Prefix(None, self.prefix_table, lengths.protected, lengths.made)
+            prefix = Prefix(None, self.prefix_table, lengths.protected, lengths.made_counts)
         if self.rule.compresses:
             after = [self.rule.compression.after(record) for record in lengths.requests]
-            shift, made = torch.tensor([(record.shift, record.made) for record in after]).unbind(1)
+            shift, made_counts = torch.tensor([(record.shift, record.made) for record in after]).unbind(1)
             positions, numbers = positions - shift, numbers_of(after)
-            prefix = Prefix(None, self._made_table, made, made) if any(made) else None
+            prefix = Prefix(None, self._made_table, made_counts, made_counts) if any(made_counts) else None
         decoded = DecodeRows(slice(0, rows), self.table[:, 0], positions, numbers, [True] * rows, prefix)
         return StepPlan(self.pages.layout, [], self._blocks, rows=decoded, checks=False)
 
@@ -217,11 +221,11 @@ class LayerPages:
     @property
     def _blocks(self) -> RequestBlocks:
         """Blocks of the rows."""
-        prefixes, made = self.prefix_table, None
+        prefixes, made_blocks = self.prefix_table, None
         if self.rule.compresses:
             width = max(table.shape[1] for table in (prefixes, self._made_table))
-            prefixes, made = (pad(x, (0, width - x.shape[1])) for x in (prefixes, self._made_table))
-        return RequestBlocks(self.table[:, 0], prefixes, made)
+            prefixes, made_blocks = (pad(x, (0, width - x.shape[1])) for x in (prefixes, self._made_table))
+        return RequestBlocks(self.table[:, 0], prefixes, made_blocks)
 
     def _after_prompt(self, row: int) -> RequestSlots:
         """Return what a row is after the end of its prompt, under a rule that compresses prompts."""
@@ -229,7 +233,8 @@ class LayerPages:
 
     @property
     def _made_table(self) -> torch.Tensor:
-        """Blocks ``[R, P]`` of the slots that are made of the rows' prompts: those of the tails, from the last one on."""
+        """Blocks ``[R, P]`` of the slots that are made of the rows' prompts: the tails' from the last one on."""
+        # the tail fills its blocks from the first one on, and made slots from the last
         return self.table[:, 0].flip(1)
 
     @property
@@ -258,7 +263,9 @@ class LayerPages:
         gate_scores = None if gate_scores is None else gate_scores.flatten(0, 1)
         pages = self.pages.by_region() if self.divided else self.pages
         if self.shifted:
+            # the score of token t comes with token t + 1
             gate_scores = shift(gate_scores, pages, batch, self.rule.sinks)
+        # pads of a prefill are not written, and must not be NaN
         out = torch.empty_like(q) if batch.decodes else torch.zeros_like(q)
         if sink_logits is not None:  # of this pass, since weights may change
             sink_logits = sink_logits.detach().to(q.device, torch.float32).contiguous()
@@ -267,9 +274,9 @@ class LayerPages:
             self.attention.forward(q, k, v, pages, batch, out, gate_scores, self.pages)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
 
-    def held(self, row: int, seen: int, protected: int) -> torch.Tensor:
-        """Return which of a row's tokens are held, ``[H, seen]`` booleans on the CPU."""
-        compressed, record = self.rule.compresses and seen >= protected, self.sequence_lengths.requests[row]
+    def held(self, row: int, length: int, protected: int) -> torch.Tensor:
+        """Return which of a row's tokens are held, ``[H, length]`` booleans on the CPU."""
+        compressed, record = self.rule.compresses and length >= protected, self.sequence_lengths.requests[row]
         place = (
             self.table[row : row + 1, 0],
             [compressed],
@@ -278,24 +285,25 @@ class LayerPages:
         )
         budgets, table = (tensor[0].cpu() for tensor in self.shares.place(0, *place))
         pages = self.pages.by_region() if self.divided else self.pages
+        # one copy instead of many small ones
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
         if not compressed:
             rule = replace(self.rule, window=record.window)
-            return held_tokens(pages, table, seen, rule, budgets, protected)
+            return held_tokens(pages, table, length, rule, budgets, protected)
         after = self._after_prompt(row)
-        rule, made = replace(self.rule, window=after.window), (self.pages, self._made_table[row])
-        return held_behind_prompt(pages, table, seen, rule, budgets - after.made, after, *made)
+        rule, made_pages = replace(self.rule, window=after.window), (self.pages, self._made_table[row])
+        return held_behind_prompt(pages, table, length, rule, budgets - after.made, after, *made_pages)
 
     def made_slots(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return keys and values ``[H, P, D]`` and biases ``[H, P]`` of the slots that were made of a row's prompt.
 
         Under a rule that makes none P is 0.
         """
-        made = self._after_prompt(row).made if self.rule.compresses else 0
-        slots, n = torch.arange(made), self.pages.layout.block_slots
-        at = self._made_table[row].long()[slots // n], slice(None), slots % n
-        return tuple(array[at].transpose(0, 1) for array in (self.pages.k, self.pages.v, self.pages.score))
+        count = self._after_prompt(row).made if self.rule.compresses else 0
+        slots, n = torch.arange(count), self.pages.layout.block_slots
+        index = self._made_table[row].long()[slots // n], slice(None), slots % n
+        return tuple(array[index].transpose(0, 1) for array in (self.pages.k, self.pages.v, self.pages.score))
 
     def allocated_bytes(self) -> int:
         """Return the bytes of the pages and block tables of this layer."""
@@ -313,7 +321,7 @@ class LayerRows(LayerPages):
         protected: p, tokens of each row that are never evicted, or compressed.
         shifted: True if the score given with token t + 1 belongs to token t.
         seed: seed of the draws.
-        row_budget: B of the rows, the mean of all heads of the model; by default the mean of ``budget``.
+        row_budget: B of the rows, the mean of all heads of the model, by default the mean of ``budget``.
 
     Attributes:
         seen: tokens of each row so far.
@@ -349,7 +357,7 @@ class LayerRows(LayerPages):
         gate_scores: torch.Tensor | None = None,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of the next tokens of each row; a single token is a decode step.
+        """Return the attention of the next tokens of each row. A single token is a decode step.
 
         Arguments and result are those of :meth:`attend`.
         """
@@ -374,16 +382,12 @@ def recording(device: torch.device) -> bool:
 
 
 def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
-    """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule; a CPU always has.
-
-    Raises:
-        ConfigError: a GPU has none.
-    """
+    """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule. A CPU always has."""
     if k.device.type != "cuda":
         return
     if rule.rounds is not None:
         raise ConfigError(
-            "this policy makes its scores anew in rounds, which only a CPU does: move the model to the CPU"
+            "this policy recomputes its scores in rounds, which only a CPU does: move the model to the CPU"
         )
     if rule.compresses:
         raise ConfigError(

@@ -17,7 +17,7 @@ def parts_of_pass(kind: str, size: int, past: int, length: int, ends: torch.Tens
         size: tokens of a window, the query's own included, or of a chunk.
         past: columns before the pass, pads included.
         length: columns of the pass.
-        ends: ``[R]`` int64, tokens of each row after the pass; they are its last columns, the others are pads.
+        ends: ``[R]`` int64, tokens of each row after the pass. They are its last columns, the others are pads.
     """
     columns = torch.arange(-min(past, size - 1), length, device=ends.device)
     keys = (columns + (ends.unsqueeze(1) - length)).clamp_min(-1)

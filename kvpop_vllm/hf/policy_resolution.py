@@ -1,4 +1,7 @@
-"""Policy resolution for a transformers model."""
+"""Policy resolution for a transformers model.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,6 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
         model: model of transformers.
         settings: the user's settings.
         max_length: longest sequence in tokens, or None for the model's own.
-
-    Raises:
-        ConfigError: the policy cannot be used with this model.
     """
     cls, config = policies.get(settings.policy), model.config.get_text_config()
     length = positions_of(model.config) if max_length is None else max_length

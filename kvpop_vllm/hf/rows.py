@@ -1,4 +1,7 @@
-"""Budget, protection and seed of each row of a batch."""
+"""Budget, protection and seed of each row of a batch.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from kvpop_vllm.requests import BUDGET, RequestSlots, resolve
 
 
 class Rows:
-    """Budgets, protection and seeds of rows; each is one value for all rows, or a list.
+    """Budgets, protection and seeds of rows. Each is one value for all rows, or a list.
 
     Args:
         budget: B of the rows, see :class:`kvpop_vllm.hf.KVpopCache`.
@@ -21,9 +24,6 @@ class Rows:
 
     Attributes:
         number: length of the lists, None if there is no list.
-
-    Raises:
-        ConfigError: a list is empty, lists have different lengths, or a seed is not an integer.
     """
 
     def __init__(self, budget, protect_prompt, seed, prompt=None):
@@ -43,11 +43,9 @@ class Rows:
         """Return the settings that the policy is resolved with.
 
         They are the largest budget and the first row's protection.
-
-        Raises:
-            ConfigError: a budget of the list is not an integer.
         """
         budget = self.budget
+        # pages are allocated for the largest budget
         if _several(budget):
             if wrong := [entry for entry in budget if type(entry) is not int]:
                 raise ConfigError(f"budget must be an integer for each row, got {wrong[0]!r}")
@@ -56,11 +54,7 @@ class Rows:
         return {"budget": budget, "protect_prompt": protect}
 
     def check(self, policy: Policy) -> None:
-        """Check the budgets and protection of all rows under the policy.
-
-        Raises:
-            ConfigError: a row asks for something that the policy does not support.
-        """
+        """Check the budgets and protection of all rows under the policy."""
         if self.prompt is not None and not (policy.compresses and type(self.prompt) is int and self.prompt > 0):
             raise ConfigError(
                 f"prompt must be a number of tokens, for a policy that compresses prompts, got {self.prompt!r}"
@@ -83,7 +77,7 @@ class Rows:
             )
 
     def protects(self, policy: Policy, rows: int) -> list[bool | int]:
-        """Return the number of protected tokens of each row; True for the whole prompt."""
+        """Return the number of protected tokens of each row, True for the whole prompt."""
         if _several(self.protect_prompt):
             return self.protect_prompt
         return [policy.protect if self.prompt is None else self.prompt] * rows
@@ -94,18 +88,19 @@ class Rows:
 
     def head_budgets(self, policy: Policy) -> dict[int, list[list[int]]] | None:
         """Return the budgets ``[layers][H]`` of the heads by the B of the rows, or None if all heads have their row's."""
+        # the kernels then take one number for all heads of a row
         if not policy.unequal:
             return None
         budgets = self.budget if _several(self.budget) else [policy.retention.budget]
         rows = map(policy.retention_of, budgets)
         return {retention.budget: policy.budgets_of(retention).tolist() for retention in rows}
 
-    def requests(self, policy: Policy, rows: int, made: int = 0) -> list[RequestSlots]:
-        """Return the record of each row, which begins with ``made`` slots; prefixes are those of the text to come."""
+    def requests(self, policy: Policy, rows: int, cartridge_slots: int = 0) -> list[RequestSlots]:
+        """Return the record of each row, which begins with slots of cartridges and the prefix of the text to come."""
         budgets = self.budget if _several(self.budget) else [None] * rows
         seeds = self.seed if _several(self.seed) else [self.seed] * rows
         return [
-            resolve(policy, {BUDGET: budget}, 0)._replace(made=made, seed=request_seed(0, seed))
+            resolve(policy, {BUDGET: budget}, 0)._replace(made=cartridge_slots, seed=request_seed(0, seed))
             for budget, seed in zip(budgets, seeds, strict=True)
         ]
 

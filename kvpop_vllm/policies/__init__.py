@@ -1,6 +1,8 @@
 """Registry of eviction policies: one file and one class per paper.
 
 Other packages add policies through the entry-point group ``kvpop_vllm.policies``.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ POLICIES: dict[str, type[Policy]] = {
 ENTRY_POINTS = "kvpop_vllm.policies"
 """Entry-point group for policies of other packages.
 
-An entry is ``name = "module:Class"``; the class is a :class:`Policy` with that name.
+An entry is ``name = "module:Class"``. The class is a :class:`Policy` with that name.
 """
 
 
@@ -43,12 +45,7 @@ def known() -> list[str]:
 
 
 def get(name: str) -> type[Policy]:
-    """Return the policy class registered under ``name``.
-
-    Raises:
-        ConfigError: no policy has this name, several packages register it, the class cannot be imported, or
-            it is not a complete :class:`Policy` with this name.
-    """
+    """Return the policy class registered under ``name``."""
     brought = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == name]
     packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in brought))
     if brought and (name in POLICIES or len(brought) > 1):
@@ -66,7 +63,7 @@ def get(name: str) -> type[Policy]:
         raise ConfigError(
             f"entry point {name!r} of {packages} must be a kvpop_vllm.policies.base.Policy with name = {name!r}, got {cls!r}"
         )
-    lacking = [said for said in ("paper", "cost") if not isinstance(getattr(cls, said, None), str)]
+    lacking = [attribute for attribute in ("paper", "cost") if not isinstance(getattr(cls, attribute, None), str)]
     lacking += sorted(cls.__abstractmethods__)
     if lacking:
         raise ConfigError(f"policy {name!r} of {packages} does not say {', '.join(lacking)}: mend that package")
@@ -80,13 +77,13 @@ def parse_settings(values: Mapping) -> PolicySettings:
 
 def loadable() -> tuple[list[type[Policy]], list[str]]:
     """Return the loadable policies and one error message per policy that fails to load."""
-    found, broken = [], []
+    classes, broken = [], []
     for name in known():
         try:
-            found.append(get(name))
+            classes.append(get(name))
         except ConfigError as error:
             broken.append(str(error))
-    return found, broken
+    return classes, broken
 
 
 def describe() -> str:
@@ -95,11 +92,11 @@ def describe() -> str:
     A paragraph has the name and the paper, the kind of scorer that the policy needs, signals, order, state and
     cost per step.
     """
-    found, broken = loadable()
-    indent = max(len(cls.name) for cls in found) + 2
+    classes, broken = loadable()
+    indent = max(len(cls.name) for cls in classes) + 2
     width = max(60, shutil.get_terminal_size().columns)
     lines = []
-    for cls in found:
+    for cls in classes:
         order = cls.order.value if isinstance(cls.order, Order) else "static, or aged for decay step > 1"
         facts = {
             "needs a scorer of kind": cls.scorer_kind,

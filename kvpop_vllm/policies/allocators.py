@@ -21,35 +21,39 @@ STEEPNESS = 20
 """beta of PyramidKV: the last layer has ``1 / beta`` of the mean number of long-range slots."""
 
 
-def uniform(kept: Retention, layers: int, heads: int) -> torch.Tensor:
+def uniform(retention: Retention, layers: int, heads: int) -> torch.Tensor:
     """Return equal budgets ``[layers, H]`` int32 for all heads."""
-    return torch.full((layers, heads), kept.budget, dtype=torch.int32)
+    return torch.full((layers, heads), retention.budget, dtype=torch.int32)
 
 
-def pyramid(kept: Retention, layers: int, heads: int) -> torch.Tensor:
+def pyramid(retention: Retention, layers: int, heads: int) -> torch.Tensor:
     """Return budgets ``[layers, H]`` int32 that decrease with depth in an arithmetic sequence.
 
     The last layer has ``k / beta`` long-range slots, the first ``2 k - k / beta``. Sinks and window are the
-    same in all layers. beta varies in the paper; here it is 20, as in the authors' code. The authors' last
+    same in all layers. beta varies in the paper. Here it is 20, as in the authors' code. The authors' last
     step divides by the number of layers, here it divides by one less, so that the last layer has exactly ``k
     / beta``. Rounding preserves the total over all layers.
 
     Source: PyramidKV, Cai et al. 2024, arXiv:2406.02069, section 4.
     """
-    least = kept.topk / STEEPNESS
+    last_layer = retention.topk / STEEPNESS
     steps = torch.arange(layers, dtype=torch.float64) / max(1, layers - 1)
-    sizes = (2 * kept.topk - least) - steps * 2 * (kept.topk - least) if layers > 1 else torch.tensor([kept.topk])
-    return (kept.first_long + _whole(sizes.double())).int().unsqueeze(1).repeat(1, heads)
+    sizes = (
+        (2 * retention.topk - last_layer) - steps * 2 * (retention.topk - last_layer)
+        if layers > 1
+        else torch.tensor([retention.topk])
+    )
+    return (retention.first_long + _whole(sizes.double())).int().unsqueeze(1).repeat(1, heads)
 
 
-def proportional(shares: Sequence[Sequence[float]], kept: Retention, layers: int, heads: int) -> torch.Tensor:
+def proportional(shares: Sequence[Sequence[float]], retention: Retention, layers: int, heads: int) -> torch.Tensor:
     """Return budgets ``[layers, H]`` int32 whose long-range slots are proportional to ``shares [layers][H]``.
 
     Sinks and window are the same for all heads. Rounding preserves the total.
     """
     parts = torch.tensor(shares, dtype=torch.float64)
-    slots = _whole((parts / parts.sum()).flatten() * (kept.topk * layers * heads))
-    return (kept.first_long + slots).int().view(layers, heads)
+    slots = _whole((parts / parts.sum()).flatten() * (retention.topk * layers * heads))
+    return (retention.first_long + slots).int().view(layers, heads)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Proportional:
 
 def _whole(sizes: torch.Tensor) -> torch.Tensor:
     """Return ``sizes`` rounded to integers in a way that preserves their sum."""
+    # differences of rounded sums add up to the rounded sum of all
     return sizes.cumsum(0).round().long().diff(prepend=torch.zeros(1, dtype=torch.int64))
 
 

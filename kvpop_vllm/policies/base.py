@@ -6,6 +6,8 @@ Life cycle in the engine: the class is looked up by name. One instance is made f
 declarations are checked (:meth:`Policy.check_realised`). After the weights are loaded, ``layer_rule(layer,
 heads)`` is called once per layer. From then on the kernels use that rule alone and do not call back into
 Python.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -124,11 +126,7 @@ class Policy(Declaration):
         return self.keeps_all or self.adaptive_head_budgets or (fixed and self.unequal)
 
     def retention_of(self, budget: int) -> Retention:
-        """Return the retention of a request with the given budget, resolved as for a server with that budget.
-
-        Raises:
-            ConfigError: the budget is too small, or all requests have the server's budget.
-        """
+        """Return the retention of a request with the given budget, resolved as for a server with that budget."""
         if self.one_budget:
             raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-budget out")
         retention = self._retentions.get(budget)
@@ -140,11 +138,7 @@ class Policy(Declaration):
         return retention
 
     def _check_limits(self) -> None:
-        """Check ``max_budget`` and ``max_protect`` against the server's own budget and protection.
-
-        Raises:
-            ConfigError: a limit is below the server's own value, or the policy allows one budget only.
-        """
+        """Check ``max_budget`` and ``max_protect`` against the server's own budget and protection."""
         budget, protect = self.settings.max_budget, self.settings.max_protect
         if budget is not None and self.one_budget:
             raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-max-budget out")
@@ -165,11 +159,7 @@ class Policy(Declaration):
         return (self.settings.correction or self.default_correction) == "moment"
 
     def layer_rule(self, layer: int, heads: slice) -> RetentionRule:
-        """Return :meth:`rule` with the requested correction.
-
-        Raises:
-            ConfigError: as :meth:`rule`.
-        """
+        """Return :meth:`rule` with the requested correction."""
         rule = replace(self.rule(layer, heads), moment_correction=self.uses_moment_correction)
         self._check_rule(rule)
         return rule
@@ -194,7 +184,7 @@ class Policy(Declaration):
 
     @functools.cached_property
     def round_length(self) -> int:
-        """Most tokens between two rounds, the method's m; 0 for a policy without rounds."""
+        """Most tokens between two rounds, the method's m, 0 for a policy without rounds."""
         return self.layer_rule(0, slice(0, 1)).rounds.every if self.in_rounds else 0
 
     @property
@@ -240,23 +230,19 @@ class Policy(Declaration):
 
     @property
     def query_group(self) -> int:
-        """Number of query heads per KV head, G.
-
-        Raises:
-            ConfigError: the number of query heads of the model is unknown.
-        """
+        """Number of query heads per KV head, G."""
         if self.model.num_heads is None:
             raise ConfigError(f"--kv-policy {self.name} must know how many heads the model has: give its config")
         return self.model.num_heads // self.model.num_kv_heads
 
     def shares(self) -> torch.Tensor:
-        """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator; the mean is B."""
+        """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator. The mean is B."""
         return self.allocate(self.retention, self.model.num_layers, self.model.num_kv_heads)
 
     def budgets_of(self, retention: Retention) -> torch.Tensor:
         """Return the budgets ``[layers, H]`` int32 of the heads of a request, whose mean is the request's B.
 
-        Sinks and window are those of ``retention``; the allocator scales the long-range slots of each head.
+        Sinks and window are those of ``retention``. The allocator scales the long-range slots of each head.
         """
         if retention == self.retention:
             return self.shares()
@@ -303,11 +289,7 @@ class Policy(Declaration):
         return Shares.of(self.shares()[:, heads], self.retention.budget)
 
     def check_shares(self) -> None:
-        """Check the budgets of all heads.
-
-        Raises:
-            ConfigError: the budgets have the wrong shape or dtype, are too small, or exceed B on average.
-        """
+        """Check the budgets of all heads."""
         budgets, shape = self.shares(), (self.model.num_layers, self.model.num_kv_heads)
         if tuple(budgets.shape) != shape or budgets.dtype != torch.int32:
             raise ConfigError(f"--kv-policy {self.name} gives shares that are not {shape} int32: fix the policy class")
@@ -319,11 +301,7 @@ class Policy(Declaration):
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: fix the policy class")
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that the policy works with the given number of tensor-parallel ranks.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Check that the policy works with the given number of tensor-parallel ranks."""
         if self.adaptive_head_budgets and ranks > 1:
             raise ConfigError(
                 f"--kv-policy {self.name} has all heads of a layer divide a budget: set --tensor-parallel-size 1"

@@ -1,6 +1,8 @@
 """Declarations of a policy: class attributes, and the methods that a paper's class overrides.
 
 How settings resolve into a budget, windows and shares is in :mod:`kvpop_vllm.policies.base`.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Order(Enum):
 
 
 class Declaration(ABC):
-    """Declarations of a policy; its class is a :class:`kvpop_vllm.policies.base.Policy`, which sets the attributes.
+    """Declarations of a policy. Its class is a :class:`kvpop_vllm.policies.base.Policy`, which sets the attributes.
 
     Attributes:
         settings: the user's settings.
@@ -73,7 +75,7 @@ class Declaration(ABC):
         default_allocator: allocator without ``--kv-allocator``.
         default_protect: protection without ``--kv-protect-prompt``.
         keeps_all: True if the policy never evicts.
-        default_threshold: threshold without ``--kv-threshold``, ``-inf`` for none; None if the policy takes no threshold.
+        default_threshold: threshold without ``--kv-threshold``, ``-inf`` for none, None if the policy takes no threshold.
         draws: True if the scores of its rule are drawn with the request's seed.
         default_window: without a scorer, the default w if it does not depend on the budget.
         compresses: True if the prompt is held in full until its end and compressed then.
@@ -174,9 +176,6 @@ class Declaration(ABC):
         """Read and check the files that the policy needs from disk.
 
         The default refuses a scorer, because nothing would use it.
-
-        Raises:
-            ConfigError: the policy cannot be used with this model.
         """
         for name in ("scorer", "map"):
             if getattr(self.settings, name) is not None:
@@ -188,27 +187,19 @@ class Declaration(ABC):
         """Return the retention settings of the scorer's config, or None without a scorer."""
         return None
 
-    def check_retention(self, kept: Retention) -> None:
-        """Check that the policy can work with the budget, sinks and window of a server or a request.
-
-        Raises:
-            ConfigError: it cannot; the message names the option to change.
-        """
+    def check_retention(self, retention: Retention) -> None:
+        """Check that the policy can work with the budget, sinks and window of a server or a request."""
         return
 
     def check_realised(self) -> None:
-        """Check that everything the policy class declares is implemented, so that no declaration is ignored.
-
-        Raises:
-            ConfigError: names the first declaration that is not.
-        """
-        for what, value, known in (
+        """Check that everything the policy class declares is implemented, so that no declaration is ignored."""
+        for setting, value, choices in (
             ("correction", self.default_correction, CORRECTIONS),
             ("allocator", self.default_allocator, ALLOCATORS),
         ):
-            if value not in known:
+            if value not in choices:
                 raise ConfigError(
-                    f"--kv-policy {self.name} declares the {what} {value!r}: mend it to one of {', '.join(known)}"
+                    f"--kv-policy {self.name} declares the {setting} {value!r}: mend it to one of {', '.join(choices)}"
                 )
         if self.gated != (type(self).gate is not Declaration.gate):
             raise ConfigError(
@@ -216,11 +207,7 @@ class Declaration(ABC):
             )
 
     def _check_rule(self, rule: RetentionRule) -> None:
-        """Check that a rule does what the policy declares.
-
-        Raises:
-            ConfigError: it contradicts the declared order, gate, compression, threshold or draws.
-        """
+        """Check that a rule does what the policy declares."""
         order = rule.coupled == (self.order is Order.COUPLED) and (rule.rounds is None) == (
             self.order is not Order.ROUNDS
         )
@@ -248,10 +235,10 @@ class Declaration(ABC):
 
         Args:
             heads: KV heads that the rule is for.
-            scorer: scorer without tensors per layer; None scores every token 0.
+            scorer: scorer without tensors per layer, None scores every token 0.
             log_gamma: logarithm of the decay, in nats per token.
             parts: further fields of the rule, ``rounds`` or ``compression``.
         """
-        count, kept = len(range(*heads.indices(self.model.num_kv_heads))), self.retention
+        count, retention = len(range(*heads.indices(self.model.num_kv_heads))), self.retention
         decay = torch.full((count,), log_gamma, dtype=torch.float64)
-        return RetentionRule(kept.sinks, kept.window, decay, scorer=scorer, **parts)
+        return RetentionRule(retention.sinks, retention.window, decay, scorer=scorer, **parts)

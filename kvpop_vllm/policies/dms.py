@@ -18,7 +18,7 @@ class DMS(Gated):
 
     The paper does not bound the cache of a head. Here, if more tokens remain than the budget allows, those
     with the lowest logits stay. The meaning of a window of w differs by one: the paper's window holds w
-    tokens beside the newest one. In the authors' code the logit of token t + 1 decides about token t; a
+    tokens in addition to the newest one. In the authors' code the logit of token t + 1 decides about token t. A
     scorer's config may ask for this (``shifted``). The window must hold at least two tokens, because the
     position word of slot 1 stores the number of filled slots.
     """

@@ -20,8 +20,10 @@ class _Scored(Learned):
         return Order.STATIC if self.config.decay.step == 1 else Order.AGED
 
     def rule(self, layer, heads):
-        scorer, kept = self.module(layer, heads), self.retention
-        return RetentionRule(kept.sinks, kept.window, scorer.log_gamma(), self.config.decay.step, scorer.weights())
+        scorer, retention = self.module(layer, heads), self.retention
+        return RetentionRule(
+            retention.sinks, retention.window, scorer.log_gamma(), self.config.decay.step, scorer.weights()
+        )
 
 
 class KVpop(_Scored):

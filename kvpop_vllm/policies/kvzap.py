@@ -19,7 +19,7 @@ class KVzap(Gated):
 
     The paper bounds no cache: it evicts the tokens with scores below a threshold (-4 for the MLP of Qwen3-8B) when
     they leave the window. Here the k best stay, and with ``--kv-threshold`` tokens below it are evicted even if
-    slots are free. The paper has a window of 128 and no sinks; its code's window holds 128 tokens before the newest
+    slots are free. The paper has a window of 128 and no sinks. Its code's window holds 128 tokens before the newest
     one, and reads a prompt with dense attention. Here the window of 128 includes the newest token, there are four
     sinks as under our other policies, and a prompt's queries see what the cache holds.
     """

@@ -11,7 +11,7 @@ class L2Norm(Policy):
 
     The paper prunes with and without a prompt's first layers, and does not specify sinks or a window during
     generation. Here all layers prune, at every token. By default there are no sinks and the window is the
-    newest token; ``--kv-sinks`` and ``--kv-window`` change this.
+    newest token. ``--kv-sinks`` and ``--kv-window`` change this.
 
     Rotation does not change a norm. In a model's first layer, equal tokens therefore tie, up to the rounding
     of the rotated key, and the older one is evicted.

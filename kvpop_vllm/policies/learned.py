@@ -1,4 +1,7 @@
-"""Base classes of learned policies: they load the scorer."""
+"""Base classes of learned policies: they load the scorer.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Learned(Policy):
     """Policy whose raw scores come from a scorer folder or from the model's own checkpoint.
 
     Attributes:
-        checkpoint: scorer config of a full checkpoint; its tensors are loaded with the model's weights.
+        checkpoint: scorer config of a full checkpoint. Its tensors are loaded with the model's weights.
         config: scorer config in use.
     """
 
@@ -37,6 +40,7 @@ class Learned(Policy):
             raise ConfigError("--kv-map is for full checkpoints of other authors, and the model is none: leave it out")
         elif self.checkpoint is not None:
             source = "the checkpoint's kvpop section"
+            # vLLM's loader brings the tensors later, layer by layer
             self.config, self._layers = self.checkpoint, [{} for _ in range(self.checkpoint.num_layers)]
         else:
             raise ConfigError(
@@ -71,11 +75,7 @@ class Learned(Policy):
         self._layers[layer] = tensors
 
     def loaded(self, layer: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of one layer, all heads.
-
-        Raises:
-            ConfigError: the tensors should have been loaded with the checkpoint's weights, but were not.
-        """
+        """Return the tensors of one layer, all heads."""
         if not self._layers[layer]:
             raise ConfigError(
                 f"the checkpoint's weights brought no scorer tensors for layer {layer} (dummy weights bring none): give --kv-scorer DIR"
@@ -83,11 +83,7 @@ class Learned(Policy):
         return self._layers[layer]
 
     def module(self, layer: int, heads: slice) -> Scorer | Gate:
-        """Return the scorer or gate of ``layer`` for ``heads``.
-
-        Raises:
-            ConfigError: as :meth:`loaded`.
-        """
+        """Return the scorer or gate of ``layer`` for ``heads``."""
         return from_tensors(self.config, self.config.of_heads(self.loaded(layer), heads))
 
 
@@ -98,8 +94,8 @@ class Gated(Learned):
     slots, so that it must not be long-range.
     """
 
-    def check_retention(self, kept):
-        if self.drops_early and kept.window < 2:
+    def check_retention(self, retention):
+        if self.drops_early and retention.window < 2:
             raise ConfigError(f"--kv-policy {self.name} needs a window of two tokens: set --kv-window to at least 2")
 
     def check_ranks(self, ranks):
@@ -120,6 +116,7 @@ class Gated(Learned):
     @property
     def graph(self):
         shapes = {name: tuple(tensor.shape) for name, tensor in sorted(self.loaded(0).items())}
+        # budgets do not change what is compiled
         return f"{replace(self.config, sinks=0, window=1, topk=0, trained=(), shares=())} {shapes}"
 
 

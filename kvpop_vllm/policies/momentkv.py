@@ -11,13 +11,13 @@ class MomentKV(Policy):
 
     The product is the attention of query q - 1, averaged over the query heads of a KV head, times ``|v - vb -
     scale Sig k|``, with the moments of the tokens evicted before q. The outputs are corrected with these
-    moments (eqs. 9, 11, 12); ``--kv-correction none`` disables the correction.
+    moments (eqs. 9, 11, 12). ``--kv-correction none`` disables the correction.
 
     The paper scores once after the prompt, by attention summed over its last 32 queries. It merges neighbours
     into chunks of four, shares the budget among heads and accumulates raw moments. While decoding, it evicts
     whenever the cache is full. Here tokens are evicted one by one from the beginning, so that the budget is
     also a hard limit in the prompt. Mean and covariance are updated in place (Welford), and all heads have
-    equal budgets. There is one sink, as in the paper. The paper's decoding has no window; here the window is
+    equal budgets. There is one sink, as in the paper. The paper's decoding has no window. Here the window is
     the newest token.
     """
 

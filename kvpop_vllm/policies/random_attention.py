@@ -8,7 +8,7 @@ from kvpop_vllm.policies.base import Order, Policy
 
 
 class RandomAttention(Policy):
-    """Evict a uniformly random token among those behind the window, drawn separately for each KV head.
+    """Evict a uniformly random token among those before the window, drawn separately for each KV head.
 
     Prompts are protected by default, as in the paper, so that only generated tokens are evicted. The
     probability that a token survives decreases geometrically with its age. A draw depends only on the

@@ -8,7 +8,7 @@ from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes
 from kvpop_vllm.policies.base import Policy, Signal
 
 OBSERVED = 32
-"""Default window in tokens; it equals the paper's observation window."""
+"""Default window in tokens. It equals the paper's observation window."""
 SAFE = 0.2
 """Fraction of the budget that every head keeps if heads divide it, as in kvpress."""
 

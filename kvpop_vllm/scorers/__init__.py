@@ -1,6 +1,8 @@
 """Learned scorers and gates: one file per kind with its config, tensors, formula and module.
 
 A new kind is one file and one line in :data:`SCORERS` or :data:`GATES`.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -32,14 +34,11 @@ def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> Scorer
     """Return the checked config of a scorer.
 
     Args:
-        shape: sizes of the model (:func:`kvpop_vllm.model_shape.folder_sizes`); those that the kind has no key
+        shape: sizes of the model (:func:`kvpop_vllm.model_shape.folder_sizes`). Those that the kind has no key
             for are left out.
         scorer: kind.
         source: names the values in errors.
         values: further keys.
-
-    Raises:
-        ConfigError: unknown kind, or invalid values.
     """
     if scorer not in KINDS:
         raise ConfigError(f"{source}: scorer must be one of {', '.join(KINDS)}, got {scorer!r}")
@@ -52,11 +51,7 @@ def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> Scorer
 
 
 def parse_config(raw: object, source: str) -> ScorerConfig:
-    """Check a decoded JSON object and return it as a config; ``source`` names it in errors.
-
-    Raises:
-        ConfigError: wrong format or version, unknown kind, unknown or missing keys, or invalid values.
-    """
+    """Check a decoded JSON object and return it as a config. ``source`` names it in errors."""
     values = SCHEMA.body(raw, source)
     kind = values.pop("scorer", None)
     if kind not in list(KINDS):

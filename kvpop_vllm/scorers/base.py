@@ -84,7 +84,7 @@ class Scorer(LayerModule):
     token depends on its own key and value alone.
 
     Attributes:
-        weights_class: what the kernels take; its tensors have the names of the parameters, ``_`` for a dot.
+        weights_class: what the kernels take. Its tensors have the names of the parameters, ``_`` for a dot.
         weight_options: keys of the config that it takes as well.
     """
 
@@ -100,7 +100,7 @@ class Scorer(LayerModule):
         return log_gamma(self.decay_logit, self.config.decay)
 
     def weights(self) -> TokenScorer:
-        """Return the parameters as the kernels take them, without copies; gradients flow through."""
+        """Return the parameters as the kernels take them, without copies. Gradients flow through."""
         parameters = {name.replace(".", "_"): p for name, p in self.named_parameters() if name != "decay_logit"}
         return self.weights_class(**parameters, **{name: getattr(self.config, name) for name in self.weight_options})
 
@@ -151,6 +151,6 @@ class Gate(LayerModule):
         super().__init__(config)
         self.borrows = config.reads == "query"
 
-    def forward(self, seen: Signals) -> torch.Tensor:
+    def forward(self, signals: Signals) -> torch.Tensor:
         """Return the scores ``[.., H]`` float32 of tokens ``[..]``."""
         raise NotImplementedError(f"{type(self).__name__} has no forward()")

@@ -4,6 +4,8 @@ An adapter folder holds ``kvpop_config.json`` and ``kvpop_scorer.safetensors`` w
 ``layers.{i}.<name>``. A full checkpoint holds the same config as section ``kvpop`` of its ``config.json``,
 and the same tensors under ``model.layers.{i}.self_attn.kvpop.<name>``, in the model's own files. Full checkpoints of
 other authors are read by :mod:`kvpop_vllm.scorers.reader`.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -52,9 +54,6 @@ def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]],
         config: scorer config.
         layers: per layer, name -> shape.
         source: name of the file in errors.
-
-    Raises:
-        ConfigError: names the first tensor that is wrong.
     """
     sizes: dict[str, int] = {}
     shapes = config.shapes(layers[0])
@@ -69,24 +68,21 @@ def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]],
             _check_shape(f"{source}: tensor layers.{i}.{name}", tuple(layer[name]), shape, sizes)
 
 
-def _check_shape(what: str, found: tuple[int, ...], shape: tuple, sizes: dict[str, int]) -> None:
-    if len(found) == len(shape):
-        for axis, length in zip(shape, found, strict=True):
+def _check_shape(label: str, actual: tuple[int, ...], shape: tuple, sizes: dict[str, int]) -> None:
+    if len(actual) == len(shape):
+        for axis, length in zip(shape, actual, strict=True):
+            # a named axis has the size that its first tensor shows
             if isinstance(axis, str):
                 sizes.setdefault(axis, length)
     expected = tuple(sizes.get(axis, axis) for axis in shape)
-    if found != expected:
-        raise ConfigError(f"{what} has shape {found}, expected {expected}")
-    if 0 in found:
-        raise ConfigError(f"{what} has shape {found}: no size may be 0")
+    if actual != expected:
+        raise ConfigError(f"{label} has shape {actual}, expected {expected}")
+    if 0 in actual:
+        raise ConfigError(f"{label} has shape {actual}: no size may be 0")
 
 
 def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], source: str) -> None:
-    """Check shapes as :func:`check_shapes` does, and that every tensor is floating point and finite.
-
-    Raises:
-        ConfigError: names the first tensor that is wrong.
-    """
+    """Check shapes as :func:`check_shapes` does, and that every tensor is floating point and finite."""
     check_shapes(config, [{name: tuple(t.shape) for name, t in tensors.items()} for tensors in layers], source)
     for i, tensors in enumerate(layers):
         for name, tensor in tensors.items():
@@ -111,11 +107,12 @@ def is_published_scorer(folder: str | Path) -> bool:
         return False
     path = Path(folder) / CONFIG_NAME
     config = read_json(path, "write the scorer again") if path.is_file() else None
+    # authors of checkpoints call their files by the same name
     return not isinstance(config, dict) or config.get("format") != SCHEMA.header["format"]
 
 
 def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig:
-    """Return the config of a scorer; see :func:`read_scorer`."""
+    """Return the config of a scorer. See :func:`read_scorer`."""
     path = local_folder(folder)
     if is_published_scorer(path):
         return read_published(path, map_file)[0]
@@ -137,7 +134,6 @@ def write_shares(folder: str | Path, shares: Sequence[Sequence[float]]) -> None:
     """Write shares ``[layers][H]`` of heads, or none, into the config of a scorer's folder or of a full checkpoint.
 
     Raises:
-        ConfigError: as :func:`read_config`, or the shares are not those of such a model.
         OSError: the file cannot be written.
     """
     config = read_config(folder)
@@ -155,10 +151,7 @@ def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[Scorer
     Args:
         folder: scorer folder, folder of a full checkpoint, also of other authors, of published gates of KVzap, or a name
             of the hub.
-        map_file: how to read one of other authors; by default the only reading that fits.
-
-    Raises:
-        ConfigError: a file does not exist, is damaged, or has wrong contents.
+        map_file: how to read one of other authors, by default the only reading that fits.
     """
     path = local_folder(folder)
     if is_published_scorer(path):
@@ -195,15 +188,13 @@ def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source:
     """Return tensors named ``layers.{i}.<name>`` (or their shapes) as one dict per layer.
 
     Floating-point tensors are converted to float32.
-
-    Raises:
-        ConfigError: a name does not fit, or names a tensor twice.
     """
     layers: list[dict[str, T]] = [{} for _ in range(config.num_layers)]
     for name, tensor in tensors:
         match = re.match(r"^layers\.(0|[1-9][0-9]{0,8})\.(.+)$", name)
         if match is None or int(match[1]) >= config.num_layers:
             raise ConfigError(f"{source}: unexpected tensor {name!r}")
+        # both layouts at once would leave open which tensor counts
         if match[2] in layers[int(match[1])]:
             raise ConfigError(f"{source}: tensor {name!r} is there under two names")
         floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
@@ -217,7 +208,6 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     Each file appears complete or not at all. The config is written last: a folder without it holds no scorer.
 
     Raises:
-        ConfigError: as :func:`check_tensors`.
         OSError: a file cannot be written.
     """
     folder = Path(folder)
@@ -230,16 +220,12 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     write_files(folder, CONFIG_NAME, config.to_json(), TENSORS_NAME, flat)
 
 
-def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a folder's safetensors files whose names are wanted.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+def read_tensors(folder: str | Path, selects: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a folder's safetensors files whose names are wanted."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with reading(path), safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if selects(name)}
     return tensors
 
 
@@ -262,11 +248,7 @@ def looks_like_scorer(name: str) -> bool:
 
 
 def check_layout(names: Iterable[str], source: str) -> None:
-    """Check that a full checkpoint has scorer tensors, all under names of a known layout.
-
-    Raises:
-        ConfigError: lists the names found, with layer numbers written as ``{i}``.
-    """
+    """Check that a full checkpoint has scorer tensors, all under names of a known layout."""
     names = list(names)
     unknown = [n for n in names if looks_like_scorer(n) and full_checkpoint_name(n) is None]
     if not unknown and any(full_checkpoint_name(n) for n in names):
@@ -281,33 +263,27 @@ def check_layout(names: Iterable[str], source: str) -> None:
 
 
 def layers_of(
-    config: ScorerConfig, found: Mapping[str, T], source: str, check: Callable = check_tensors
+    config: ScorerConfig, tensors: Mapping[str, T], source: str, check: Callable = check_tensors
 ) -> list[dict[str, T]]:
     """Return the scorer tensors of a full checkpoint (or their shapes) as one dict per layer.
 
     Args:
         config: scorer config.
-        found: tensors by their names in the checkpoint; the model's own are left out.
+        tensors: by their names in the checkpoint. The model's own are left out.
         source: names the checkpoint in errors.
         check: :func:`check_tensors`, or :func:`check_shapes` for shapes.
-
-    Raises:
-        ConfigError: as :func:`check_layout`, :func:`split_layers` and ``check``.
     """
-    check_layout(found, source)
-    named = ((full_checkpoint_name(name), value) for name, value in found.items())
+    check_layout(tensors, source)
+    named = ((full_checkpoint_name(name), value) for name, value in tensors.items())
     layers = split_layers(config, ((name, value) for name, value in named if name), source)
     check(config, layers, source)
     return layers
 
 
 def check_model(config: ScorerConfig, *, source: str, **model) -> None:
-    """Check that a scorer was made for the model of the given sizes; ``source`` names the scorer in errors.
+    """Check that a scorer was made for the model of the given sizes. ``source`` names the scorer in errors.
 
     What the scorer's config does not say is not compared.
-
-    Raises:
-        ConfigError: names the first property that differs.
     """
     names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "layers")
     made_for = {name: size for name in names if (size := getattr(config, name, None)) is not None}

@@ -1,6 +1,8 @@
 """Reader of the keys of a published checkpoint's ``config.json`` that are of its scorer, under names that nobody has fixed.
 
 Errors are ConfigErrors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -145,13 +147,13 @@ def _read(key: str, value: object, label: str):
         return float(value)
     if key == "decay_range":
         if not isinstance(value, list) or len(value) != 2 or not all(_is_number(end) and 0 < end <= 1 for end in value):
-            raise ConfigError(f"{label} is {value!r}, which is no range of decays: mend config.json")
+            raise ConfigError(f"{label} is {value!r}, which is not a range of decays: mend config.json")
         return tuple(map(float, value))
     if key == "gate_softcap":
         if value is False or value == 0:
             return 0.0
         if value is True or not number or value < 0:
-            raise ConfigError(f"{label} is {value!r}, which is no cap: give gate_softcap in a map (--kv-map)")
+            raise ConfigError(f"{label} is {value!r}, which is not a cap: give gate_softcap in a map (--kv-map)")
         return float(value)
     if key in ("skip", "value_projection"):
         return value if isinstance(value, bool) else None
@@ -190,9 +192,6 @@ def budgets_of(facts: Facts, state_entries: int, source: str) -> list[dict[str, 
         facts: what the config says.
         state_entries: tokens whose keys and values take as many numbers as the state.
         source: name of the file in errors.
-
-    Raises:
-        ConfigError: the numbers disagree.
     """
     sinks, window, topk, budget = (facts[key] for key in ("sinks", "window", "topk", "budget"))
     if window == 0:

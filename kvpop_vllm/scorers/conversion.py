@@ -1,4 +1,7 @@
-"""Conversion of a published scorer to the config and the tensors of our format. Errors are ConfigErrors."""
+"""Conversion of a published scorer to the config and the tensors of our format.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,7 @@ _AT_THE_END = 40.0
 
 
 def convert(checkpoint: Checkpoint, reading: Reading) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
-    """Return a checkpoint's scorer config and, per layer, its tensors under the names of our format, float32.
-
-    Raises:
-        ConfigError: the map names a tensor that is not there or does not fit, or a number of tokens is unknown.
-    """
+    """Return a checkpoint's scorer config and, per layer, its tensors under the names of our format, float32."""
     source, formula = str(checkpoint.folder), reading.formula
     if unknown := [name for name, number in reading.budget.items() if number is None]:
         raise ConfigError(
@@ -56,10 +55,12 @@ def _layer(checkpoint: Checkpoint, reading: Reading, layer: int) -> dict[str, to
     for name in ("igate.bias", "fgate.bias", "out.bias"):
         tensors.setdefault(name, torch.zeros(heads))
     if reading.formula["norm"] is not None and reading.formula["norm_weight"] == "1 + w":
+        # our kernels multiply by the weight as it is
         tensors["norm.weight"] = 1 + tensors["norm.weight"]
     if reading.formula["inputs"] == "value key":
         for name in ("q_proj", "k_proj", "v_proj", "igate.weight", "fgate.weight", "skip.weight"):
             if name in tensors:
+                # our inputs are [key; value]
                 tensors[name] = tensors[name].roll(dim, 1)
     if reading.formula["norm"] == "layer":  # the readout is linear in the values: centred values give a centred readout
         identity = torch.cat([torch.zeros(dim, dim), torch.eye(dim)]).expand(heads, -1, -1)
@@ -133,7 +134,7 @@ def _misfit(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, place: Mapp
 
 
 def _logits(layers: list[dict[str, torch.Tensor]], kind: str, source: str) -> dict[str, float]:
-    """Replace decays that are given themselves by logits; return the range of gamma that they are of."""
+    """Replace decays that are given themselves by logits. Return the range of gamma that they are of."""
     raw = torch.stack([tensors["decay_logit"] for tensors in layers]).double()
     if kind == "gamma" and not bool(((raw > 0) & (raw <= 1)).all()):
         raise ConfigError(f"{source}: the decay is said to be gamma, and has values outside 0 to 1: mend the map")

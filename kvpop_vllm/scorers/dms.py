@@ -46,7 +46,7 @@ class DMSConfig(GateConfig):
 
 
 class DMSGate(Gate):
-    """DMS's eviction logit, negated: ``r = -(scale * x + b)``; a token is evicted where ``r < 0``.
+    """DMS's eviction logit, negated: ``r = -(scale * x + b)``. A token is evicted where ``r < 0``.
 
     x is ``w_h . hidden``, or the borrowed channel, which is then removed from the query. ``scale`` makes a
     gate learn that many times faster than the rest of the model, as in the authors' code, where it is 100.
@@ -64,7 +64,7 @@ class DMSGate(Gate):
             self.weight = nn.Parameter(torch.zeros(config.num_kv_heads, config.hidden_size))
         self.bias = nn.Parameter(torch.full((config.num_kv_heads,), bias))
 
-    def forward(self, seen: Signals) -> torch.Tensor:
+    def forward(self, signals: Signals) -> torch.Tensor:
         """Return the scores ``[.., H]`` float32. See :class:`Gate`."""
-        x = seen.channel.float() if self.borrows else F.linear(seen.hidden.float(), self.weight)
+        x = signals.channel.float() if self.borrows else F.linear(signals.hidden.float(), self.weight)
         return -(self.config.scale * x + self.bias)

@@ -1,4 +1,7 @@
-"""``kvpop export``: write a full checkpoint from a base model and a scorer."""
+"""``kvpop export``: write a full checkpoint from a base model and a scorer.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,7 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
     Args:
         base: Hugging Face folder of a Llama or Qwen3 model.
         adapter: scorer folder.
-        out: output folder; must not exist or be empty.
-
-    Raises:
-        ConfigError: the scorer does not fit the model, a file is missing or damaged, or ``out`` is not empty.
+        out: output folder. Must not exist or be empty.
     """
     base, adapter, out = Path(base), Path(adapter), Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -133,27 +133,18 @@ class _Shards:
 
 
 def _indexed(path: Path) -> list[str]:
-    """Return the file names in an index.
-
-    Raises:
-        ConfigError: the file is not an index, or names files in other folders.
-    """
+    """Return the file names in an index."""
     try:
         names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         if not names or any(Path(name).name != name for name in names):
             raise ValueError(f"weight_map names the files {names}")
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ConfigError(f"{path} is not an index of safetensors files beside it: {error!r}") from None
+        raise ConfigError(f"{path} is not an index of safetensors files in its folder: {error!r}") from None
     return names
 
 
 def _header(path: Path) -> dict[str, tuple[str, int]]:
-    """Return dtype and bytes of the tensors of a safetensors file.
-
-    Raises:
-        ConfigError: the file does not exist, has a malformed header, a different length than the header says,
-            or no tensors.
-    """
+    """Return dtype and bytes of the tensors of a safetensors file."""
     try:
         with path.open("rb"), safe_open(path, "pt") as file:  # checks the header and the length of the file
             header = {name: _dtype_and_size(file.get_slice(name)) for name in file.keys()}

@@ -1,4 +1,7 @@
-"""``kvpop inspect-checkpoint``: what a full checkpoint of other authors holds, and how its scorer can be read."""
+"""``kvpop inspect-checkpoint``: what a full checkpoint of other authors holds, and how its scorer can be read.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,7 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
     Args:
         name: folder, or name of the hub.
         out: file of the map. It holds the first reading that fits, or what is sure if none does.
-        map_file: a map to check instead; nothing is then written.
-
-    Raises:
-        ConfigError: the folder is no KVpop checkpoint, the map does not fit, or ``out`` exists.
+        map_file: a map to check instead. Nothing is then written.
     """
     out = Path(out)
     if map_file is None and out.exists():

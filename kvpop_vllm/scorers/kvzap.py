@@ -59,7 +59,7 @@ class KVzapGate(Gate):
     Source: arXiv:2601.07891.
 
     Args:
-        width: M; default ``E / 8``, at least 1.
+        width: M, default ``E / 8``, at least 1.
         bias: initial bias of the last layer.
     """
 

@@ -4,6 +4,8 @@
 and ``n_modules``, the number of layers. Safetensors hold ``layers.{i}.weight`` and ``bias``, or the same of
 ``layers.{i}.0`` and ``layers.{i}.2``. Nothing says sinks, window, budget or threshold, nor the model that the gates are
 for: the first three have the defaults of this module, and the last is not compared beyond its sizes.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from kvpop_vllm.scorers.kvzap import KVzapConfig
 from kvpop_vllm.tensor_files import reading
 
 WINDOW, BUDGET = 128, 4096
-"""Window of the paper, and B; the paper bounds no cache."""
+"""Window of the paper, and B. The paper bounds no cache."""
 CONFIG = "config.json"
 _ADVICE = "give a folder that KVzapModel of kvpress wrote"
 _SCHEMA = Schema("scorer", advice=f": {_ADVICE}")
@@ -38,11 +40,7 @@ def is_kvzap(folder: str | Path) -> bool:
 
 
 def read_kvzap_config(folder: str | Path) -> KVzapConfig:
-    """Return the config of published gates.
-
-    Raises:
-        ConfigError: a value is missing or wrong.
-    """
+    """Return the config of published gates."""
     raw = read_json(Path(folder) / CONFIG, _ADVICE)
     values = {name: raw.get(name) for name in _RULES}
     _SCHEMA.check(values, _RULES, str(Path(folder) / CONFIG))
@@ -60,11 +58,7 @@ def read_kvzap_config(folder: str | Path) -> KVzapConfig:
 
 
 def read_kvzap_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of published gates by their names in the scorer format.
-
-    Raises:
-        ConfigError: there are none, a file cannot be read, or they are wider or narrower than the config says.
-    """
+    """Return the tensors of published gates by their names in the scorer format."""
     folder, width = Path(folder), read_json(Path(folder) / CONFIG, _ADVICE).get("hidden_dim")
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -82,5 +76,5 @@ def read_kvzap_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _name(name: str) -> str:
-    """Return the name of a published tensor in the scorer format; another name is returned as it is."""
+    """Return the name of a published tensor in the scorer format. Another name is returned as it is."""
     return re.sub(r"(?<=^layers\.)(\d+)\.([02]\.)(?=(weight|bias)$)", lambda m: f"{m[1]}.{_LAYERS[m[2]]}", name)

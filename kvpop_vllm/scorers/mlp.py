@@ -55,7 +55,7 @@ class MLPScorer(Scorer):
     Before training all scores are equal, so that the policy is the sliding window.
 
     Args:
-        hidden: M, the hidden width; default D.
+        hidden: M, the hidden width, default D.
     """
 
     config_class, weights_class = MLPConfig, MLPWeights

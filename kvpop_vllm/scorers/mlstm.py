@@ -52,7 +52,7 @@ class MLSTMConfig(DecayedConfig):
         return replace(super().retention, delayed=self.delayed)
 
     def shapes(self, names=("v_proj",)):
-        """Return the shapes of one layer's tensors; ``v_proj`` is optional. See :meth:`ScorerConfig.shapes`."""
+        """Return the shapes of one layer's tensors. ``v_proj`` is optional. See :meth:`ScorerConfig.shapes`."""
         h, x = self.num_kv_heads, 2 * self.head_dim
         width = "V" if "v_proj" in names else self.head_dim
         shapes = super().shapes() | {name: (h, x, "F") for name in ("q_proj", "k_proj")}
@@ -75,7 +75,7 @@ class MLSTMWeights(TokenScorer):
     The state of a head is the flat float32 array ``C [F, Dv], z [F], m [1]``.
 
     Attributes:
-        q_proj, k_proj: ``[H, 2D, Fp]`` float32; the number of features F is ``2 Fp`` for ``hedgehog``, Fp for
+        q_proj, k_proj: ``[H, 2D, Fp]`` float32. The number of features F is ``2 Fp`` for ``hedgehog``, Fp for
             ``softmax``.
         v_proj: ``[H, 2D, Dv]`` float32, or None to use the token's value itself (Dv = D).
         igate_weight, fgate_weight: ``[H, 2D]`` float32.
@@ -86,7 +86,7 @@ class MLSTMWeights(TokenScorer):
         skip_weight: ``[H, 2D]`` float32, or None for no skip connection.
         feature_map: ``hedgehog`` or ``softmax``.
         gate_softcap: c of ``c * tanh(a / c)`` on gate pre-activations, or None.
-        delayed: if True, token ``u = q - w`` is read out when it leaves the window; if False, token q is read
+        delayed: if True, token ``u = q - w`` is read out when it leaves the window. If False, token q is read
             out at its own insertion.
     """
 
@@ -152,7 +152,7 @@ class MLSTMWeights(TokenScorer):
     def score(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return scores ``[..., H, S]`` for readouts ``h [..., H, S, Dv]`` of the tokens x (eq. 42).
 
-        ``r = out . SiLU(norm(h)) + bias + skip . x``; norm and skip are optional.
+        ``r = out . SiLU(norm(h)) + bias + skip . x``. Norm and skip are optional.
         """
         if self.norm_weight is not None:
             h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + NORM_EPS) * self.norm_weight.unsqueeze(-2)
@@ -182,8 +182,8 @@ class MLSTMScorer(Scorer):
     window.
 
     Args:
-        features: columns of q_proj and k_proj; default D / 2 for hedgehog, D for softmax.
-        value_size: Dv; default D.
+        features: columns of q_proj and k_proj, default D / 2 for hedgehog, D for softmax.
+        value_size: Dv, default D.
         project_values: False uses the value itself (Dv = D).
     """
 

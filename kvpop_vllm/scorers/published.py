@@ -6,6 +6,8 @@ a folder of KVzap's gates as it is (:mod:`kvpop_vllm.scorers.kvzap_folder`).
 
 A ``.pth`` file is a pickle. It is read with ``weights_only=True``, so that it can hold only tensors and plain
 containers, and no code is executed.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -60,12 +62,9 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
         source: published folder, or its name on the hub.
         out: folder to write.
         map_file: how to read the scorer of a full checkpoint of KVpop (``kvpop inspect-checkpoint``).
-        sinks: s; default 0 for TRIM-KV and FastDMS, 1 for DMS, 4 for KVzap.
-        window: w; default 1 for TRIM-KV, the published window for DMS, 128 for KVzap.
-        topk: k; default ``M - 1`` for TRIM-KV, required for DMS, for KVzap that of B = 4,096.
-
-    Raises:
-        ConfigError: the format is unknown, something is missing or damaged, or k is missing for DMS.
+        sinks: s, default 0 for TRIM-KV and FastDMS, 1 for DMS, 4 for KVzap.
+        window: w, default 1 for TRIM-KV, the published window for DMS, 128 for KVzap.
+        topk: k, default ``M - 1`` for TRIM-KV, required for DMS, for KVzap that of B = 4,096.
     """
     source = local_folder(source, files=(*FILES, *PICKLES))
     check_served(source)
@@ -95,7 +94,7 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
 
 
 def _full(source: Path, out: str | Path, map_file: str | Path | None, sizes: dict[str, int]) -> Imported:
-    """Write the scorer of a full checkpoint of KVpop, whose weights may be pickles; ``sizes`` come before its own."""
+    """Write the scorer of a full checkpoint of KVpop, whose weights may be pickles. ``sizes`` come before its own."""
     checkpoint = open_checkpoint(source, pickles=True)
     theirs = reading_of(checkpoint, map_file)
     config, layers = convert(checkpoint, dataclasses.replace(theirs, budget=theirs.budget | sizes))
@@ -105,7 +104,7 @@ def _full(source: Path, out: str | Path, map_file: str | Path | None, sizes: dic
 
 
 def _kvzap(source: Path, out: str | Path, sizes: dict[str, int]) -> Imported:
-    """Write gates of KVzap as a scorer folder; ``sizes`` come before the defaults."""
+    """Write gates of KVzap as a scorer folder. ``sizes`` come before the defaults."""
     config, layers = read_scorer(source)
     config = parse_config(config.to_json() | sizes, str(source))
     write_scorer(out, config, layers)

@@ -2,6 +2,8 @@
 
 Only JSON and safetensors files are opened. No code of the folder is imported. ``kvpop import`` may also read pickles,
 by torch's restricted unpickler. Errors are ConfigErrors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -88,9 +90,6 @@ def open_checkpoint(folder: str | Path, *, pickles: bool = False) -> Checkpoint:
     Args:
         folder: folder of a full checkpoint.
         pickles: True to read pickled weights where there are no safetensors files (``kvpop import``).
-
-    Raises:
-        ConfigError: it is none, its base is not served, or it has no weights that may be read.
     """
     folder = Path(folder)
     config = read_json(folder / "config.json", "give the folder of a full checkpoint")

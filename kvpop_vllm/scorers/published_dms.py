@@ -37,7 +37,7 @@ DMS_KEYS = {
 
 
 def is_dms(source: Path, raw: Mapping) -> bool:
-    """Return whether a folder is a model of DMS or FastDMS; ``raw`` are the contents of its ``config.json``."""
+    """Return whether a folder is a model of DMS or FastDMS. ``raw`` are the contents of its ``config.json``."""
     return "dms_alpha_scale" in raw or (source / DMS_METADATA).is_file()
 
 
@@ -60,7 +60,9 @@ def _dms_settings(source: Path, raw: Mapping) -> tuple[dict, list[str]]:
         for label, value in values:
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
             if not number or (key == "window" and type(value) is not int):
-                raise ConfigError(f"{source}: {label} is {value!r}, which is no number: give a folder of a DMS model")
+                raise ConfigError(
+                    f"{source}: {label} is {value!r}, which is not a number: give a folder of a DMS model"
+                )
             if value != values[0][1]:
                 raise ConfigError(
                     f"{source}: {values[0][0]} is {values[0][1]!r}, and {label} is {value!r}: one of the two is wrong"
@@ -81,8 +83,8 @@ def read_dms(
         source: published folder.
         raw: contents of its ``config.json``.
         shape: sizes of its model (:func:`kvpop_vllm.model_shape.folder_sizes`).
-        sinks: s; default 1 for DMS, 0 for FastDMS.
-        window: w; default the published window, which excludes the newest token, plus 1.
+        sinks: s, default 1 for DMS, 0 for FastDMS.
+        window: w, default the published window, which excludes the newest token, plus 1.
         topk: k, required.
     """
     if topk is None:

@@ -39,9 +39,9 @@ def read_trimkv(
         source: published folder.
         raw: contents of its ``config.json``.
         shape: sizes of its model (:func:`kvpop_vllm.model_shape.folder_sizes`).
-        sinks: s; default 0.
-        window: w; default 1.
-        topk: k; default ``M - s - w``.
+        sinks: s, default 0.
+        window: w, default 1.
+        topk: k, default ``M - s - w``.
     """
     kind = raw["retention_gate"]
     if kind not in list(RETENTION_GATES):

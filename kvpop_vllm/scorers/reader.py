@@ -1,6 +1,8 @@
 """Reader of full checkpoints of other authors: the only reading of the scorer that fits, or the one in a map.
 
 Errors are ConfigErrors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ def _decays(checkpoint: Checkpoint, pieces: Pieces) -> list[str]:
     by_name = next((kind for hint, kind in (("logit", "logit"), ("alpha", "logit"), ("log", "log"), ("gamma", "gamma")) if hint in name), None)  # fmt: skip
     named = facts["decay"] or by_name
     values = torch.stack([arranged(checkpoint, pieces["decay"], i, ("head",)) for i in range(checkpoint.small.layers)])
+    # any number is a logit, a logarithm is at most 0, and a factor is in (0, 1]
     able = {"logit": True, "log": bool((values <= 0).all()), "gamma": bool(((values > 0) & (values <= 1)).all())}
     if named and not able[named]:
         raise ConfigError(
@@ -106,13 +109,10 @@ def _decays(checkpoint: Checkpoint, pieces: Pieces) -> list[str]:
 
 
 def reading_of(checkpoint: Checkpoint, map_file: str | Path | None = None) -> Reading:
-    """Return the reading in a map, or the only one that fits.
-
-    Raises:
-        ConfigError: none fits, or several do.
-    """
+    """Return the reading in a map, or the only one that fits."""
     if map_file is not None:
         return read_map(map_file)
+    # contradictions in the config are never resolved by a guess
     if checkpoint.facts.findings:
         raise ConfigError(
             f"{checkpoint.facts.findings[0]}; or give a map (--kv-map), which 'kvpop inspect-checkpoint' writes"
@@ -169,6 +169,6 @@ def describe(checkpoint: Checkpoint, reading: Reading) -> list[str]:
 def read_published(
     folder: str | Path, map_file: str | Path | None = None
 ) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
-    """Return the config and tensors of a full checkpoint's scorer; see :func:`kvpop_vllm.scorers.conversion.convert`."""
+    """Return the config and tensors of a full checkpoint's scorer. See :func:`kvpop_vllm.scorers.conversion.convert`."""
     checkpoint = open_checkpoint(folder)
     return convert(checkpoint, reading_of(checkpoint, map_file))

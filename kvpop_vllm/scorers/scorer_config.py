@@ -1,4 +1,7 @@
-"""Contents of a scorer's ``kvpop_config.json``, and the tensors that follow from it."""
+"""Contents of a scorer's ``kvpop_config.json``, and the tensors that follow from it.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +51,11 @@ class ScorerConfig:
         sinks: s.
         window: w.
         topk: k, long-range slots.
-        trained: budgets that the scorer was trained with if there were several; the first is the config's own
+        trained: budgets that the scorer was trained with if there were several. The first is the config's own
             window and topk.
         shares: ``[layers][H]``, measured parts of the long-range slots for all heads (``kvpop calibrate``), of which
-            only the ratios matter; empty if heads share equally.
-        layers: indices in the model of the layers that the scorer is for; empty if these are all.
-
-    Raises:
-        ConfigError: a value has the wrong type or range, from :func:`kvpop_vllm.scorers.parse_config`.
+            only the ratios matter, empty if heads share equally.
+        layers: indices in the model of the layers that the scorer is for, empty if these are all.
     """
 
     scorer: ClassVar[str]
@@ -94,7 +94,7 @@ class ScorerConfig:
         raise NotImplementedError(f"{type(self).__name__} has no shapes()")
 
     def of_heads(self, tensors: dict[str, torch.Tensor], heads: slice) -> dict[str, torch.Tensor]:
-        """Return one layer's tensors for the KV heads ``heads``; shared tensors are returned whole."""
+        """Return one layer's tensors for the KV heads ``heads``. Shared tensors are returned whole."""
         shapes = self.shapes(tensors)
         return {name: t if isinstance(shapes[name][0], str) else t[heads] for name, t in tensors.items()}
 
@@ -105,9 +105,6 @@ class ScorerConfig:
         Args:
             raw: the object's keys other than format, version and scorer.
             source: name of the file in errors.
-
-        Raises:
-            ConfigError: unknown or missing keys, or invalid values.
         """
         keys = [key.name for key in dataclasses.fields(cls)]
         values = dict(raw)
@@ -126,12 +123,8 @@ class ScorerConfig:
         return cls(**{**values, **decay, "trained": trained, "shares": shares, "layers": layers})
 
     @classmethod
-    def check(cls, given: Mapping, source: str) -> None:
-        """Check what rules of single values cannot.
-
-        Raises:
-            ConfigError: a value has the wrong type or range; ``source`` names the file.
-        """
+    def check(cls, values: Mapping, source: str) -> None:
+        """Check what rules of single values cannot."""
 
     def to_json(self) -> dict:
         """Return the contents of ``kvpop_config.json``."""
@@ -151,8 +144,8 @@ class DecayedConfig(ScorerConfig):
     decay: Decay = field(default_factory=Decay)
 
     @classmethod
-    def check(cls, given, source):
-        decay = given["decay"]
+    def check(cls, values, source):
+        decay = values["decay"]
         if not isinstance(decay, Mapping) or sorted(decay) != ["max", "min", "step"]:
             raise ConfigError(f"{source}: decay must be an object with step, min and max, got {decay!r}")
         step, low, high = decay["step"], decay["min"], decay["max"]
@@ -181,17 +174,17 @@ class GateConfig(ScorerConfig):
     reads: str = "hidden"
 
 
-def _check_trained(given: Mapping, source: str) -> None:
-    budgets = given.get("trained", [])
+def _check_trained(values: Mapping, source: str) -> None:
+    budgets = values.get("trained", [])
     if not isinstance(budgets, list) or not all(
         isinstance(b, Mapping) and set(b) == {"window", "topk"} for b in budgets
     ):
         raise ConfigError(f"{source}: trained must be a list of objects with window and topk, got {budgets!r}")
     for budget in budgets:
         SCHEMA.check(budget, WINDOWS, f"{source}: trained")
-    if budgets and budgets[0] != {"window": given["window"], "topk": given["topk"]}:
+    if budgets and budgets[0] != {"window": values["window"], "topk": values["topk"]}:
         raise ConfigError(
-            f"{source}: trained must begin with window {given['window']} and topk {given['topk']}, got {budgets[0]!r}"
+            f"{source}: trained must begin with window {values['window']} and topk {values['topk']}, got {budgets[0]!r}"
         )
 
 

@@ -33,9 +33,9 @@ class Reading:
     """One way to read a scorer, the contents of a ``kvpop_map.json``.
 
     Attributes:
-        pieces: place of each piece; see :data:`kvpop_vllm.scorers.tensor_matching.Pieces`.
+        pieces: place of each piece. See :data:`kvpop_vllm.scorers.tensor_matching.Pieces`.
         formula: how the pieces are combined.
-        budget: ``sinks``, ``window`` and ``topk``; None for a number that the checkpoint does not say.
+        budget: ``sinks``, ``window`` and ``topk``, None for a number that the checkpoint does not say.
     """
 
     pieces: Pieces
@@ -48,7 +48,7 @@ class Reading:
 
     @classmethod
     def from_json(cls, raw: object, source: str) -> Reading:
-        """Check a decoded map and return it; ``source`` names it in errors."""
+        """Check a decoded map and return it. ``source`` names it in errors."""
         body = _SCHEMA.body(raw, source)
         _SCHEMA.check_keys(body, ("pieces", "formula", "sinks", "window", "topk"), (), source)
         pieces, formula = body["pieces"], body["formula"]

@@ -3,6 +3,8 @@
 Published checkpoints name, stack and transpose the pieces of one formula (KVpop, appendix E) in ways of their own. A
 piece is matched by its shape and by hints in its name. All readings that fit are listed, and callers serve a
 checkpoint only where there is one. Errors are ConfigErrors.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ _FUSED_GATES = re.compile(r"gates?")
 _FOREIGN = re.compile(r"o_?gate|output_?gate|.*conv(1d)?|z|up|down|.*norm|ln_.*|.*_ln")
 """Pieces that public mLSTM blocks have and a scorer does not, norms of inputs among them."""
 _NORM_OF_HEADS = re.compile(r"(head|out|g_?(rms_?|layer_?)?norm)[^.]*(\.weight)?$")
-"""Names of norms whose one axis of all heads is normed head by head; a bare ``norm`` might be of all at once."""
+"""Names of norms whose one axis of all heads is normed head by head. A bare ``norm`` might be of all at once."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def _split(group: dict[str, tuple[int, ...]], sizes: Sizes, source: str) -> Iter
     axis_words: dict[str, int] = {}
     for i in numbered:
         values, before = {row[i] for row in rows.values()}, first[i - 1] if i else ""
+        # a number after "layers" is the layer, whatever the others are
         if "layer" not in axis_words and re.fullmatch(r"layers?|blocks|h", before):
             _check_layers(values, rows, i, sizes.layers, source)
             axis_words["layer"] = i
@@ -123,6 +126,7 @@ def _split(group: dict[str, tuple[int, ...]], sizes: Sizes, source: str) -> Iter
             axis_words["layer"] = i
         elif "head" not in axis_words and sizes.heads > 1 and values == set(map(str, range(sizes.heads))):
             axis_words["head"] = i
+        # the number is neither a layer nor a head, so that each value is a tensor of its own
         elif len(values) > 1:
             for value in sorted(values):
                 yield from _split({n: s for n, s in group.items() if rows[n][i] == value}, sizes, source)
@@ -185,7 +189,7 @@ def patterns(shape: tuple[int, ...], axes: frozenset[str], sizes: tuple[tuple[st
     Args:
         shape: shape of a tensor.
         axes: axes that it must hold, each once.
-        sizes: sizes of the axes by name; that of ``out`` may be missing.
+        sizes: sizes of the axes by name. That of ``out`` may be missing.
 
     Returns:
         Pairs of a pattern such as ``(head out) in``, in which 1 is an axis of that length, and the size of ``out`` (0
@@ -203,10 +207,12 @@ def patterns(shape: tuple[int, ...], axes: frozenset[str], sizes: tuple[tuple[st
         if length == 1:
             yield from ((["1", *words], out) for words, out in place(rest[1:], left, begun))
         for names in [(axis,) for axis in sorted(left)] + [merge for merge in MERGES if left.issuperset(merge)]:
+            # layers come first or in the names
             if begun and names[0] == "layer":
                 continue
             fixed = math.prod(axis_sizes[axis] for axis in names if axis in axis_sizes)
             unknown = "out" in names and "out" not in axis_sizes
+            # the axes do not fill this length
             if length % fixed or (not unknown and fixed != length) or (unknown and length // fixed < 2):
                 continue
             text = names[0] if len(names) == 1 else f"({' '.join(names)})"
@@ -322,12 +328,9 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
     Of those that differ in the order of axes, the ones that order pieces of one kind alike are returned.
 
     Args:
-        all_stacks: all stacks of scorer tensors; see :func:`stacks`.
+        all_stacks: all stacks of scorer tensors. See :func:`stacks`.
         sizes: sizes of the model.
         source: name of the checkpoint in errors.
-
-    Raises:
-        ConfigError: a stack is of no use under any reading.
     """
     options = [(stack, uses_of(stack, sizes)) for stack in all_stacks]
     for stack, uses in options:
@@ -336,6 +339,7 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
                 f"{source}: tensor {stack.template} {list(stack.shape)} is no piece of an mLSTM scorer of {sizes.heads} heads with"
                 f" keys and values of {sizes.dim}: see 'kvpop inspect-checkpoint {source}'"
             )
+    # the fewest choices first, which ends the search early
     options.sort(key=lambda option: len(option[1]))
     complete: list[Pieces] = []
 
@@ -351,6 +355,7 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
                 choose(i + 1, chosen | pieces, bound | implied)
 
     choose(0, {}, {})
+    # authors arrange like tensors alike, which leaves few readings
     fewest = min(map(_orders, complete), default=0)
     alike = [chosen for chosen in complete if _orders(chosen) == fewest]
     return [{piece: chosen[piece] for piece in PIECES if piece in chosen} for chosen in alike[:MOST]]

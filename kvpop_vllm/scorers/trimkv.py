@@ -64,7 +64,7 @@ class TrimKVGate(Gate):
     Source: arXiv:2512.03324, section 4.1.
 
     Args:
-        width: M; default 512.
+        width: M, default 512.
         bias: initial b.
         hidden_layers: 1, or 2 for DBTrimKV's gate.
     """
@@ -95,12 +95,12 @@ class TrimKVGate(Gate):
     def _last(self) -> nn.Linear:
         return getattr(self, self._last_name)
 
-    def forward(self, seen: Signals) -> torch.Tensor:
+    def forward(self, signals: Signals) -> torch.Tensor:
         """Return the scores ``[.., H]`` float32, at most 0. See :class:`Gate`."""
         if self.config.reads == "hidden":
-            x = seen.hidden.float()
+            x = signals.hidden.float()
         else:
-            x = torch.cat([seen.k, seen.v], -1).flatten(-2).float()
+            x = torch.cat([signals.k, signals.v], -1).flatten(-2).float()
         if self.config.gated:
             inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
         else:

@@ -1,4 +1,7 @@
-"""``kvpop init-scorer``: an untrained scorer for a model."""
+"""``kvpop init-scorer``: an untrained scorer for a model.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,8 @@ def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options)
         model: Hugging Face folder.
         out: folder to write.
         seed: seed of the initial parameters.
-        options: keys of the config; ``scorer`` defaults to mlstm, ``sinks``, ``window``,
+        options: keys of the config. ``scorer`` defaults to mlstm, ``sinks``, ``window``,
             ``topk`` to 4, 256 and 764 (B = 1,024).
-
-    Raises:
-        ConfigError: ``out`` holds a scorer already, the model's config cannot be read, or an option is
-            invalid.
     """
     if (Path(out) / CONFIG_NAME).exists():
         raise ConfigError(f"{out} holds a scorer already: choose another folder")

@@ -45,27 +45,27 @@ class DisturbedSums(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        """Seed the disturbances; equal seeds give equal disturbances."""
+        """Seed the disturbances. Equal seeds give equal disturbances."""
         super().__init__()
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run ``func``, disturbed if it is a sum."""
-        which = func.overloadpacket
-        if which not in _SUMS:
+        operation = func.overloadpacket
+        if operation not in _SUMS:
             return func(*args, **(kwargs or {}))
         result = func(*(self._moved(x, 1) for x in args), **(kwargs or {}))
-        if which in _REDUCTIONS:
+        if operation in _REDUCTIONS:
             terms = args[0].numel() // max(1, result.numel())
-        elif which in _ALONG_AN_AXIS:
+        elif operation in _ALONG_AN_AXIS:
             terms = args[0].shape[next(x for x in args if type(x) is int)]
         else:
-            terms = args[which in _ADDED_PRODUCTS].shape[-1]
+            terms = args[operation in _ADDED_PRODUCTS].shape[-1]
         return self._moved(result, math.sqrt(terms))
 
     def _moved(self, x: object, units: float) -> object:
-        """Return ``x``; entries of a float32 tensor are changed by up to ``units`` in the last place."""
+        """Return ``x``. Entries of a float32 tensor are changed by up to ``units`` in the last place."""
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
             return x
         if x.device not in self.generators:
@@ -125,7 +125,7 @@ class ErrorBudget:
         return self.factor * self.eager_error + _FLOOR_ULPS * torch.finfo(self.runs[0].dtype).eps * scale
 
     def share(self, actual: torch.Tensor) -> float:
-        """Return the error of ``actual`` as a fraction of the allowed error; 0 without an error."""
+        """Return the error of ``actual`` as a fraction of the allowed error, 0 without an error."""
         error = _largest_error(actual, self.reference)
         return error / self.allowed if error else 0.0
 
@@ -143,19 +143,19 @@ class ErrorBudget:
         odd = ~self.reference.isfinite() | ~wide.isfinite()
         same = (wide == self.reference) | (wide.isnan() & self.reference.isnan())
         if (odd & ~same).any():
-            where = tuple(torch.nonzero(odd & ~same)[0].tolist())
+            index = tuple(torch.nonzero(odd & ~same)[0].tolist())
             raise AssertionError(
                 f"{name}: {int((odd & ~same).sum())} of {wide.numel()} entries are wrongly NaN or "
-                f"infinite (or wrongly finite), first at {where}: {float(wide[where])} instead of "
-                f"{float(self.reference[where])}"
+                f"infinite (or wrongly finite), first at {index}: {float(wide[index])} instead of "
+                f"{float(self.reference[index])}"
             )
         error = _largest_error(wide, self.reference)
         if error > self.allowed:
             difference = torch.where(odd, 0.0, (wide - self.reference).abs())
-            where = tuple(int(i) for i in torch.unravel_index(difference.argmax(), wide.shape))
+            index = tuple(int(i) for i in torch.unravel_index(difference.argmax(), wide.shape))
             raise AssertionError(
-                f"{name}: error {error:.3e} at {where} ({float(wide[where]):.9g} instead of "
-                f"{float(self.reference[where]):.9g}) exceeds {self.allowed:.3e} = "
+                f"{name}: error {error:.3e} at {index} ({float(wide[index]):.9g} instead of "
+                f"{float(self.reference[index]):.9g}) exceeds {self.allowed:.3e} = "
                 f"{self.factor:g} x eager {self.runs[0].dtype} error {self.eager_error:.3e} + floor"
             )
 
@@ -176,7 +176,7 @@ def assert_within_budget(
 
 
 def _largest_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the largest absolute difference over entries where both are finite; 0 if there are none."""
+    """Return the largest absolute difference over entries where both are finite, 0 if there are none."""
     difference = (actual.detach().cpu().double() - reference.detach()).abs()
     difference = difference[difference.isfinite()]
     return float(difference.max()) if difference.numel() else 0.0

@@ -175,8 +175,8 @@ def write_random_scorer(
         trained: (window, topk) of all trained budgets.
         seed: seed of the random weights.
         v_proj: False leaves the value projection out.
-        features: F; default D / 2 for Hedgehog, D for softmax.
-        value_width: Dv; default D; ignored without ``v_proj``.
+        features: F, default D / 2 for Hedgehog, D for softmax.
+        value_width: Dv, default D. Ignored without ``v_proj``.
         mlp_width: M of mlp, trimkv and kvzap.
         hidden_layers: hidden layers of trimkv's gate, 2 for that of DBTrimKV.
         decay_step: ``step`` of the decay.
@@ -308,7 +308,7 @@ def random_prompt(length: int, vocab: int = 256, seed: int = 0) -> list[int]:
 
 
 def require_distant_influence(
-    model_dir: str | Path, *, distance: int = 100, length: int = 160, least: float = 0.05
+    model_dir: str | Path, *, distance: int = 100, length: int = 160, min_change: float = 0.05
 ) -> float:
     """Check that a model's output depends on tokens more than ``distance`` positions back.
 
@@ -318,7 +318,7 @@ def require_distant_influence(
         The mean over them of the largest log-probability change at the last position (nats).
 
     Raises:
-        AssertionError: the change is below ``least``, or a 16-token greedy continuation has fewer than four
+        AssertionError: the change is below ``min_change``, or a 16-token greedy continuation has fewer than four
             different tokens or only repeats the prompt's last token.
     """
     model = OracleModel(model_dir, torch.float32)
@@ -332,7 +332,7 @@ def require_distant_influence(
         changes.append(float((model.run(changed).logprobs[-1] - before).abs().max()))
     influence = sum(changes) / len(changes)
     continuation = model.greedy(prompt, 16)
-    if influence < least:
+    if influence < min_change:
         raise AssertionError(f"tokens {distance} back change log-probs by {influence:.2g} only")
     if len(set(continuation)) < 4 or set(continuation) == {prompt[-1]}:
         raise AssertionError(f"greedy continuation is too monotonous: {continuation}")

@@ -22,11 +22,11 @@ from .oracle_policy import OraclePolicy
 
 @dataclass(frozen=True, eq=False)
 class OracleRun:
-    """Result of :meth:`OracleModel.run`; lists have one entry per layer.
+    """Result of :meth:`OracleModel.run`. Lists have one entry per layer.
 
     Attributes:
-        logprobs: ``[S, V]``; row ``t`` predicts token ``t + 1``.
-        visible: bool ``[H, S, S]``; ``visible[layer][h, q]`` is the retained set at step ``q``.
+        logprobs: ``[S, V]``. Row ``t`` predicts token ``t + 1``.
+        visible: bool ``[H, S, S]``. ``visible[layer][h, q]`` is the retained set at step ``q``.
         margins: see :class:`LayerDecisions`.
         scores: see :class:`LayerDecisions`.
         lost: see :class:`LayerDecisions`.
@@ -83,7 +83,7 @@ class OracleModel:
 
         Args:
             token_ids: ``S`` token ids.
-            policy: policy to apply; everything is kept if omitted.
+            policy: policy to apply. Everything is kept if omitted.
             visible: use these retained sets, bool ``[H, S, S]`` per layer, instead of the policy's own.
                 Scores are still computed, and the margins then judge the given sets.
             bias: ``(layer, head, token, by)``: add ``by`` to the token's score when sets are made.
@@ -101,18 +101,18 @@ class OracleModel:
             forced = None if visible is None else visible[layer]
             added = None
             if cartridge:
-                (own_key, own_value, own_bias), made = cartridge[layer], cartridge[layer][2].shape[1]
-                key[:, :made], value[:, :made] = own_key.to(key), own_value.to(key)
+                (own_key, own_value, own_bias), slots = cartridge[layer], cartridge[layer][2].shape[1]
+                key[:, :slots], value[:, :slots] = own_key.to(key), own_value.to(key)
                 added = torch.zeros(key.shape[:2], dtype=key.dtype)
-                added[:, :made] = own_bias.to(key)
-            nudged = [(head, token, by) for where, head, token, by in bias if where == layer]
+                added[:, :slots] = own_bias.to(key)
+            nudged = [(head, token, by) for bias_layer, head, token, by in bias if bias_layer == layer]
             decided = policy.decide(layer, query, key, value, forced, nudged, normed, channel, added)
-            for found, of_layer in zip(
+            for collected, of_layer in zip(
                 (run.visible, run.margins, run.scores, run.lost),
                 (decided.visible, decided.margins, decided.scores, decided.lost),
                 strict=True,
             ):
-                found.append(of_layer)
+                collected.append(of_layer)
             mixed = policy.attend(query, key, value, run.visible[layer], added)
             hidden = hidden + self._linear(mixed, f"{prefix}.self_attn.o_proj")
             normed = self._norm(hidden, f"{prefix}.post_attention_layernorm")
@@ -198,16 +198,16 @@ def _check_known(config: dict) -> None:
     """Check that the oracle supports all features of a model.
 
     Raises:
-        ValueError: it does not; the result would be wrong.
+        ValueError: it does not. The result would be wrong.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    known = {
+    conditions = {
         "model_type": config["model_type"] in ("llama", "qwen2", "qwen3"),
         "hidden_act": config.get("hidden_act", "silu") == "silu",
         "rope_type": rope.get("rope_type", rope.get("type", "default")) == "default",
         "use_sliding_window": not config.get("use_sliding_window", False),
     }
-    unknown = [name for name, fine in known.items() if not fine]
+    unknown = [name for name, fine in conditions.items() if not fine]
     if unknown:
         raise ValueError(f"the oracle does not know this model's {', '.join(unknown)}")
 
@@ -236,7 +236,7 @@ def margin_bound(low: torch.Tensor, exact: torch.Tensor) -> float:
 
     Args:
         low: float32 raw scores of one layer, computed under :class:`DisturbedSums`.
-        exact: the same in float64; NaN where there is none.
+        exact: the same in float64, NaN where there is none.
     """
     error = (low.double() - exact).abs()
     error = error[~error.isnan()]  # drops entries without a score, and those that are infinite in both

@@ -1,4 +1,4 @@
-"""Attention under masks, and policies that rank tokens by the attention they received; part of the naive oracle."""
+"""Attention under masks, and policies that rank tokens by the attention they received, part of the naive oracle."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def masked_attention(
         key: ``[H, S, D]``.
         value: ``[H, S, D]``.
         visible: ``[H, S, S]``.
-        added: ``[H, n]``, biases that are added to the scaled logits of the first n tokens; None for none.
-        sink_logits: ``[H * G]``, logits of a further key of value 0, that every query sees; None for none.
+        added: ``[H, n]``, biases that are added to the scaled logits of the first n tokens, None for none.
+        sink_logits: ``[H * G]``, logits of a further key of value 0, that every query sees, None for none.
 
     Returns:
         ``[S, H * G * D]``.
@@ -101,9 +101,9 @@ def corrected_attention(
                 count, key_mean, value_mean, covariance = moments(key[h, gone], value[h, gone])
                 evicted = value_mean + scale * query[rows, q] @ covariance.T
                 evicted_mass = math.log(count) + scale * query[rows, q] @ key_mean
-                both = torch.stack([mass[q, rows], evicted_mass]).softmax(0).unsqueeze(-1)
+                shares = torch.stack([mass[q, rows], evicted_mass]).softmax(0).unsqueeze(-1)
                 retained = out[q].view(-1, size)[rows]
-                retained.copy_(both[0] * retained + both[1] * evicted)
+                retained.copy_(shares[0] * retained + shares[1] * evicted)
     return out
 
 
@@ -121,19 +121,19 @@ class Masses(Ranking):
         self.sink_logits = sink_logits
         self.total = self.newest = torch.zeros(len(key), dtype=key.dtype)
 
-    def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
+    def ranks(self, q: int, candidates: set[int], visible: list[int]) -> dict[int, Rank]:
         """Return the scores of MEAN_MASS, NEWEST_MASS or MOMENT_RESIDUAL."""
         tokens = torch.tensor(list(candidates))
         mass = (self.total[tokens] / (q - tokens) if self.how == MEAN_MASS else self.newest[tokens]).double()
         if self.how == MOMENT_RESIDUAL:
-            there = torch.zeros(q, dtype=torch.bool)
-            there[seen] = True
-            mass = mass * _residuals(self.key[:q], self.value[:q], there)[tokens].double()
-        return {t: (0, own) for t, own in zip(tokens.tolist(), mass.tolist(), strict=True)}
+            present = torch.zeros(q, dtype=torch.bool)
+            present[visible] = True
+            mass = mass * _residuals(self.key[:q], self.value[:q], present)[tokens].double()
+        return {t: (0, token_mass) for t, token_mass in zip(tokens.tolist(), mass.tolist(), strict=True)}
 
-    def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
+    def attend(self, q: int, visible: list[int], retained: set[int]) -> float:
         """Add the masses that the query gives, and return no bound."""
-        tokens = torch.tensor(seen, dtype=torch.long)
+        tokens = torch.tensor(visible, dtype=torch.long)
         logits = self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1]) + self.added[tokens]
         self.newest = torch.zeros_like(self.newest)
         logits = torch.cat([logits, self.sink_logits.to(logits).unsqueeze(-1)], -1)
@@ -177,18 +177,18 @@ def retained_by_attention(
     return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **more)
 
 
-def _residuals(key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def _residuals(key: torch.Tensor, value: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """Return the distance of each value from its prediction by the moments of the tokens that are not seen.
 
     Args:
         key: ``[n, D]``.
         value: ``[n, D]``.
-        seen: ``[n]``.
+        present: ``[n]`` booleans, True for the tokens that are seen.
 
     Returns:
         ``[n]``.
     """
-    if seen.all():
+    if present.all():
         return value.norm(dim=-1)
-    _, _, value_mean, covariance = moments(key[~seen], value[~seen])
+    _, _, value_mean, covariance = moments(key[~present], value[~present])
     return (value - value_mean - key @ covariance.T / math.sqrt(key.shape[-1])).norm(dim=-1)

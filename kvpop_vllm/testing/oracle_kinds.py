@@ -101,7 +101,7 @@ FAMILIES = {
 }
 """Model types, each with what distinguishes its tiny model: where layers of full attention lie."""
 BFLOAT16 = frozenset({"qwen3_next", "qwen3_5_text"})
-"""Model types that vLLM serves on a CPU in bfloat16 only, which their weights have too; those of the others are float32."""
+"""Model types that vLLM serves on a CPU in bfloat16 only. Their weights are in bfloat16, and those of the others in float32."""
 
 
 def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes) -> Path:
@@ -200,11 +200,11 @@ class KindsOracle:
     def logprobs(
         self, tokens: Sequence[int], policy: OraclePolicy | None = None, inputs: Mapping[int, tuple] | None = None
     ) -> torch.Tensor:
-        """Return log-probabilities ``[S, V]`` float64 of a whole sequence; row t predicts token t + 1.
+        """Return log-probabilities ``[S, V]`` float64 of a whole sequence. Row t predicts token t + 1.
 
         Args:
             tokens: S token ids.
-            policy: policy of the layers with full attention; everything is kept if omitted.
+            policy: policy of the layers with full attention. Everything is kept if omitted.
             inputs: queries ``[Hq, S, D]``, keys and values ``[H, S, D]`` by which the policy decides in each of these
                 layers, by default those of this run. An engine decides by its own, which are rounded.
         """
@@ -252,7 +252,7 @@ class KindsOracle:
         self.hidden[module.layer_idx] = (named["hidden_states"] if "hidden_states" in named else positional[0])[0]
 
     def _attend(self, module, query, key, value, attention_mask, scaling=None, **options):
-        """Attend as a function of transformers does; the mask of the caller is not used."""
+        """Attend as a function of transformers does. The mask of the caller is not used."""
         layer, (q, k, v) = module.layer_idx, (x[0] for x in (query, key, value))
         if self.config["model_type"] == "llama4_text":  # scorers see the even channels before the odd ones, as in vLLM
             q, k = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (q, k))

@@ -1,4 +1,4 @@
-"""Slots made of a prompt at its end by attention matching, found naively in float64; part of the naive oracle."""
+"""Slots made of a prompt at its end by attention matching, found naively in float64, part of the naive oracle."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def made_slots(
         budget: B.
         window: w.
         biases: ``[H, P]``, taken instead of the best ones if they are given.
-        sink_logits: ``[H * G]``, logits of a further key of value 0 that every query sees; None for none.
+        sink_logits: ``[H * G]``, logits of a further key of value 0 that every query sees, None for none.
     """
     count, near = sizes(prompt, budget, window)
-    used, group, found = min(QUERIES, near), len(query) // len(key), []
+    used, group, made_slots = min(QUERIES, near), len(query) // len(key), []
     for h in range(len(key)):
         k, v = (x[h, : prompt - near].double().numpy() for x in (key, value))
         rows = [query[h * group + g, t].double().numpy() for t in range(prompt - used, prompt) for g in range(group)]
         sinks = [-math.inf if sink_logits is None else float(sink_logits[h * group + g]) for g in range(group)] * used
-        found.append(_made(rows, sinks, k, v, count, None if biases is None else biases[h].double().numpy()))
-    return found
+        made_slots.append(_made(rows, sinks, k, v, count, None if biases is None else biases[h].double().numpy()))
+    return made_slots
 
 
 def _made(

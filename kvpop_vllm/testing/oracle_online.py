@@ -1,4 +1,4 @@
-"""The online rule, query by query; part of the naive oracle.
+"""The online rule, query by query, part of the naive oracle.
 
 A retained set is a boolean array ``visible [H, S, S]``: ``visible[h, q, t]`` is True if query ``q`` of KV head
 ``h`` sees token ``t``. Sets are found one query after another, because a rank may depend on the attention of
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 Rank = tuple[int, float]
-"""Class and value of a token; tokens of a lower class are evicted first. Values of class NEW are equal."""
+"""Class and value of a token. Tokens of a lower class are evicted first. Values of class NEW are equal."""
 NEW = 2
 Decisions = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """``visible``, ``margins``, ``scores``, ``lost`` of :class:`LayerDecisions`."""
@@ -29,12 +29,12 @@ class Ranking:
 
     threshold: float | None = None
 
-    def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
-        """Return the ranks of ``candidates`` before query ``q`` attends; query ``q - 1`` saw ``seen``."""
+    def ranks(self, q: int, candidates: set[int], visible: list[int]) -> dict[int, Rank]:
+        """Return the ranks of ``candidates`` before query ``q`` attends. Query ``q - 1`` saw ``visible``."""
         raise NotImplementedError
 
-    def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
-        """Note that query ``q`` sees ``seen``, of which the long-range tokens are ``kept``.
+    def attend(self, q: int, visible: list[int], retained: set[int]) -> float:
+        """Note that query ``q`` sees ``visible``, of which the long-range tokens are ``retained``.
 
         Returns:
             An upper bound of the margin at the next query, ``inf`` if there is none.
@@ -45,7 +45,9 @@ class Ranking:
         """Return whether a token fails the threshold."""
         return False
 
-    def margin(self, q: int, rank: dict[int, Rank], kept: set[int], gone: set[int], new: set[int], full: bool) -> float:
+    def margin(
+        self, q: int, rank: dict[int, Rank], retained: set[int], gone: set[int], new: set[int], full: bool
+    ) -> float:
         """Return the margin of the decision at ``q``, ``inf`` where nothing was decided.
 
         It is the value of the worst retained candidate minus that of the best evicted one.
@@ -53,14 +55,14 @@ class Ranking:
         Args:
             q: the query.
             rank: ranks of the candidates.
-            kept: candidates that are retained.
+            retained: candidates that are retained.
             gone: candidates that are evicted.
             new: the candidate that leaves the window, if there is one.
             full: True if all slots are in use.
         """
-        if not gone or not kept:
+        if not gone or not retained:
             return math.inf
-        best, worst = max(rank[t] for t in gone), min(rank[t] for t in kept)
+        best, worst = max(rank[t] for t in gone), min(rank[t] for t in retained)
         return worst[1] - best[1] if best[0] == worst[0] != NEW else math.inf
 
 
@@ -68,7 +70,7 @@ class Scored(Ranking):
     """Ranking by effective scores (KVpop, eq. 18).
 
     Args:
-        raw: ``[S]``, raw scores; NaN where a token is never ranked.
+        raw: ``[S]``, raw scores, NaN where a token is never ranked.
         log_gamma: decay in nats per ``step`` positions.
         step: ``n`` of the decay.
         ages: True if the effective score is the log of TRIM-KV's ``beta_t^(q - t)``. Margins are then divided by the
@@ -82,7 +84,7 @@ class Scored(Ranking):
         self.raw, self.log_gamma, self.step, self.ages = raw, log_gamma, step, ages
         self.threshold = threshold
 
-    def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
+    def ranks(self, q: int, candidates: set[int], visible: list[int]) -> dict[int, Rank]:
         """Return the effective scores at ``q``."""
         if self.ages:
             return {t: (0, (q - t) * float(self.raw[t])) for t in candidates}
@@ -92,7 +94,9 @@ class Scored(Ranking):
         """Return whether the raw score is below the threshold."""
         return self.threshold is not None and float(self.raw[t]) < self.threshold
 
-    def margin(self, q: int, rank: dict[int, Rank], kept: set[int], gone: set[int], new: set[int], full: bool) -> float:
+    def margin(
+        self, q: int, rank: dict[int, Rank], retained: set[int], gone: set[int], new: set[int], full: bool
+    ) -> float:
         """Return the margin at ``q``.
 
         With a threshold it is the smallest one of all decisions: that a token passed it, or that an evicted one
@@ -100,9 +104,9 @@ class Scored(Ranking):
         """
         if self.threshold is None:
             best = max(gone, key=rank.get, default=0)
-            return super().margin(q, rank, kept, gone, new, full) / (q - best if self.ages else 1)
-        margins = [float(self.raw[t]) - self.threshold for t in new & kept]
-        lowest = min((rank[t][1] for t in kept), default=math.inf) if full else -math.inf
+            return super().margin(q, rank, retained, gone, new, full) / (q - best if self.ages else 1)
+        margins = [float(self.raw[t]) - self.threshold for t in new & retained]
+        lowest = min((rank[t][1] for t in retained), default=math.inf) if full else -math.inf
         for t in gone:
             reasons = [self.threshold - float(self.raw[t])] if t in new else []
             margins.append(max([*reasons, lowest - rank[t][1]]))
@@ -118,11 +122,11 @@ def retained_by_ranking(
     topk: int | Sequence[int],
     forced: torch.Tensor | None = None,
     bias: Sequence[tuple[int, int, float]] = (),
-    held: int = 0,
+    first_eviction: int = 0,
 ) -> Decisions:
     """Return the retained sets of the online rule: an evicted token never returns.
 
-    Of equal ranks the older token is evicted.
+    Ties evict the older token.
 
     Args:
         rankings: ranking of each KV head.
@@ -133,10 +137,10 @@ def retained_by_ranking(
         topk: ``k``, or k of each head if they differ.
         forced: as in :meth:`OraclePolicy.decide`.
         bias: as in :meth:`OraclePolicy.decide`.
-        held: query before which nothing is evicted.
+        first_eviction: query before which nothing is evicted.
 
     Returns:
-        Decisions; scores are ``[H, S, 2]``, of the evicted token and of the worst retained one. A margin is zero for
+        Decisions. Scores are ``[H, S, 2]``, of the evicted token and of the worst retained one. A margin is zero for
         a tie, *negative* where the ranks would have evicted another token, and ``inf`` where nothing was decided.
         Sets from another source can so be judged one decision at a time, and one near-tie does not affect later
         comparisons.
@@ -148,44 +152,44 @@ def retained_by_ranking(
     heads = len(rankings)
     visible = np.zeros((heads, length, length), bool)
     margins, scores = np.full((heads, length), np.inf), np.full((heads, length, 2), np.nan)
-    lost, wanted = np.full((heads, length), -1), None if forced is None else forced.cpu().numpy()
+    lost, forced_sets = np.full((heads, length), -1), None if forced is None else forced.cpu().numpy()
     for h, (ranking, room) in enumerate(zip(rankings, np.broadcast_to(topk, heads).tolist(), strict=True)):
         more = {token: by for head, token, by in bias if head == h}
-        kept: set[int] = set()
-        seen: list[int] = []
+        retained: set[int] = set()
+        visible_tokens: list[int] = []
         for q in range(length):
-            given = None if wanted is None else np.flatnonzero(wanted[h, q]).tolist()
+            forced_tokens = None if forced_sets is None else np.flatnonzero(forced_sets[h, q]).tolist()
             new = {q - window} if q - window >= sinks else set()
-            candidates = kept | new
-            surplus = max(0, len(candidates) - room) if q >= held else 0
+            candidates = retained | new
+            surplus = max(0, len(candidates) - room) if q >= first_eviction else 0
             judged = surplus or ranking.threshold is not None
-            rank = ranking.ranks(q, candidates, seen) if judged else {}
-            if given is None:
+            rank = ranking.ranks(q, candidates, visible_tokens) if judged else {}
+            if forced_tokens is None:
                 gone = {t for t in new if ranking.below(t)}
                 left = candidates - gone if judged else set()
                 worst_first = sorted(left, key=lambda t: (rank[t][0], rank[t][1] + more.get(t, 0.0), t))
                 gone |= set(worst_first[: max(0, surplus - len(gone))])
             else:
-                gone = candidates - set(given)
-            kept = candidates - gone
-            full = len(kept) == room > 0
-            below = ranking.threshold is not None and surplus <= len(gone) and (len(kept) == room or gone <= new)
+                gone = candidates - set(forced_tokens)
+            retained = candidates - gone
+            full = len(retained) == room > 0
+            below = ranking.threshold is not None and surplus <= len(gone) and (len(retained) == room or gone <= new)
             if len(gone) != surplus and not below:
                 raise ValueError(f"head {h}, query {q}: {len(gone)} tokens are lost, {surplus} must be")
             if judged:
-                margins[h, q] = min(margins[h, q], ranking.margin(q, rank, kept, gone, new, full))
+                margins[h, q] = min(margins[h, q], ranking.margin(q, rank, retained, gone, new, full))
             if gone:
-                best, least = max(sorted(gone), key=rank.get), min((rank[t] for t in kept), default=(NEW, 0.0))
+                best, lowest = max(sorted(gone), key=rank.get), min((rank[t] for t in retained), default=(NEW, 0.0))
                 lost[h, q] = best
-                if rank[best][0] == least[0] != NEW:
-                    scores[h, q] = rank[best][1], least[1]
-            seen = sorted({*range(min(sinks, q + 1)), *range(max(0, q - window + 1), q + 1), *kept})
-            if given is not None and seen != given:
+                if rank[best][0] == lowest[0] != NEW:
+                    scores[h, q] = rank[best][1], lowest[1]
+            visible_tokens = sorted({*range(min(sinks, q + 1)), *range(max(0, q - window + 1), q + 1), *retained})
+            if forced_tokens is not None and visible_tokens != forced_tokens:
                 raise ValueError(
                     f"head {h}, query {q}: these sets see other tokens than sinks, window and what was kept"
                 )
-            visible[h, q, seen] = True
-            margins[h, q + 1 : q + 2] = ranking.attend(q, seen, kept)
+            visible[h, q, visible_tokens] = True
+            margins[h, q + 1 : q + 2] = ranking.attend(q, visible_tokens, retained)
     visible, margins, scores, lost = map(torch.from_numpy, (visible, margins, scores, lost))
     return visible, margins, scores.to(dtype), lost
 
@@ -208,7 +212,7 @@ def retained_by_scores(
         step: see :class:`Scored`.
         ages: see :class:`Scored`.
         threshold: see :class:`Scored`.
-        more: ``forced`` and ``held`` of :func:`retained_by_ranking`.
+        more: ``forced`` and ``first_eviction`` of :func:`retained_by_ranking`.
     """
     heads = zip(scores.astype(np.float64), log_gamma, strict=True)
     rankings = [Scored(raw, decay, step, ages, threshold) for raw, decay in heads]
@@ -225,7 +229,7 @@ def retained_sets(
 def decision_margins(
     visible: np.ndarray, scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int
 ) -> np.ndarray:
-    """Return the margins by which scores judge given sets, ``[H, S]``; see :func:`retained_by_ranking`."""
+    """Return the margins by which scores judge given sets, ``[H, S]``. See :func:`retained_by_ranking`."""
     forced = torch.from_numpy(visible)
     return retained_by_scores(scores, log_gamma, sinks, window, topk, forced=forced)[1].numpy()
 

@@ -34,7 +34,7 @@ class LayerDecisions:
     """Decisions of one layer.
 
     Attributes:
-        visible: bool ``[H, S, S]``; ``visible[h, q]`` is the retained set at step ``q``.
+        visible: bool ``[H, S, S]``. ``visible[h, q]`` is the retained set at step ``q``.
         margins: float64 ``[H, S]``, see :func:`retained_by_ranking`.
         scores: raw ``r_t``, ``[H, S]``, NaN where undefined. For attention masses, which change with ``q``,
             ``[H, S, 2]`` over queries: the scores of the best evicted token and of the worst retained one.
@@ -60,25 +60,25 @@ def shared_slots(shares: Sequence[Sequence[float]], topk: int) -> tuple[tuple[in
 
 @dataclass(frozen=True, eq=False)
 class OraclePolicy:
-    """Retention policy per KV head; ``B = sinks + window + topk``.
+    """Retention policy per KV head. ``B = sinks + window + topk``.
 
     Attributes:
-        scorer: ``"recency"``; ``"key norm"``; ``"newest mass"``, ``"mean mass"`` or ``"moment residual"``
-            (see :func:`retained_by_attention`); ``"random draw"`` (see :func:`retained_by_draws`); ``"sampled mass"``,
-            ``"redundancy"`` or ``"expected logits"`` (see :func:`retained_by_rounds`); ``"prompt votes"`` (see :func:`vote_scores`); or
-            the result of :func:`read_scorer`.
+        scorer: ``"recency"``, ``"key norm"``, ``"newest mass"``, ``"mean mass"`` or ``"moment residual"``
+            (:func:`retained_by_attention`), ``"random draw"`` (:func:`retained_by_draws`), ``"sampled mass"``,
+            ``"redundancy"`` or ``"expected logits"`` (:func:`retained_by_rounds`), ``"prompt votes"``
+            (:func:`vote_scores`), or the result of :func:`read_scorer`.
         sinks: ``s``.
         window: ``w``.
         topk: ``k``, or k of each layer if they differ, or of each head of each layer.
         step: ``n``, positions per decay step.
-        log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for the
+        log_gamma: decay in nats per step, ``[layer][head]``. ``None`` takes the scorer's own (0 for the
             others).
         corrected: True if outputs are corrected by the moments of evicted tokens.
         ages: True if a token's score is multiplied by its age (TRIM-KV).
         threshold: a token with a lower score is evicted when it leaves the window (DMS).
-        protect: ``p``, tokens at the beginning that every query sees, instead of sinks; 0 for sinks only.
-        replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(made, p - R)``.
-        made: number of the first tokens that are slots of cartridges.
+        protect: ``p``, tokens at the beginning that every query sees, instead of sinks, 0 for sinks only.
+        replay: ``R``. With protected tokens a recurrent scorer begins at token ``max(cartridge_slots, p - R)``.
+        cartridge_slots: number of the first tokens that are slots of cartridges.
         seeds: seeds of draws, the server's and the request's.
         prompt: number of prompt tokens that are held until the last of them, if the prompt votes.
         adaptive_head_budgets: True if the heads of a layer divide their k at that point.
@@ -99,12 +99,12 @@ class OraclePolicy:
     seeds: tuple[int, int] = (0, 0)
     prompt: int = 0
     adaptive_head_budgets: bool = False
-    made: int = 0
+    cartridge_slots: int = 0
     statistics: str | Path | None = None
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
-        """Return the policy of a scorer folder; ``changes`` override its fields.
+        """Return the policy of a scorer folder. ``changes`` override its fields.
 
         If the config has shares, k is the mean of the heads.
         """
@@ -131,7 +131,7 @@ class OraclePolicy:
 
     @property
     def budget(self) -> int:
-        """``B`` in tokens per KV head; the smallest if layers differ."""
+        """``B`` in tokens per KV head. The smallest if layers differ."""
         return min(self.budgets(1))
 
     def budgets(self, layers: int) -> list[int]:
@@ -141,7 +141,7 @@ class OraclePolicy:
 
     @property
     def mean_topk(self) -> int:
-        """Mean ``k`` of all heads of all layers; all layers have as many heads."""
+        """Mean ``k`` of all heads of all layers. All layers have as many heads."""
         by_layer = self.topk if isinstance(self.topk, tuple) else (self.topk,)
         heads = [k for layer in by_layer for k in (layer if isinstance(layer, tuple) else (layer,))]
         return sum(heads) // len(heads)
@@ -151,15 +151,16 @@ class OraclePolicy:
         """Number of tokens at the beginning that are never evicted: p, or s without protection."""
         return self.protect or self.sinks
 
-    def protecting(self, asked: bool | int, prompt: int, made: int = 0) -> OraclePolicy:
-        """Return the policy for a prompt of ``prompt`` tokens, behind ``made`` slots of cartridges.
+    def protecting(self, protect: bool | int, prompt: int, cartridge_slots: int = 0) -> OraclePolicy:
+        """Return the policy for a prompt of ``prompt`` tokens after ``cartridge_slots`` slots.
 
-        The first ``asked`` tokens of prompt and answer are protected, True for the prompt, and so are the slots. If the
+        The first ``protect`` tokens of prompt and answer are protected, True for the prompt, and so are the slots. If the
         prompt votes, it is held until its end instead.
         """
         if self.scorer == PROMPT_VOTES:
             return replace(self, prompt=prompt)
-        return replace(self, protect=made + (prompt if asked is True else asked), made=made)
+        protected = cartridge_slots + (prompt if protect is True else protect)
+        return replace(self, protect=protected, cartridge_slots=cartridge_slots)
 
     def decay(self, layer: int, heads: int) -> list[float]:
         """Return ``log gamma`` of each head of one layer."""
@@ -210,7 +211,7 @@ class OraclePolicy:
             key: ``[H, S, D]``, as cached.
             value: ``[H, S, D]``.
             forced: judge these retained sets, bool ``[H, S, S]``, instead of making them.
-            bias: ``(head, token, by)``: add ``by`` to the token's score when sets are made; margins are
+            bias: ``(head, token, by)``: add ``by`` to the token's score when sets are made. Margins are
                 computed without it.
             hidden: see :func:`raw_scores`.
             channel: see :func:`raw_scores`.
@@ -223,17 +224,17 @@ class OraclePolicy:
         if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
-            own = query, key, value, self.scorer, *shape
+            inputs = query, key, value, self.scorer, *shape
             more = {"added": added, "sink_logits": sink_logits, "forced": forced, "bias": bias}
-            return LayerDecisions(*retained_by_attention(*own, **more))
+            return LayerDecisions(*retained_by_attention(*inputs, **more))
         if self.scorer == RANDOM_DRAW:
             return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))
         if self.scorer in (SAMPLED_MASS, REDUNDANCY, EXPECTED_LOGITS):
             statistics = None if self.statistics is None else read_query_statistics(self.statistics)[layer]
-            where = layer, self.seeds, self.protect, self.sinks, self.window, topk, statistics, self.mean_topk
-            own = query, key, value, self.scorer, *where
-            return LayerDecisions(*retained_by_rounds(*own, sink_logits=sink_logits, forced=forced, bias=bias))
-        begins = max(self.made, self.protect - self.replay)
+            settings = layer, self.seeds, self.protect, self.sinks, self.window, topk, statistics, self.mean_topk
+            inputs = query, key, value, self.scorer, *settings
+            return LayerDecisions(*retained_by_rounds(*inputs, sink_logits=sink_logits, forced=forced, bias=bias))
+        begins = max(self.cartridge_slots, self.protect - self.replay)
         if self.scorer == PROMPT_VOTES:
             scores = vote_scores(query, key, self.prompt, self.window, sink_logits)
         else:

@@ -1,4 +1,4 @@
-"""Uniformly random evictions, drawn from seeds, layer, head, query and token; part of the naive oracle."""
+"""Uniformly random evictions, drawn from seeds, layer, head, query and token, part of the naive oracle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Draws(Ranking):
         """Keep what the draws depend on."""
         self.place = seeds, layer, head
 
-    def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
+    def ranks(self, q: int, candidates: set[int], visible: list[int]) -> dict[int, Rank]:
         """Return the draws for the eviction at ``q``."""
         return {t: (0, draw(*self.place, q, t)) for t in candidates}
 
@@ -52,7 +52,7 @@ def retained_by_draws(
         ValueError: the forced sets differ.
     """
     rankings = [Draws(layer, h, seeds) for h in range(heads)]
-    found = retained_by_ranking(rankings, length, torch.float64, *shape)
-    if forced is not None and not torch.equal(forced, found[0]):
+    decisions = retained_by_ranking(rankings, length, torch.float64, *shape)
+    if forced is not None and not torch.equal(forced, decisions[0]):
         raise ValueError(f"layer {layer}: these are not the sets that were drawn")
-    return found
+    return decisions

@@ -1,4 +1,4 @@
-"""Policies whose scores are recomputed every m tokens; part of the naive oracle.
+"""Policies whose scores are recomputed every m tokens, part of the naive oracle.
 
 The tokens that the papers evict together in a round are evicted here one by one until the next round. Papers:
 VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133), TriAttention (arXiv 2604.04921).
@@ -32,7 +32,7 @@ class Head:
         value: ``[S, D]``.
         place: seeds, layer and head, which the draws depend on.
         statistics: statistics of the head's queries, None if nothing is ranked by them.
-        sink_logits: ``[G]``, logits of a further key that every query sees; None for none.
+        sink_logits: ``[G]``, logits of a further key that every query sees, None for none.
     """
 
     query: torch.Tensor
@@ -43,15 +43,17 @@ class Head:
     sink_logits: torch.Tensor | None = None
 
     def logits(self, q: int, tokens: list[int]) -> torch.Tensor:
-        """Return the logits ``[G, tokens]`` of query ``q``; with sinks there is one more column, which is theirs."""
+        """Return the logits ``[G, tokens]`` of query ``q``. With sinks there is one more column, which is theirs."""
         logits = self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1])
         return (
             logits if self.sink_logits is None else torch.cat([logits, self.sink_logits.to(logits).unsqueeze(-1)], -1)
         )
 
 
-def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: int, window: int) -> tuple[dict, float]:
-    """Return the rank ``(class, value)`` of each token behind the sinks, and a margin (VaSE).
+def sampled_mass(
+    head: Head, last: int, candidates: list[int], sinks: int, queries: int, window: int
+) -> tuple[dict, float]:
+    """Return the rank ``(class, value)`` of each token after the sinks, and a margin (VaSE).
 
     The margin is the value range of the last token that is retained for its values, minus that of the first
     one that is not.
@@ -59,20 +61,20 @@ def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: in
     Args:
         head: the KV head.
         last: newest token of the round.
-        seen: all candidates, oldest first; the first ``sinks`` of them are sinks.
+        candidates: oldest first. The first ``sinks`` of them are sinks.
         sinks: number of sinks among the candidates.
         queries: number of newest queries that give weights.
         window: ``w``, not used.
     """
-    weight = torch.zeros(len(seen), dtype=head.key.dtype)
+    weight = torch.zeros(len(candidates), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
-        weight += head.logits(q, seen).softmax(-1)[:, : len(seen)].mean(0) / queries
-    padded, ranked = torch.nn.functional.pad(weight, (2, 2)), seen[sinks:]
-    near = (sum(padded[i : i + len(seen)] for i in range(5)) / 5).tolist()
+        weight += head.logits(q, candidates).softmax(-1)[:, : len(candidates)].mean(0) / queries
+    padded, ranked = torch.nn.functional.pad(weight, (2, 2)), candidates[sinks:]
+    near = (sum(padded[i : i + len(candidates)] for i in range(5)) / 5).tolist()
     value = head.value[ranked]
     spread = dict(zip(ranked, (value.amax(1) - value.amin(1)).tolist(), strict=True))
     by_spread = sorted(spread, key=lambda t: (spread[t], t), reverse=True)
-    large = by_spread[: max(0, len(seen) // 4 - sinks)]
+    large = by_spread[: max(0, len(candidates) // 4 - sinks)]
     rank = {}
     for i, t in enumerate(ranked, start=sinks):
         uniform = (draw(*head.place, last, t) + 0.5) / 2**53
@@ -82,18 +84,20 @@ def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: in
     return rank, spread[large[-1]] - rest[0] if large and rest else math.inf
 
 
-def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int, window: int) -> tuple[dict, float]:
-    """Return the rank of each token behind the sinks, and a margin (R-KV).
+def redundancy(
+    head: Head, last: int, candidates: list[int], sinks: int, queries: int, window: int
+) -> tuple[dict, float]:
+    """Return the rank of each token after the sinks, and a margin (R-KV).
 
     The margin is the smallest distance of a cosine from the threshold. Arguments are those of
-    :func:`sampled_mass`; tokens in the window count as similar tokens too.
+    :func:`sampled_mass`. Tokens in the window count as similar tokens too.
     """
-    weight = torch.zeros(len(seen), dtype=head.key.dtype)
+    weight = torch.zeros(len(candidates), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
-        weight += head.logits(q, seen).amax(0).softmax(-1)[: len(seen)] / queries
+        weight += head.logits(q, candidates).amax(0).softmax(-1)[: len(candidates)] / queries
     weights = weight.tolist()
-    importance = [max(weights[max(0, i - 3) : i + 4]) for i in range(len(seen))]
-    key = head.key[[*seen, *range(last - window + 1, last + 1)]]
+    importance = [max(weights[max(0, i - 3) : i + 4]) for i in range(len(candidates))]
+    key = head.key[[*candidates, *range(last - window + 1, last + 1)]]
     unit = key / (key.norm(dim=1, keepdim=True) + 1e-8)
     cosine = (unit @ unit.T).fill_diagonal_(0)
     closest = float((cosine - 0.5).abs().min())
@@ -102,8 +106,8 @@ def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int,
         if similar:
             cosine[i, similar[-1]] = 0
     redundant = (cosine.sum(0) / len(unit)).softmax(0).tolist()
-    value = [0.1 * own - 0.9 * other for own, other in zip(importance, redundant, strict=False)]
-    return {t: (_DRAWN, value[i]) for i, t in enumerate(seen) if i >= sinks}, closest
+    value = [0.1 * mass - 0.9 * other for mass, other in zip(importance, redundant, strict=False)]
+    return {t: (_DRAWN, value[i]) for i, t in enumerate(candidates) if i >= sinks}, closest
 
 
 def expected_logits(
@@ -119,7 +123,7 @@ def expected_logits(
 
 
 class Rounds(Ranking):
-    """Ranks of the last round of one KV head; later tokens rank above all others."""
+    """Ranks of the last round of one KV head. Later tokens rank above all others."""
 
     def __init__(self, head: Head, how: str, sinks: int, window: int, every: float) -> None:
         """Keep the head, the number of ranked sinks, and the distance of rounds, infinite if there are none."""
@@ -128,15 +132,15 @@ class Rounds(Ranking):
         self.rule = {SAMPLED_MASS: sampled_mass, REDUNDANCY: redundancy, EXPECTED_LOGITS: expected_logits}[how]
         self.rank: dict[int, Rank] = {}
 
-    def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
+    def ranks(self, q: int, candidates: set[int], visible: list[int]) -> dict[int, Rank]:
         """Return the ranks of the last round."""
         return {t: self.rank.get(t, (NEW, 0.0)) for t in candidates}
 
-    def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
+    def attend(self, q: int, visible: list[int], retained: set[int]) -> float:
         """Run a round if it is due, and return its margin."""
-        if (q + 1) % self.every or not kept:
+        if (q + 1) % self.every or not retained:
             return math.inf
-        tokens = [*range(self.sinks), *sorted(kept)]
+        tokens = [*range(self.sinks), *sorted(retained)]
         self.rank, apart = self.rule(self.head, q, tokens, self.sinks, self.queries, self.window)
         return apart
 
@@ -195,8 +199,8 @@ def retained_by_rounds(
         window: ``w``.
         topk: ``k``, or k of each head if they differ.
         statistics: statistics of the layer's queries, for EXPECTED_LOGITS.
-        mean_topk: mean ``k`` of all heads of the model; None for that of the layer, rounded down.
-        sink_logits: ``[H * G]``, logits of a further key that every query sees; None for none.
+        mean_topk: mean ``k`` of all heads of the model, None for that of the layer, rounded down.
+        sink_logits: ``[H * G]``, logits of a further key that every query sees, None for none.
         more: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks

@@ -1,4 +1,4 @@
-"""Raw retention scores, token by token, by their definition; part of the naive oracle.
+"""Raw retention scores, token by token, by their definition, part of the naive oracle.
 
 Shapes: ``H`` KV heads, ``S`` tokens, ``D`` head size, ``F`` feature columns, ``P`` features after the feature
 map (``2F`` for Hedgehog, ``F`` for softmax), ``Dv`` value width of the memory.
@@ -69,7 +69,7 @@ def raw_scores(
         begins: first token that a recurrent scorer processes.
 
     Returns:
-        Scores; NaN where undefined. A delayed readout has none for ``t > S - 1 - window``, a recurrent scorer
+        Scores, NaN where undefined. A delayed readout has none for ``t > S - 1 - window``, a recurrent scorer
         none for ``t < begins``.
     """
     if scorer == RECENCY:
@@ -119,7 +119,7 @@ def _log_beta(
 
 
 def _keep_logit(params: dict, config: dict, hidden: torch.Tensor, channel: torch.Tensor | None) -> torch.Tensor:
-    """Return DMS's negated eviction logit, ``[H, S]``; NaN for a last token whose successor would decide."""
+    """Return DMS's negated eviction logit, ``[H, S]``, NaN for a last token whose successor would decide."""
     read = channel if config["reads"] == "query" else (hidden @ params["weight"].T).T
     score = -(config["scale"] * read + params["bias"][:, None])
     if config["shifted"]:
@@ -204,10 +204,10 @@ def _mlstm_scores(
         read = slice(begins, length - delay)
         memory, norm, m = map(torch.stack, zip(*states, strict=True))
         epsilon = _EPSILON * torch.exp(-torch.clamp(m, -60.0, 60.0))
-        asked, own = query[:, read].transpose(0, 1), x[:, read].transpose(0, 1)
-        numerator = torch.einsum("uhp,uhpv->uhv", asked, memory)
-        denominator = (asked * norm).sum(-1) + epsilon
-        scores[:, read] = mlstm_head(params, numerator / denominator[..., None], own).T
+        read_queries, read_inputs = query[:, read].transpose(0, 1), x[:, read].transpose(0, 1)
+        numerator = torch.einsum("uhp,uhpv->uhv", read_queries, memory)
+        denominator = (read_queries * norm).sum(-1) + epsilon
+        scores[:, read] = mlstm_head(params, numerator / denominator[..., None], read_inputs).T
     return scores
 
 

@@ -1,4 +1,4 @@
-"""Expected logits of future queries (TriAttention, arXiv 2604.04921); part of the naive oracle."""
+"""Expected logits of future queries (TriAttention, arXiv 2604.04921), part of the naive oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts compressed once at their end by the votes of their last queries; part of the naive oracle."""
+"""Prompts compressed once at their end by the votes of their last queries, part of the naive oracle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def vote_scores(
         key: ``[H, S, D]``.
         prompt: number of prompt tokens.
         window: ``w``.
-        sink_logits: ``[H * G]``, logits of a further key that every query sees; None for none.
+        sink_logits: ``[H * G]``, logits of a further key that every query sees, None for none.
     """
     heads, length, size = key.shape
     group, voters = len(query) // heads, min(QUERIES, window, prompt)
@@ -62,13 +62,13 @@ def divided_slots(scores: np.ndarray, prompt: int, sinks: int, window: int, topk
     tokens = range(sinks, prompt - window)
     if len(tokens) <= topk:
         return [topk] * heads, math.inf
-    own, contested = [0] * heads, []
+    counts, contested = [0] * heads, []
     for h in range(heads):
         ranked = sorted(tokens, key=lambda t: (-scores[h][t], -t))
-        own[h] = max(0, budget // 5 - sinks - window)
-        contested += [(-scores[h][t], -t, h) for t in ranked[own[h] :]]
+        counts[h] = max(0, budget // 5 - sinks - window)
+        contested += [(-scores[h][t], -t, h) for t in ranked[counts[h] :]]
     contested.sort()
-    free = heads * topk - sum(own)
+    free = heads * topk - sum(counts)
     for _, _, h in contested[:free]:
-        own[h] += 1
-    return own, float(contested[free][0] - contested[free - 1][0])
+        counts[h] += 1
+    return counts, float(contested[free][0] - contested[free - 1][0])

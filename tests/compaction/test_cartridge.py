@@ -63,18 +63,18 @@ def test_a_file_without_a_head_has_none(config, tmp_path):
 def test_round_trip(tmp_path, config, dtype, bias):
     layers = layers_of(dtype, bias)
     write_cartridge(tmp_path / "new" / "cartridge", config, layers)
-    found = read_cartridge(tmp_path / "new" / "cartridge")
-    assert found.config == config == read_config(tmp_path / "new" / "cartridge")
-    for own, other in zip(found.layers, layers, strict=True):
-        for a, b in zip(own, other, strict=True):
+    cartridge = read_cartridge(tmp_path / "new" / "cartridge")
+    assert cartridge.config == config == read_config(tmp_path / "new" / "cartridge")
+    for layer, other in zip(cartridge.layers, layers, strict=True):
+        for a, b in zip(layer, other, strict=True):
             assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
 
 
 def test_digest_follows_both_files(tmp_path, config):
     digests = []
     other = dataclasses.replace(config, provenance={})
-    for name, own, seed in (("a", config, 0), ("b", config, 0), ("c", config, 1), ("d", other, 0)):
-        write_cartridge(tmp_path / name, own, layers_of(seed=seed))
+    for name, content, seed in (("a", config, 0), ("b", config, 0), ("c", config, 1), ("d", other, 0)):
+        write_cartridge(tmp_path / name, content, layers_of(seed=seed))
         digests.append(read_cartridge(tmp_path / name).digest)
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
@@ -95,7 +95,7 @@ def test_wrong_tensors_are_not_written(tmp_path, config):
 
 
 def edited(**changes):
-    """Return a change of the JSON file; a value of None removes the key."""
+    """Return a change of the JSON file. A value of None removes the key."""
 
     def edit(folder):
         raw = json.loads((folder / CONFIG_NAME).read_text()) | changes
@@ -105,7 +105,7 @@ def edited(**changes):
 
 
 def tensors(**changes):
-    """Return a change of the tensors, by names with ``_`` for the dot; None removes one."""
+    """Return a change of the tensors, by names with ``_`` for the dot. None removes one."""
 
     def edit(folder):
         named = {
@@ -161,7 +161,7 @@ REFUSALS = {
     "true version": (edited(version=True), "version True"),
     "unknown key": (edited(extra=1), "unknown key 'extra'"),
     "missing key": (edited(next_position=None), "no 'next_position'"),
-    "slots": (edited(slots=65), "65 slots are no multiple of 64"),
+    "slots": (edited(slots=65), "65 slots are not a multiple of 64"),
     "zero slots": (edited(slots=0), "slots is 0"),
     "many layers": (edited(num_layers=10**15), "num_layers is"),
     "negative position": (edited(next_position=-1), "next_position is -1"),
@@ -228,17 +228,17 @@ def test_base_is_checked(tmp_path, config, model):
 
     check_base(config, AutoConfig.from_pretrained(model))
     check_base(config, AutoConfig.from_pretrained(model), weights=model)
-    others = {
+    misfits = {
         "other weights": write_tiny_model(tmp_path / "a", seed=1),
         "num_layers = 2": write_tiny_model(tmp_path / "b", layers=3),
         "model of other sizes": write_tiny_model(tmp_path / "c", vocab=300),
         "model_type = 'llama'": write_tiny_model(tmp_path / "d", "qwen3"),
     }
-    for message, folder in others.items():
+    for message, folder in misfits.items():
         with pytest.raises(ConfigError, match=message):
             check_base(config, folder)
     with pytest.raises(ConfigError, match="other weights"):
-        check_base(config, AutoConfig.from_pretrained(model), weights=others["other weights"])
+        check_base(config, AutoConfig.from_pretrained(model), weights=misfits["other weights"])
     changed = AutoConfig.from_pretrained(model, rope_parameters={"rope_type": "default", "rope_theta": 7.0})
     with pytest.raises(ConfigError, match="rope_theta = 10000.0, .* has 7.0"):  # though its folder has the right one
         check_base(config, changed, weights=model)

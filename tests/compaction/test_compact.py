@@ -216,7 +216,7 @@ def test_all_tokens_fit(model, corpus, texts, tmp_path):
 
 
 def test_layers_without_rotation(corpus, texts, tmp_path):
-    """Keys of SmolLM3's layers without rotation are not turned; which these are its config does not say."""
+    """Keys of SmolLM3's layers without rotation are not turned. Which these are its config does not say."""
     bare = write_smollm3(tmp_path / "model", vocab=258)
     byte_tokenizer().save_pretrained(bare)
     cartridge = compact(bare, corpus, tmp_path / "c", "--slots", "1000", "--answers", "2")

@@ -22,8 +22,8 @@ def published(fixed, trainable, kind=torch.nn.ParameterList, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def tensors(count):
-        found = [torch.randn(1, HEADS, count, DIM, generator=generator) for _ in range(LAYERS if count else 0)]
-        return kind([torch.nn.Parameter(own) for own in found] if kind is torch.nn.ParameterList else found)
+        drawn = [torch.randn(1, HEADS, count, DIM, generator=generator) for _ in range(LAYERS if count else 0)]
+        return kind([torch.nn.Parameter(tensor) for tensor in drawn] if kind is torch.nn.ParameterList else drawn)
 
     sizes = {"trainable_keys": trainable, "trainable_values": trainable, "fixed_keys": fixed, "fixed_values": fixed}
     return {name: tensors(count) for name, count in sizes.items()}
@@ -37,18 +37,18 @@ def test_published_cartridge(tmp_path, model, fixed, trainable, kind, capsys):
     torch.save(source, tmp_path / "cache-step10.pt")
     assert main(["import", str(tmp_path / "cache-step10.pt"), str(tmp_path / "out"), "--model", str(model)]) == 0
     assert "wrote a cartridge of" in capsys.readouterr().out
-    found, tokens = read_cartridge(tmp_path / "out"), fixed + trainable
-    assert found.config.next_position == tokens and found.config.slots == -(-tokens // 64) * 64
-    for i, (k, v, bias) in enumerate(found.layers):
-        for own, part in ((k, "keys"), (v, "values")):
+    cartridge, tokens = read_cartridge(tmp_path / "out"), fixed + trainable
+    assert cartridge.config.next_position == tokens and cartridge.config.slots == -(-tokens // 64) * 64
+    for i, (k, v, bias) in enumerate(cartridge.layers):
+        for read_part, part in ((k, "keys"), (v, "values")):
             pieces = [source[f"{name}_{part}"][i] for name in ("fixed", "trainable") if len(source[f"{name}_{part}"])]
-            assert torch.equal(own[:, :tokens], torch.cat(pieces, 2)[0]) and not own[:, tokens:].any()
+            assert torch.equal(read_part[:, :tokens], torch.cat(pieces, 2)[0]) and not read_part[:, tokens:].any()
         assert (bias is None) == (tokens % 64 == 0)
         assert bias is None or (not bias[:, :tokens].any() and (bias[:, tokens:] < -1e29).all())
 
 
 def test_a_folder_and_other_names(tmp_path, model):
-    source = {name.replace("fixed", "frozen"): own for name, own in published(1, 63, list).items()}
+    source = {name.replace("fixed", "frozen"): tensor for name, tensor in published(1, 63, list).items()}
     folder = tmp_path / "run"
     folder.mkdir()
     torch.save(source, folder / "kv_cache.torch")
@@ -72,7 +72,7 @@ REFUSALS = {
     "code": (hostile, "tensors alone: UnpicklingError: it holds more than tensors and lists"),
     "no cartridge": (lambda path: [1, 2], "no dict with trainable_keys"),
     "more": (lambda path: published(0, 64, list) | {"optimizer": {}}, "unknown key 'optimizer'"),
-    "no tensors": (lambda path: published(0, 64, list) | {"fixed_keys": [3]}, "fixed_keys is no list of tensors"),
+    "no tensors": (lambda path: published(0, 64, list) | {"fixed_keys": [3]}, "fixed_keys is not a list of tensors"),
     "larger than the file": (
         lambda path: published(0, 64, list) | {"trainable_keys": [torch.zeros(1).expand(1, 2, 1 << 30, 32)] * 2},
         "larger than the file",
@@ -99,26 +99,29 @@ def test_the_hostile_pickle_is_hostile(tmp_path):
 
 MISFITS = {
     "other model": (
-        lambda found: {n: t[..., :16] for n, t in found.items()},
+        lambda tensors: {n: t[..., :16] for n, t in tensors.items()},
         "give --model the cartridge's base model",
     ),
-    "no batch": (lambda found: {n: t[0] for n, t in found.items()}, "give --model the cartridge's base model"),
-    "a layer less": (lambda found: {n: t for n, t in found.items() if n[-1] == "0"}, "no keys of layer 1"),
+    "no batch": (lambda tensors: {n: t[0] for n, t in tensors.items()}, "give --model the cartridge's base model"),
+    "a layer less": (lambda tensors: {n: t for n, t in tensors.items() if n[-1] == "0"}, "no keys of layer 1"),
     "a layer more": (
-        lambda found: found | {"fixed_keys.2": torch.zeros(1)},
+        lambda tensors: tensors | {"fixed_keys.2": torch.zeros(1)},
         "fixed_keys.2, a layer that the model lacks",
     ),
-    "a token more": (lambda found: found | {"fixed_keys.1": torch.zeros(1, HEADS, 1, DIM)}, "another number of tokens"),
+    "a token more": (
+        lambda tensors: tensors | {"fixed_keys.1": torch.zeros(1, HEADS, 1, DIM)},
+        "another number of tokens",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", MISFITS)
 def test_tensors_of_another_model(model, case):
     change, message = MISFITS[case]
-    found = {f"{name}.{i}": own for name, owns in published(0, 64, list).items() for i, own in enumerate(owns)}
-    assert layers_of(found, base_of(model), "file")[1] == 64
+    tensors = {f"{name}.{i}": tensor for name, owns in published(0, 64, list).items() for i, tensor in enumerate(owns)}
+    assert layers_of(tensors, base_of(model), "file")[1] == 64
     with pytest.raises(ConfigError, match=message):
-        layers_of(change(found), base_of(model), "file")
+        layers_of(change(tensors), base_of(model), "file")
 
 
 def test_damaged_file(tmp_path, model, capsys):

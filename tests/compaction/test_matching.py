@@ -20,15 +20,15 @@ def normal(*shape, seed=0):
 def keys_and_values(seed=0):
     """Return keys in clusters, as those of texts are, and values that follow them in part."""
     centres = 2 * normal(HEADS, 20, DIM, seed=seed)
-    of = torch.randint(20, (TOKENS,), generator=torch.Generator().manual_seed(seed))
-    k = centres[:, of] + 0.5 * normal(HEADS, TOKENS, DIM, seed=seed + 1)
+    clusters = torch.randint(20, (TOKENS,), generator=torch.Generator().manual_seed(seed))
+    k = centres[:, clusters] + 0.5 * normal(HEADS, TOKENS, DIM, seed=seed + 1)
     v = k @ normal(HEADS, DIM, DIM, seed=seed + 2) / 4 + 0.5 * normal(HEADS, TOKENS, DIM, seed=seed + 3)
     return k, v, centres
 
 
 def queries(centres, count, seed):
-    at = torch.randint(20, (count,), generator=torch.Generator().manual_seed(seed))
-    return centres[:, at] + normal(HEADS, count, DIM, seed=seed)
+    clusters = torch.randint(20, (count,), generator=torch.Generator().manual_seed(seed))
+    return centres[:, clusters] + normal(HEADS, count, DIM, seed=seed)
 
 
 def attention(q, k, v, bias=None):
@@ -43,10 +43,10 @@ def attention(q, k, v, bias=None):
 @pytest.mark.parametrize("keys", ["highest", "omp"])
 def test_all_keys_are_exact(slots, keys):
     k, v, centres = keys_and_values()
-    found = match(queries(centres, 300, 5), k, v, slots, SCALE, Matching(keys=keys))
+    fitted = match(queries(centres, 300, 5), k, v, slots, SCALE, Matching(keys=keys))
     held_out = queries(centres, 50, 6)
-    for full, own in zip(attention(held_out, k, v), attention(held_out, *found), strict=True):
-        torch.testing.assert_close(own, full, rtol=0, atol=1e-4)
+    for full, compact in zip(attention(held_out, k, v), attention(held_out, *fitted), strict=True):
+        torch.testing.assert_close(compact, full, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("keys", "score"), [("highest", "rms"), ("highest", "max"), ("omp", "rms")])
@@ -55,9 +55,9 @@ def test_fewer_keys_beat_the_baselines(keys, score, slots):
     k, v, centres = keys_and_values()
     q, held_out = queries(centres, 1000, 5), queries(centres, 200, 6)
     mass, output = attention(held_out, k, v)
-    found = match(q, k, v, slots, SCALE, Matching(keys=keys, score=score))
-    own_mass, own = attention(held_out, *found)
-    error = (own - output).norm()
+    fitted = match(q, k, v, slots, SCALE, Matching(keys=keys, score=score))
+    own_mass, compact_output = attention(held_out, *fitted)
+    error = (compact_output - output).norm()
     last = (attention(held_out, k[:, -slots:], v[:, -slots:])[1] - output).norm()
     best = attention(q, k, v)
     weights = ((q @ k.transpose(1, 2)) * SCALE).softmax(-1)
@@ -70,8 +70,8 @@ def test_fewer_keys_beat_the_baselines(keys, score, slots):
 
 def test_large_logits_stay_finite():
     k, v, centres = keys_and_values()
-    found = match(60 * queries(centres, 300, 5), 60 * k, v, 32, SCALE, Matching())
-    assert all(tensor.isfinite().all() for tensor in found)
+    fitted = match(60 * queries(centres, 300, 5), 60 * k, v, 32, SCALE, Matching())
+    assert all(tensor.isfinite().all() for tensor in fitted)
 
 
 def test_least_squares_is_optimal():
@@ -98,22 +98,22 @@ def fitting(budgets, chunks, slots=None, **options):
     k, v, centres = keys_and_values()
     q = queries(centres, 120 * GROUP, 5).view(1, HEADS * GROUP, 120, DIM)
     reference = Reference([[0] * 70, [0] * 50], [10, 0], [None, None])
-    own = normal(1, HEADS, 120, DIM, seed=8), normal(1, HEADS, 120, DIM, seed=9)
+    chunk_kv = normal(1, HEADS, 120, DIM, seed=8), normal(1, HEADS, 120, DIM, seed=9)
     fit = Fitting([(k, v)], reference, torch.tensor([budgets]), chunks, Matching(), slots=slots, **options)
-    return fit, fit(0, q, *own, SCALE), (q, *own, k, v)
+    return fit, fit(0, q, *chunk_kv, SCALE), (q, *chunk_kv, k, v)
 
 
 def test_padded_heads_have_no_weight():
     fit, _, (q, *_) = fitting([24, 57], [(0, TOKENS)], slots=64)
     k, v, bias = fit.layers[0]
     assert k.shape == v.shape == (HEADS, 64, DIM) and bias.shape == (HEADS, 64)
-    for head, own in enumerate((24, 57)):
-        assert (bias[head, own:] == NO_WEIGHT).all() and (bias[head, :own].abs() <= 3.0001).all()
-        assert not v[head, own:].any() and not k[head, own:].any()
+    for head, head_slots in enumerate((24, 57)):
+        assert (bias[head, head_slots:] == NO_WEIGHT).all() and (bias[head, :head_slots].abs() <= 3.0001).all()
+        assert not v[head, head_slots:].any() and not k[head, head_slots:].any()
     by_head = q[0].view(HEADS, -1, DIM)
-    whole = attention(by_head[:1], k[:1], v[:1], bias[:1])
+    padded = attention(by_head[:1], k[:1], v[:1], bias[:1])
     cut = attention(by_head[:1], k[:1, :24], v[:1, :24], bias[:1, :24])
-    torch.testing.assert_close(whole[1], cut[1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(padded[1], cut[1], rtol=0, atol=1e-12)
 
 
 def test_chunks_have_their_share_of_slots():
@@ -141,6 +141,6 @@ def test_reference_tokens_see_the_cache_and_their_sequence(on_policy):
 
 def test_attention_without_bias():
     k, v, _ = keys_and_values()
-    q, own = normal(1, HEADS * GROUP, 9, DIM), normal(1, HEADS, 9, DIM, seed=3)
+    q, chunk = normal(1, HEADS * GROUP, 9, DIM), normal(1, HEADS, 9, DIM, seed=3)
     zeros = torch.zeros(HEADS, TOKENS)
-    torch.testing.assert_close(attend(q, own, own, SCALE, k, v, None), attend(q, own, own, SCALE, k, v, zeros))
+    torch.testing.assert_close(attend(q, chunk, chunk, SCALE, k, v, None), attend(q, chunk, chunk, SCALE, k, v, zeros))

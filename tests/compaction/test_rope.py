@@ -48,28 +48,28 @@ def test_turned_as_transformers(kind, start, shift):
     rotary = LlamaRotaryEmbedding(config)
     k = torch.randn(1, 2, 50, DIM, generator=torch.Generator().manual_seed(0))
 
-    def at(first):
+    def keys_at(first):
         cos, sin = rotary(k, (torch.arange(50) + first).unsqueeze(0))
         return apply_rotary_pos_emb(k, k, cos, sin)[1]
 
-    found = turned(at(start), shift, rope_of(config.to_dict()))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, at(start + shift), rtol=0, atol=2e-3)
+    shifted = turned(keys_at(start), shift, rope_of(config.to_dict()))
+    assert shifted.dtype == torch.float32
+    torch.testing.assert_close(shifted, keys_at(start + shift), rtol=0, atol=2e-3)
     if kind == "yarn":  # the factor on the rotation is not applied again
-        torch.testing.assert_close(found.norm(dim=-1), at(start).norm(dim=-1))
+        torch.testing.assert_close(shifted.norm(dim=-1), keys_at(start).norm(dim=-1))
 
 
 def test_turned_and_back():
     k = torch.randn(2, 9, DIM, generator=torch.Generator().manual_seed(0))
-    there = turned(k, 4096, ROPES["default"])
-    torch.testing.assert_close(turned(there, -4096, ROPES["default"]), k)
+    forward = turned(k, 4096, ROPES["default"])
+    torch.testing.assert_close(turned(forward, -4096, ROPES["default"]), k)
     assert turned(k.bfloat16(), 5, ROPES["default"]).dtype == torch.bfloat16
 
 
 def test_channels_without_rotation_stay():
     k = torch.randn(2, 9, DIM, generator=torch.Generator().manual_seed(0))
-    found = turned(k, 7, ROPES["default"] | {"partial_rotary_factor": 0.5})
-    assert torch.equal(found[..., 32:], k[..., 32:]) and not torch.equal(found[..., :32], k[..., :32])
+    shifted = turned(k, 7, ROPES["default"] | {"partial_rotary_factor": 0.5})
+    assert torch.equal(shifted[..., 32:], k[..., 32:]) and not torch.equal(shifted[..., :32], k[..., :32])
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "unheard-of"])
@@ -93,7 +93,7 @@ def test_layers_that_differ_are_refused():
     ],
 )
 def test_layers_without_rotation_stay(kind, options, unrotated):
-    """Which layers rotate is what transformers resolves; the others' keys are as they were."""
+    """Which layers rotate is what transformers resolves. The others' keys are as they were."""
     rope = rope_of(AutoConfig.for_model(kind, **options).to_dict())
     assert rope.get("unrotated_layers", []) == unrotated
     check_rope(rope, "this model")

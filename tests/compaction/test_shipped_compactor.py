@@ -20,7 +20,7 @@ TEXT, PIECES = ROOT / "tests/data/hamlet.txt", 2
 
 @pytest.mark.slow
 def test_passages_are_found_again():
-    """A passage of a window diverges less behind its slots than behind as many tokens; text that goes on, not by far more."""
+    """A passage of a window diverges less after its slots than after as many tokens, and text that goes on not much more."""
     config, compactor, _ = read_compactor(COMPACTOR, MODEL)
     assert (COMPACTOR / TENSORS_NAME).stat().st_size < 8_000_000
     model, tokenizer = load(str(MODEL), "float32"), load_tokenizer(str(MODEL))

@@ -81,12 +81,12 @@ def disturbed(module, seed=0, size=0.2):
 
 
 def rotate(x, position, theta, factor):
-    half, own = len(x) // 2, [0.0] * len(x)
+    half, rotated = len(x) // 2, [0.0] * len(x)
     for i in range(half):
         angle = position / factor * theta ** (-2 * i / len(x))
-        own[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-        own[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
-    return own
+        rotated[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        rotated[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return rotated
 
 
 def times(weight, x, bias=None):
@@ -101,13 +101,13 @@ def normed(x, weight):
 def oracle_attention(p, name, latents, memory, places, positions, theta=10000.0, factor=1.0):
     outputs = []
     keys = [
-        rotate(times(p[f"{name}.key.weight"], x, p[f"{name}.key.bias"]), at, theta, factor)
-        for x, at in zip(memory, positions, strict=True)
+        rotate(times(p[f"{name}.key.weight"], x, p[f"{name}.key.bias"]), position, theta, factor)
+        for x, position in zip(memory, positions, strict=True)
     ]
     for z, place in zip(latents, places, strict=True):
         q = rotate(times(p[f"{name}.query.weight"], z, p[f"{name}.query.bias"]), place, theta, factor)
         logits = [sum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(len(q)) for k in keys]
-        chances = [math.exp(own - max(logits)) for own in logits]
+        chances = [math.exp(logit - max(logits)) for logit in logits]
         read = [
             sum(c * x[i] for c, x in zip(chances, memory, strict=True)) / sum(chances) for i in range(len(memory[0]))
         ]
@@ -127,18 +127,20 @@ def oracle(p, k, v, latents, theta, factor):
     sizes = None
     for n in (0, 1):
         read = oracle_attention(p, f"blocks.{n}.cross", latents, memory, places, range(tokens))
-        both = [
+        normed_sums = [
             normed([a + b for a, b in zip(z, x, strict=True)], p[f"blocks.{n}.cross_norm.weight"])
             for z, x in zip(latents, read, strict=True)
         ]
-        latents, sizes = [z for z, _ in both], sizes or [size for _, size in both]
+        latents, sizes = [z for z, _ in normed_sums], sizes or [size for _, size in normed_sums]
         read = oracle_attention(p, f"blocks.{n}.self", latents, latents, places, places)
         latents = [
             normed([a + b for a, b in zip(z, x, strict=True)], p[f"blocks.{n}.self_norm.weight"])[0]
             for z, x in zip(latents, read, strict=True)
         ]
     heads = list(zip(latents, sizes, places, strict=True))
-    own_k = [rotate([a * size * ks for a in times(p["k.weight"], z)], at, theta, factor) for z, size, at in heads]
+    own_k = [
+        rotate([a * size * ks for a in times(p["k.weight"], z)], position, theta, factor) for z, size, position in heads
+    ]
     own_v = [[a * size * vs for a in times(p["v.weight"], z)] for z, size, _ in heads]
     assert len(own_k[0]) == dim
     return own_k, own_v, [times(p["bias.weight"], z, p["bias.bias"])[0] for z in latents]
@@ -148,18 +150,18 @@ def oracle(p, k, v, latents, theta, factor):
 def test_equals_loops(kind):
     rope, factor = ROPES[kind]
     dim, heads, tokens, slots = 6, 2, 12, 4
-    own = disturbed(LayerCompactor(dim, 4, rope))
+    layer = disturbed(LayerCompactor(dim, 4, rope))
     draws = torch.Generator().manual_seed(3)
-    own.scale.copy_(torch.tensor([2.0, 0.5]))
+    layer.scale.copy_(torch.tensor([2.0, 0.5]))
     k, v, latents = (torch.randn(shape, generator=draws) for shape in ((heads, tokens, dim),) * 2 + ((slots, 2 * dim),))
     with torch.no_grad():
-        found = own(k, v, latents)
-    p = {name: value.double().tolist() for name, value in own.state_dict().items()}
+        slots_of_heads = layer(k, v, latents)
+    p = {name: value.double().tolist() for name, value in layer.state_dict().items()}
     for head in range(heads):
         args = (x.double().tolist() for x in (k[head], v[head], latents))
         expected = oracle(p, *args, 100.0, factor)
-        for part, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(part[head].double(), torch.tensor(wanted).double(), rtol=1e-4, atol=1e-4)
+        for part, expected_part in zip(slots_of_heads, expected, strict=True):
+            torch.testing.assert_close(part[head].double(), torch.tensor(expected_part).double(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +183,10 @@ def test_untrained_compactor_keeps_evenly_spaced_tokens(model, corpus, rope):
         assert places[0] == 0 and places[-1] == tokens - 1 and len(places.unique()) == SLOTS
         assert int(places.diff().max() - places.diff().min()) <= 1
         with torch.no_grad():
-            found = compactor([(k[:, :tokens], v[:, :tokens]) for k, v in caches])
-        for own, cache in zip(found, caches, strict=True):
-            assert not own[2].any()
-            for part, full in zip(own[:2], cache, strict=True):
+            layers = compactor([(k[:, :tokens], v[:, :tokens]) for k, v in caches])
+        for slots, cache in zip(layers, caches, strict=True):
+            assert not slots[2].any()
+            for part, full in zip(slots[:2], cache, strict=True):
                 assert (part - full[:, places]).norm() < 0.05 * part.norm()
 
 
@@ -209,11 +211,11 @@ def test_losses_are_those_of_transformers(model, corpus):
 
 
 def test_table_compares_truncation_the_start_and_what_was_trained(model, texts, corpus, tmp_path, capsys):
-    base, kept = load(str(model), "float32"), compactor_kl.truncated(SLOTS)
+    base, truncation = load(str(model), "float32"), compactor_kl.truncated(SLOTS)
     tokens, size = torch.tensor(list(corpus.read_bytes())), 200
     numbers = torch.arange(size).expand(2, -1)[..., None]
-    (held, *_), *_ = kept([(numbers, numbers)])
-    assert held[0, :, 0].tolist() == [*range(4), *range(size - SLOTS + 4, size)]
+    (kept_keys, *_), *_ = truncation([(numbers, numbers)])
+    assert kept_keys[0, :, 0].tolist() == [*range(4), *range(size - SLOTS + 4, size)]
     assert float(still_losses(base, compactor_kl.truncated(size), tokens, size)[0]) == pytest.approx(0, abs=1e-6)
     train(model, texts, tmp_path / "c", "--lr", "0.01")
     compactor_kl.main([str(model), str(tmp_path / "c"), "--data", str(texts), "--documents", "8", "--threads", "1"])
@@ -231,9 +233,9 @@ def test_examples_go_on_or_repeat():
         tokens, size = example_of(row, number, options)
         assert 64 <= size <= 128 and len(tokens) == size + 32
         assert tokens[:size].tolist() == list(range(128 - size, 128))
-        behind, window = tokens[size:].tolist(), tokens[:size].tolist()
-        assert behind == list(range(behind[0], behind[0] + 32))
-        assert (behind[0] == 128) if number % 2 == 0 else set(behind) <= set(window)
+        following, window = tokens[size:].tolist(), tokens[:size].tolist()
+        assert following == list(range(following[0], following[0] + 32))
+        assert (following[0] == 128) if number % 2 == 0 else set(following) <= set(window)
         sizes.add(size)
     assert len(sizes) > 20
 
@@ -243,8 +245,10 @@ def test_gradient_reaches_all_of_the_compactor_and_none_of_the_model(model, corp
     compactor = disturbed(Compactor(2, 32, SLOTS, {"rope_type": "default", "rope_theta": 10000.0}), size=0.05)
     kl, ce = still_losses(base, compactor, torch.tensor(list(corpus.read_bytes())), 200)
     (kl + ce).backward()
-    assert [name for name, own in compactor.named_parameters() if own.grad is None or not own.grad.any()] == []
-    assert all(own.grad is None for own in base.parameters())
+    assert [
+        name for name, parameter in compactor.named_parameters() if parameter.grad is None or not parameter.grad.any()
+    ] == []
+    assert all(parameter.grad is None for parameter in base.parameters())
 
 
 def test_training_lowers_the_loss_on_other_text(model, tmp_path):
@@ -257,7 +261,7 @@ def test_training_lowers_the_loss_on_other_text(model, tmp_path):
     @torch.no_grad()
     def held_out():
         examples = [example_of(rows[i], i, options) for i in range(70, 80)]
-        return sum(float(still_losses(base, compactor, *own)[0]) for own in examples)
+        return sum(float(still_losses(base, compactor, *example)[0]) for example in examples)
 
     before = held_out()
     StillTrainer(base, compactor, rows, tmp_path, options, quiet=True).run()
@@ -281,23 +285,23 @@ def test_run_that_was_stopped_equals_a_whole_one(model, texts, trained, tmp_path
         assert (out / name).read_bytes() == (trained / name).read_bytes()
     assert len((out / "run" / "metrics.jsonl").read_text().splitlines()) == 4
     tensors = load_file(trained / TENSORS_NAME)
-    assert {own.dtype for own in tensors.values()} == {torch.float16}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
     assert {path.name for path in trained.iterdir()} == {"run", CONFIG_NAME, TENSORS_NAME}
 
 
 def test_from_a_text_to_a_cartridge(model, corpus, trained, tmp_path, capsys):
     compact(model, corpus, tmp_path / "cartridge", "--compactor", trained)
     assert capsys.readouterr().out.startswith(f"{SLOTS} slots for {TOKENS} tokens, ")
-    found, stored = read_cartridge(tmp_path / "cartridge"), read_compactor(trained, model)
-    config = found.config
+    cartridge, stored = read_cartridge(tmp_path / "cartridge"), read_compactor(trained, model)
+    config = cartridge.config
     assert (config.slots, config.next_position, config.method) == (SLOTS, len(b"<user>") + TOKENS + 2, "still")
     assert config.provenance["compactor"] == {"sha256": stored.digest}
     base = load(str(model), "float32")
     with torch.no_grad():
         expected = stored.module(read_corpus(base, list(b"<user>" + corpus.read_bytes() + b"\n\n")))
-    for own, them in zip(found.layers, expected, strict=True):
-        for part, wanted in zip(own, them, strict=True):
-            assert wanted.any() and torch.equal(part, wanted)
+    for layer, expected_layer in zip(cartridge.layers, expected, strict=True):
+        for part, expected_part in zip(layer, expected_layer, strict=True):
+            assert expected_part.any() and torch.equal(part, expected_part)
     plain = AutoModelForCausalLM.from_pretrained(model)
     cache = KVpopCache(plain, "streaming-llm", budget=192, cartridge=tmp_path / "cartridge")
     with torch.no_grad():
@@ -305,11 +309,11 @@ def test_from_a_text_to_a_cartridge(model, corpus, trained, tmp_path, capsys):
 
 
 def edited(**values):
-    """Return a function that changes a compactor's config; None removes a key."""
+    """Return a function that changes a compactor's config. None removes a key."""
 
     def edit(folder):
         raw = json.loads((folder / CONFIG_NAME).read_text()) | values
-        (folder / CONFIG_NAME).write_text(json.dumps({key: own for key, own in raw.items() if own is not None}))
+        (folder / CONFIG_NAME).write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
     return edit
 
@@ -319,8 +323,8 @@ def changed(name, change):
 
     def edit(folder):
         tensors = load_file(folder / TENSORS_NAME)
-        own = change(tensors.pop(name))
-        save_file(tensors | ({} if own is None else {name: own.contiguous()}), folder / TENSORS_NAME)
+        tensor = change(tensors.pop(name))
+        save_file(tensors | ({} if tensor is None else {name: tensor.contiguous()}), folder / TENSORS_NAME)
 
     return edit
 
@@ -347,10 +351,10 @@ DAMAGES = {
     "rope": (edited(rope={"rope_type": "default", "rope_theta": 7.0}), "rope_theta = 7.0"),
     "weights": (edited(base={"config": None, "weights": "a"}), "other weights than those of"),
     "truncated": (truncated, "is not a complete safetensors file"),
-    "missing tensor": (changed(HEAD, lambda own: None), f"misses tensor '{HEAD}'"),
-    "shape": (changed(HEAD, lambda own: own[:-1]), f"tensor {HEAD} is F16 (31, 64), expected F16 (32, 64)"),
-    "dtype": (changed(HEAD, lambda own: own.double()), f"tensor {HEAD} is F64 (32, 64)"),
-    "nan": (changed(HEAD, lambda own: own * torch.nan), f"tensor {HEAD} holds NaN or infinity"),
+    "missing tensor": (changed(HEAD, lambda tensor: None), f"misses tensor '{HEAD}'"),
+    "shape": (changed(HEAD, lambda tensor: tensor[:-1]), f"tensor {HEAD} is F16 (31, 64), expected F16 (32, 64)"),
+    "dtype": (changed(HEAD, lambda tensor: tensor.double()), f"tensor {HEAD} is F64 (32, 64)"),
+    "nan": (changed(HEAD, lambda tensor: tensor * torch.nan), f"tensor {HEAD} holds NaN or infinity"),
 }
 
 
@@ -371,15 +375,17 @@ def test_refusals(model, corpus, texts, trained, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
 
-    out, own = tmp_path / "c", ("--compactor", trained)
+    out, arguments = tmp_path / "c", ("--compactor", trained)
     refused("--method still needs a compactor", compact, corpus, out)
-    refused("has 64 slots, not 128: leave --slots out", compact, corpus, out, *own, "--slots", 128)
-    refused("--compactor is of --method still", compact, corpus, out, *own, "--method", "last")
-    refused("--steps is of --method cartridge", compact, corpus, out, *own, "--steps", 3)
-    refused("--method attention-matching: leave it out", compact, corpus, out, *own, "--kv-calibration", "shares.json")
+    refused("has 64 slots, not 128: leave --slots out", compact, corpus, out, *arguments, "--slots", 128)
+    refused("--compactor is of --method still", compact, corpus, out, *arguments, "--method", "last")
+    refused("--steps is of --method cartridge", compact, corpus, out, *arguments, "--steps", 3)
+    refused(
+        "--method attention-matching: leave it out", compact, corpus, out, *arguments, "--kv-calibration", "shares.json"
+    )
     short = tmp_path / "short.txt"
     short.write_text("short")
-    refused("fewer than 64 slots", compact, short, out, *own)
+    refused("fewer than 64 slots", compact, short, out, *arguments)
     refused("raise --window to 256", train, texts, out, "--slots", "128")
     refused("raise --window to 256", train, texts, out, "--slots", "65", "--window", "140")
     refused("--lr nan is not a number above 0", train, texts, out, "--lr", "nan")
@@ -392,7 +398,7 @@ def test_refusals(model, corpus, texts, trained, tmp_path, capsys):
 def test_other_base_and_long_corpora_are_refused(model, corpus, trained, tmp_path, capsys):
     other = shutil.copytree(model, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
-    save_file({name: own + 1 for name, own in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
     compact(other, corpus, tmp_path / "c", "--compactor", trained, code=2)
     assert "was made for other weights" in capsys.readouterr().err
     long = tmp_path / "long.txt"

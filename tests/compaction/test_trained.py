@@ -49,7 +49,7 @@ def compact(model, corpus, out, *options, code=0):
 
 
 @pytest.fixture(scope="module")
-def whole(model, corpus, tmp_path_factory):
+def finished(model, corpus, tmp_path_factory):
     """Return the folder of a run that nothing has stopped."""
     out = tmp_path_factory.mktemp("whole") / "c"
     compact(model, corpus, out, *SMALL)
@@ -70,66 +70,77 @@ def stock_logp(model, tokens, past=None):
 
 def test_sparse_teacher_by_hand():
     half, quarter = math.log(0.5), math.log(0.25)
-    own = Conversation(
+    conversation = Conversation(
         [0, 1], "use", "?", [1], [4, 9], [[7, 4], [5, 6, 9]], [[half, quarter], [quarter, quarter, half]]
     )
-    ids, chances, rest = sparse_teacher(own)
+    ids, chances, rest = sparse_teacher(conversation)
     assert ids.tolist() == [[7, 4, 7], [5, 6, 9]]
     torch.testing.assert_close(chances, torch.tensor([[0.5, 0.25, 0], [0.25, 0.25, 0.5]]))
     torch.testing.assert_close(rest, torch.tensor([0.25, 0.0]), rtol=0, atol=1e-6)
 
 
-def test_stored_candidates_are_those_of_the_teacher_behind_the_chunk(model, corpus, whole):
+def test_stored_candidates_are_those_of_the_teacher_behind_the_chunk(model, corpus, finished):
     """Each position has the TOP most likely tokens, and the sampled one even if it is none of them."""
     text, outside = list(corpus.read_bytes()), 0
-    rows = read_conversations(whole / "run" / "conversations.jsonl")
-    assert len(rows) == 36 and len({own.kind for own in rows}) == 5
-    assert {own.chunk[1] - own.chunk[0] for own in rows} <= set(range(50, 201))
-    for own in rows[:3] + rows[-2:]:
-        told = b"<user>" + bytes(text[slice(*own.chunk)]) + b"\n\n" + own.question.encode() + b"</user>\n"
-        assert bytes(own.prompt) == own.question.encode() + b"</user>\n"
-        logp = stock_logp(model, list(told) + own.answer)[-len(own.answer) - 1 : -1]
-        for position, (token, ids, values) in enumerate(zip(own.answer, own.top, own.logp, strict=True)):
+    rows = read_conversations(finished / "run" / "conversations.jsonl")
+    assert len(rows) == 36 and len({conversation.kind for conversation in rows}) == 5
+    assert {conversation.chunk[1] - conversation.chunk[0] for conversation in rows} <= set(range(50, 201))
+    for conversation in rows[:3] + rows[-2:]:
+        teacher_prompt = (
+            b"<user>"
+            + bytes(text[slice(*conversation.chunk)])
+            + b"\n\n"
+            + conversation.question.encode()
+            + b"</user>\n"
+        )
+        assert bytes(conversation.prompt) == conversation.question.encode() + b"</user>\n"
+        logp = stock_logp(model, list(teacher_prompt) + conversation.answer)[-len(conversation.answer) - 1 : -1]
+        for position, (token, ids, values) in enumerate(
+            zip(conversation.answer, conversation.top, conversation.logp, strict=True)
+        ):
             torch.testing.assert_close(torch.tensor(values), logp[position, ids], rtol=0, atol=1e-4)
             assert token in ids and set(ids[:TOP]) == set(logp[position].topk(TOP).indices.tolist())
             outside += len(ids) > TOP
     assert outside
 
 
-def test_loss_is_that_of_transformers_behind_the_slots(model, corpus, whole, base):
+def test_loss_is_that_of_transformers_behind_the_slots(model, corpus, finished, base):
     """Conversations in one pack see the cache and themselves alone, and positions go on at P."""
-    pack = read_conversations(whole / "run" / "conversations.jsonl")[:3]
+    pack = read_conversations(finished / "run" / "conversations.jsonl")[:3]
     layers = read_corpus(base, list(corpus.read_bytes())[:SLOTS])
     total, entropy = losses(base, [(k, v, None) for k, v in layers], pack, SLOTS)
     expected = surprise = 0.0
-    for own in pack:
+    for conversation in pack:
         past = DynamicCache()
         for i, (k, v) in enumerate(layers):
             past.update(k.unsqueeze(0), v.unsqueeze(0), i)
-        logp = stock_logp(model, own.prompt + own.answer, past)[len(own.prompt) - 1 : -1]
-        for found, ids, values in zip(logp, own.top, own.logp, strict=True):
+        logp = stock_logp(model, conversation.prompt + conversation.answer, past)[len(conversation.prompt) - 1 : -1]
+        for token_logp, ids, values in zip(logp, conversation.top, conversation.logp, strict=True):
             chances = torch.tensor(values).exp()
-            others = torch.ones(len(found), dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
-            rest, found_rest = 1 - chances.sum(), found[others].exp().sum()
-            expected -= float((chances * found[ids]).sum() + rest * found_rest.log())
+            unlisted = torch.ones(len(token_logp), dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
+            rest, found_rest = 1 - chances.sum(), token_logp[unlisted].exp().sum()
+            expected -= float((chances * token_logp[ids]).sum() + rest * found_rest.log())
             surprise -= float((chances * chances.log()).sum() + rest * rest.log())
     assert float(total) == pytest.approx(expected, rel=1e-4) and entropy == pytest.approx(surprise, rel=1e-4)
-    sizes = [len(own.prompt) + len(own.answer) for own in pack]
+    sizes = [len(conversation.prompt) + len(conversation.answer) for conversation in pack]
     assert list(map(len, packs(pack, sizes[0] + sizes[1]))) == [2, 1] and list(map(len, packs(pack, 1))) == [1, 1, 1]
 
 
-def test_the_cache_that_the_teacher_has_is_where_the_gradient_is_nothing(model, corpus, whole, base):
+def test_the_cache_that_the_teacher_has_is_where_the_gradient_is_nothing(model, corpus, finished, base):
     """With the chunk itself as the cache, the divergence is 0 and so is the gradient, however much mass TOP tokens leave out."""
-    own = read_conversations(whole / "run" / "conversations.jsonl")[0]
-    told = b"<user>" + corpus.read_bytes()[slice(*own.chunk)] + b"\n\n"
-    layers = [(k.clone().requires_grad_(), v.clone().requires_grad_(), None) for k, v in read_corpus(base, list(told))]
-    total, entropy = losses(base, layers, [own], len(told))
+    conversation = read_conversations(finished / "run" / "conversations.jsonl")[0]
+    teacher_prompt = b"<user>" + corpus.read_bytes()[slice(*conversation.chunk)] + b"\n\n"
+    layers = [
+        (k.clone().requires_grad_(), v.clone().requires_grad_(), None)
+        for k, v in read_corpus(base, list(teacher_prompt))
+    ]
+    total, entropy = losses(base, layers, [conversation], len(teacher_prompt))
     total.backward()
     assert float(total.detach()) == pytest.approx(entropy, rel=1e-4)
-    assert sparse_teacher(own)[2].max() > 0.01
+    assert sparse_teacher(conversation)[2].max() > 0.01
     worst = max(float(part.grad.norm()) for layer in layers for part in layer[:2])
     shifted = [(k.detach() * 1.05, v.detach().requires_grad_(), None) for k, v, _ in layers]
-    losses(base, shifted, [own], len(told))[0].backward()
+    losses(base, shifted, [conversation], len(teacher_prompt))[0].backward()
     assert worst < 0.02 * max(float(v.grad.norm()) for _, v, _ in shifted)
 
 
@@ -137,20 +148,20 @@ def first_slots(base, corpus) -> list:
     return [(k, v, None) for k, v in read_corpus(base, list(corpus.read_bytes())[:SLOTS])]
 
 
-def test_only_slots_behind_the_first_are_trained(corpus, whole, base, tmp_path):
+def test_only_slots_behind_the_first_are_trained(corpus, finished, base, tmp_path):
     start = first_slots(base, corpus)
-    rows = read_conversations(whole / "run" / "conversations.jsonl")[:4]
+    rows = read_conversations(finished / "run" / "conversations.jsonl")[:4]
     cache = TrainedCache(start)
     CacheTrainer(base, cache, rows, tmp_path, Training(4, 2, 2), SLOTS, quiet=True).run()
     assert all(parameter.grad is None for parameter in base.parameters())
-    for (k, v, _), found in zip(start, cache.layers(), strict=True):
-        for before, after in ((k, found[0]), (v, found[1])):
+    for (k, v, _), trained_layer in zip(start, cache.layers(), strict=True):
+        for before, after in ((k, trained_layer[0]), (v, trained_layer[1])):
             assert torch.equal(before[:, 0], after[:, 0])
             assert ((before != after)[:, 1:].float().mean((0, 2)) > 0.9).all()
 
 
-def test_few_conversations_are_learned(corpus, whole, base, tmp_path):
-    rows = read_conversations(whole / "run" / "conversations.jsonl")[:2]
+def test_few_conversations_are_learned(corpus, finished, base, tmp_path):
+    rows = read_conversations(finished / "run" / "conversations.jsonl")[:2]
     cache = TrainedCache(first_slots(base, corpus))
     trainer = CacheTrainer(base, cache, rows, tmp_path, Training(2, 60, 2, lr=0.2), SLOTS, quiet=True)
     trainer.run()
@@ -158,7 +169,7 @@ def test_few_conversations_are_learned(corpus, whole, base, tmp_path):
     assert len(kl) == 60 and 0 <= kl[-1] < 0.4 * kl[0]
 
 
-def test_run_that_was_stopped_equals_a_whole_one(model, corpus, whole, tmp_path, monkeypatch):
+def test_run_that_was_stopped_equals_a_whole_one(model, corpus, finished, tmp_path, monkeypatch):
     """It is stopped while conversations are made, in a step, and by an end of the process between both."""
     out, path = tmp_path / "c", tmp_path / "c" / "run" / "conversations.jsonl"
     sample, step = TransformersSampler.__call__, CacheTrainer.step
@@ -184,19 +195,23 @@ def test_run_that_was_stopped_equals_a_whole_one(model, corpus, whole, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(TransformersSampler, "__call__", None)  # all conversations are there
         compact(model, corpus, out, *SMALL)
-    assert path.read_bytes() == (whole / "run" / "conversations.jsonl").read_bytes()
-    assert read_cartridge(out).digest == read_cartridge(whole).digest
-    assert (out / "run" / "metrics.jsonl").read_bytes() == (whole / "run" / "metrics.jsonl").read_bytes()
+    assert path.read_bytes() == (finished / "run" / "conversations.jsonl").read_bytes()
+    assert read_cartridge(out).digest == read_cartridge(finished).digest
+    assert (out / "run" / "metrics.jsonl").read_bytes() == (finished / "run" / "metrics.jsonl").read_bytes()
 
 
-def test_written_folder(model, corpus, whole, capsys):
-    found = read_cartridge(whole)
-    assert (found.config.slots, found.config.next_position, found.config.method) == (SLOTS, SLOTS, "cartridge")
-    assert found.layers[0][2] is None and found.config.provenance["arguments"]["steps"] == 5
-    assert {path.name for path in whole.iterdir()} == {"run", "kvpop_cartridge.json", "kvpop_cartridge.safetensors"}
-    assert {"metrics.jsonl", "run.json", "training.png"} <= {path.name for path in (whole / "run").iterdir()}
-    compact(model, corpus, whole, *SMALL)  # a finished run is finished
-    assert read_cartridge(whole).digest == found.digest
+def test_written_folder(model, corpus, finished, capsys):
+    cartridge = read_cartridge(finished)
+    assert (cartridge.config.slots, cartridge.config.next_position, cartridge.config.method) == (
+        SLOTS,
+        SLOTS,
+        "cartridge",
+    )
+    assert cartridge.layers[0][2] is None and cartridge.config.provenance["arguments"]["steps"] == 5
+    assert {path.name for path in finished.iterdir()} == {"run", "kvpop_cartridge.json", "kvpop_cartridge.safetensors"}
+    assert {"metrics.jsonl", "run.json", "training.png"} <= {path.name for path in (finished / "run").iterdir()}
+    compact(model, corpus, finished, *SMALL)  # a finished run is finished
+    assert read_cartridge(finished).digest == cartridge.digest
     assert capsys.readouterr().out.startswith(f"{SLOTS} slots for 359 tokens, loss ")
 
 
@@ -210,10 +225,10 @@ def test_without_training_it_is_its_start(model, corpus, tmp_path):
         first = tmp_path / f"f{len(options)}"
         arguments = ["compact", str(model), "--data", str(data), "--out", str(first), "--threads", "1"]
         assert main([*arguments, "--method", "first", "--slots", str(SLOTS)]) == 0
-        found, expected = read_cartridge(out), read_cartridge(first)
-        assert found.config.next_position == expected.config.next_position
-        for own, them in zip(found.layers, expected.layers, strict=True):
-            assert torch.equal(own[0], them[0]) and torch.equal(own[1], them[1])
+        cartridge, expected = read_cartridge(out), read_cartridge(first)
+        assert cartridge.config.next_position == expected.config.next_position
+        for layer, expected_layer in zip(cartridge.layers, expected.layers, strict=True):
+            assert torch.equal(layer[0], expected_layer[0]) and torch.equal(layer[1], expected_layer[1])
 
 
 def test_it_starts_from_another_cartridge(model, corpus, tmp_path):
@@ -225,13 +240,13 @@ def test_it_starts_from_another_cartridge(model, corpus, tmp_path):
     for steps in ("0", "2"):
         more = ["--conversations", "4", "--batch", "2", "--steps", steps, "--init", str(tmp_path / "am")]
         compact(model, corpus, tmp_path / steps, *more)
-        found = read_cartridge(tmp_path / steps)
-        assert found.config.next_position == SLOTS
-        for (k, v, bias), (own_k, own_v, own_bias) in zip(before.layers, found.layers, strict=True):
+        cartridge = read_cartridge(tmp_path / steps)
+        assert cartridge.config.next_position == SLOTS
+        for (k, v, bias), (own_k, own_v, own_bias) in zip(before.layers, cartridge.layers, strict=True):
             assert torch.equal(bias, own_bias) and bias.std() > 0
             same = (
                 torch.isclose(own_v, v, atol=1e-6),
-                torch.isclose(own_k, turned(k, SLOTS - length, found.config.rope), atol=1e-5),
+                torch.isclose(own_k, turned(k, SLOTS - length, cartridge.config.rope), atol=1e-5),
             )
             assert all(part[:, :1].all() and part[:, 1:].all() == (steps == "0") for part in same)
 
@@ -251,8 +266,8 @@ def test_model_without_a_chat_template(corpus, tmp_path):
     model = write_tiny_model(tmp_path / "model", vocab=258)
     byte_tokenizer(template=None).save_pretrained(model)
     compact(model, corpus, tmp_path / "c", "--conversations", "2", "--batch", "1", "--steps", "1")
-    (own, _) = read_conversations(tmp_path / "c" / "run" / "conversations.jsonl")
-    assert bytes(own.prompt).decode() == f"\n\n{own.question}\n\n"
+    (conversation, _) = read_conversations(tmp_path / "c" / "run" / "conversations.jsonl")
+    assert bytes(conversation.prompt).decode() == f"\n\n{conversation.question}\n\n"
 
 
 @pytest.mark.slow
@@ -262,9 +277,9 @@ def test_engine_samples_with_the_teacher_of_transformers(model, corpus):
     prefix, prompts = list(corpus.read_bytes()), [[10, 65, 66], [10, 67, 68, 69, 70]]
     with engine_sampler(str(model), "float32", 1024, {256}) as sample:
         answers = sample(prefix, prompts, 12, [0, 1])
-    for prompt, own in zip(prompts, answers, strict=True):
-        logp = stock_logp(model, prefix + prompt + own.tokens)[-len(own.tokens) - 1 : -1]
-        for position, (token, ids, values) in enumerate(zip(*own, strict=True)):
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logp = stock_logp(model, prefix + prompt + answer.tokens)[-len(answer.tokens) - 1 : -1]
+        for position, (token, ids, values) in enumerate(zip(*answer, strict=True)):
             assert token in ids and TOP <= len(ids) <= TOP + 1
             torch.testing.assert_close(torch.tensor(values), logp[position, ids], rtol=0, atol=1e-3)
 
@@ -284,17 +299,17 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refusals(model, corpus, whole, tmp_path, capsys, case):
+def test_refusals(model, corpus, finished, tmp_path, capsys, case):
     options, message = REFUSALS[case]
-    options = [str(whole) if each == "START" else each for each in options]
+    options = [str(finished) if option == "START" else option for option in options]
     capsys.readouterr()
     compact(model, corpus, tmp_path / "c", *options, code=2)
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "c").exists()
 
 
-def test_other_runs_are_refused(model, corpus, whole, tmp_path, capsys):
-    compact(model, corpus, whole, *SMALL, "--lr", "0.1", code=2)
+def test_other_runs_are_refused(model, corpus, finished, tmp_path, capsys):
+    compact(model, corpus, finished, *SMALL, "--lr", "0.1", code=2)
     assert "holds a run with lr = 0.02, not 0.1: choose another --out" in capsys.readouterr().err
     (tmp_path / "letter.txt").write_text("mine")
     compact(model, corpus, tmp_path, *SMALL, code=2)

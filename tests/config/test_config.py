@@ -17,8 +17,8 @@ DELAYED = ScorerShape(sinks=4, window=16, topk=44, delayed=True)
 STATELESS = ScorerShape(sinks=4, window=16, topk=44, delayed=False)
 
 
-def settings(**given):
-    return PolicySettings.parse({"policy": "p", **given})
+def settings(**options):
+    return PolicySettings.parse({"policy": "p", **options})
 
 
 def test_every_setting_has_a_flag():
@@ -33,15 +33,15 @@ def test_other_keys_are_other_peoples():
 
 
 def test_what_may_be_protected():
-    same = [(kept, kept) for kept in (None, True, False, 0, 1, 2**24)]
-    for given, kept in (*same, ("all", True), ("0", 0), ("17", 17)):
-        found = settings(protect_prompt=given).protect_prompt
-        assert found == kept and type(found) is type(kept)
+    same = [(parsed, parsed) for parsed in (None, True, False, 0, 1, 2**24)]
+    for value, parsed in (*same, ("all", True), ("0", 0), ("17", 17)):
+        protect = settings(protect_prompt=value).protect_prompt
+        assert protect == parsed and type(protect) is type(parsed)
 
 
 def test_how_much_of_a_prompt_is_protected():
-    for protect, kept in ((True, (1, 5, 900)), (False, (0, 0, 0)), (0, (0, 0, 0)), (5, (5, 5, 5)), (1, (1, 1, 1))):
-        assert tuple(protected_tokens(protect, prompt) for prompt in (1, 5, 900)) == kept
+    for protect, expected in ((True, (1, 5, 900)), (False, (0, 0, 0)), (0, (0, 0, 0)), (5, (5, 5, 5)), (1, (1, 1, 1))):
+        assert tuple(protected_tokens(protect, prompt) for prompt in (1, 5, 900)) == expected
 
 
 def test_budget_without_a_scorer():

@@ -16,20 +16,24 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
 def engine_table() -> str:
     """Return the table of flags, keys and arguments in ``docs/flags.md``."""
     lines = ["| flag | key and `KVpopCache` argument | default | meaning |", "|---|---|---|---|"]
-    for each in SETTINGS:
-        if REQUEST in each.where:
+    for setting in SETTINGS:
+        if REQUEST in setting.applies_to:
             continue
-        flag = f"`{each.flag} {each.metavar}`".replace("|", "\\|").replace(" `", "`") if ENGINE in each.where else "-"
-        only = "" if len(each.where) > 1 else f" ({each.where[0]} only)"
-        lines.append(f"| {flag} | `{each.name}`{only} | {each.default or '-'} | {each.meaning}. |")
+        flag = (
+            f"`{setting.flag} {setting.metavar}`".replace("|", "\\|").replace(" `", "`")
+            if ENGINE in setting.applies_to
+            else "-"
+        )
+        only = "" if len(setting.applies_to) > 1 else f" ({setting.applies_to[0]} only)"
+        lines.append(f"| {flag} | `{setting.name}`{only} | {setting.default or '-'} | {setting.meaning}. |")
     return "\n".join(lines)
 
 
 def request_table() -> str:
     """Return the table of the keys of a request in ``docs/flags.md``."""
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for name, each in settings_of(REQUEST).items():
-        lines.append(f"| `{name}` | {each.metavar} | {each.default or 'of the server'} | {each.meaning}. |")
+    for name, setting in settings_of(REQUEST).items():
+        lines.append(f"| `{name}` | {setting.metavar} | {setting.default or 'of the server'} | {setting.meaning}. |")
     return "\n".join(lines)
 
 
@@ -41,8 +45,8 @@ def test_the_document_has_the_table(table):
 def test_the_cache_of_transformers_takes_its_settings():
     from kvpop_vllm.hf import KVpopCache
 
-    taken = list(inspect.signature(KVpopCache).parameters)
-    assert taken == ["model", *settings_of(CACHE)]
+    parameters = list(inspect.signature(KVpopCache).parameters)
+    assert parameters == ["model", *settings_of(CACHE)]
 
 
 def test_the_keys_of_a_request():
@@ -57,11 +61,11 @@ def test_the_keys_of_a_request():
 
 
 def test_names_are_unique_and_help_is_one_sentence():
-    assert len({(each.name, each.where) for each in SETTINGS}) == len(SETTINGS)
-    assert all(each.help.endswith(".") and "\n" not in each.help for each in SETTINGS)
+    assert len({(setting.name, setting.applies_to) for setting in SETTINGS}) == len(SETTINGS)
+    assert all(setting.help.endswith(".") and "\n" not in setting.help for setting in SETTINGS)
 
 
 def test_the_default_protection_is_that_of_the_policies():
     protecting = [name for name in policies.known() if policies.get(name).default_protect]
-    said = settings_of(ENGINE)["protect_prompt"].default
-    assert all(name in said for name in protecting) and len(protecting) == 3
+    default = settings_of(ENGINE)["protect_prompt"].default
+    assert all(name in default for name in protecting) and len(protecting) == 3

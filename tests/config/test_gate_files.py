@@ -53,17 +53,19 @@ def test_a_gate_scores_as_the_oracle_does(written, name):
     torch.set_default_dtype(torch.bfloat16)
     try:
         gate = from_tensors(config, layers[1])
-        found = gate(Signals(hidden, k, v, channel))
+        scores = gate(Signals(hidden, k, v, channel))
     finally:
         torch.set_default_dtype(before)
     assert (
-        found.dtype == torch.float32 and found.shape == (20, 2) and not any(p.requires_grad for p in gate.parameters())
+        scores.dtype == torch.float32
+        and scores.shape == (20, 2)
+        and not any(p.requires_grad for p in gate.parameters())
     )
     heads_first = (x.double().transpose(0, 1) for x in (k, v))
     exact = raw_scores(read_scorer(folder), 1, *heads_first, 16, hidden.double(), channel.double().T).T
     shift = int(getattr(config, "shifted", False))
-    torch.testing.assert_close(found[shift:].double(), exact[: len(exact) - shift], rtol=1e-5, atol=1e-5)
-    assert found.std(0).min() > 0.1
+    torch.testing.assert_close(scores[shift:].double(), exact[: len(exact) - shift], rtol=1e-5, atol=1e-5)
+    assert scores.std(0).min() > 0.1
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -77,8 +79,8 @@ def test_ranks_together_have_every_head_once(written, name):
     kind = KINDS[name][0]
     policy = policies.get(kind)(PolicySettings(kind, scorer=str(written(name))), SHAPE)
     draw = torch.Generator().manual_seed(0)
-    seen = Signals(*(torch.randn(*shape, generator=draw) for shape in ((9, 64), (9, 2, 32), (9, 2, 32), (9, 2))))
-    whole = policy.gate(1, slice(0, 2))(seen)
+    signals = Signals(*(torch.randn(*shape, generator=draw) for shape in ((9, 64), (9, 2, 32), (9, 2, 32), (9, 2))))
+    all_scores = policy.gate(1, slice(0, 2))(signals)
     policy.check_ranks(1)
     if policy.config.reads == "kv":
         with pytest.raises(ConfigError, match="of all heads: set --tensor-parallel-size 1"):
@@ -89,9 +91,9 @@ def test_ranks_together_have_every_head_once(written, name):
     with few if policy.config.reads == "query" else nullcontext():
         policy.check_ranks(4)
     for head in range(2):
-        own = seen._replace(channel=seen.channel[:, head : head + 1])
-        torch.testing.assert_close(policy.gate(1, slice(head, head + 1))(own)[:, 0], whole[:, head])
-    assert not torch.equal(policy.gate(0, slice(0, 2))(seen), whole), "layers are the same"
+        head_signals = signals._replace(channel=signals.channel[:, head : head + 1])
+        torch.testing.assert_close(policy.gate(1, slice(head, head + 1))(head_signals)[:, 0], all_scores[:, head])
+    assert not torch.equal(policy.gate(0, slice(0, 2))(signals), all_scores), "layers are the same"
 
 
 def test_compiled_graphs_differ_by_what_they_compute(written, model, tmp_path):
@@ -114,6 +116,6 @@ def test_an_untrained_gate_says_the_same_of_every_token(model, tmp_path, kind):
     """
     config = init_scorer(model, tmp_path / kind, scorer=kind)
     _, layers = checkpoint.read_scorer(tmp_path / kind)
-    given = from_tensors(config, layers[0])(Signals(torch.randn(12, 64)))
-    assert torch.equal(given, given[:1].expand(12, -1))
-    torch.testing.assert_close(given[0], torch.full((2,), UNTRAINED[kind]))
+    scores = from_tensors(config, layers[0])(Signals(torch.randn(12, 64)))
+    assert torch.equal(scores, scores[:1].expand(12, -1))
+    torch.testing.assert_close(scores[0], torch.full((2,), UNTRAINED[kind]))

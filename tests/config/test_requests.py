@@ -20,8 +20,8 @@ def server(policy="h2o", **settings):
 
 def test_nothing_asked_is_the_servers():
     roles = server(protect_prompt=8).retention
-    for asked in (None, {}, {"kv_transfer_params": {}}, {"other": 1}):
-        assert resolve(server(protect_prompt=8), asked, 10) == RequestSlots(8, 0, roles.budget, roles.window)
+    for options in (None, {}, {"kv_transfer_params": {}}, {"other": 1}):
+        assert resolve(server(protect_prompt=8), options, 10) == RequestSlots(8, 0, roles.budget, roles.window)
     assert of_params(None) is None and of_params(object()) is None
 
 
@@ -38,16 +38,18 @@ def test_slots_travel_with_the_sampling_parameters():
 @pytest.mark.parametrize("budget", [16, 33, 64, 100])
 @pytest.mark.parametrize("policy", ["h2o", "tova", "streaming-llm", "momentkv", "random"])
 def test_a_budget_resolves_as_a_servers(policy, budget):
-    own = server(policy, budget=budget).retention
-    found = resolve(server(policy, max_budget=100), {"kv_budget": budget}, 10)
-    assert (found.budget, found.window) == (own.budget, own.window)
-    given = server(policy, max_budget=100, window=7)
-    assert resolve(given, {"kv_budget": budget}, 10).window == 7
+    retention = server(policy, budget=budget).retention
+    slots = resolve(server(policy, max_budget=100), {"kv_budget": budget}, 10)
+    assert (slots.budget, slots.window) == (retention.budget, retention.window)
+    windowed = server(policy, max_budget=100, window=7)
+    assert resolve(windowed, {"kv_budget": budget}, 10).window == 7
 
 
 def test_protection():
-    kept = server().retention
-    assert resolve(server(max_protect=True), {"kv_protect_prompt": "all"}, 10) == RequestSlots(10, 0, 64, kept.window)
+    retention = server().retention
+    assert resolve(server(max_protect=True), {"kv_protect_prompt": "all"}, 10) == RequestSlots(
+        10, 0, 64, retention.window
+    )
     assert resolve(server(max_protect=True), {"kv_protect_prompt": True}, 10).prefix == 10
     assert resolve(server(max_protect=20), {"kv_protect_prompt": "all"}, 20).prefix == 20
     assert resolve(server(max_protect=20), {"kv_protect_prompt": 20}, 5).prefix == 20
@@ -59,13 +61,17 @@ def test_protection():
 
 
 def test_cartridges_stand_before_the_protected_prompt():
-    known = {"a": Placed("1", 64), "b": Placed("2", 128), "again": Placed("1", 64)}
-    asked = {"kv_cartridges": ["b", "a"]}
-    placed = named(asked, known)
-    assert placed == {"b": known["b"], "a": known["a"]} and list(placed) == ["b", "a"] and named({}, known) == {}
-    found = resolve(server("h2o"), asked, 40, tuple(placed.values()))
-    assert (found.prefix, found.made, found.cartridges) == (192, 192, (known["b"], known["a"]))
+    named_cartridges = {"a": Placed("1", 64), "b": Placed("2", 128), "again": Placed("1", 64)}
+    options = {"kv_cartridges": ["b", "a"]}
+    placed = named(options, named_cartridges)
+    assert (
+        placed == {"b": named_cartridges["b"], "a": named_cartridges["a"]}
+        and list(placed) == ["b", "a"]
+        and named({}, named_cartridges) == {}
+    )
+    slots = resolve(server("h2o"), options, 40, tuple(placed.values()))
+    assert (slots.prefix, slots.made, slots.cartridges) == (192, 192, (named_cartridges["b"], named_cartridges["a"]))
     with pytest.raises(ConfigError, match="twice, by two names of it"):
-        named({"kv_cartridges": ["a", "again"]}, known)
+        named({"kv_cartridges": ["a", "again"]}, named_cartridges)
     with pytest.raises(UnknownCartridge, match="'c' does not exist: name one of a, b, again"):
-        named({"kv_cartridges": ["c"]}, known)
+        named({"kv_cartridges": ["c"]}, named_cartridges)

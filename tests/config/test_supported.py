@@ -103,7 +103,7 @@ def test_every_architecture_has_its_classes():
         assert getattr(model_types, name.replace("ForCausalLM", "Config")).model_type == f"{kind}_kvpop"
         assert hasattr(full_checkpoint, name) and hasattr(models, name)
         assert STOCK_ARCHITECTURES[getattr(models, name).__mro__[2].__name__] == name
-        assert any(kind in each.__name__.lower() for each in gated_attention._CLASSES)
+        assert any(kind in backend.__name__.lower() for backend in gated_attention._CLASSES)
 
 
 def test_what_only_the_reader_or_an_unknown_key_says():

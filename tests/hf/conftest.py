@@ -39,13 +39,13 @@ def case(tiny, tmp_path_factory):
     """Return ``make(kind, policy, **options)``, which returns (model, Case), built once."""
     from engine.matrix import make_case
 
-    known = {}
+    built = {}
 
     def make(kind: str, policy: str, **options):
         key = kind, policy, *sorted(options.items())
-        if key not in known:
+        if key not in built:
             folder, model = tiny(kind)
-            known[key] = model, make_case(folder, tmp_path_factory.mktemp("scorer"), policy, **options)
-        return known[key]
+            built[key] = model, make_case(folder, tmp_path_factory.mktemp("scorer"), policy, **options)
+        return built[key]
 
     return make

@@ -45,14 +45,14 @@ class Watch(StoppingCriteria):
 
 @pytest.mark.parametrize("kind, policy, options", CASES, ids=lambda value: str(value) if value else "")
 def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, options):
-    model, found = case(kind, policy, **options)
-    cache = KVpopCache(model, **found.settings)
+    model, served = case(kind, policy, **options)
+    cache = KVpopCache(model, **served.settings)
     watch, prompts = Watch(cache), [distinct(length) for length in LENGTHS]
     inputs = padded(prompts)
     shown = {"stopping_criteria": [watch], "return_dict_in_generate": True, "output_logits": True}
     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False, **shown)
     assert len(watch.steps) == NEW and cache.lengths == [length + NEW - 1 for length in LENGTHS]
-    answers, held = {}, {}
+    answers, held_by_layer = {}, {}
     for row, prompt in enumerate(prompts):
         tokens = out.sequences[row, inputs["input_ids"].shape[1] :].tolist()
         top = [step[row].double().log_softmax(-1).topk(TOP) for step in out.logits]
@@ -61,15 +61,17 @@ def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, o
             for step in top
         ]
         output = SimpleNamespace(token_ids=tokens, logprobs=entries)
-        told = {"request_id": row, "prompt_token_ids": prompt, "prompt_logprobs": None, "outputs": [output]}
-        answers[row] = SimpleNamespace(**told)
-        held[row] = {layer: [_held(step[row][layer], len(prompt)) for step in watch.steps] for layer in range(2)}
-    before = found.judge.near_ties
-    found.judge.check(answers, held)
-    assert found.judge.near_ties <= before + 1
+        answer = {"request_id": row, "prompt_token_ids": prompt, "prompt_logprobs": None, "outputs": [output]}
+        answers[row] = SimpleNamespace(**answer)
+        held_by_layer[row] = {
+            layer: [_held(step[row][layer], len(prompt)) for step in watch.steps] for layer in range(2)
+        }
+    before = served.judge.near_ties
+    served.judge.check(answers, held_by_layer)
+    assert served.judge.near_ties <= before + 1
     # [NEW, 2, layers, H]
     counts = torch.stack([torch.stack([row.sum(-1) for row in step]) for step in watch.steps])
-    policy = found.judge.policy
+    policy = served.judge.policy
     topk = policy.topk if isinstance(policy.topk, tuple) else (policy.topk,) * 2
     budgets = [
         [policy.sinks + policy.window + k for k in (row if isinstance(row, tuple) else (row,) * 2)] for row in topk
@@ -79,6 +81,6 @@ def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, o
 
 def _held(visible, prompt):
     """Return one layer's ``[H, seen]`` booleans as the judge takes them."""
-    seen = visible.shape[1]
-    new = seen if seen == prompt else 1
-    return SimpleNamespace(seen=seen, new=new, positions=[row.nonzero().flatten().tolist() for row in visible])
+    length = visible.shape[1]
+    new = length if length == prompt else 1
+    return SimpleNamespace(seen=length, new=new, positions=[row.nonzero().flatten().tolist() for row in visible])

@@ -33,7 +33,7 @@ def folders(tiny, tmp_path_factory):
 @pytest.mark.parametrize("names", [("biased",), ("plain", "biased")])
 @pytest.mark.parametrize("name", CASES)
 def test_rows_behind_cartridges_are_the_oracles(case, folders, name, names):
-    """Padded rows of several lengths share the slots; a copy goes on, and so does a second batch."""
+    """Padded rows of several lengths share the slots. A copy goes on, and so does a second batch."""
     kind, policy, options = CASES[name]
     model, matrix_case = case(kind, policy, **options)
     cartridges = folders(kind, *names)
@@ -74,7 +74,7 @@ def test_the_slots_are_there_once(case, folders):
 
 
 def test_what_the_slots_hold_of_a_chat_is_not_given_again(case, tiny, tmp_path):
-    """Ids after the head are the prompt; ids that begin with it are refused, in a padded row too."""
+    """Ids after the head are the prompt. Ids that begin with it are refused, in a padded row too."""
     model, matrix_case = case("qwen3", "h2o")
     head, prompt = [5, 9, 7], random_prompt(20)
     plain, headed = (
@@ -102,7 +102,7 @@ def test_layers_without_rotation_are_not_turned(tmp_path):
 
 @pytest.mark.parametrize("template", [None, CHAT, f"<bos>{CHAT}"])
 def test_prompts_behind_a_cartridge_begin_as_the_fits(tiny, tmp_path, template):
-    """After a cartridge that holds BOS neither texts nor chats have another; after a chat's head they have no head."""
+    """After a cartridge that holds BOS neither texts nor chats have another. After a chat's head they have no head."""
     folder, model = tiny("llama")
     tokenizer = byte_tokenizer(template, bos=True)
     place = place_of(tokenizer, "front")

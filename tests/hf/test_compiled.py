@@ -28,7 +28,7 @@ def test_generate_and_dense_passes(plain):
     """
     torch._dynamo.reset()
     model, inputs = copy.deepcopy(plain), torch.tensor([PROMPT])
-    caches = [KVpopCache(each, "h2o", budget=BUDGET) for each in (plain, model, model)]
+    caches = [KVpopCache(variant, "h2o", budget=BUDGET) for variant in (plain, model, model)]
     expected = generate(plain, caches[0], [PROMPT], new=1)
     model.model.norm.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     model.compile(backend="eager")

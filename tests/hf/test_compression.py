@@ -1,4 +1,4 @@
-"""`KVpopCache` under policies that compress a prompt at its end: pieces, turns, memory, texts behind the prompt."""
+"""`KVpopCache` under policies that compress a prompt at its end: pieces, turns, memory, texts after the prompt."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ PROMPT = random_prompt(150)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_in_pieces_and_a_second_turn(case, policy):
-    """Pieces of a prompt, shorter than the queries that vote or not, are one prompt; a later text is read anew."""
-    model, found = case("qwen3", policy)
-    whole = KVpopCache(model, **found.settings)
-    expected = generate(model, whole, [PROMPT], 30)[0]
-    assert int(whole.held().sum()) <= 4 * BUDGET and whole.lengths == [179] and whole.get_seq_length() == 0
-    for size, asked in ((50, {}), (17, {}), (149, {"prompt": 150}), (50, {"prompt": 150})):
-        parts = KVpopCache(model, **found.settings, **asked)
+    """Pieces of a prompt, shorter than the queries that vote or not, are one prompt. A later text is read again."""
+    model, served = case("qwen3", policy)
+    at_once = KVpopCache(model, **served.settings)
+    expected = generate(model, at_once, [PROMPT], 30)[0]
+    assert int(at_once.held().sum()) <= 4 * BUDGET and at_once.lengths == [179] and at_once.get_seq_length() == 0
+    for size, options in ((50, {}), (17, {}), (149, {"prompt": 150}), (50, {"prompt": 150})):
+        parts = KVpopCache(model, **served.settings, **options)
         out = model.generate(
             **padded([PROMPT]), past_key_values=parts, max_new_tokens=30, do_sample=False, prefill_chunk_size=size
         )
-        assert out[0, 150:].tolist() == expected and torch.equal(parts.held(), whole.held())
-    text, anew = [*PROMPT, *expected, *random_prompt(20, seed=5)], KVpopCache(model, **found.settings)
-    assert generate(model, whole, [text], 10) == generate(model, anew, [text], 10)
-    assert torch.equal(whole.held(), anew.held())
+        assert out[0, 150:].tolist() == expected and torch.equal(parts.held(), at_once.held())
+    text, anew = [*PROMPT, *expected, *random_prompt(20, seed=5)], KVpopCache(model, **served.settings)
+    assert generate(model, at_once, [text], 10) == generate(model, anew, [text], 10)
+    assert torch.equal(at_once.held(), anew.held())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_not_retained_is_freed(case, policy):
-    model, found = case("qwen3", policy)
+    model, served = case("qwen3", policy)
     sizes = []
     for tokens, new in ((150, 1), (150, 3), (10, 3)):
-        cache = KVpopCache(model, **found.settings)
+        cache = KVpopCache(model, **served.settings)
         generate(model, cache, [PROMPT[:tokens]], new)
         sizes.append(cache.allocated_bytes())
     assert sizes[0] > sizes[1] == sizes[2]
@@ -46,11 +46,11 @@ def test_what_is_not_retained_is_freed(case, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_text_goes_on_behind_its_prompt(case, policy):
     """A text whose first 40 tokens are its prompt is a prompt of 40 tokens, and the rest token by token."""
-    model, found = case("llama", policy)
-    ids, whole, parts = torch.tensor([PROMPT[:90]]), *(KVpopCache(model, **found.settings, prompt=40) for _ in "ab")
+    model, served = case("llama", policy)
+    ids, at_once, parts = torch.tensor([PROMPT[:90]]), *(KVpopCache(model, **served.settings, prompt=40) for _ in "ab")
     cuts = [ids[:, :40], *ids[:, 40:].split(1, 1)]
     with torch.no_grad():
-        expected = model(ids, past_key_values=whole).logits
+        expected = model(ids, past_key_values=at_once).logits
         logits = torch.cat([model(part, past_key_values=parts).logits for part in cuts], 1)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
-    assert torch.equal(whole.held(), parts.held()) and not bool(whole.held().all())
+    assert torch.equal(at_once.held(), parts.held()) and not bool(at_once.held().all())

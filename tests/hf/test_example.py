@@ -22,8 +22,8 @@ def test_it_answers_from_more_than_it_holds(capsys):
     assert (args.model, args.policy) == (needle.MODEL, "kvpop")
     assert "4719" in hf_generate.run(args)
     printed = capsys.readouterr().out
-    tokens, held = map(int, re.search(r"of (\d+) tokens, (\d+) are held per head", printed).groups())
-    assert tokens > 500 and 240 <= held <= 256, "heads with more slots than others have not filled all of them"
+    tokens, held_tokens = map(int, re.search(r"of (\d+) tokens, (\d+) are held per head", printed).groups())
+    assert tokens > 500 and 240 <= held_tokens <= 256, "heads with more slots than others have not filled all of them"
     assert "MiB, however long it gets; dense" in printed
 
 

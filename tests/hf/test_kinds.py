@@ -98,7 +98,7 @@ def test_answers(family, tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "granite_swa"])
 def test_attention_sinks_are_those_of_the_pass(kind, tmp_path):
-    """Sinks that change after a text count in the next one; without them the answers are others."""
+    """Sinks that change after a text count in the next one. Without them the answers are others."""
     model = AutoModelForCausalLM.from_pretrained(
         write_mixed_model(tmp_path / "model", kind), dtype=torch.float32
     ).eval()
@@ -139,7 +139,7 @@ def test_a_protected_prompt_cannot_be_gone_back_to(family, tmp_path):
 
 
 def test_rows_with_pads_are_refused_where_queries_are_scaled_by_their_column(tmp_path):
-    """Llama 4 counts pads as positions there; rows of equal length, and shorter ones, go through."""
+    """Llama 4 counts pads as positions there. Rows of equal length, and shorter ones, go through."""
     tuning = {"attn_temperature_tuning": True, "floor_scale": 64, "attn_scale": 0.1}
     model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, "llama4_text", **tuning))
     cache = KVpopCache(model, "streaming-llm", budget=BUDGET)
@@ -154,7 +154,7 @@ def test_rows_with_pads_are_refused_where_queries_are_scaled_by_their_column(tmp
 
 
 def test_protected_prompts_leave_the_columns_of_queries_alone(tmp_path):
-    """Llama 4 asks for its queries' columns within a pass; with nothing evicted the logits are those without a cache."""
+    """Llama 4 asks for its queries' columns within a pass. With nothing evicted the logits are those without a cache."""
     tuning = {"attn_temperature_tuning": True, "floor_scale": 64, "attn_scale": 0.5}
     model = AutoModelForCausalLM.from_pretrained(write_mixed_model(tmp_path, "llama4_text", **tuning))
     tokens = torch.tensor([distinct(160)])

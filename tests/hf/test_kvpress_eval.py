@@ -51,10 +51,10 @@ def test_policies_and_presses_answer_the_same_questions():
     files.append(str(ROOT / "examples" / "scorers" / "smollm2-135m-kvpop"))
     child = subprocess.run([str(PEERS), "-c", CHILD, *files], env=env, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stderr[-3000:]
-    said = json.loads(child.stdout.splitlines()[-1])
-    answers = said["answers"]
+    report = json.loads(child.stdout.splitlines()[-1])
+    answers = report["answers"]
     for name, (together, alone) in answers.items():
         assert together == alone, f"{name}: an answer leaves something behind for the next question"
     assert answers["full"] == answers["no press"] == answers["kvpress, nothing evicted"]
     assert answers["streaming-llm"] != answers["no press"]
-    assert said["budget"] == 100
+    assert report["budget"] == 100

@@ -17,27 +17,27 @@ LENGTHS = (150, 9, 63)
 @pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv", "triattention"])
 @pytest.mark.parametrize("protect, options", [(True, {}), (70, {}), (5, {"prefill_chunk_size": 16})])
 def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, protect, options):
-    """Padded rows protect their own first tokens, also in a second turn and behind chunks of pads only."""
-    model, found = case("qwen3", policy)
-    settings = found.settings | {"protect_prompt": protect}
+    """Padded rows protect their own first tokens, also in a second turn and after chunks of pads only."""
+    model, served = case("qwen3", policy)
+    settings = served.settings | {"protect_prompt": protect}
     prompts, cache = [random_prompt(n, seed=n) for n in LENGTHS], KVpopCache(model, **settings)
-    together, held = generate(model, cache, prompts, 40, **options), [cache.held(row) for row in range(3)]
+    together, held_by_row = generate(model, cache, prompts, 40, **options), [cache.held(row) for row in range(3)]
     protected = [n if protect is True else protect for n in LENGTHS]
     assert cache.protected == protected
-    texts = [[*each, *more, *random_prompt(20, seed=5)] for each, more in zip(prompts, together, strict=True)]
+    texts = [[*prompt, *more, *random_prompt(20, seed=5)] for prompt, more in zip(prompts, together, strict=True)]
     later = generate(model, cache, texts, 30)
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        own, anew = KVpopCache(model, **settings), KVpopCache(model, **settings)
-        assert generate(model, own, [prompt], 40)[0] == together[row] and torch.equal(own.held(), held[row])
-        assert bool(own.held()[..., : protected[row]].all())
-        assert generate(model, own, [text], 30)[0] == generate(model, anew, [text], 30)[0] == later[row]
-        assert torch.equal(own.held(), anew.held()) and torch.equal(own.held(), cache.held(row))
+        alone, anew = KVpopCache(model, **settings), KVpopCache(model, **settings)
+        assert generate(model, alone, [prompt], 40)[0] == together[row] and torch.equal(alone.held(), held_by_row[row])
+        assert bool(alone.held()[..., : protected[row]].all())
+        assert generate(model, alone, [text], 30)[0] == generate(model, anew, [text], 30)[0] == later[row]
+        assert torch.equal(alone.held(), anew.held()) and torch.equal(alone.held(), cache.held(row))
 
 
 @pytest.mark.parametrize("policy", ["streaming-llm", "kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv"])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}])
 def test_protected_tokens_of_answers(case, policy, options):
-    """N lies in a row's prompt, beyond another's turn, and in the third's answer; the oracle judges both turns."""
+    """N lies in a row's prompt, beyond another's turn, and in the third's answer. The oracle judges both turns."""
     protect = 80
     model, matrix_case = case("qwen3", policy, protect_prompt=protect)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
@@ -70,34 +70,34 @@ def test_pages_of_protected_tokens_come_as_the_text_grows(case):
 
 
 def test_the_budget_bounds_what_is_not_protected(case):
-    model, found = case("qwen3", "h2o")
-    budget, prompt = found.settings["budget"], random_prompt(100)
-    cache = KVpopCache(model, **found.settings, protect_prompt=True)
+    model, served = case("qwen3", "h2o")
+    budget, prompt = served.settings["budget"], random_prompt(100)
+    cache = KVpopCache(model, **served.settings, protect_prompt=True)
     generate(model, cache, [prompt], 2 * budget)
-    held = cache.held().sum(-1)
-    assert bool((held == 100 + budget - cache.policy.retention.sinks).all())
+    held_counts = cache.held().sum(-1)
+    assert bool((held_counts == 100 + budget - cache.policy.retention.sinks).all())
     assert cache.get_seq_length() == 100 and cache.lengths == [100 + 2 * budget - 1]
 
 
 def test_a_prompt_in_pieces_and_a_copied_cache(case):
-    model, found = case("llama", "kvpop")
-    settings, prompt = found.settings | {"protect_prompt": True}, random_prompt(130)
-    whole, parts = KVpopCache(model, **settings), KVpopCache(model, **settings)
-    expected = generate(model, whole, [prompt], 30)
+    model, served = case("llama", "kvpop")
+    settings, prompt = served.settings | {"protect_prompt": True}, random_prompt(130)
+    at_once, parts = KVpopCache(model, **settings), KVpopCache(model, **settings)
+    expected = generate(model, at_once, [prompt], 30)
     inputs = padded([prompt])
-    found = model.generate(**inputs, past_key_values=parts, max_new_tokens=30, do_sample=False, prefill_chunk_size=50)
-    assert found[0, 130:].tolist() == expected[0] and parts.protected == [130]
-    assert torch.equal(parts.held(), whole.held())
-    branch = copy.deepcopy(whole)
+    chunked = model.generate(**inputs, past_key_values=parts, max_new_tokens=30, do_sample=False, prefill_chunk_size=50)
+    assert chunked[0, 130:].tolist() == expected[0] and parts.protected == [130]
+    assert torch.equal(parts.held(), at_once.held())
+    branch = copy.deepcopy(at_once)
     text = [*prompt, *expected[0], *random_prompt(9, seed=3)]
-    assert generate(model, branch, [text], 20) == generate(model, whole, [text], 20)
-    whole.reset()
-    assert generate(model, whole, [prompt], 30) == expected and whole.protected == [130]
+    assert generate(model, branch, [text], 20) == generate(model, at_once, [text], 20)
+    at_once.reset()
+    assert generate(model, at_once, [prompt], 30) == expected and at_once.protected == [130]
 
 
 def test_what_a_longer_pass_follows_must_be_said(case):
-    model, found = case("llama", "kvpop")
-    cache, ids = KVpopCache(model, **found.settings, protect_prompt=10), torch.tensor([random_prompt(45)])
+    model, served = case("llama", "kvpop")
+    cache, ids = KVpopCache(model, **served.settings, protect_prompt=10), torch.tensor([random_prompt(45)])
     with torch.no_grad():
         model(ids[:, :30], past_key_values=cache)
         with pytest.raises(
@@ -110,8 +110,8 @@ def test_what_a_longer_pass_follows_must_be_said(case):
 
 
 def test_a_turn_that_fails_before_attention_leaves_the_cache_as_it_was(case):
-    model, found = case("qwen3", "kvpop")
-    cache, prompt = KVpopCache(model, **found.settings, protect_prompt=True), random_prompt(40)
+    model, served = case("qwen3", "kvpop")
+    cache, prompt = KVpopCache(model, **served.settings, protect_prompt=True), random_prompt(40)
     answer = generate(model, cache, [prompt], 6)[0]
     text = [*prompt, *answer, *random_prompt(14, seed=6)]
     untouched = copy.deepcopy(cache)

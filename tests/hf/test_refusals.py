@@ -1,4 +1,4 @@
-"""Refusals of a cache, each in one line with the remedy; nothing falls back to dense attention."""
+"""Refusals of a cache, each in one line with the remedy. Nothing falls back to dense attention."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_sliding_window_that_no_text_outgrows():
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen2"])
 def test_a_sliding_window_as_long_as_the_models_positions(kind):
-    """It is full attention, up to the positions; one token less is refused."""
+    """It is full attention, up to the positions. One token less is refused."""
     windows = {"use_sliding_window": True, "max_window_layers": 1, "max_position_embeddings": 32, "pad_token_id": 0}
     model, inputs = small(kind, sliding_window=32, **windows).eval(), torch.tensor([PROMPT]) % 64
     cache = KVpopCache(model, "streaming-llm", budget=64)
@@ -177,7 +177,7 @@ TOWERS["audio_config"] |= {"nemo_conv_channels": 8, "audio_token_id": 62}
     "kind, more", [("phi3", {}), ("phimoe", {"num_local_experts": 2}), ("phi4_multimodal", TOWERS)]
 )
 def test_longrope(kind, more):
-    """A rotation that changes within the text is refused; up to there the model is served, and never densely."""
+    """A rotation that changes within the text is refused. Up to there the model is served, and never densely."""
     model, refused = longrope(kind, **more), "rotates keys differently in texts of more than 32 tokens .LongRoPE."
     for options in ({}, {"max_length": 33}):
         with pytest.raises(ConfigError, match=f"^{kind} {refused}, .*: set max_length to at most 32$"):
@@ -265,7 +265,9 @@ def test_what_is_no_model(model):
         (torch.compile(model), r"the model in it, model\._orig_mod"),
     ):
         kind = type(wrapper).__name__
-        with pytest.raises(ConfigError, match=f"^{kind} is no causal language model of transformers: give {remedy}$"):
+        with pytest.raises(
+            ConfigError, match=f"^{kind} is not a causal language model of transformers: give {remedy}$"
+        ):
             KVpopCache(wrapper, **STREAMING)
 
 
@@ -281,12 +283,12 @@ def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
     "options, message, lengths",
     [
         ({"num_beams": 2}, "does not exchange rows: set num_beams to 1", [30] * 2),
-        ({"prompt_lookup_num_tokens": 3}, "takes no token back: leave assistant_model and prompt_lookup", []),
-        ({"assistant_model": True}, "takes no token back: leave assistant_model and prompt_lookup", []),
+        ({"prompt_lookup_num_tokens": 3}, "cannot remove tokens: leave assistant_model and prompt_lookup", []),
+        ({"assistant_model": True}, "cannot remove tokens: leave assistant_model and prompt_lookup", []),
     ],
 )
 def test_ways_of_generating(model, options, message, lengths):
-    """Unsupported ways of generating are refused; beams are first exchanged after the prompt."""
+    """Unsupported ways of generating are refused. Beams are first exchanged after the prompt."""
     cache = KVpopCache(model, **STREAMING)
     if "assistant_model" in options:
         options = {"assistant_model": model}
@@ -297,7 +299,7 @@ def test_ways_of_generating(model, options, message, lengths):
 
 def test_what_is_done_to_caches(used):
     for name, args, message in (
-        ("crop", (-1,), "takes no token back: leave crop"),
+        ("crop", (-1,), "cannot remove tokens: leave crop"),
         ("reorder_cache", (torch.tensor([1, 0]),), "set num_beams to 1"),
         ("batch_repeat_interleave", (2,), "does not repeat rows: repeat the inputs"),
         ("batch_select_indices", (torch.tensor([0]),), "does not choose among rows: make one cache"),
@@ -363,8 +365,8 @@ def test_pads_are_no_text(model):
 @pytest.mark.parametrize(
     "mask, message",
     [
-        (torch.tensor([[1, 1, 1, 0]]), "zeros behind a row's first token: pad on the left"),
-        (torch.tensor([[1, 0, 1, 1]]), "zeros behind a row's first token: pad on the left"),
+        (torch.tensor([[1, 1, 1, 0]]), "zeros after a row's first token: pad on the left"),
+        (torch.tensor([[1, 0, 1, 1]]), "zeros after a row's first token: pad on the left"),
         (torch.ones(1, 1, 4, 4), "attention_mask is .1, 1, 4, 4. and must be a tensor of shape .1, 4."),
         ({"full_attention": None}, "attention_mask is a dict and must be a tensor of shape .1, 4."),
     ],
@@ -446,7 +448,11 @@ def test_gradients_and_attention_weights(model):
         ),
         ("cuda", {"size": 1024}, "no GPU kernels for keys of torch.bfloat16 and size 1024"),
         ("cuda", {"capability": (7, 5)}, "GPU kernels are for NVIDIA's from compute capability 8.0 on"),
-        ("cuda", {"rounds": Redundancy(2)}, "scores anew in rounds, which only a CPU does: move the model to the CPU"),
+        (
+            "cuda",
+            {"rounds": Redundancy(2)},
+            "recomputes its scores in rounds, which only a CPU does: move the model to the CPU",
+        ),
         (
             "cuda",
             {"compression": PromptVotes(2)},

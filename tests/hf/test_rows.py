@@ -35,13 +35,13 @@ SHORT = [("kvpop", (1, 1, 1)), ("h2o", (1, 64, 2)), ("dms-query", (1, 64, 2))]
 
 @pytest.mark.parametrize("policy, lengths", [*((policy, LENGTHS) for policy in POLICIES), *SHORT], ids=str)
 def test_a_row_of_a_padded_batch_is_the_row_alone(case, policy, lengths):
-    model, found = case("qwen3", policy)
-    prompts, cache = [random_prompt(n, seed=n + i) for i, n in enumerate(lengths)], KVpopCache(model, **found.settings)
+    model, served = case("qwen3", policy)
+    prompts, cache = [random_prompt(n, seed=n + i) for i, n in enumerate(lengths)], KVpopCache(model, **served.settings)
     together = generate(model, cache, prompts)
     for row, prompt in enumerate(prompts):
-        tokens, own = alone(model, found.settings, prompt)
-        assert together[row] == tokens and cache.lengths[row] == own.lengths[0] == len(prompt) + 7
-        assert torch.equal(cache.held(row), own.held())
+        tokens, row_cache = alone(model, served.settings, prompt)
+        assert together[row] == tokens and cache.lengths[row] == row_cache.lengths[0] == len(prompt) + 7
+        assert torch.equal(cache.held(row), row_cache.held())
     again = cache.lengths
     cache.reset()
     assert cache.get_seq_length() == 0 and generate(model, cache, prompts[::-1]) == together[::-1]
@@ -69,19 +69,19 @@ def turns(model, cache, prompts, cuts, **options):
 
 @pytest.mark.parametrize("policy", ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms", "dms-late"])
 def test_two_turns_are_one_prompt(case, policy):
-    model, found = case("llama", policy)
+    model, served = case("llama", policy)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
-    whole, parts = KVpopCache(model, **found.settings), KVpopCache(model, **found.settings)
-    expected = generate(model, whole, prompts)
+    at_once, parts = KVpopCache(model, **served.settings), KVpopCache(model, **served.settings)
+    expected = generate(model, at_once, prompts)
     assert turns(model, parts, prompts, (30, 29, 3)) == expected
-    assert all(torch.equal(whole.held(row), parts.held(row)) for row in range(3))
-    assert parts.lengths == whole.lengths
+    assert all(torch.equal(at_once.held(row), parts.held(row)) for row in range(3))
+    assert parts.lengths == at_once.lengths
 
 
 def test_chats_in_a_batch(case):
     """Whole texts with masks, padded on the left, continue if turns have one length, else are refused."""
-    model, found = case("qwen3", "kvpop")
-    cache, starts = KVpopCache(model, **found.settings), [random_prompt(n, seed=n) for n in (63, 9)]
+    model, served = case("qwen3", "kvpop")
+    cache, starts = KVpopCache(model, **served.settings), [random_prompt(n, seed=n) for n in (63, 9)]
 
     def more(texts, lengths):
         return [text + random_prompt(n, seed=len(text)) for text, n in zip(texts, lengths, strict=True)]
@@ -91,44 +91,44 @@ def test_chats_in_a_batch(case):
 
     texts = answered(cache, starts)
     differ = "rows whose turns differ in length in caches of their own"
-    for lengths, seen in (
+    for lengths, rows_now in (
         ((7, 5), "rows had .66, 10."),
         ((7, 61), "positions do not follow|rows had .66, 66."),
         ((7, 70), "positions do not follow|rows had .57, 66."),
     ):
-        with pytest.raises(ValueError, match=f"({seen}).*{differ}"):
+        with pytest.raises(ValueError, match=f"({rows_now}).*{differ}"):
             generate(model, cache, more(texts, lengths))
     together = answered(cache, more(texts, (7, 7)))
     for row, start in enumerate(starts):
-        own = KVpopCache(model, **found.settings)
-        assert answered(own, more(answered(own, [start]), [7])) == [together[row]]
-        assert torch.equal(own.held(), cache.held(row))
+        row_cache = KVpopCache(model, **served.settings)
+        assert answered(row_cache, more(answered(row_cache, [start]), [7])) == [together[row]]
+        assert torch.equal(row_cache.held(), cache.held(row))
 
 
 def test_prompts_in_chunks(case):
     """Prompts in chunks give the same tokens, also if a chunk of a row is all pads."""
-    model, found = case("qwen3", "kvpop")
+    model, served = case("qwen3", "kvpop")
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
-    expected = generate(model, KVpopCache(model, **found.settings), prompts)
+    expected = generate(model, KVpopCache(model, **served.settings), prompts)
     for size in (7, 32, 1):
-        assert generate(model, KVpopCache(model, **found.settings), prompts, prefill_chunk_size=size) == expected
+        assert generate(model, KVpopCache(model, **served.settings), prompts, prefill_chunk_size=size) == expected
 
 
 def test_sampling_and_several_answers(case):
-    model, found = case("llama", "kvpop")
+    model, served = case("llama", "kvpop")
     inputs = {"input_ids": torch.tensor([random_prompt(70)])}
     options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6}
     drawn = []
     for _ in range(2):
         torch.manual_seed(3)
-        drawn.append(model.generate(**inputs, past_key_values=KVpopCache(model, **found.settings), **options).tolist())
+        drawn.append(model.generate(**inputs, past_key_values=KVpopCache(model, **served.settings), **options).tolist())
     assert drawn[0] == drawn[1] and len({tuple(row) for row in drawn[0]}) == 3
 
 
 @pytest.mark.parametrize("policy, options", [("kvpop", {}), ("h2o", {}), ("h2o", {"allocator": "pyramid"})])
 def test_memory_is_constant(case, policy, options):
-    model, found = case("llama", policy, **options)
-    cache, sizes, text = KVpopCache(model, **found.settings), [], random_prompt(40)
+    model, served = case("llama", policy, **options)
+    cache, sizes, text = KVpopCache(model, **served.settings), [], random_prompt(40)
     for new in (1, 30, 30):
         text += generate(model, cache, [text], new=new)[0]
         sizes.append(cache.allocated_bytes())
@@ -140,11 +140,11 @@ def test_memory_is_constant(case, policy, options):
 
 @pytest.mark.parametrize("policy", ["kvpop", "h2o", "h2o-pyramid", "trimkv", "dms-query", "dms-late"])
 def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
-    """A decode step reads no value from the device "meta", whose tensors have none; kernels are left out."""
-    model, found = case("llama", policy)
+    """A decode step reads no value from the device "meta", whose tensors have none. Kernels are left out."""
+    model, served = case("llama", policy)
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(model.config)
-    cache, steps = KVpopCache(hollow, **found.settings), []
+    cache, steps = KVpopCache(hollow, **served.settings), []
 
     def decode_step(q, k, v, pages, table, positions, budgets, **options):
         steps.append((positions, budgets))
@@ -168,21 +168,23 @@ OWN += [("rkv", HEADS), ("triattention", {"allocator": str(MILD_SHARES)})]
 @pytest.mark.parametrize("policy, options", OWN)
 def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy, options):
     """Each row equals a cache of one row with its options, also after a reset and with unequal heads."""
-    model, found = case("qwen3", policy, **options)
-    settings = {name: value for name, value in found.settings.items() if name not in ("budget", "protect_prompt")}
-    own = {"budget": [40, 72, 56], "protect_prompt": [True, 0, LENGTHS[2] + 25]}  # the last ends in an answer
+    model, served = case("qwen3", policy, **options)
+    settings = {name: value for name, value in served.settings.items() if name not in ("budget", "protect_prompt")}
+    row_options = {"budget": [40, 72, 56], "protect_prompt": [True, 0, LENGTHS[2] + 25]}  # the last ends in an answer
     if policy == "random":
-        own["seed"] = [5, 6, 5]
+        row_options["seed"] = [5, 6, 5]
     prompts = [random_prompt(n, seed=n + i) for i, n in enumerate(LENGTHS)]
-    cache = KVpopCache(model, **settings | own)
+    cache = KVpopCache(model, **settings | row_options)
     together = generate(model, cache, prompts, 60)
     for row, prompt in enumerate(prompts):
-        tokens, alone_cache = alone(model, settings | {name: each[row] for name, each in own.items()}, prompt, 60)
+        tokens, alone_cache = alone(
+            model, settings | {name: values[row] for name, values in row_options.items()}, prompt, 60
+        )
         assert together[row] == tokens and torch.equal(cache.held(row), alone_cache.held())
         protected = (LENGTHS[0], 0, LENGTHS[2] + 25)[row]
         assert cache.protected[row] == protected
-        assert cache.held(row).sum() <= 4 * (own["budget"][row] + protected)
-        assert found.allocator != "uniform" or cache.held(row).sum(-1).max() <= own["budget"][row] + protected
+        assert cache.held(row).sum() <= 4 * (row_options["budget"][row] + protected)
+        assert served.allocator != "uniform" or cache.held(row).sum(-1).max() <= row_options["budget"][row] + protected
     cache.reset()
     assert generate(model, cache, prompts, 60) == together
 

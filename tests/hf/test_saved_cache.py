@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.hf.saved_cache import CONFIG_NAME, RULES, TENSORS_NAME, digest_of
+from kvpop_vllm.hf.cache_files import CONFIG_NAME, RULES, TENSORS_NAME
+from kvpop_vllm.hf.digests import digest_of
 from kvpop_vllm.model_hook import CACHE_NAME
 
 PROMPTS, NEW = [distinct(75), distinct(50)], 6
@@ -85,7 +86,7 @@ def test_every_policy_goes_on(case, tmp_path, kind, policy, options):
     ],
 )
 def test_rows_go_on_as_their_own(case, tmp_path, policy, settings):
-    """Protected prompts, budgets and seeds of rows; a later call computes unprotected text again."""
+    """Protected prompts, budgets and seeds of rows. A later call computes unprotected text again."""
     model, matrix_case = case("qwen3", policy)
     cache = KVpopCache(model, **matrix_case.settings | settings)
     texts, last = answered(model, cache)
@@ -94,7 +95,7 @@ def test_rows_go_on_as_their_own(case, tmp_path, policy, settings):
 
 @pytest.mark.parametrize("protect", [{}, {"protect_prompt": True}])
 def test_cartridges_stay_in_front(case, tiny, tmp_path, protect):
-    """Their folders may be elsewhere; without them, or with others, the cache is refused."""
+    """Their folders may be elsewhere. Without them, or with others, the cache is refused."""
     model, matrix_case = case("qwen3", "kvpop")
     plain, biased = (write_cartridge(tmp_path / name, tiny("qwen3")[0], name) for name in ("plain", "biased"))
     cache = KVpopCache(model, **matrix_case.settings | protect, cartridge=[plain, biased])
@@ -139,7 +140,7 @@ def test_bfloat16_goes_on(case, tmp_path):
 
 
 def test_generate_goes_on_by_itself(case, tmp_path):
-    """A chat's second turn takes what the first left; another text is refused, as by the cache itself."""
+    """A chat's second turn takes what the first left. Another text is refused, as by the cache itself."""
     model, matrix_case = case("qwen3", "kvpop")
     cache = KVpopCache(model, **matrix_case.settings)
     texts, _ = answered(model, cache)
@@ -194,9 +195,11 @@ def test_what_differs_is_named(saved, case, tiny, tmp_path):
         KVpopCache.load(folder, copy.deepcopy(model).to(torch.bfloat16))
     other = copy.deepcopy(model)
     other.model.layers[1].mlp.down_proj.weight.data *= 1.5
-    with pytest.raises(ConfigError, match="was saved with a model of other weights: load it with the model of then"):
+    with pytest.raises(
+        ConfigError, match="was saved with a model of other weights: load it with the model that it was saved with"
+    ):
         KVpopCache.load(folder, other)
-    with pytest.raises(ConfigError, match="Linear is no causal language model"):
+    with pytest.raises(ConfigError, match="Linear is not a causal language model"):
         KVpopCache.load(folder, torch.nn.Linear(2, 2))
     scorer = shutil.copytree(settings["scorer"], tmp_path / "scorer")
     assert KVpopCache.load(folder, model, scorer=scorer).lengths == [80, 55]

@@ -23,9 +23,9 @@ PROMPTS = [random_prompt(n, seed=n) for n in (70, 63)]
 
 
 def test_a_first_pass_in_inference_mode(case):
-    model, found = case("qwen3", "kvpop")
-    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
-    cache = KVpopCache(model, **found.settings)
+    model, served = case("qwen3", "kvpop")
+    expected = generate(model, KVpopCache(model, **served.settings), PROMPTS)
+    cache = KVpopCache(model, **served.settings)
     inputs = {name: x[:, :40] for name, x in padded(PROMPTS).items()}
     with torch.inference_mode():
         model(**inputs, past_key_values=cache)
@@ -33,13 +33,13 @@ def test_a_first_pass_in_inference_mode(case):
 
 
 def test_another_dtype_after_a_reset(case):
-    model, found = case("llama", "h2o")
+    model, served = case("llama", "h2o")
     model = copy.deepcopy(model)
-    cache = KVpopCache(model, **found.settings)
+    cache = KVpopCache(model, **served.settings)
     expected = generate(model, cache, PROMPTS)
     cache.reset()
     model.to(torch.bfloat16)
-    assert generate(model, cache, PROMPTS) == generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    assert generate(model, cache, PROMPTS) == generate(model, KVpopCache(model, **served.settings), PROMPTS)
     cache.reset()
     model.to(torch.float32)
     assert generate(model, cache, PROMPTS) == expected
@@ -51,39 +51,39 @@ def test_a_borrowed_channel_is_borrowed_once(case):
     After passes with the cache the model has it back. After an interrupted pass, the model's next pass
     restores it.
     """
-    model, found = case("qwen3", "dms-query")
-    expected = KVpopCache(model, **found.settings)
+    model, served = case("qwen3", "dms-query")
+    expected = KVpopCache(model, **served.settings)
     tokens = generate(model, expected, PROMPTS)
     dense = model(torch.tensor(PROMPTS[:1])).logits
     lent = copy.deepcopy(model)
     borrow_channel(lent)
-    cache = KVpopCache(lent, **found.settings)
+    cache = KVpopCache(lent, **served.settings)
     assert generate(lent, cache, PROMPTS) == tokens
     assert all(torch.equal(cache.held(row), expected.held(row)) for row in range(2))
     assert [layer.self_attn.borrowed for layer in lent.get_decoder().layers] == [1.0, 1.0]
     assert torch.equal(model(torch.tensor(PROMPTS[:1])).logits, dense)
-    interrupt(model, 1, KVpopCache(model, **found.settings))
+    interrupt(model, 1, KVpopCache(model, **served.settings))
     assert torch.equal(model(torch.tensor(PROMPTS[:1])).logits, dense)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("layer, held", [(0, False), (1, True)])
-def test_an_interrupted_pass(case, layer, held, error):
+@pytest.mark.parametrize("layer, broken", [(0, False), (1, True)])
+def test_an_interrupted_pass(case, layer, broken, error):
     """The model's next pass restores its attention, and a cache without tokens of the pass continues."""
-    model, found = case("qwen3", "kvpop")
-    dense, cache = generate(model, None, PROMPTS), KVpopCache(model, **found.settings)
-    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    model, served = case("qwen3", "kvpop")
+    dense, cache = generate(model, None, PROMPTS), KVpopCache(model, **served.settings)
+    expected = generate(model, KVpopCache(model, **served.settings), PROMPTS)
     interrupt(model, layer, cache, error)
     assert generate(model, None, PROMPTS) == dense and model.config._attn_implementation == "sdpa"
-    interrupt(model, layer, KVpopCache(model, **found.settings), error)
-    with pytest.raises(RuntimeError, match="call reset") if held else nullcontext():
+    interrupt(model, layer, KVpopCache(model, **served.settings), error)
+    with pytest.raises(RuntimeError, match="call reset") if broken else nullcontext():
         assert generate(model, cache, PROMPTS) == expected
     cache.reset()
     assert generate(model, cache, PROMPTS) == expected and model.config._attn_implementation == "sdpa"
 
 
 def interrupt(model, layer, cache, error=KeyboardInterrupt):
-    """Run a pass that raises before a layer attends; torch then leaves out the hooks behind modules."""
+    """Run a pass that raises before a layer attends. Torch then leaves out the hooks after modules."""
 
     def stop(*_):
         raise error
@@ -98,48 +98,48 @@ def interrupt(model, layer, cache, error=KeyboardInterrupt):
 def test_a_forward_that_accelerate_put_around(case):
     """The cache works in models whose forward accelerate wraps, as it does to spread them over devices."""
     hooks = pytest.importorskip("accelerate.hooks")
-    model, found = case("qwen3", "kvpop")
-    expected = [generate(model, cache, PROMPTS, new=3) for cache in (KVpopCache(model, **found.settings), None)]
+    model, served = case("qwen3", "kvpop")
+    expected = [generate(model, cache, PROMPTS, new=3) for cache in (KVpopCache(model, **served.settings), None)]
     spread = copy.deepcopy(model)
-    told = []
+    modules = []
 
     class Counts(hooks.ModelHook):
         def pre_forward(self, module, *args, **kwargs):
-            told.append(type(module))
+            modules.append(type(module))
             return args, kwargs
 
     for module in (spread, spread.get_decoder(), *spread.get_decoder().layers):
         hooks.add_hook_to_module(module, Counts())
-    for each in (spread, copy.deepcopy(spread)):
-        caches = KVpopCache(each, **found.settings), None
-        assert [generate(each, cache, PROMPTS, new=3) for cache in caches] == expected
-    assert len(told) == 4 * 3 * 4
+    for variant in (spread, copy.deepcopy(spread)):
+        caches = KVpopCache(variant, **served.settings), None
+        assert [generate(variant, cache, PROMPTS, new=3) for cache in caches] == expected
+    assert len(modules) == 4 * 3 * 4
 
 
 def test_another_model_inside_of_a_pass(case):
     """Another model may run inside a pass, with and without its own cache, after a layer got its tokens."""
-    model, found = case("llama", "h2o")
-    guard, own = case("qwen3", "kvpop")
-    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS, new=3)
-    alone = [generate(guard, cache, PROMPTS, new=2) for cache in (KVpopCache(guard, **own.settings), None)]
+    model, served = case("llama", "h2o")
+    guard, guard_case = case("qwen3", "kvpop")
+    expected = generate(model, KVpopCache(model, **served.settings), PROMPTS, new=3)
+    alone = [generate(guard, cache, PROMPTS, new=2) for cache in (KVpopCache(guard, **guard_case.settings), None)]
     inside = []
 
     def ask(*_):
-        for cache in (KVpopCache(guard, **own.settings), None):
+        for cache in (KVpopCache(guard, **guard_case.settings), None):
             inside.append(generate(guard, cache, PROMPTS, new=2))
 
     handle = model.get_decoder().layers[1].register_forward_pre_hook(ask)
-    assert generate(model, KVpopCache(model, **found.settings), PROMPTS, new=3) == expected
+    assert generate(model, KVpopCache(model, **served.settings), PROMPTS, new=3) == expected
     handle.remove()
     assert inside == alone * 3
 
 
 def test_models_are_copied_pickled_and_forgotten(case):
-    model, found = case("qwen3", "kvpop")
-    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    model, served = case("qwen3", "kvpop")
+    expected = generate(model, KVpopCache(model, **served.settings), PROMPTS)
     for copied in (lambda: pickle.loads(pickle.dumps(model)), lambda: copy.deepcopy(model)):
         other = copied()
-        assert generate(other, KVpopCache(other, **found.settings), PROMPTS) == expected
+        assert generate(other, KVpopCache(other, **served.settings), PROMPTS) == expected
         decoder, forward = weakref.ref(other.get_decoder()), other.get_decoder().forward
         gc.disable()
         del other
@@ -151,8 +151,8 @@ def test_models_are_copied_pickled_and_forgotten(case):
 
 
 def test_caches_are_copied_and_not_pickled(case):
-    model, found = case("llama", "h2o")
-    cache = KVpopCache(model, **found.settings)
+    model, served = case("llama", "h2o")
+    cache = KVpopCache(model, **served.settings)
     for copied in (pickle.dumps, copy.copy):
         with pytest.raises(
             ConfigError, match="^a KVpopCache belongs to the model .*: do not pickle it, and copy it by"
@@ -167,8 +167,8 @@ def test_caches_are_copied_and_not_pickled(case):
 
 def test_threads_take_turns(case):
     """A pass during another thread's pass is refused, with or without a cache, and the other continues."""
-    model, found = case("llama", "h2o")
-    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    model, served = case("llama", "h2o")
+    expected = generate(model, KVpopCache(model, **served.settings), PROMPTS)
     inside, go, tokens, after = threading.Event(), threading.Event(), [], []
 
     def wait(*_):
@@ -176,14 +176,14 @@ def test_threads_take_turns(case):
         assert go.wait(20)
 
     def ask(answer):
-        answer.extend(generate(model, KVpopCache(model, **found.settings), PROMPTS))
+        answer.extend(generate(model, KVpopCache(model, **served.settings), PROMPTS))
 
     handle = model.get_decoder().layers[1].register_forward_pre_hook(wait)
     other = threading.Thread(target=ask, args=[tokens])
     other.start()
     try:
         assert inside.wait(20)
-        for cache in (KVpopCache(model, **found.settings), None):
+        for cache in (KVpopCache(model, **served.settings), None):
             with pytest.raises(RuntimeError, match="another thread has the model in a pass .*: one thread at a time"):
                 generate(model, cache, PROMPTS)
             assert cache is None or cache.lengths == []
@@ -191,8 +191,8 @@ def test_threads_take_turns(case):
         go.set()
         other.join()
         handle.remove()
-    assert tokens == expected == generate(model, KVpopCache(model, **found.settings), PROMPTS)
-    interrupt(model, 1, KVpopCache(model, **found.settings))
+    assert tokens == expected == generate(model, KVpopCache(model, **served.settings), PROMPTS)
+    interrupt(model, 1, KVpopCache(model, **served.settings))
     other = threading.Thread(target=ask, args=[after])
     other.start()
     other.join()
@@ -203,7 +203,7 @@ def test_slow_kernels_are_said_once(case):
     model = copy.deepcopy(case("llama", "h2o")[0]).to(torch.float16)
     _warn_of_reference.cache_clear()
     message = "slow reference kernels: .* torch.float16 and size 32; .* change the model's"
-    with pytest.warns(UserWarning, match=message) as said:
+    with pytest.warns(UserWarning, match=message) as warned:
         for _ in range(2):
             generate(model, KVpopCache(model, "h2o", budget=9), [PROMPTS[0][:12]], new=2)
-    assert len([each for each in said if "slow" in str(each.message)]) == 1
+    assert len([variant for variant in warned if "slow" in str(variant.message)]) == 1

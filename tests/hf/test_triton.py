@@ -28,15 +28,15 @@ class TestGenerate:
 
         Padded rows outgrow their budgets and have a second turn. One prompt is worked off token by token.
         """
-        model, found = case(kind, policy)
-        prompts, told = [distinct(length) for length in lengths], []
+        model, served = case(kind, policy)
+        prompts, ops = [distinct(length) for length in lengths], []
 
         def choose(op, tensor):
-            told.append(op)
+            ops.append(op)
             return "triton"
 
         def texts():
-            cache = KVpopCache(model, **found.settings | settings)
+            cache = KVpopCache(model, **served.settings | settings)
             turns = [generate(model, cache, prompts, new=2)]
             if len(prompts) > 1:
                 longer = [prompt + more + [1] for prompt, more in zip(prompts, turns[0], strict=True)]
@@ -45,4 +45,4 @@ class TestGenerate:
 
         expected = texts()
         monkeypatch.setattr(dispatch, "select", choose)
-        assert texts() == expected and set(told) == {"prefill_chunk", "decode_step"}
+        assert texts() == expected and set(ops) == {"prefill_chunk", "decode_step"}

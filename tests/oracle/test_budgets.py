@@ -24,7 +24,7 @@ class Attention:
         self.visible = kept_sets(torch.randn(1, 2, LENGTH, generator=draw), 2, 8, 9)
 
     def run(self, dtype=F32, visible=None, keys=slice(None), channels=slice(None)):
-        """Return output, log-sum-exp and gradients; ``keys`` and ``channels`` permute the terms of sums."""
+        """Return output, log-sum-exp and gradients. ``keys`` and ``channels`` permute the terms of sums."""
         visible = self.visible if visible is None else visible
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (self.q, self.k, self.v)]
         q, k, v = leaves[0][..., channels], leaves[1][..., keys, :][..., channels], leaves[2][..., keys, :]
@@ -41,30 +41,30 @@ def largest_share(budgets, results) -> float:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_sums_is_allowed_and_small_faults_are_not(seed):
-    """Other orders use at most half of the allowed error; one key that one query misses exceeds it."""
-    made, draw = Attention(seed), torch.Generator().manual_seed(seed)
-    budgets = made.budgets()
+    """Other orders use at most half of the allowed error. One key that one query misses exceeds it."""
+    attention, draw = Attention(seed), torch.Generator().manual_seed(seed)
+    budgets = attention.budgets()
     orders = [[torch.randperm(n, generator=draw) for n in (LENGTH, SIZE)] for _ in range(8)]
-    assert max(largest_share(budgets, made.run(keys=keys, channels=own)) for keys, own in orders) <= 0.5
+    assert max(largest_share(budgets, attention.run(keys=keys, channels=channels)) for keys, channels in orders) <= 0.5
     for query, key in ((QUERY, QUERY - 7), (QUERY, QUERY - 8), (slice(48, 64), 0)):
-        wrong = made.visible.clone()
+        wrong = attention.visible.clone()
         wrong[:, 0, query, key] ^= True
-        assert largest_share(budgets, made.run(visible=wrong)) > 1
-    assert largest_share(budgets, [x.float() for x in made.run(BF16)]) > 1
+        assert largest_share(budgets, attention.run(visible=wrong)) > 1
+    assert largest_share(budgets, [x.float() for x in attention.run(BF16)]) > 1
 
 
 def test_budgets_do_not_hang_on_seeds():
     """Budgets from other seeds are between 2/3 and 3/2 of these, so no budget depends on a processor."""
-    made, other = Attention(), []
+    attention, other = Attention(), []
     for seed in range(100, 104):
         with DisturbedSums(seed):
-            other.append(made.run())
-    for budget, eager in zip(made.budgets(), zip(*other, strict=True), strict=True):
+            other.append(attention.run())
+    for budget, eager in zip(attention.budgets(), zip(*other, strict=True), strict=True):
         assert 2 / 3 < ErrorBudget(budget.reference, eager).allowed / budget.allowed < 3 / 2
 
 
 def test_nothing_is_disturbed_twice_for_nothing():
-    """Sums of 16-bit and of float64 numbers get one run; float32 sums get four runs, all different."""
+    """Sums of 16-bit and of float64 numbers get one run. Float32 sums get four runs, all different."""
     draw = torch.Generator().manual_seed(0)
     a, b = torch.randn(5, 30, generator=draw), torch.randn(30, 5, generator=draw)
     for dtype, count in ((F64, 1), (BF16, 1), (F32, 4)):

@@ -108,8 +108,8 @@ def test_two_formulations_agree_for_static_order(sinks, window, topk):
         scores, decay = random_scores(seed)
         online = retained_sets(scores, decay, sinks, window, topk)
         np.testing.assert_array_equal(online, retained_sets_static(scores, decay, sinks, window, topk))
-        held = np.minimum(np.arange(1, 81), sinks + window + topk)
-        np.testing.assert_array_equal(online.sum(-1), np.broadcast_to(held, (2, 80)))
+        counts = np.minimum(np.arange(1, 81), sinks + window + topk)
+        np.testing.assert_array_equal(online.sum(-1), np.broadcast_to(counts, (2, 80)))
 
 
 def test_online_rule_differs_from_instantaneous_topk():
@@ -259,8 +259,8 @@ def test_budgets_are_tight_and_near_ties_rare(model_dir, tmp_path, monkeypatch, 
     budget = derived_budget(low, exact)
     assert 0 < budget < 1e-4
     near = [int((m < b).sum()) for m, b in zip(exact.margins, derived_margin_bound(low, exact), strict=True)]
-    made = sum(int(m.isfinite().sum()) for m in exact.margins)
-    assert made == 2 * 2 * (320 - policy.budget) and sum(near) <= 0.003 * made
+    decisions = sum(int(m.isfinite().sum()) for m in exact.margins)
+    assert decisions == 2 * 2 * (320 - policy.budget) and sum(near) <= 0.003 * decisions
     assert all((m > -b).all() for m, b in zip(low.margins, derived_margin_bound(low, exact), strict=True))
     full = OracleModel(model_dir).run(tokens)
     assert (full.logprobs - exact.logprobs)[-1].abs().max() > 0.1, "the budget changed nothing"

@@ -33,9 +33,9 @@ def random_qkv():
 def test_protected_tokens_stay_and_window_and_k_are_what_they_were(policy, protect):
     visible = replace(policy, protect=protect).decide(0, *random_qkv()).visible
     for q in range(LENGTH):
-        own = visible[:, q, protect : q + 1]
+        unprotected = visible[:, q, protect : q + 1]
         assert visible[:, q, : min(protect, q + 1)].all() and not visible[:, q, q + 1 :].any()
-        assert own[:, -6:].all() and (own.sum(-1) == min(own.shape[1], 6 + 12)).all()
+        assert unprotected[:, -6:].all() and (unprotected.sum(-1) == min(unprotected.shape[1], 6 + 12)).all()
 
 
 @pytest.mark.parametrize("protect", [0, 1, 8, 40])
@@ -70,6 +70,6 @@ def test_a_state_begins_with_the_last_tokens_of_the_prefix(model, tmp_path, repl
 
 def test_how_much_of_a_prompt_is_asked_for():
     policy = OraclePolicy.streaming(4, 8, 12)
-    for asked, prompt, protect in ((True, 7, 7), (5, 7, 5), (9, 7, 9), (0, 7, 0), (1, 7, 1)):
-        assert policy.protecting(asked, prompt).protect == protect
+    for protect_prompt, prompt, protect in ((True, 7, 7), (5, 7, 5), (9, 7, 9), (0, 7, 0), (1, 7, 1)):
+        assert policy.protecting(protect_prompt, prompt).protect == protect
     assert policy.protecting(0, 7).never_evicted == 4 and policy.protecting(2, 7).never_evicted == 2

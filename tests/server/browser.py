@@ -33,7 +33,7 @@ def chromium(width: int = 1280, height: int = 1300) -> Iterator:
     options = ChromeOptions()
     options.binary_location = shutil.which("chromium")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        for each in (
+        for argument in (
             "--headless=new",
             "--no-sandbox",
             "--disable-dev-shm-usage",
@@ -41,7 +41,7 @@ def chromium(width: int = 1280, height: int = 1300) -> Iterator:
             f"--user-data-dir={profile}",
             f"--window-size={width},{height}",
         ):
-            options.add_argument(each)
+            options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
         driver = Chrome(options, Service(shutil.which("chromedriver")))
         try:
@@ -53,4 +53,6 @@ def chromium(width: int = 1280, height: int = 1300) -> Iterator:
 def fetched(driver) -> set[str]:
     """Return the addresses of everything that the browser has asked for since the last call."""
     events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    return {each["params"]["request"]["url"] for each in events if each["method"] == "Network.requestWillBeSent"}
+    return {
+        argument["params"]["request"]["url"] for argument in events if argument["method"] == "Network.requestWillBeSent"
+    }

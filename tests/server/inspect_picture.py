@@ -28,8 +28,8 @@ def main(file: str) -> None:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=900)
         chat = dict(model=name, temperature=0, stream=True, extra_body={"ignore_eos": True})
         streams = [
-            client.chat.completions.create(**chat, max_tokens=most, messages=[{"role": "user", "content": text}])
-            for text, most in (("What is a licence?", 60), (question, 5000))
+            client.chat.completions.create(**chat, max_tokens=max_tokens, messages=[{"role": "user", "content": text}])
+            for text, max_tokens in (("What is a licence?", 60), (question, 5000))
         ]
         list(streams[0])
         for _ in range(TOKENS):

@@ -26,8 +26,8 @@ def write(folder: Path, **changes) -> str:
     torch.manual_seed(sum(map(ord, folder.name)))
     shape = base["num_kv_heads"], changes.get("slots", SLOTS), base["head_dim"]
     layers = [(torch.randn(shape), torch.randn(shape) * 0.1, torch.randn(shape[:2])) for _ in range(base["num_layers"])]
-    told = {"slots": SLOTS, "next_position": SLOTS, "method": "random", "provenance": {}}
-    write_cartridge(folder, CartridgeConfig(**(base | told | changes)), layers)
+    fields = {"slots": SLOTS, "next_position": SLOTS, "method": "random", "provenance": {}}
+    write_cartridge(folder, CartridgeConfig(**(base | fields | changes)), layers)
     return str(folder)
 
 
@@ -52,8 +52,8 @@ def served(folders):
 
 
 def ask(client, model: str, **options):
-    told = {"messages": [{"role": "user", "content": "Who wrote this?"}], "temperature": 0, "max_tokens": 16}
-    return client.chat.completions.create(model=model, **(told | options))
+    defaults = {"messages": [{"role": "user", "content": "Who wrote this?"}], "temperature": 0, "max_tokens": 16}
+    return client.chat.completions.create(model=model, **(defaults | options))
 
 
 def test_cartridges_are_models_with_a_parent(served):
@@ -72,8 +72,8 @@ def test_a_cartridge_is_named_as_a_model_or_in_the_request(served):
     assert one.usage.prompt_tokens_details.cached_tokens == SLOTS
     same = ask(client, "base", extra_body={"vllm_xargs": {"kv_cartridges": ["one"]}})
     assert same.choices[0].message.content == one.choices[0].message.content and same.model == "base"
-    both = ask(client, "base", extra_body={"vllm_xargs": {"kv_cartridges": ["one", "second"]}})
-    assert both.usage.prompt_tokens_details.cached_tokens == 2 * SLOTS
+    one_and_second = ask(client, "base", extra_body={"vllm_xargs": {"kv_cartridges": ["one", "second"]}})
+    assert one_and_second.usage.prompt_tokens_details.cached_tokens == 2 * SLOTS
     parts = [event.choices[0].delta.content or "" for event in ask(client, "one", stream=True) if event.choices]
     assert "".join(parts) == one.choices[0].message.content
     echo = client.completions.create(model="one", prompt="Once upon", max_tokens=4, temperature=0, echo=True)
@@ -91,13 +91,13 @@ def test_a_cartridge_in_the_message_of_a_chat(served, tmp_path):
         assert post(server, "load_kv_cartridge", name=name, path=path).status_code == 200
     base = ask(client, "base").usage.prompt_tokens
     question = [{"role": "user", "content": "Who wrote this?"}]
-    told = [{"role": "system", "content": "Be brief."}, *question]
+    briefed = [{"role": "system", "content": "Be brief."}, *question]
     first = ask(client, "usual").usage.prompt_tokens
     assert first == base - len(usual) + SLOTS
     turns = [*question, {"role": "assistant", "content": "Nobody."}, {"role": "user", "content": "Why?"}]
     assert ask(client, "usual", messages=turns).usage.prompt_tokens_details.cached_tokens == first
-    assert ask(client, "brief", messages=told).usage.prompt_tokens == base - len(usual) + SLOTS
-    for name, messages in (("usual", told), ("brief", question)):
+    assert ask(client, "brief", messages=briefed).usage.prompt_tokens == base - len(usual) + SLOTS
+    for name, messages in (("usual", briefed), ("brief", question)):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="stands in the first message of a chat") as caught:
                 list(ask(client, name, messages=messages, stream=stream))
@@ -117,7 +117,7 @@ def test_one_copy_for_all_requests(served):
     server, client = served
     pinned = server.blocks_in_use()
     assert pinned == 2 * SLOTS // 64
-    held, texts = [], []
+    blocks_held, texts = [], []
 
     def run():
         texts.append(ask(client, "one", max_tokens=60, extra_body={"ignore_eos": True}).choices[0].message.content)
@@ -126,9 +126,9 @@ def test_one_copy_for_all_requests(served):
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        held.append(server.blocks_in_use())
+        blocks_held.append(server.blocks_in_use())
     assert len(set(texts)) == 1
-    assert max(held) <= pinned + 8 * 2  # a prompt of 40 tokens and an answer of 60
+    assert max(blocks_held) <= pinned + 8 * 2  # a prompt of 40 tokens and an answer of 60
     assert server.blocks_in_use() == pinned
 
 
@@ -145,10 +145,10 @@ def test_loading_and_unloading(served, folders):
     }
     assert ask(client, "later").usage.prompt_tokens_details.cached_tokens == SLOTS
     assert server.blocks_in_use() == before + SLOTS // 64
-    taken = post(server, "load_kv_cartridge", name="later", path=folders["loaded"])
-    assert taken.status_code == 400 and "is taken" in taken.json()["error"]["message"]
+    refusal = post(server, "load_kv_cartridge", name="later", path=folders["loaded"])
+    assert refusal.status_code == 400 and "is taken" in refusal.json()["error"]["message"]
     named = post(server, "load_kv_cartridge", name="hub", path="owner/name")  # which nothing may download
-    assert named.status_code == 400 and "is no folder of this machine" in named.json()["error"]["message"]
+    assert named.status_code == 400 and "is not a folder of this machine" in named.json()["error"]["message"]
     stream = ask(client, "later", stream=True, max_tokens=1800, extra_body={"ignore_eos": True})
     read = [next(stream), next(stream)]
     busy = post(server, "unload_kv_cartridge", name="later")

@@ -1,4 +1,4 @@
-"""`make demo` prints right figures and leaves no server behind."""
+"""`make demo` prints right figures and ends its server."""
 
 from __future__ import annotations
 

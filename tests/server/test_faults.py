@@ -28,7 +28,7 @@ outputs without a turn for anything else while more are there, so on a busy mach
 out, and stops the streams too, as long as it decodes."""
 PATIENCE_S = 600
 DEAD_ENGINE = getattr(EngineDeadError, "CLIENT_MESSAGE", "EngineCore encountered an issue")
-"""Message to a client of a dead engine; vLLM 0.32 has no message for clients alone."""
+"""Message to a client of a dead engine. In 0.32 vLLM has no message for clients alone."""
 
 
 class Stream:
@@ -39,7 +39,7 @@ class Stream:
 
     Attributes:
         tokens: token ids read so far.
-        errors: what else the server said.
+        errors: the server's other messages.
         ended: whether the answer came to its end.
     """
 
@@ -72,10 +72,10 @@ class Stream:
         self.ended = self.ended or choice["finish_reason"] in ("stop", "length")
 
 
-def until(condition, what: str) -> None:
+def until(condition, event: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {event}"
         time.sleep(0.01)
 
 

@@ -32,11 +32,11 @@ OPTIONS = (
 )
 
 
-def wait(found, what: str, seconds: float = 300):
+def wait(condition, event: str, seconds: float = 300):
     """Return what ``found()`` returns as soon as that is true."""
     end = time.monotonic() + seconds
-    while not (answer := found()):
-        assert time.monotonic() < end, f"in {seconds} s there was no {what}"
+    while not (answer := condition()):
+        assert time.monotonic() < end, f"in {seconds} s there was no {event}"
         time.sleep(0.2)
     return answer
 
@@ -49,9 +49,9 @@ def ask(server, path: str = "", key: str | None = KEY, **headers) -> httpx.Respo
 
 def details(server, name: str) -> tuple[np.ndarray, dict]:
     """Return when each token left, ``[layers, H, tokens]``, and the whole answer."""
-    found, told = ask(server).json(), ask(server, f"/{name}").json()
-    left = np.frombuffer(base64.b64decode(told["left"]), "<i4")
-    return left.reshape(found["layers"], found["heads"], len(told["tokens"])), told
+    summary, record = ask(server).json(), ask(server, f"/{name}").json()
+    left = np.frombuffer(base64.b64decode(record["left"]), "<i4")
+    return left.reshape(summary["layers"], summary["heads"], len(record["tokens"])), record
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,14 @@ def served():
     """Yield a server, and the id of a request that is being answered."""
     with Server(MODEL, *OPTIONS) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=900)
-        told = dict(model=MODEL, prompt=PROMPT, max_tokens=6500, temperature=0, stream=True)
+        completion = dict(model=MODEL, prompt=PROMPT, max_tokens=6500, temperature=0, stream=True)
         # left unread: a thread that reads all the time would keep this one from running on a busy machine
-        with client.completions.create(**told, extra_body={"ignore_eos": True}):
+        with client.completions.create(**completion, extra_body={"ignore_eos": True}):
             (name,) = wait(
-                lambda: [each["id"] for each in ask(server).json()["requests"] if each["generated_tokens"] > 4], "token"
+                lambda: [
+                    request["id"] for request in ask(server).json()["requests"] if request["generated_tokens"] > 4
+                ],
+                "token",
             )
             yield server, name
 
@@ -85,10 +88,10 @@ def test_the_data_needs_the_key(served):
 def test_names_and_pages_of_others_are_refused(served):
     """A foreign page cannot read the data, neither across origins nor by a name of its own for this machine."""
     server, _ = served
-    own = f"http://127.0.0.1:{server.port}"
-    assert ask(server, Origin=own).status_code == ask(server, Host=f"localhost:{server.port}").status_code == 200
-    others = {"Origin": "http://example.com"}, {"Origin": "null"}, {"Host": f"example.com:{server.port}"}
-    for headers in (*others, {"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}):
+    own_origin = f"http://127.0.0.1:{server.port}"
+    assert ask(server, Origin=own_origin).status_code == ask(server, Host=f"localhost:{server.port}").status_code == 200
+    foreign_headers = {"Origin": "http://example.com"}, {"Origin": "null"}, {"Host": f"example.com:{server.port}"}
+    for headers in (*foreign_headers, {"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}):
         refused = ask(server, **headers)
         assert refused.status_code == 403 and LINE in refused.json()["error"]["message"]
 
@@ -105,12 +108,12 @@ def statuses(vllm_config, requests: list[tuple], address: str = "::1") -> list[i
     for routes in (inspect_routes, cartridge_routes):
         app.include_router(routes.router)
 
-    async def found() -> list[int]:
+    async def answers() -> list[int]:
         transport = httpx.ASGITransport(app, client=(address, 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [(await client.request(method, path, json=body)).status_code for method, path, body in requests]
 
-    return asyncio.run(found())
+    return asyncio.run(answers())
 
 
 @pytest.mark.parametrize("address, status", [("192.0.2.1", 403), ("::2", 403), ("::ffff:127.0.0.1", 200), ("::1", 200)])
@@ -136,15 +139,15 @@ def test_an_app_of_a_stock_engine_loads_no_cartridges(tiny_model):
 def test_what_the_heads_hold(served):
     """Sinks and window are held by all heads, their budgets are used up, and each step evicts a token of each head."""
     server, name = served
-    left, told = details(server, name)
-    seen, prompt = left.shape[2], told["prompt_tokens"]
-    assert (told["policy"], told["state"], told["error"]) == ("kvpop", "running", None)
-    assert "".join(told["tokens"]).startswith(PROMPT) and seen > prompt > 2 * BUDGET
-    assert not left[..., :SINKS].any() and not left[..., seen - WINDOW :].any()
-    kept = (left == 0).sum(-1)
-    assert kept.sum() == HEADS * BUDGET and kept.min() < BUDGET < kept.max()
+    left, record = details(server, name)
+    length, prompt = left.shape[2], record["prompt_tokens"]
+    assert (record["policy"], record["state"], record["error"]) == ("kvpop", "running", None)
+    assert "".join(record["tokens"]).startswith(PROMPT) and length > prompt > 2 * BUDGET
+    assert not left[..., :SINKS].any() and not left[..., length - WINDOW :].any()
+    held_counts = (left == 0).sum(-1)
+    assert held_counts.sum() == HEADS * BUDGET and held_counts.min() < BUDGET < held_counts.max()
     times, counts = np.unique(left[left > 0], return_counts=True)
-    assert times.tolist() == list(range(prompt, seen + 1)) and set(counts[1:]) == {HEADS}
+    assert times.tolist() == list(range(prompt, length + 1)) and set(counts[1:]) == {HEADS}
 
 
 def shares(driver) -> np.ndarray:
@@ -153,7 +156,7 @@ def shares(driver) -> np.ndarray:
 
 
 def events(driver) -> str:
-    """Return the text of the list of events, read at once because the page draws the list anew."""
+    """Return the text of the list of events, read at once because the page redraws the list."""
     return driver.execute_script("return document.getElementById('events').innerText")
 
 
@@ -191,28 +194,28 @@ def test_the_page(served):
         assert PROMPT[:200] in find("text").get_property("textContent")
 
         # the cache as it was some steps ago, which stays as it is
-        left, told = details(server, name)
-        moment = told["prompt_tokens"] + 3
+        left, record = details(server, name)
+        moment = record["prompt_tokens"] + 3
         slide = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))"
         wait(lambda: int(find("time").get_property("max")) > moment, "tokens")
         driver.execute_script(slide, find("time"), moment)
-        held = ((left == 0) | (left > moment))[..., :moment]
-        assert shares(driver)[:moment] == pytest.approx(held.mean((0, 1)), abs=1e-3)
+        held_mask = ((left == 0) | (left > moment))[..., :moment]
+        assert shares(driver)[:moment] == pytest.approx(held_mask.mean((0, 1)), abs=1e-3)
         assert not shares(driver)[moment:].any()
         find("layer").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-        assert shares(driver)[:moment] == pytest.approx(held[1].mean(0), abs=1e-3)
+        assert shares(driver)[:moment] == pytest.approx(held_mask[1].mean(0), abs=1e-3)
         find("head").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-        assert (shares(driver)[:moment] == held[1, 2]).all()
+        assert (shares(driver)[:moment] == held_mask[1, 2]).all()
         spans = driver.find_elements(By.CSS_SELECTOR, "#text span")
-        evicted, kept = int(np.flatnonzero(~held[1, 2])[0]), int(np.flatnonzero(held[1, 2])[-1])
-        colours = [spans[t].value_of_css_property("background-color") for t in (evicted, kept)]
+        evicted, held_token = int(np.flatnonzero(~held_mask[1, 2])[0]), int(np.flatnonzero(held_mask[1, 2])[-1])
+        colours = [spans[t].value_of_css_property("background-color") for t in (evicted, held_token)]
         assert colours[0] == "rgba(0, 0, 0, 0)" != colours[1]
-        assert [("gone" in spans[t].get_attribute("class")) for t in (evicted, kept)] == [True, False]
+        assert [("gone" in spans[t].get_attribute("class")) for t in (evicted, held_token)] == [True, False]
 
         # what was evicted when: in the last steps, and of one token
         lines = events(driver).splitlines()
         last = int(np.flatnonzero(left[1, 2] == moment)[0])
-        assert lines[0].startswith(f"after {moment:,}") and told["tokens"][last].strip() in lines[0]
+        assert lines[0].startswith(f"after {moment:,}") and record["tokens"][last].strip() in lines[0]
         spans[evicted].click()
         assert f"after {left[1, 2, evicted]:,}" in events(driver)
         spans[evicted].click()
@@ -220,5 +223,7 @@ def test_the_page(served):
 
         urls = {url for url in fetched(driver) if not url.startswith(("chrome://", "data:"))}
         assert all(url.startswith(f"{server.url}/") for url in urls) and f"{server.url}/inspect/inspect.js" in urls
-        errors = [each["message"] for each in driver.get_log("browser") if "401 (Unauthorized)" not in each["message"]]
+        errors = [
+            entry["message"] for entry in driver.get_log("browser") if "401 (Unauthorized)" not in entry["message"]
+        ]
         assert not errors

@@ -22,7 +22,7 @@ OPTIONS = "--dtype float32 --enforce-eager --max-model-len 2048 --kv-cache-memor
 
 @pytest.mark.slow
 def test_the_command_serves_gates_of_the_hub(tmp_path):
-    """With a budget and a threshold the tokens are those of a KVpopCache with the folder; the log says what is kept."""
+    """With a budget and a threshold the tokens are those of a KVpopCache with the folder. The log says what is kept."""
     model = write_tiny_model(tmp_path / "model", "qwen3", vocab=VOCABULARY)
     write_byte_tokenizer(model)
     lay_out(tmp_path / "hub", "Qwen/Qwen3-8B", {"main": model})

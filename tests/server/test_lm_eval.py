@@ -30,7 +30,7 @@ PROBLEMS = [
 
 
 def run_lm_eval(folder: Path, model: str, model_args: dict, **generation) -> tuple[list[dict], dict, str]:
-    """Run the task; return its samples, its metrics, and all output."""
+    """Run the task. Return its samples, its metrics, and all output."""
     problems = folder / "problems.jsonl"
     problems.write_text("".join(json.dumps(problem) + "\n" for problem in PROBLEMS))
     command = [sys.executable, "-m", "lm_eval", "run", "--include_path", str(ROOT / "examples" / "lm_eval")]

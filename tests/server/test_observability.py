@@ -48,7 +48,7 @@ def binary(name: str) -> str:
 
 
 def within(seconds: float, condition, message: str):
-    """Return the first true value of ``condition()``; fail with the message if there is none in time."""
+    """Return the first true value of ``condition()``. Fail with the message if there is none in time."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, message
@@ -78,7 +78,7 @@ class Prometheus(NamedTuple):
 
 @contextlib.contextmanager
 def prometheus(server: Server, folder: Path):
-    """Run Prometheus with the example's configuration; only target and interval are changed."""
+    """Run Prometheus with the example's configuration. Only target and interval are changed."""
     settings = config("prometheus.yml")
     settings["global"]["scrape_interval"] = "2s"
     settings["scrape_configs"][0]["static_configs"] = [{"targets": [server.url.removeprefix("http://")]}]
@@ -119,7 +119,7 @@ class Measured(NamedTuple):
     usage: list
 
     def total(self, field: str) -> float:
-        """Return the sum of a report's field; of numbers per head that of their mean."""
+        """Return the sum of a report's field, or of its mean where it has numbers per head."""
         values = [report[field] for report in self.reports]
         return sum(value["mean"] if isinstance(value, dict) else value for value in values)
 
@@ -153,8 +153,8 @@ def measured(tmp_path_factory):
         send(600, 40)  # evicts
         send(500, 40, kv_protect_prompt=100)
         send(40, 16)  # keeps everything
-        seen = "sum(count_over_time((vllm:kv_policy_bytes_held > 0)[1h:2s]))"
-        within(300, lambda: send(600, 80) and api.value(seen) >= 2, "no scrape has met a running request")
+        scrapes_seen = "sum(count_over_time((vllm:kv_policy_bytes_held > 0)[1h:2s]))"
+        within(300, lambda: send(600, 80) and api.value(scrapes_seen) >= 2, "no scrape has met a running request")
         tokens = sum(report["seen_tokens"] for report in reports)
         counted = "vllm:kv_policy_tokens_seen_total"
         within(120, lambda: api.value(counted) == tokens, f"{counted} is not {tokens}")
@@ -191,10 +191,10 @@ def series_of(target: dict, measured: Measured, view: str = "weeks") -> list[tup
 
 def lines(title: str, measured: Measured, view: str = "weeks") -> dict[str, dict[float, float]]:
     """Return the values of a panel's queries by legend, each of which is one series."""
-    found = {}
+    by_legend = {}
     for target in PANELS[title]["targets"]:
-        ((_, found[target.get("legendFormat", "")]),) = series_of(target, measured, view)
-    return found
+        ((_, by_legend[target.get("legendFormat", "")]),) = series_of(target, measured, view)
+    return by_legend
 
 
 def last(title: str, measured: Measured) -> dict[str, float]:
@@ -206,9 +206,9 @@ def last(title: str, measured: Measured) -> dict[str, float]:
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("target", targets())
 def test_every_query_returns_numbers(measured, target, view):
-    found = series_of(target, measured, view)
-    assert found and all(any(values) for _, values in found)
-    assert all(value >= 0 for _, values in found for value in values.values())
+    series = series_of(target, measured, view)
+    assert series and all(any(values) for _, values in series)
+    assert all(value >= 0 for _, values in series for value in values.values())
 
 
 @pytest.mark.slow
@@ -223,8 +223,8 @@ def test_variables_list_the_model_and_the_server(measured):
 def test_the_policy_and_its_budget(measured):
     ((labels, values),) = series_of(PANELS["Policy"]["targets"][0], measured)
     assert list(values.values()) == [1]
-    told = {"policy": "streaming-llm", "budget": str(BUDGET), "scorer": "none", "model_name": NAME}
-    assert labels.items() >= (told | {"instance": measured.instance}).items()
+    info = {"policy": "streaming-llm", "budget": str(BUDGET), "scorer": "none", "model_name": NAME}
+    assert labels.items() >= (info | {"instance": measured.instance}).items()
     shown = PANELS["Policy"]["transformations"][0]["options"]
     assert set(labels) == set(shown["indexByName"]) | set(shown["excludeByName"]) - {"Time", "Value"}
 
@@ -235,9 +235,9 @@ def test_tokens_are_those_of_the_reports(measured):
     assert rates["seen"] == pytest.approx(rates["kept"] + rates["evicted"], rel=1e-9)
     assert rates["evicted"] > rates["kept"] / 4 > 0
     fields = {"kept": "kept_tokens_per_head", "evicted": "evicted_tokens_per_head", "protected": "protected_tokens"}
-    seen = measured.total("seen_tokens")
+    seen_tokens = measured.total("seen_tokens")
     for legend, field in fields.items():
-        assert rates[legend] / rates["seen"] == pytest.approx(measured.total(field) / seen, rel=1e-9)
+        assert rates[legend] / rates["seen"] == pytest.approx(measured.total(field) / seen_tokens, rel=1e-9)
     assert measured.total("protected_tokens") == 100
     assert last("Tokens kept over seen", measured)[""] == pytest.approx(rates["kept"] / rates["seen"], rel=1e-9)
 
@@ -246,9 +246,9 @@ def test_tokens_are_those_of_the_reports(measured):
 def test_retained_shares_are_those_of_the_reports(measured):
     shares = sorted(report["kept_tokens_per_head"]["mean"] / report["seen_tokens"] for report in measured.reports)
     assert shares[0] < 0.5 and shares[-1] == 1 and shares[-2] < 0.999
-    found = last("Retained share", measured)
-    assert found["mean"] == pytest.approx(sum(shares) / len(shares), rel=1e-9)
-    assert 0 < found["P1"] <= found["P10"] <= found["P50"] < 1
+    quantiles = last("Retained share", measured)
+    assert quantiles["mean"] == pytest.approx(sum(shares) / len(shares), rel=1e-9)
+    assert 0 < quantiles["P1"] <= quantiles["P10"] <= quantiles["P50"] < 1
     buckets = {
         labels["le"]: values
         for labels, values in series_of(PANELS["Requests by retained share"]["targets"][0], measured)
@@ -262,35 +262,35 @@ def test_retained_shares_are_those_of_the_reports(measured):
 @pytest.mark.slow
 def test_bytes_and_blocks_are_bounded(measured):
     """The ratio is that of the bytes at all times, and the blocks of a request of 680 tokens are at most its bound."""
-    held, dense = lines("KV cache bytes", measured).values()
+    held_bytes, dense = lines("KV cache bytes", measured).values()
     busy = {time for time, value in dense.items() if value > 0}
-    assert len(busy) >= 2 and {time for time, value in held.items() if value > 0} == busy
+    assert len(busy) >= 2 and {time for time, value in held_bytes.items() if value > 0} == busy
     for title in ("Bytes held over dense bytes", "Bytes held over dense bytes, by server"):
         (ratio,) = lines(title, measured).values()
-        assert ratio == pytest.approx({time: held[time] / dense[time] for time in busy})
+        assert ratio == pytest.approx({time: held_bytes[time] / dense[time] for time in busy})
         assert 0 < min(ratio.values()) < 1
     blocks, bound = lines("KV cache blocks", measured).values()
     assert all(blocks[time] <= bound[time] for time in bound)
     assert max(bound.values()) in {report["blocks_bound"] for report in measured.reports}
     per_block = {report["bytes"] / report["blocks"] for report in measured.reports}
-    assert per_block == {held[time] / blocks[time] for time in busy}
+    assert per_block == {held_bytes[time] / blocks[time] for time in busy}
     assert 0 < max(lines("Cache usage", measured)["{{instance}}, engine {{engine}}"].values()) <= 1
 
 
 @pytest.mark.slow
 def test_panels_of_vllm(measured):
     """Latencies are in order, and tokens and ends of requests are those of the responses."""
-    whole, first, between = (
+    end_to_end, first, between = (
         last(title, measured) for title in ("End-to-end request latency", "Time to first token", "Inter-token latency")
     )
-    for found in (whole, first, between):
-        assert 0 < found["P50"] <= found["P95"] <= found["P99"] and found["mean"] > 0
-    assert first["mean"] < whole["mean"] < measured.end - measured.start
+    for latency in (end_to_end, first, between):
+        assert 0 < latency["P50"] <= latency["P95"] <= latency["P99"] and latency["mean"] > 0
+    assert first["mean"] < end_to_end["mean"] < measured.end - measured.start
     phases = last("Queue, prefill and decode", measured)
-    assert 0 < sum(phases.values()) <= whole["mean"] and phases["decode"] > phases["queue"] >= 0
+    assert 0 < sum(phases.values()) <= end_to_end["mean"] and phases["decode"] > phases["queue"] >= 0
     tokens = last("Token throughput", measured)
     prompt, generated = (
-        sum(getattr(each, f"{what}_tokens") for each in measured.usage) for what in ("prompt", "completion")
+        sum(getattr(usage, f"{kind}_tokens") for usage in measured.usage) for kind in ("prompt", "completion")
     )
     assert tokens["prompt"] / tokens["generation"] == pytest.approx(prompt / generated, rel=1e-9)
     running = lines("Requests", measured)
@@ -326,15 +326,15 @@ def test_grafana_knows_every_key():
     assert lost(wrong, json.loads(json.dumps(Dashboard.from_json(wrong), cls=JSONEncoder))) == [".panels[0].titel"]
 
 
-def lost(there, kept, path: str = "") -> list[str]:
+def lost(original, parsed, path: str = "") -> list[str]:
     """Return the paths of what is in ``there`` and not, or differently, in ``kept``, which may have more keys."""
-    if isinstance(there, dict) and isinstance(kept, dict):
-        parts = [(f"{path}.{key}", value, kept.get(key)) for key, value in there.items()]
-    elif isinstance(there, list) and isinstance(kept, list) and len(there) == len(kept):
-        parts = [(f"{path}[{i}]", *pair) for i, pair in enumerate(zip(there, kept, strict=True))]
+    if isinstance(original, dict) and isinstance(parsed, dict):
+        parts = [(f"{path}.{key}", value, parsed.get(key)) for key, value in original.items()]
+    elif isinstance(original, list) and isinstance(parsed, list) and len(original) == len(parsed):
+        parts = [(f"{path}[{i}]", *pair) for i, pair in enumerate(zip(original, parsed, strict=True))]
     else:
-        return [] if there == kept else [path]
-    return [each for name, old, new in parts for each in lost(old, new, name)]
+        return [] if original == parsed else [path]
+    return [lost_path for name, old, new in parts for lost_path in lost(old, new, name)]
 
 
 def test_panels_have_their_place_and_the_chosen_data_source():
@@ -351,7 +351,7 @@ def test_panels_have_their_place_and_the_chosen_data_source():
     assert VARIABLES["DS_PROMETHEUS"]["type"] == "datasource" and VARIABLES["DS_PROMETHEUS"]["query"] == chosen["type"]
     assert all(VARIABLES[name]["datasource"] == chosen for name in ("model_name", "instance"))
     for panel in PANELS.values():
-        assert [each["datasource"] for each in (panel, *panel["targets"])] == [chosen] * (1 + len(panel["targets"]))
+        assert [holder["datasource"] for holder in (panel, *panel["targets"])] == [chosen] * (1 + len(panel["targets"]))
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
 
 

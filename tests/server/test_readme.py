@@ -65,7 +65,7 @@ def server(checkout):
 
 
 def test_a_question_and_its_printed_answer(checkout, server):
-    """Rounding may change words of a small model's answer; which license it is, and the second line, are as printed."""
+    """Rounding may change words of a small model's answer. Which license it is, and the second line, are as printed."""
     (example,) = (block for block in readme.blocks("python") if PORT in block)
     answer, report = run_python(checkout, example.replace(PORT, f"127.0.0.1:{server.port}")).strip().rsplit("\n", 1)
     (printed,) = readme.blocks("")

@@ -49,12 +49,12 @@ def served(request, scorer):
 
     settings = PolicySettings(request.param, BUDGET, scorer=scorer if request.param == "kvpop" else None)
     policy = policies.get(request.param)(settings, ModelShape(**folder_sizes(MODEL), max_model_len=8192))
-    most = PageLayout(3, 64, getattr(torch, DTYPE), state_floats=policy.state_floats).blocks(8192, BUDGET)
+    max_blocks = PageLayout(3, 64, getattr(torch, DTYPE), state_floats=policy.state_floats).blocks(8192, BUDGET)
     options = ["--kv-budget", str(BUDGET), "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)]
     options += ["--dtype", DTYPE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options += ["--enforce-eager"] if request.param == "streaming-llm" else ["--kv-scorer", scorer]
     with Server(str(MODEL), "--kv-policy", request.param, *options) as server:
-        yield server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), most
+        yield server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), max_blocks
 
 
 def name(client) -> str:
@@ -82,15 +82,15 @@ def test_it_runs_with_the_fast_kernels_and_compiled_unless_told(served):
 
 def test_chat_and_streaming_agree(served):
     _, client, _ = served
-    whole = ask(client).choices[0].message.content
-    assert "4719" in whole
+    chat = ask(client).choices[0].message.content
+    assert "4719" in chat
     parts = [event.choices[0].delta.content or "" for event in ask(client, stream=True) if event.choices]
-    assert "".join(parts) == whole and len(parts) > 2
+    assert "".join(parts) == chat and len(parts) > 2
 
 
 @pytest.mark.slow
 def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
-    server, client, most = served
+    server, client, max_blocks = served
     prompt = [(7 * i) % 40_000 + 100 for i in range(7000)]
     stream = client.completions.create(
         model=name(client),
@@ -101,12 +101,12 @@ def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True},
     )
-    held, usage = [], None
+    blocks_held, usage = [], None
     for event in stream:
-        held.append(server.blocks_in_use())
+        blocks_held.append(server.blocks_in_use())
         usage = event.usage or usage
     assert usage.prompt_tokens == 7000 and usage.completion_tokens == 200
-    assert max(held) == most
+    assert max(blocks_held) == max_blocks
     assert server.blocks_in_use() == 0
 
 
@@ -115,20 +115,20 @@ def test_a_request_has_a_budget_of_its_own(served):
 
     This holds for streamed answers too.
     """
-    server, client, most = served
+    server, client, max_blocks = served
     prompt = [(11 * i) % 40_000 + 100 for i in range(1500)]
-    asked = {"model": name(client), "prompt": prompt, "max_tokens": 80, "temperature": 0, "stream": True}
-    held = []
+    request = {"model": name(client), "prompt": prompt, "max_tokens": 80, "temperature": 0, "stream": True}
+    blocks_held = []
     for _ in client.completions.create(
-        **asked, extra_body={"ignore_eos": True, "vllm_xargs": {"kv_budget": 512, "kv_protect_prompt": 0}}
+        **request, extra_body={"ignore_eos": True, "vllm_xargs": {"kv_budget": 512, "kv_protect_prompt": 0}}
     ):
-        held.append(server.blocks_in_use())
-    assert max(held) == most - (BUDGET - 512) // 64
+        blocks_held.append(server.blocks_in_use())
+    assert max(blocks_held) == max_blocks - (BUDGET - 512) // 64
     line = f"kv_budget {BUDGET + 1} is more than this server allows: lower it to at most {BUDGET}"
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as error:
             wrong = {"vllm_xargs": {"kv_budget": BUDGET + 1}}
-            list(client.completions.create(**asked | {"stream": stream}, extra_body=wrong))
+            list(client.completions.create(**request | {"stream": stream}, extra_body=wrong))
         assert error.value.status_code == 400 and line in error.value.message and "\n" not in error.value.message
     with pytest.raises(openai.BadRequestError):
         ask(client, extra_body={"vllm_xargs": {"kv_budget": 0}})
@@ -136,32 +136,35 @@ def test_a_request_has_a_budget_of_its_own(served):
 
 
 def policy_metrics(server) -> dict[str, float]:
-    """Return the policy's metrics by name, without labels; of the histogram only sum and count."""
-    found = re.findall(r"^vllm:kv_policy_(\w+){[^}]*} (\S+)$", server.metrics(), re.MULTILINE)
-    return {name: float(value) for name, value in found if not name.endswith(("_bucket", "_created"))}
+    """Return the policy's metrics by name, without labels. The histogram has only sum and count."""
+    samples = re.findall(r"^vllm:kv_policy_(\w+){[^}]*} (\S+)$", server.metrics(), re.MULTILINE)
+    return {name: float(value) for name, value in samples if not name.endswith(("_bucket", "_created"))}
 
 
 def test_a_response_says_what_its_cache_did(served):
     """A chat and a completion report what usage says, the metrics grow by the same numbers, and nobody else reports."""
-    server, client, most = served
+    server, client, max_blocks = served
     before = policy_metrics(server)
     prompt = [(13 * i) % 40_000 + 100 for i in range(1200)]
-    asked = {"model": name(client), "prompt": prompt, "max_tokens": 20, "temperature": 0}
-    report = {"vllm_xargs": {"kv_report": 1}}
-    stops = {"logit_bias": {"2": 100}, "extra_body": report | {"min_tokens": 6}}  # the end of a turn, on any processor
-    answers = [ask(client, **stops), client.completions.create(**asked, extra_body=report)]
+    request = {"model": name(client), "prompt": prompt, "max_tokens": 20, "temperature": 0}
+    asks_report = {"vllm_xargs": {"kv_report": 1}}
+    stops = {
+        "logit_bias": {"2": 100},
+        "extra_body": asks_report | {"min_tokens": 6},
+    }  # the end of a turn, on any processor
+    answers = [ask(client, **stops), client.completions.create(**request, extra_body=asks_report)]
     reports = [answer.model_extra["kv_transfer_params"]["kv_report"] for answer in answers]
-    for answer, found in zip(answers, reports, strict=True):
-        assert found["prompt_tokens"] == answer.usage.prompt_tokens
-        assert found["generated_tokens"] == answer.usage.completion_tokens
-        assert found["seen_tokens"] == answer.usage.total_tokens - 1
-        kept = min(BUDGET, found["seen_tokens"])
-        assert found["kept_tokens_per_head"] == {"min": kept, "mean": kept, "max": kept}
-        assert found["evicted_tokens_per_head"]["mean"] == found["seen_tokens"] - kept
-        assert found["bytes"] == found["blocks"] * 64 * (VECTORS + 8) * 90
-        assert found["dense_bytes"] == found["seen_tokens"] * VECTORS * 90
+    for answer, report in zip(answers, reports, strict=True):
+        assert report["prompt_tokens"] == answer.usage.prompt_tokens
+        assert report["generated_tokens"] == answer.usage.completion_tokens
+        assert report["seen_tokens"] == answer.usage.total_tokens - 1
+        kept_tokens = min(BUDGET, report["seen_tokens"])
+        assert report["kept_tokens_per_head"] == {"min": kept_tokens, "mean": kept_tokens, "max": kept_tokens}
+        assert report["evicted_tokens_per_head"]["mean"] == report["seen_tokens"] - kept_tokens
+        assert report["bytes"] == report["blocks"] * 64 * (VECTORS + 8) * 90
+        assert report["dense_bytes"] == report["seen_tokens"] * VECTORS * 90
     assert answers[0].choices[0].finish_reason == "stop", "a token may be in flight when the answer stops"
-    assert reports[1]["evicted_tokens_per_head"]["mean"] > 100 and reports[1]["blocks"] == most
+    assert reports[1]["evicted_tokens_per_head"]["mean"] > 100 and reports[1]["blocks"] == max_blocks
     assert ask(client, **stops | {"extra_body": {"min_tokens": 6}}).model_extra.get("kv_transfer_params") is None
     deadline = time.monotonic() + 30
     while (after := policy_metrics(server))["retained_share_count"] < before["retained_share_count"] + 3:
@@ -171,12 +174,12 @@ def test_a_response_says_what_its_cache_did(served):
         ("kept", "kept_tokens_per_head"),
         ("evicted", "evicted_tokens_per_head"),
     ):
-        told = [found[field] if metric == "seen" else found[field]["mean"] for found in (*reports, reports[0])]
-        assert after[f"tokens_{metric}_total"] - before[f"tokens_{metric}_total"] == sum(told)
+        values = [report[field] if metric == "seen" else report[field]["mean"] for report in (*reports, reports[0])]
+        assert after[f"tokens_{metric}_total"] - before[f"tokens_{metric}_total"] == sum(values)
     assert after["info"] == 1 and after["blocks_held"] == after["bytes_held"] == after["dense_bytes"] == 0
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="kv_report must be 0 or 1, got 7") as error:
-            list(client.completions.create(**asked, stream=stream, extra_body={"vllm_xargs": {"kv_report": 7}}))
+            list(client.completions.create(**request, stream=stream, extra_body={"vllm_xargs": {"kv_report": 7}}))
         assert error.value.status_code == 400 and "\n" not in error.value.message
 
 
@@ -192,7 +195,7 @@ def evicted(answer) -> float:
 
 
 def test_an_answer_in_a_given_form(served):
-    """Structured output fits its schema where every token of it is written behind evicted ones."""
+    """Structured output fits its schema where every token of it is written after evicted ones."""
     _, client, _ = served
     form = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA}}
     answer = ask(client, **BOUNDED, response_format=form)

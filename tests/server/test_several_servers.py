@@ -65,7 +65,7 @@ class Front:
         return reply
 
     def ask(self, prompt: list[int], model: str = "base", engine: int = 0, **settings) -> httpx.Response:
-        """Ask for a completion; ``settings`` are those of the request's cache."""
+        """Ask for a completion. ``settings`` are those of the request's cache."""
         body = {"model": model, "prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
         body |= {"vllm_xargs": settings} if settings else {}
         reply = self.client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(engine)})
@@ -157,7 +157,7 @@ def test_cartridges_are_known_everywhere(served):
 
 
 def policy_metrics(front: Front) -> dict[str, dict[str, float]]:
-    """Return the metrics of the policy by name and engine; of the histogram only sum and count."""
+    """Return the metrics of the policy by name and engine. The histogram has only sum and count."""
     text, metrics = front.get("/metrics").text, {}
     for name, engine, value in re.findall(r'^vllm:kv_policy_(\w+){[^}]*engine="(\d)"[^}]*} (\S+)$', text, re.M):
         if not name.endswith(("_bucket", "_created")):

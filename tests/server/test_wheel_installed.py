@@ -45,5 +45,5 @@ def test_an_installed_wheel_serves(tmp_path):
     run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
     model = write_tiny_model(tmp_path / "model")
     assert "streaming-llm" in run(str(site / "bin" / "kvpop"), "policies", PYTHONPATH=str(site))
-    said = run(sys.executable, "-c", GENERATE, str(site), str(model), PYTHONPATH=str(site))
-    assert "decoding with the cpp kernels" in said
+    output = run(sys.executable, "-c", GENERATE, str(site), str(model), PYTHONPATH=str(site))
+    assert "decoding with the cpp kernels" in output

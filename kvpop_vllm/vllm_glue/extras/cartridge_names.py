@@ -2,6 +2,8 @@
 
 A cartridge is served under its name, as a LoRA adapter is: vLLM's front end lists it next to its base model, and hands
 what it is over with each request that names it. The request's prompt then begins with the cartridge's slots.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class NamedCartridge(LoRARequest):
 
 
 @dataclass(frozen=True)
-class Known:
+class ServedCartridge:
     """Cartridge that requests may name: its folder, its digest and number of slots, and ids that it begins with."""
 
     folder: str
@@ -51,28 +53,21 @@ class CartridgeNames:
 
     Args:
         vllm_config: config of the engine, whose policy names the first cartridges.
-
-    Raises:
-        ConfigError: as :meth:`add`.
     """
 
     def __init__(self, vllm_config):
         self.vllm_config, self.policy = vllm_config, engine_policy(vllm_config)
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, ServedCartridge] = {}
         for name, folder in (self.policy.settings.cartridge or {}).items():
             self.add(name, folder)
 
     @property
     def placed(self) -> dict[str, Placed]:
         """Digest and slots of each cartridge, by name."""
-        return {name: known.placed for name, known in self.known.items()}
+        return {name: cartridge.placed for name, cartridge in self.known.items()}
 
-    def add(self, name: str, folder: str) -> Known:
-        """Read and check a cartridge, and know it by a name from now on.
-
-        Raises:
-            ConfigError: the name is taken, or the cartridge cannot be served with this model and these settings.
-        """
+    def add(self, name: str, folder: str) -> ServedCartridge:
+        """Read and check a cartridge, and know it by a name from now on."""
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         if name in self.known or name == model.served_model_name:
             raise ConfigError(f"the name {name!r} is taken: give the cartridge another")
@@ -85,6 +80,7 @@ class CartridgeNames:
             raise ConfigError(
                 "requests share cartridges as prefixes: leave --no-enable-prefix-caching, or cartridges, out"
             )
+        # nobody would write the cartridges again after a wake-up
         if model.enable_sleep_mode:
             raise ConfigError(
                 "a sleeping engine throws its KV cache away: leave --enable-sleep-mode out to load cartridges"
@@ -92,7 +88,7 @@ class CartridgeNames:
         cartridge = read_cartridge(folder)
         weights = model.model if Path(model.model).is_dir() else None
         if weights is None:
-            logger.warning("%s is no folder: that %s was made with its weights is not checked", model.model, folder)
+            logger.warning("%s is not a folder: that %s was made with its weights is not checked", model.model, folder)
         check_base(cartridge.config, model.hf_text_config, str(folder), weights=weights)
         slots, size = cartridge.config.slots, cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
         if slots % size:
@@ -101,18 +97,14 @@ class CartridgeNames:
             )
         if slots >= model.max_model_len:
             raise ConfigError(f"{folder} has {slots} slots: raise --max-model-len {model.max_model_len} above them")
-        self.known[name] = Known(
+        self.known[name] = ServedCartridge(
             str(local_folder(folder).resolve()), Placed(cartridge.digest, slots), tuple(cartridge.config.head)
         )
         return self.known[name]
 
 
 def names_of(vllm_config) -> CartridgeNames:
-    """Return the cartridges of an engine, read once per config and process.
-
-    Raises:
-        ConfigError: as :class:`CartridgeNames`.
-    """
+    """Return the cartridges of an engine, read once per config and process."""
     if vllm_config not in _names:
         _names[vllm_config] = CartridgeNames(vllm_config)
     return _names[vllm_config]
@@ -136,7 +128,7 @@ def _marked(vllm_config, rendered):
 
 
 def begin_of_prompt(prompt, ids: Sequence[int], tokenizer) -> list[int]:
-    """Return the special ids before a prompt that a tokenizer or a chat template wrote; none before a client's own ids.
+    """Return the special ids before a prompt that a tokenizer or a chat template wrote, none before a client's own ids.
 
     Args:
         prompt: input of the engine, or a prompt that is none yet.
@@ -164,33 +156,33 @@ def resolved(
     Args:
         vllm_config: config of the engine.
         params: sampling parameters of the request.
-        prompt: its prompt tokens, or their embeddings; empty if they are not known yet.
-        adapter: what the request names as its model, if that is no base model.
+        prompt: its prompt tokens, or their embeddings, empty if they are not known yet.
+        adapter: what the request names as its model, if that is not a base model.
         begin: returns the result of :func:`begin_of_prompt`.
 
     Raises:
         VLLMNotFoundError: the request names a cartridge that does not exist.
         VLLMValidationError: the request asks for something else that it cannot have.
     """
-    given, names = dict(params.extra_args or {}), names_of(vllm_config)
+    options, names = dict(params.extra_args or {}), names_of(vllm_config)
     if isinstance(adapter, NamedCartridge):
-        if given.get(CARTRIDGES) is not None:
+        if options.get(CARTRIDGES) is not None:
             raise VLLMValidationError(
                 f"the model {adapter.lora_name!r} is a cartridge: name all of them in {CARTRIDGES}"
             )
-        given[CARTRIDGES] = [adapter.lora_name]
+        options[CARTRIDGES] = [adapter.lora_name]
     try:
-        placed = named(given, names.placed)
+        placed = named(options, names.placed)
         head = _head_of([(name, names.known[name].head) for name in placed], prompt, begin)
-        own = max(0, len(prompt) - len(head))
-        found = resolve(names.policy, given, own, tuple(placed.values()))
+        prompt_length = max(0, len(prompt) - len(head))
+        slots = resolve(names.policy, options, prompt_length, tuple(placed.values()))
     except UnknownCartridge as error:
         raise VLLMNotFoundError(str(error)) from None
     except ConfigError as error:
         raise VLLMValidationError(str(error)) from None
-    if found.cartridges:
-        _check(found, params, own, adapter, vllm_config.model_config.max_model_len)
-    return found, head
+    if slots.cartridges:
+        _check(slots, params, prompt_length, adapter, vllm_config.model_config.max_model_len)
+    return slots, head
 
 
 def _head_of(
@@ -202,9 +194,6 @@ def _head_of(
         heads: name and ids of each cartridge, in order.
         prompt: see :func:`resolved`.
         begin: see :func:`resolved`.
-
-    Raises:
-        ConfigError: cartridges do not begin with the same ids, or the prompt does not begin with them alone.
     """
     if len({head for _, head in heads}) > 1:
         names = " and ".join(name for name, _ in heads)
@@ -214,15 +203,15 @@ def _head_of(
         head = tuple(begin())
     if head and len(prompt) and tuple(prompt[: len(head)]) != head:
         raise ConfigError(
-            f"the cartridge {name!r} stands in the first message of a chat: begin with a message of the user, behind the system"
+            f"the cartridge {name!r} stands in the first message of a chat: begin with a message of the user, after the system"
             " message that it was made with, if any, and without blanks or line ends at the beginning; for other prompts make it with 'kvpop compact --place front'"
         )
     if head and len(prompt) == len(head):
-        raise ConfigError("the prompt ends where the cartridge begins: send a message behind it")
+        raise ConfigError("the prompt ends where the cartridge begins: send a message after it")
     return head
 
 
-def _check(found: RequestSlots, params, prompt: int, adapter: LoRARequest | None, longest: int) -> None:
+def _check(slots: RequestSlots, params, prompt: int, adapter: LoRARequest | None, longest: int) -> None:
     """Check that a request that begins with cartridges can be served.
 
     Raises:
@@ -232,14 +221,14 @@ def _check(found: RequestSlots, params, prompt: int, adapter: LoRARequest | None
         raise VLLMValidationError("prompt_logprobs need a prompt of tokens alone: leave them or the cartridge out")
     if adapter is not None and not isinstance(adapter, NamedCartridge):
         raise VLLMValidationError("a cartridge was made with the base model: name the base model, not an adapter")
-    if found.made + prompt >= longest:
+    if slots.made + prompt >= longest:
         raise VLLMValidationError(
-            f"{found.made} slots of cartridges and a prompt of {prompt} tokens leave no room within --max-model-len {longest}:"
+            f"{slots.made} slots of cartridges and a prompt of {prompt} tokens leave no room within --max-model-len {longest}:"
             " shorten the prompt, or name fewer cartridges"
         )
 
 
-def prepend(request, found: RequestSlots, head: int, longest: int) -> None:
+def prepend(request, slots: RequestSlots, head: int, longest: int) -> None:
     """Begin a request's prompt with a placeholder for each slot of its cartridges, in place of what they hold of it.
 
     Placeholders repeat the first token after them, so that penalties of prompt tokens see no other. Blocks after the
@@ -247,20 +236,20 @@ def prepend(request, found: RequestSlots, head: int, longest: int) -> None:
 
     Args:
         request: an ``EngineCoreRequest``, changed in place.
-        found: slots of the request.
+        slots: slots of the request.
         head: number of the prompt's first tokens that the cartridges hold.
         longest: ``--max-model-len``.
 
     Raises:
-        VLLMValidationError: the prompt is no list of tokens.
+        VLLMValidationError: the prompt is not a list of tokens.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
         raise VLLMValidationError(
             "a cartridge needs a prompt of tokens alone: leave embeddings and media, or the cartridge, out"
         )
-    own = list(request.prompt_token_ids[head:])
-    request.prompt_token_ids = own[:1] * found.made + own
-    digests = "+".join(placed.digest for placed in found.cartridges)
+    prompt_tokens = list(request.prompt_token_ids[head:])
+    request.prompt_token_ids = prompt_tokens[:1] * slots.made + prompt_tokens
+    digests = "+".join(placed.digest for placed in slots.cartridges)
     request.cache_salt = f"{SALT}{digests} {request.cache_salt or ''}"
     params = request.sampling_params
     params.max_tokens = min(params.max_tokens, longest - len(request.prompt_token_ids))

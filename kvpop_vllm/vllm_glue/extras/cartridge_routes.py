@@ -12,7 +12,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.vllm_glue.extras.cartridge_names import Known, NamedCartridge, names_of
+from kvpop_vllm.vllm_glue.extras.cartridge_names import NamedCartridge, ServedCartridge, names_of
 from kvpop_vllm.vllm_glue.start.engine_policy import requested
 
 router = APIRouter()
@@ -37,16 +37,16 @@ async def init_static_loras(original, self, *args, **kwargs) -> None:
     """Wrap the listing of LoRA adapters: list cartridges too."""
     await original(self, *args, **kwargs)
     if requested(self.engine_client.vllm_config):
-        for name, known in names_of(self.engine_client.vllm_config).known.items():
-            _list(self, name, known)
+        for name, cartridge in names_of(self.engine_client.vllm_config).known.items():
+            _list(self, name, cartridge)
 
 
-def _list(models, name: str, known: Known) -> None:
+def _list(models, name: str, cartridge: ServedCartridge) -> None:
     """List a cartridge among the models of a server, whose base model is its parent."""
     if name in models.lora_requests or models.is_base_model(name):
         raise ConfigError(f"the name {name!r} is taken: give the cartridge another")
     number = models.lora_id_counter.inc(1)
-    models.lora_requests[name] = NamedCartridge(name, number, known.folder, models.base_model_paths[0].name)
+    models.lora_requests[name] = NamedCartridge(name, number, cartridge.folder, models.base_model_paths[0].name)
 
 
 def attach_endpoint_plugins(original, app: FastAPI, *args, **kwargs) -> None:
@@ -59,7 +59,7 @@ def changeable(request: Request) -> tuple:
     """Return the models that an app lists, and its cartridges.
 
     Raises:
-        HTTPException: the app's engine has no policy, as a process may serve other engines too (404); or there are
+        HTTPException: the app's engine has no policy, as a process may serve other engines too (404), or there are
             several front ends or engines, which would not all know of a change (400).
     """
     vllm_config = request.app.state.vllm_config
@@ -82,16 +82,16 @@ async def load_kv_cartridge(body: LoadCartridge, request: Request):
             message = f"the name {body.name!r} is taken: unload it, or use another"
             raise HTTPException(HTTPStatus.BAD_REQUEST, message)
         if not os.path.isdir(body.path):
-            raise HTTPException(HTTPStatus.BAD_REQUEST, f"{body.path!r} is no folder of this machine: give one")
+            raise HTTPException(HTTPStatus.BAD_REQUEST, f"{body.path!r} is not a folder of this machine: give one")
         try:
-            known = await asyncio.to_thread(names.add, body.name, body.path)
+            cartridge = await asyncio.to_thread(names.add, body.name, body.path)
             core = models.engine_client.engine_core
-            await core.call_utility_async("kvpop_load_cartridge", body.name, known.folder, *known.placed)
+            await core.call_utility_async("kvpop_load_cartridge", body.name, cartridge.folder, *cartridge.placed)
         except Exception as error:  # an engine's error comes as an exception of another class
             names.known.pop(body.name, None)
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
-        _list(models, body.name, known)
-    return {"name": body.name, "slots": known.placed.slots}
+        _list(models, body.name, cartridge)
+    return {"name": body.name, "slots": cartridge.placed.slots}
 
 
 @router.post("/v1/unload_kv_cartridge")
@@ -99,16 +99,16 @@ async def unload_kv_cartridge(body: UnloadCartridge, request: Request):
     """Stop serving a cartridge and free its blocks, unless unfinished requests use it."""
     models, names = changeable(request)
     async with _lock:
-        if (known := names.known.pop(body.name, None)) is None:
+        if (cartridge := names.known.pop(body.name, None)) is None:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"the cartridge {body.name!r} does not exist")
         models.lora_requests.pop(body.name, None)  # requests name it no longer
         core, using = models.engine_client.engine_core, None
         try:
-            using = await core.call_utility_async("kvpop_unload_cartridge", body.name, known.placed.digest)
+            using = await core.call_utility_async("kvpop_unload_cartridge", body.name, cartridge.placed.digest)
         finally:
             if using != 0:
-                names.known[body.name] = known
-                _list(models, body.name, known)
+                names.known[body.name] = cartridge
+                _list(models, body.name, cartridge)
     if using:
         message = f"{using} requests use the cartridge {body.name!r}: unload it when they are done"
         raise HTTPException(HTTPStatus.CONFLICT, message)

@@ -1,8 +1,10 @@
 """Cartridges of an engine: their blocks in the pool, and their bytes in the workers' caches.
 
 A cartridge is loaded once, into blocks that no request can free. A request that names it begins with these blocks,
-as if they were a hit of the prefix cache. A cartridge that stands behind another one needs keys that are turned to
-where it stands: such a copy is made when a request asks for it, and lives as long as requests use it.
+as if they were a hit of the prefix cache. A cartridge after another one needs keys that are turned to
+its positions. Such a copy is made when a request asks for it, and lives as long as requests use it.
+
+Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class _Loaded:
 
 @dataclass
 class _Copy:
-    """Blocks of a cartridge that stands behind others, and the requests that use them."""
+    """Blocks of a cartridge that stands after others, and the requests that use them."""
 
     blocks: list[KVCacheBlock]
     users: set[str] = field(default_factory=set)
@@ -58,38 +60,27 @@ class CartridgeBlocks:
         self.copies: dict[tuple[str, int], _Copy] = {}
 
     def load(self, name: str, folder: str, placed: Placed) -> None:
-        """Load a cartridge under a name.
-
-        Raises:
-            ConfigError: the pool has no room for it, or its files have changed.
-        """
-        if (known := self.loaded.get(placed.digest)) is None:
+        """Load a cartridge under a name."""
+        if (loaded := self.loaded.get(placed.digest)) is None:
             blocks = self.pool.get_new_blocks(self._fitting(name, placed.slots))
             try:
                 self._run(write_slots, folder, placed.digest, [block.block_id for block in blocks])
             except BaseException:
                 self.pool.free_blocks(blocks)
                 raise
-            known = self.loaded[placed.digest] = _Loaded(blocks, read_config(folder).rope)
-        known.names.add(name)
+            loaded = self.loaded[placed.digest] = _Loaded(blocks, read_config(folder).rope)
+        loaded.names.add(name)
 
     def _run(self, function: Callable, *arguments) -> None:
-        """Run a function in every worker; it returns an error, as replies behind an exception would stay unread.
-
-        Raises:
-            ConfigError: a worker had an error.
-        """
+        """Run a function in every worker. It returns its error, because replies after an exception stay unread."""
         if errors := [error for error in self.run(function, arguments) if error is not None]:
             raise ConfigError(errors[0])
 
     def _fitting(self, name: str, slots: int) -> int:
-        """Return the number of blocks of a cartridge.
-
-        Raises:
-            ConfigError: beside it and the others, the longest request would not fit, or there is no room now.
-        """
+        """Return the number of blocks of a cartridge."""
         count, size = slots // self.spec.block_size, self.spec.block_size
-        all_slots = [slots, *(len(each.blocks) * size for each in self.loaded.values())]
+        all_slots = [slots, *(len(loaded.blocks) * size for loaded in self.loaded.values())]
+        # a pool without room for the longest request would wait for ever
         needed = self.spec.set_aside(all_slots) + self.spec.most_blocks(self.longest)
         if needed >= self.pool.num_gpu_blocks:
             raise ConfigError(
@@ -101,16 +92,16 @@ class CartridgeBlocks:
         return count
 
     def unload(self, name: str, digest: str) -> None:
-        """Forget a name; the blocks are freed with the last name of a cartridge."""
-        known = self.loaded[digest]
-        known.names.discard(name)
-        if not known.names:
+        """Forget a name. The blocks are freed with the last name of a cartridge."""
+        loaded = self.loaded[digest]
+        loaded.names.discard(name)
+        if not loaded.names:
             self.pool.free_blocks(self.loaded.pop(digest).blocks)
 
     @contextmanager
     def unpinned(self) -> Iterator[None]:
-        """Let go of the cartridges' blocks for a while in which nothing is allocated; those of requests stay theirs."""
-        blocks = [block for each in self.loaded.values() for block in each.blocks]
+        """Let go of the cartridges' blocks for a while in which nothing is allocated. Requests keep theirs."""
+        blocks = [block for loaded in self.loaded.values() for block in loaded.blocks]
         self.pool.free_blocks(blocks)
         try:
             yield
@@ -132,9 +123,10 @@ class CartridgeBlocks:
     def _copied(self, request_id: str, digest: str, offset: int) -> list[KVCacheBlock]:
         """Return the blocks of a cartridge whose first slot is at position ``offset``, made if need be."""
         source, key = self.loaded[digest], (digest, offset)
+        # requests share the copy of a cartridge at the same position
         if key not in self.copies:
             blocks = self.pool.get_new_blocks(len(source.blocks))
-            numbers = [[block.block_id for block in each] for each in (source.blocks, blocks)]
+            numbers = [[block.block_id for block in run] for run in (source.blocks, blocks)]
             self._run(copy_slots, *numbers, offset, source.rope)
             self.copies[key] = _Copy(blocks)
         self.copies[key].users.add(request_id)
@@ -159,8 +151,8 @@ def load_first(original, self, *args, **kwargs) -> None:
     sizes = manager.block_pool, manager.kv_cache_spec, self.vllm_config.model_config.max_model_len
     run = self.model_executor.collective_rpc
     manager.cartridges = CartridgeBlocks(*sizes, lambda function, arguments: run(function, args=arguments))
-    for name, known in names_of(self.vllm_config).known.items():
-        self.kvpop_load_cartridge(name, known.folder, *known.placed)
+    for name, cartridge in names_of(self.vllm_config).known.items():
+        self.kvpop_load_cartridge(name, cartridge.folder, *cartridge.placed)
 
 
 def preprocess_add_request(original, self, request, *args, **kwargs):
@@ -181,15 +173,17 @@ def reset_prefix_cache(original, self, *args, **kwargs) -> bool:
 
 
 def load(self, name: str, folder: str, digest: str, slots: int) -> None:
-    """Load a cartridge into an engine under a name; see :meth:`CartridgeBlocks.load`."""
+    """Load a cartridge into an engine under a name. See :meth:`CartridgeBlocks.load`."""
     manager_of(self.scheduler).cartridges.load(name, folder, Placed(digest, slots))
 
 
 def unload(self, name: str, digest: str) -> int:
-    """Unload a cartridge; return the number of unfinished requests that use it, in which case nothing is done."""
+    """Unload a cartridge. Return the number of unfinished requests that use it, in which case nothing is done."""
     cartridges = manager_of(self.scheduler).cartridges
-    asked = [of_params(request.sampling_params) for request in self.scheduler.requests.values()]
-    using = sum(any(placed.digest == digest for placed in each.cartridges) for each in asked if each is not None)
+    slots_of_requests = [of_params(request.sampling_params) for request in self.scheduler.requests.values()]
+    using = sum(
+        any(placed.digest == digest for placed in slots.cartridges) for slots in slots_of_requests if slots is not None
+    )
     if using and len(cartridges.loaded[digest].names) == 1:
         return using
     cartridges.unload(name, digest)
@@ -227,16 +221,13 @@ def _reported(function: Callable) -> Callable:
 
 @_reported
 def write_slots(worker, folder: str, digest: str, blocks: list[int]) -> None:
-    """Write a cartridge into blocks of a worker's cache, turned so that tokens can go on behind its slots.
+    """Write a cartridge into blocks of a worker's cache, turned so that tokens can go on after its slots.
 
     Args:
         worker: worker of vLLM.
         folder: folder of the cartridge.
         digest: digest that its files had when it was named.
         blocks: blocks for its slots, in order.
-
-    Raises:
-        ConfigError: the files have changed, or do not fit the cache's dtype.
     """
     from kvpop_vllm.vllm_glue.run.backend import for_config
 
@@ -245,8 +236,8 @@ def write_slots(worker, folder: str, digest: str, blocks: list[int]) -> None:
         raise ConfigError(f"{folder} has changed while it was loaded: load it again")
     for impl, _, _, pages in layers_of(worker):
         heads = heads_of(impl.num_kv_heads)
-        own = tuple(None if part is None else part[heads] for part in cartridge.layers[impl.layer])
-        _write(pages, blocks, *layer_at(cartridge.config, impl.layer, own, 0), folder)
+        head_parts = tuple(None if part is None else part[heads] for part in cartridge.layers[impl.layer])
+        _write(pages, blocks, *layer_at(cartridge.config, impl.layer, head_parts, 0), folder)
 
 
 @_reported
@@ -260,12 +251,12 @@ def copy_slots(worker, source: list[int], target: list[int], shift: int, rope: d
             _write(pages, target[part], turned(k.float(), shift, layer_rope), v, bias, "a copy")
 
 
-def _write(pages, blocks: list[int], k, v, bias, what: str) -> None:
+def _write(pages, blocks: list[int], k, v, bias, source: str) -> None:
     """Write keys and values ``[H, P, D]`` and biases ``[H, P]`` to blocks of one layer."""
     for array, values in ((pages.k, k), (pages.v, v), (pages.score, bias)):
         values = values.to(array.dtype)
         if not bool(values.isfinite().all()):
             raise ConfigError(
-                f"{what} has values that {array.dtype} cannot hold: serve with --dtype bfloat16 or float32"
+                f"{source} has values that {array.dtype} cannot hold: serve with --dtype bfloat16 or float32"
             )
         array[blocks] = values.unflatten(1, (len(blocks), -1)).transpose(0, 1).to(array.device)

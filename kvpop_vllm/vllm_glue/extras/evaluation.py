@@ -50,7 +50,7 @@ class EngineBackend(Backend):
 
     @contextmanager
     def start(self, resolved: ResolvedPolicy | None) -> Iterator[EngineRun]:
-        """Start an engine; see :class:`kvpop_vllm.evaluation.backends.Backend`."""
+        """Start an engine. See :class:`kvpop_vllm.evaluation.backends.Backend`."""
         llm = self._engine({} if resolved is None else {ADDITIONAL_CONFIG_KEY: resolved.settings})
         draws = resolved is not None and resolved.policy.draws
         try:
@@ -99,16 +99,16 @@ def start_engine(model: str, shape: ModelShape, dtype: torch.dtype, longest: int
 
 
 class EngineRun(Run):
-    """Requests on one engine; see :class:`kvpop_vllm.evaluation.backends.Run`.
+    """Requests on one engine. See :class:`kvpop_vllm.evaluation.backends.Run`.
 
     Args:
         llm: the engine.
         longest: maximum tokens of a prompt.
-        asked: keys of each request (:mod:`kvpop_vllm.requests`).
+        request_keys: keys of each request (:mod:`kvpop_vllm.requests`).
     """
 
-    def __init__(self, llm, longest: int, asked: dict):
-        self.llm, self.longest, self.asked = llm, longest, asked
+    def __init__(self, llm, longest: int, request_keys: dict):
+        self.llm, self.longest, self.request_keys = llm, longest, request_keys
         self.steps, self.records, self.watched, self.caches = [], False, None, None
 
         def step(module, inputs, hidden):
@@ -121,25 +121,25 @@ class EngineRun(Run):
         llm.apply_model(lambda model: model.register_forward_hook(step) and None)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`."""
+        """Return the last hidden states of a prompt. See :class:`kvpop_vllm.evaluation.backends.Run`."""
         self._read(tokens)
-        found = torch.cat(self.steps)
-        if len(found) != len(tokens):
-            raise RuntimeError(f"vLLM handed over {len(found)} hidden states for {len(tokens)} tokens")
-        return found
+        hidden_states = torch.cat(self.steps)
+        if len(hidden_states) != len(tokens):
+            raise RuntimeError(f"vLLM handed over {len(hidden_states)} hidden states for {len(tokens)} tokens")
+        return hidden_states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states in float32; see :class:`kvpop_vllm.evaluation.backends.Run`."""
-        (found,) = self.llm.apply_model(lambda model: model.compute_logits(hidden))
-        return found.float()
+        """Return the logits of hidden states in float32. See :class:`kvpop_vllm.evaluation.backends.Run`."""
+        (logits,) = self.llm.apply_model(lambda model: model.compute_logits(hidden))
+        return logits.float()
 
     def generate(self, prompts, new, stop, sampling=GREEDY, seeds=None) -> list[list[int]]:
-        """Return answers without their stop tokens; see :class:`kvpop_vllm.evaluation.backends.Run`."""
-        found = self._answers(prompts, new, stop, sampling, range(len(prompts)) if seeds is None else seeds)
-        return [answer[:-1] if answer and answer[-1] in stop else answer for answer in found]
+        """Return answers without their stop tokens. See :class:`kvpop_vllm.evaluation.backends.Run`."""
+        answers = self._answers(prompts, new, stop, sampling, range(len(prompts)) if seeds is None else seeds)
+        return [answer[:-1] if answer and answer[-1] in stop else answer for answer in answers]
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the held tokens of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`.
+        """Return the held tokens of a prompt. See :class:`kvpop_vllm.evaluation.backends.Run`.
 
         The last token of a prompt that fills the model is left out, because the engine needs room for an
         answer of one token.
@@ -157,11 +157,11 @@ class EngineRun(Run):
             raise RuntimeError(f"no step of vLLM's ended with the prompt's {len(tokens)} tokens")
         return self.caches
 
-    def _held(self, seen: int) -> torch.Tensor:
-        """Return which of its ``seen`` tokens the only request of the running step holds, ``[layers, H, seen]``."""
+    def _held(self, length: int) -> torch.Tensor:
+        """Return which of its tokens the only request of the running step holds, ``[layers, H, length]``."""
         engine = self.llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
-        row = Row.of(scheduler, scheduler.running[0], seen)
+        row = Row.of(scheduler, scheduler.running[0], length)
         layers = {layer: tensor for layer, _, (tensor,) in held_by_layer(engine, [row])}
         return torch.stack([layers[layer] for layer in sorted(layers)])
 
@@ -177,7 +177,12 @@ class EngineRun(Run):
     def _answers(self, prompts, new: int, stop, sampling, seeds) -> list[list[int]]:
         from vllm import SamplingParams
 
-        shared = {"stop_token_ids": sorted(stop), "ignore_eos": True, "detokenize": False, "extra_args": self.asked}
+        shared = {
+            "stop_token_ids": sorted(stop),
+            "ignore_eos": True,
+            "detokenize": False,
+            "extra_args": self.request_keys,
+        }
         options = [SamplingParams(**sampling._asdict(), seed=seed, max_tokens=new, **shared) for seed in seeds]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [list(found.outputs[0].token_ids) for found in self.llm.generate(requests, options, use_tqdm=False)]
+        return [list(output.outputs[0].token_ids) for output in self.llm.generate(requests, options, use_tqdm=False)]

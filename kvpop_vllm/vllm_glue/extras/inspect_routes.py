@@ -1,4 +1,4 @@
-"""Inspect page in vLLM's HTTP server: the page at ``/inspect``, its data under ``/v1``, where the API key is asked for."""
+"""Inspect page in vLLM's HTTP server: the page at ``/inspect``, its data under ``/v1``, which needs the API key."""
 
 from __future__ import annotations
 
@@ -46,18 +46,23 @@ def check_local(request: Request) -> None:
     """
     client, origin = request.client.host if request.client else None, request.headers.get("origin")
     passed_on = {"forwarded", "x-forwarded-for"} & set(request.headers.keys())  # by a proxy, whose word is not enough
-    own = f"{request.url.scheme}://{request.url.netloc}"
-    if passed_on or not _is_loopback(client) or not _is_loopback(request.url.hostname) or origin not in (None, own):
+    own_origin = f"{request.url.scheme}://{request.url.netloc}"
+    if (
+        passed_on
+        or not _is_loopback(client)
+        or not _is_loopback(request.url.hostname)
+        or origin not in (None, own_origin)
+    ):
         port = request.url.port or 80
         raise HTTPException(
             HTTPStatus.FORBIDDEN,
-            f"the inspect page answers this machine alone: open http://localhost:{port}/inspect on it, or from elsewhere behind"
+            f"the inspect page answers this machine alone: open http://localhost:{port}/inspect on it, or from elsewhere through"
             f" 'ssh -L {port}:localhost:{port} HOST'",
         )
 
 
 def check_inspected(request: Request) -> None:
-    """Check that the engine of this app has a recorder; a process may serve other engines too.
+    """Check that the engine of this app has a recorder. A process may serve other engines too.
 
     Raises:
         HTTPException: it has none (404).
@@ -96,26 +101,26 @@ async def part(name: str) -> FileResponse:
 async def requests(request: Request) -> JSONResponse:
     """Return the numbers of all requests."""
     client = request.app.state.engine_client
-    found = await client.engine_core.call_utility_async("kvpop_inspect")
-    return JSONResponse(found | {"model": client.model_config.served_model_name}, headers=HEADERS)
+    summary = await client.engine_core.call_utility_async("kvpop_inspect")
+    return JSONResponse(summary | {"model": client.model_config.served_model_name}, headers=HEADERS)
 
 
 @router.get("/v1/kv_inspect/{name:path}")
 async def details(name: str, request: Request) -> JSONResponse:
     """Return the tokens of a request as texts, and when each left each head, as base64 of int32."""
     client = request.app.state.engine_client
-    found = await client.engine_core.call_utility_async("kvpop_inspect_request", name)
-    if found is None:
+    record = await client.engine_core.call_utility_async("kvpop_inspect_request", name)
+    if record is None:
         raise HTTPException(
             HTTPStatus.NOT_FOUND, f"the request {name!r} is not running, and not among the last that ended"
         )
-    return await asyncio.to_thread(_readable, found, client.renderer.tokenizer)
+    return await asyncio.to_thread(_readable, record, client.renderer.tokenizer)
 
 
-def _readable(found: dict, tokenizer) -> JSONResponse:
-    """Return the answer of :func:`details`; without a tokenizer, tokens are their ids."""
-    ids, made = found["tokens"], found["cartridge_tokens"]
-    texts = [f"<{each}>" for each in ids] if tokenizer is None else convert_ids_list_to_tokens(tokenizer, ids)
-    texts[:made] = ["▪"] * min(made, len(texts))  # slots of cartridges stand for no token
-    left = base64.b64encode(found["left"]).decode()
-    return JSONResponse(found | {"tokens": texts, "left": left}, headers=HEADERS)
+def _readable(record: dict, tokenizer) -> JSONResponse:
+    """Return the answer of :func:`details`. Without a tokenizer, tokens are their ids."""
+    ids, cartridge_tokens = record["tokens"], record["cartridge_tokens"]
+    texts = [f"<{token}>" for token in ids] if tokenizer is None else convert_ids_list_to_tokens(tokenizer, ids)
+    texts[:cartridge_tokens] = ["▪"] * min(cartridge_tokens, len(texts))  # slots of cartridges stand for no token
+    left = base64.b64encode(record["left"]).decode()
+    return JSONResponse(record | {"tokens": texts, "left": left}, headers=HEADERS)

@@ -30,7 +30,7 @@ ROOM = 256
 
 
 class Row(NamedTuple):
-    """Request as the workers are asked for it: tokens seen, blocks in each cache group of the policy, and slots."""
+    """Request as the workers receive it: tokens seen, blocks in each cache group of the policy, and slots."""
 
     seen: int
     groups: list[list[int]]
@@ -44,7 +44,7 @@ class Row(NamedTuple):
         return cls(tokens, [[block.block_id for block in row] for row in rows], managers[0].slots(request))
 
     def blocks(self, layer: int) -> list[int]:
-        """Return the blocks of a layer of the policy; vLLM deals the layers to the groups in turn."""
+        """Return the blocks of a layer of the policy. Layers go to the groups in turn."""
         return self.groups[layer % len(self.groups)]
 
 
@@ -55,7 +55,7 @@ class Record:
     Attributes:
         report: its numbers, as in :func:`kvpop_vllm.vllm_glue.extras.reports.report`.
         tokens: ids of the prompt and of the answer so far.
-        seen: tokens that its cache has processed.
+        length: number of tokens that its cache has processed.
         left: ``[layers, H, room]`` int32, for each token the number of tokens that had been seen when it was first
             missing, 0 while it is held.
         starts: number of times that it has been preempted.
@@ -65,26 +65,29 @@ class Record:
     report: dict
     tokens: list[int]
     left: np.ndarray
-    seen: int = 0
+    length: int = 0
     starts: int = 0
     error: str | None = None
 
-    def note(self, seen: int, held: np.ndarray) -> None:
-        """Note which tokens ``held [layers, H, seen]`` are held."""
-        if (have := self.left.shape[2]) < seen:
-            self.left = np.pad(self.left, ((0, 0), (0, 0), (0, max(seen + ROOM, 2 * have) - have)))
-        left = self.left[..., :seen]
-        left[held] = 0
-        left[~held & (left == 0)] = seen
-        self.seen = seen
+    def note(self, length: int, held_mask: np.ndarray) -> None:
+        """Note which tokens are held, ``held_mask [layers, H, length]``."""
+        # the array doubles, so that a long answer does not copy it at each token
+        if (have := self.left.shape[2]) < length:
+            self.left = np.pad(self.left, ((0, 0), (0, 0), (0, max(length + ROOM, 2 * have) - have)))
+        left = self.left[..., :length]
+        left[held_mask] = 0
+        left[~held_mask & (left == 0)] = length
+        self.length = length
 
     def summary(self, state: str) -> dict:
         """Return the numbers of the request, with the tokens that its heads hold by count."""
-        found = {**self.report, "state": state, "seen_tokens": self.seen, "error": self.error}
-        kept = (self.left[..., : self.seen] == 0).sum(-1)
-        if kept.size and self.error is None:
-            found |= kept_by_head(self.seen, int(kept.min()), float(kept.mean()), int(kept.max()))
-        return found
+        numbers = {**self.report, "state": state, "seen_tokens": self.length, "error": self.error}
+        held_counts = (self.left[..., : self.length] == 0).sum(-1)
+        if held_counts.size and self.error is None:
+            numbers |= kept_by_head(
+                self.length, int(held_counts.min()), float(held_counts.mean()), int(held_counts.max())
+            )
+        return numbers
 
 
 @dataclass
@@ -113,42 +116,43 @@ class Inspector:
         Drafts of speculative decoding are not in their caches yet.
         """
         self._forget_ended()
-        asked, drafts = [], scheduler_output.scheduled_spec_decode_tokens
+        to_read, drafts = [], scheduler_output.scheduled_spec_decode_tokens
         for request in self.scheduler.running:
             name = request.request_id
             if name not in scheduler_output.num_scheduled_tokens:
                 continue
             tokens = request.num_computed_tokens - len(drafts.get(name, ()))
             row, record = Row.of(self.scheduler, request, tokens), self._record(request)
+            # nothing is evicted from a prefix, so that the workers need not be asked
             if row.seen < row.slots.prefix + (not self.policy.compresses):
                 record.note(row.seen, np.ones((*self.shape, row.seen), bool))
             else:
-                asked.append((row, record))
-        rows = [row for row, _ in asked]
-        found = self.run(held_in_worker, (rows,)) if rows else []
-        error = next((each for each in found if isinstance(each, str)), None)
-        for i, (row, record) in enumerate(asked):
+                to_read.append((row, record))
+        rows = [row for row, _ in to_read]
+        replies = self.run(held_in_worker, (rows,)) if rows else []
+        error = next((reply for reply in replies if isinstance(reply, str)), None)
+        for i, (row, record) in enumerate(to_read):
             record.error = error
             if error is None:
-                record.note(row.seen, self._joined([layer for each in found for layer in each], i, row.seen))
+                record.note(row.seen, self._joined([layer for reply in replies for layer in reply], i, row.seen))
 
     def _record(self, request) -> Record:
         """Return the record of a request, with its latest numbers and tokens."""
-        told = report(self.scheduler, self.manager, request, use_of(self.scheduler, self.manager, request))
+        latest = report(self.scheduler, self.manager, request, use_of(self.scheduler, self.manager, request))
         record = self.records.setdefault(request.request_id, Record({}, [], np.zeros((*self.shape, 0), np.int32)))
-        if record.starts != request.num_preemptions:  # its cache begins anew
-            record.starts, record.seen = request.num_preemptions, 0
+        if record.starts != request.num_preemptions:  # its cache begins again
+            record.starts, record.length = request.num_preemptions, 0
             record.left[:] = 0
-        record.report, record.tokens = told, list(request.all_token_ids)
+        record.report, record.tokens = latest, list(request.all_token_ids)
         return record
 
-    def _joined(self, layers: list[tuple], i: int, seen: int) -> np.ndarray:
-        """Return the tokens ``[layers, H, seen]`` that request i holds, from the layers and heads of all workers."""
-        held = np.zeros((*self.shape, seen), bool)
+    def _joined(self, layers: list[tuple], i: int, length: int) -> np.ndarray:
+        """Return the tokens ``[layers, H, length]`` that request i holds, from the layers and heads of all workers."""
+        held_mask = np.zeros((*self.shape, length), bool)
         for layer, first, rows in layers:
-            bits = np.unpackbits(rows[i], axis=-1, count=seen).astype(bool)
-            held[layer, first : first + len(bits)] = bits
-        return held
+            bits = np.unpackbits(rows[i], axis=-1, count=length).astype(bool)
+            held_mask[layer, first : first + len(bits)] = bits
+        return held_mask
 
     def _forget_ended(self) -> None:
         """Move the records of requests that have ended out of the way."""
@@ -159,29 +163,29 @@ class Inspector:
         """Return the policy, the shape of the model, and the numbers of all requests, ended ones last."""
         self._forget_ended()
         running = {request.request_id for request in self.scheduler.running}
-        found = {}
+        summaries = {}
         for name, request in self.scheduler.requests.items():
-            found[name] = self._record(request).summary("running" if name in running else "waiting")
+            summaries[name] = self._record(request).summary("running" if name in running else "waiting")
         for name, record in reversed(self.ended):
-            found.setdefault(name, record.summary("ended"))
+            summaries.setdefault(name, record.summary("ended"))
         layers, heads = self.shape
-        told = {"policy": self.policy.name, "budget": self.policy.retention.budget, "layers": layers, "heads": heads}
-        told["model_layers"] = self.policy.model.model_layers
-        return told | {"requests": [{"id": name} | numbers for name, numbers in found.items()]}
+        answer = {"policy": self.policy.name, "budget": self.policy.retention.budget, "layers": layers, "heads": heads}
+        answer["model_layers"] = self.policy.model.model_layers
+        return answer | {"requests": [{"id": name} | numbers for name, numbers in summaries.items()]}
 
     def details(self, name: str) -> dict | None:
         """Return the tokens of a request and when they left each head, or None if it is not known."""
         self._forget_ended()
         if (request := self.scheduler.requests.get(name)) is not None:
             record, state = self._record(request), "running" if request in self.scheduler.running else "waiting"
-        elif (record := next((record for each, record in reversed(self.ended) if each == name), None)) is not None:
+        elif (record := next((record for ended, record in reversed(self.ended) if ended == name), None)) is not None:
             state = "ended"
         else:
             return None
-        known = min(record.seen, len(record.tokens))
-        left = np.ascontiguousarray(record.left[..., :known], "<i4")
-        told = {"id": name, "tokens": record.tokens[:known], "left": left.tobytes()}
-        return record.summary(state) | told
+        length = min(record.length, len(record.tokens))
+        left = np.ascontiguousarray(record.left[..., :length], "<i4")
+        answer = {"id": name, "tokens": record.tokens[:length], "left": left.tobytes()}
+        return record.summary(state) | answer
 
 
 def start(original, self, *args, **kwargs) -> None:
@@ -189,7 +193,9 @@ def start(original, self, *args, **kwargs) -> None:
     original(self, *args, **kwargs)
     manager, rpc = manager_of(self.scheduler), self.model_executor.collective_rpc
     if manager is not None and manager.kv_cache_spec.inspect:
-        manager.inspector = Inspector(self.scheduler, manager, lambda function, told: rpc(function, args=told))
+        manager.inspector = Inspector(
+            self.scheduler, manager, lambda function, arguments: rpc(function, args=arguments)
+        )
 
 
 def update_from_output(original, self, scheduler_output, *args, **kwargs):
@@ -201,12 +207,12 @@ def update_from_output(original, self, scheduler_output, *args, **kwargs):
 
 
 def summaries(self) -> dict:
-    """Return the numbers of an engine's requests; see :meth:`Inspector.summaries`."""
+    """Return the numbers of an engine's requests. See :meth:`Inspector.summaries`."""
     return manager_of(self.scheduler).inspector.summaries()
 
 
 def details(self, name: str) -> dict | None:
-    """Return what a request holds; see :meth:`Inspector.details`."""
+    """Return what a request holds. See :meth:`Inspector.details`."""
     return manager_of(self.scheduler).inspector.details(name)
 
 
@@ -218,7 +224,7 @@ def held_in_worker(worker, rows: list[Row]) -> list[tuple[int, int, list[np.ndar
 
     Returns:
         For each layer its index, the first of its KV heads here, and for each request ``[H, bytes]`` with one bit per
-        token; or the text of an error, as replies behind an exception would stay unread.
+        token. Or the text of an error, because replies after an exception would stay unread.
     """
     try:
         packed = (
@@ -244,8 +250,10 @@ def held_by_layer(worker, rows: list[Row]) -> Iterator[tuple[int, int, list[torc
         group = impl.layer % len(rows[0].groups)
         plan = plans[group] = plans.get(group) or _next_step(impl, rows, blocks)
         batch = plan.batch(shares, impl.layer)
-        held = [_held_by(impl, pages, blocks, row, batch.table[i], batch.budgets[i]) for i, row in enumerate(rows)]
-        yield impl.layer, heads_of(impl.num_kv_heads).start, held
+        held_masks = [
+            _held_by(impl, pages, blocks, row, batch.table[i], batch.budgets[i]) for i, row in enumerate(rows)
+        ]
+        yield impl.layer, heads_of(impl.num_kv_heads).start, held_masks
 
 
 def _next_step(impl, rows: list[Row], pages: Pages) -> StepPlan:
@@ -270,6 +278,6 @@ def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, b
         return held_tokens(pages, table, row.seen, replace(rule, window=slots.window), budgets, slots.prefix)
     after, size = compression.after(slots), pages.layout.block_slots
     first = cdiv(slots.prefix, size)
-    made = torch.tensor(row.blocks(impl.layer)[first : first + cdiv(after.made, size)])
+    made_blocks = torch.tensor(row.blocks(impl.layer)[first : first + cdiv(after.made, size)])
     rule = replace(rule, window=after.window)
-    return held_behind_prompt(pages, table, row.seen, rule, budgets, after, blocks, made)
+    return held_behind_prompt(pages, table, row.seen, rule, budgets, after, blocks, made_blocks)

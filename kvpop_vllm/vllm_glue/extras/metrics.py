@@ -1,4 +1,4 @@
-"""Metrics of engines with a policy, beside vLLM's own on ``/metrics`` and in ``LLM.get_metrics()``."""
+"""Metrics of engines with a policy, in addition to vLLM's own on ``/metrics`` and in ``LLM.get_metrics()``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpop_vllm.vllm_glue.extras.reports import STATS
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.999, 1.0)
-"""Upper ends of the histogram's buckets; requests of which nothing was evicted are alone in the last one."""
+"""Upper ends of the histogram's buckets. Requests of which nothing was evicted are alone in the last one."""
 GAUGES = {
     "blocks_held": "Blocks that running requests hold; blocks that several share are counted for each.",
     "blocks_bound": "Most blocks that running requests can come to hold, by their budgets and max_tokens.",
@@ -59,7 +59,7 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         share = "Share of its tokens that a request's cache held at its end, mean of all KV heads."
         if not policy.drops_early:
             add("retained_share", Histogram("vllm:kv_policy_retained_share", share, labels, buckets=SHARES))
-        told = {
+        info_labels = {
             "policy": policy.name,
             "budget": str(policy.retention.budget),
             "layers": str(policy.model.num_layers),
@@ -69,11 +69,11 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         info = Gauge(
             "vllm:kv_policy_info",
             "Policy of the KV cache, with B in tokens per KV head and the layers that it acts on.",
-            [*labels, *told],
+            [*labels, *info_labels],
             multiprocess_mode="mostrecent",
         )
         for index in engine_indexes:
-            info.labels(model, str(index), *told.values()).set(1)
+            info.labels(model, str(index), *info_labels.values()).set(1)
 
     def log_engine_initialized(self):
         """Do nothing: the policy is published from the start."""
@@ -83,18 +83,18 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         if scheduler_stats is None or not (numbers := (scheduler_stats.kv_connector_stats or {}).get(STATS)):
             return
         scheduler_stats.kv_connector_stats = None
-        own = {name: by_engine[engine_idx] for name, by_engine in self.metrics.items()}
+        engine_metrics = {name: by_engine[engine_idx] for name, by_engine in self.metrics.items()}
         for name in GAUGES:
-            own[name].set(numbers[name])
+            engine_metrics[name].set(numbers[name])
         for name, count in numbers["snapshots"].items():
-            own[f"snapshots_{name}"].inc(count)
-        for seen, kept, protected in numbers["ended"]:
-            own["tokens_seen"].inc(seen)
-            own["protected_tokens"].inc(protected)
-            if kept is not None:
-                own["tokens_kept"].inc(kept)
-                own["tokens_evicted"].inc(seen - kept)
-                own["retained_share"].observe(kept / seen)
+            engine_metrics[f"snapshots_{name}"].inc(count)
+        for tokens, mean_kept, protected in numbers["ended"]:
+            engine_metrics["tokens_seen"].inc(tokens)
+            engine_metrics["protected_tokens"].inc(protected)
+            if mean_kept is not None:
+                engine_metrics["tokens_kept"].inc(mean_kept)
+                engine_metrics["tokens_evicted"].inc(tokens - mean_kept)
+                engine_metrics["retained_share"].observe(mean_kept / tokens)
 
 
 def add_logger(original, self, vllm_config, *args, **kwargs):

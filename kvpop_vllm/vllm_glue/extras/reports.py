@@ -24,17 +24,17 @@ class CacheUse:
     """Cache of one request at one time.
 
     Attributes:
-        seen: tokens that the cache has processed, accepted drafts included that are still staged.
+        tokens: number that the cache has processed, accepted drafts included that are still staged.
         protected: p, tokens of the protected prefix among them.
-        kept: numbers of held tokens, each with the number of KV heads that hold as many; None if they are not known.
+        heads_by_tokens: number of KV heads by the number of tokens that they hold, None if it is not known.
         blocks: blocks that the request holds, shared ones included, in all cache groups of the policy's layers.
         bound: most blocks that it can come to hold.
         from_snapshot: tokens that it did not process because it went on from a snapshot.
     """
 
-    seen: int
+    tokens: int
     protected: int
-    kept: dict[int, int] | None
+    heads_by_tokens: dict[int, int] | None
     blocks: int
     bound: int
     from_snapshot: int
@@ -42,9 +42,11 @@ class CacheUse:
     @property
     def mean_kept(self) -> float | None:
         """Mean number of held tokens per KV head, or None if it is not known."""
-        if self.kept is None:
+        if self.heads_by_tokens is None:
             return None
-        return sum(tokens * heads for tokens, heads in self.kept.items()) / sum(self.kept.values())
+        return sum(tokens * heads for tokens, heads in self.heads_by_tokens.items()) / sum(
+            self.heads_by_tokens.values()
+        )
 
 
 def bytes_of(blocks: int, scheduler) -> int:
@@ -61,7 +63,7 @@ def dense_bytes_per_token(policy: Policy, spec: FixedBudgetSpec) -> int:
 
 
 def blocks_held(manager: FixedBudgetManager, request_id: str) -> int:
-    """Return the number of blocks that a request holds; those of a prompt that has been compressed are null blocks."""
+    """Return the number of blocks that a request holds. Null blocks of a compressed prompt do not count."""
     row = manager.req_to_blocks.get(request_id, ())
     if row and row[0].is_null:
         dropped = manager.kv_cache_spec.dropped(manager.requests[request_id])
@@ -85,27 +87,27 @@ def most_blocks(scheduler, manager: FixedBudgetManager, request) -> int:
 
 def use_of(scheduler, manager: FixedBudgetManager, request) -> CacheUse:
     """Return what a request holds now."""
-    policy, spec, seen = engine_policy(scheduler.vllm_config), manager.kv_cache_spec, tokens_seen(request)
+    policy, spec, tokens = engine_policy(scheduler.vllm_config), manager.kv_cache_spec, tokens_seen(request)
     slots = manager.slots(request)
-    prefix = min(slots.prefix, seen)
-    if spec.compression is not None and seen >= slots.prefix:
+    prefix = min(slots.prefix, tokens)
+    if spec.compression is not None and tokens >= slots.prefix:
         prefix = 0  # the prompt has been compressed
-    kept = None
+    heads_by_tokens = None
     if not policy.drops_early:
         heads = policy.model.num_layers * policy.model.num_kv_heads
         shares = None if spec.shares is None else spec.shares.all_heads(slots.budget, slots.window)
-        kept = kept_tokens(heads, seen, replace(policy.retention, budget=slots.budget), shares, prefix)
+        heads_by_tokens = kept_tokens(heads, tokens, replace(policy.retention, budget=slots.budget), shares, prefix)
     blocks = len(managers_of(scheduler)) * blocks_held(manager, request.request_id)
     from_snapshot = 0 if manager.snapshots is None else manager.snapshots.lengths.get(request.request_id, 0)
     protected = prefix if spec.compression is None else 0
-    return CacheUse(seen, protected, kept, blocks, most_blocks(scheduler, manager, request), from_snapshot)
+    return CacheUse(tokens, protected, heads_by_tokens, blocks, most_blocks(scheduler, manager, request), from_snapshot)
 
 
-def kept_by_head(tokens: int, least: int, mean: float, most: int) -> dict:
+def kept_by_head(tokens: int, lowest: int, mean: float, highest: int) -> dict:
     """Return how many of so many tokens heads hold and have evicted, as reports have it."""
     return {
-        "kept_tokens_per_head": {"min": least, "mean": mean, "max": most},
-        "evicted_tokens_per_head": {"min": tokens - most, "mean": tokens - mean, "max": tokens - least},
+        "kept_tokens_per_head": {"min": lowest, "mean": mean, "max": highest},
+        "evicted_tokens_per_head": {"min": tokens - highest, "mean": tokens - mean, "max": tokens - lowest},
     }
 
 
@@ -114,9 +116,9 @@ def report(scheduler, manager: FixedBudgetManager, request, use: CacheUse) -> di
     policy, spec = engine_policy(scheduler.vllm_config), manager.kv_cache_spec
     slots = of_request(request.sampling_params, spec, request.num_prompt_tokens)
     by_head = dict.fromkeys(("kept_tokens_per_head", "evicted_tokens_per_head"))
-    if use.kept is not None:
-        by_head = kept_by_head(use.seen, min(use.kept), use.mean_kept, max(use.kept))
-        if policy.adaptive_head_budgets and use.seen > spec.budget:
+    if use.heads_by_tokens is not None:
+        by_head = kept_by_head(use.tokens, min(use.heads_by_tokens), use.mean_kept, max(use.heads_by_tokens))
+        if policy.adaptive_head_budgets and use.tokens > spec.budget:
             # heads have divided their slots by votes, which only the workers know
             by_head = {name: numbers | {"min": None, "max": None} for name, numbers in by_head.items()}
     return by_head | {
@@ -128,12 +130,12 @@ def report(scheduler, manager: FixedBudgetManager, request, use: CacheUse) -> di
         "cartridge_tokens": slots.made,
         "protected_tokens": use.protected,
         "generated_tokens": request.num_output_tokens,
-        "seen_tokens": use.seen,
+        "seen_tokens": use.tokens,
         "snapshot_tokens": use.from_snapshot,
         "blocks": use.blocks,
         "blocks_bound": use.bound,
         "bytes": bytes_of(use.blocks, scheduler),
-        "dense_bytes": use.seen * dense_bytes_per_token(policy, spec),
+        "dense_bytes": use.tokens * dense_bytes_per_token(policy, spec),
     }
 
 
@@ -155,8 +157,8 @@ def free_request(original, self, request, *args, **kwargs):
     asks = wants_report(request.sampling_params)
     use = use_of(self, manager, request) if asks or self.log_stats else None
     connector, *more = original(self, request, *args, **kwargs)
-    if self.log_stats and use.seen:
-        manager.ended.append((use.seen, use.mean_kept, use.protected))
+    if self.log_stats and use.tokens:
+        manager.ended.append((use.tokens, use.mean_kept, use.protected))
     if asks:
         connector = {**(connector or {}), REPORT: report(self, manager, request, use)}
     return connector, *more

@@ -31,7 +31,7 @@ def engine_sampler(model: str, dtype: str, longest: int, stop: set[int]) -> Iter
 
 
 class EngineSampler:
-    """Sampler on one engine; see :class:`kvpop_vllm.compaction.conversations.Sampler`.
+    """Sampler on one engine. See :class:`kvpop_vllm.compaction.conversations.Sampler`.
 
     Args:
         llm: the engine.
@@ -50,9 +50,9 @@ class EngineSampler:
         options = [SamplingParams(seed=seed, **shared) for seed in seeds]
         requests = [{"prompt_token_ids": [*prefix, *prompt]} for prompt in prompts]
         answers = []
-        for found in self.llm.generate(requests, options, use_tqdm=False):
-            own = found.outputs[0]
-            rows = [{token: entry.logprob for token, entry in row.items()} for row in own.logprobs]
+        for output in self.llm.generate(requests, options, use_tqdm=False):
+            completion = output.outputs[0]
+            rows = [{token: entry.logprob for token, entry in row.items()} for row in completion.logprobs]
             logp = [[round(value, 5) for value in row.values()] for row in rows]
-            answers.append(Answer(list(own.token_ids), [list(row) for row in rows], logp))
+            answers.append(Answer(list(completion.token_ids), [list(row) for row in rows], logp))
         return answers
