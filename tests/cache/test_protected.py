@@ -117,7 +117,7 @@ def test_blocks_and_most_blocks(protect):
             assert spec.most_blocks(length) == worst, (budget, sinks, slots, state, length)
 
 
-@pytest.mark.parametrize("most", [1, 16, 33, True])
+@pytest.mark.parametrize("largest", [1, 16, 33, True])
 def test_most_blocks_of_what_requests_may_ask(largest):
     """``most_blocks`` is the exact worst case over every protection and every budget up to the largest."""
     for budget, sinks, slots, state in SHAPES[::5]:

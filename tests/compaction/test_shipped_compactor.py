@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compactor_kl import truncated, untrained
+from compaction_kl import truncated, untrained
 
 from kvpop_vllm.compaction.compactor_files import TENSORS_NAME, read_compactor
 from kvpop_vllm.compaction.compactor_training import StillOptions, example_of, still_losses

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 
-import compactor_kl
+import compaction_kl
 import pytest
 import torch
 from compaction.test_trained import stock_logp, write_model
@@ -211,14 +211,16 @@ def test_losses_are_those_of_transformers(model, corpus):
 
 
 def test_table_compares_truncation_the_start_and_what_was_trained(model, texts, corpus, tmp_path, capsys):
-    base, truncation = load(str(model), "float32"), compactor_kl.truncated(SLOTS)
+    base, truncation = load(str(model), "float32"), compaction_kl.truncated(SLOTS)
     tokens, size = torch.tensor(list(corpus.read_bytes())), 200
     numbers = torch.arange(size).expand(2, -1)[..., None]
     (kept_keys, *_), *_ = truncation([(numbers, numbers)])
     assert kept_keys[0, :, 0].tolist() == [*range(4), *range(size - SLOTS + 4, size)]
-    assert float(still_losses(base, compactor_kl.truncated(size), tokens, size)[0]) == pytest.approx(0, abs=1e-6)
+    assert float(still_losses(base, compaction_kl.truncated(size), tokens, size)[0]) == pytest.approx(0, abs=1e-6)
     train(model, texts, tmp_path / "c", "--lr", "0.01")
-    compactor_kl.main([str(model), str(tmp_path / "c"), "--data", str(texts), "--documents", "8", "--threads", "1"])
+    compaction_kl.main(
+        ["compactor", str(model), str(tmp_path / "c"), "--data", str(texts), "--documents", "8", "--threads", "1"]
+    )
     _, shown, _, *rows = capsys.readouterr().out.splitlines()
     assert shown.startswith("8 windows of at most 128 tokens, 64 slots")
     assert rows[0].count("1.00 (1.00 to 1.00)") == 2
