@@ -1,11 +1,11 @@
 """Chat turns and a shared system prompt with vLLM's prefix cache: stock and policies, prompts protected or not.
 
-A conversation of some turns grows by a fixed number of tokens each.
-The times from the last turn's request to its first and second token are measured with prefix caching on and, for
-policies that protect prompts, off as well. Then many requests read one system prompt, and steps in which all of them decode are
-timed. With ``--strangers`` requests whose prompts never repeat run to their end. The engines take turns, and nothing is
-compared unless every policy gave stock's greedy tokens on short prompts. Rows are appended to
-benchmarks/results/chat.csv.
+A conversation of some turns grows by a fixed number of tokens each. The times from the last turn's request to its first
+and second token are measured with prefix caching on and, for policies that protect prompts, off as well. Then many
+requests read one system prompt, and steps in which all of them decode are timed. With ``--strangers`` requests whose
+prompts never repeat run to their end. Their CPU time is recorded too, because it depends less on a busy machine. The
+engines take turns, and nothing is compared unless every policy gave stock's greedy tokens on short prompts. Rows are
+appended to benchmarks/results/chat.csv.
 
 With ``--history FIGURE`` every turn is recorded instead, in benchmarks/results/history.csv, and drawn.
 
@@ -145,9 +145,11 @@ def strangers(started: dict, options) -> list[dict]:
         for name, engine in started.items():
             batch = {"requests": options.strangers, "prompt": 2 * options.turn, "new": options.answer}
             reply = engine.ask("drain", **batch, seed=1 + number)
-            say(f"round {number}: {name} {reply['seconds']:.2f} s, {reply['preemptions']} preemptions")
+            seconds, cpu = reply["seconds"], reply["cpu_seconds"]
+            say(f"round {number}: {name} {seconds:.2f} s, {cpu:.2f} s of CPU, {reply['preemptions']} preemptions")
             if number:
-                rows.append(row("never repeated", name, number, reply["seconds"], 0, options))
+                for what, value in ("never repeated", seconds), ("never repeated, CPU time", cpu):
+                    rows.append(row(what, name, number, value, 0, options))
     return rows
 
 

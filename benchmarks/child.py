@@ -277,14 +277,14 @@ class EngineChild(Child):
         return len(self.engine.step())
 
     def drain(self, requests: int, prompt: int, new: int, seed: int = 0) -> dict:
-        """Run all requests at once until the last is done; return the time and the scheduler's counts.
+        """Run all requests at once until the last is done; return the times and the scheduler's counts.
 
         Each request has ``prompt`` random and ``new`` generated tokens. Prompts of two seeds differ.
         """
         scheduler, done, most_running, preempted = self.engine.engine_core.engine_core.scheduler, 0, 0, {}
         self._add([self.random_tokens(requests * seed + i, prompt) for i in range(requests)], new)
-        begin = reported = time.monotonic()
-        generated = 0
+        begin, cpu_begin = time.monotonic(), time.process_time()
+        generated, reported = 0, begin
         while self.engine.has_unfinished_requests():
             for answer in self.engine.step():
                 done += answer.finished
@@ -296,8 +296,8 @@ class EngineChild(Child):
                 self.reply({"progress": f"{done} of {requests} requests done after {reported - begin:.0f} s"})
         if generated != requests * new:
             raise RuntimeError(f"{generated} tokens generated, not {requests} x {new}")
-        seconds = time.monotonic() - begin
-        return {"seconds": seconds, "most_running": most_running, "preemptions": sum(preempted.values())}
+        times = {"seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu_begin}
+        return times | {"most_running": most_running, "preemptions": sum(preempted.values())}
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/engines.py --measure prefill --rounds 3
     python benchmarks/engines.py --measure chat --help
 
-Each measure has options of its own. Without one, decoding is measured. Nothing is called faster unless all gave stock's greedy tokens on short prompts. Rows are
-appended to a file of the measure's name in benchmarks/results.
+Each measure has options of its own. Without one, decoding is measured. Nothing is called faster unless all gave stock's
+greedy tokens on short prompts. Rows are appended to a file of the measure's name in benchmarks/results.
 """
 
 from __future__ import annotations
