@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -42,6 +43,12 @@ class HubData:
             raise ConfigError(f"{text} is no name of a data set: give hf:NAME[@REVISION][:[CONFIG/]SPLIT]")
         self.text, self.split = text, name["split"] or "train"
         self.path, self.revision, self.config = name["path"], name["revision"], name["config"]
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What all spellings of a split have in common: name or folder, revision, config and split."""
+        path = str(Path(self.path).resolve()) if Path(self.path).is_dir() else self.path
+        return path, self.revision or "", self.config or "", self.split
 
     @cached_property
     def builder(self):
@@ -84,8 +91,15 @@ class HubData:
 
     def fingerprint(self) -> list:
         """Return values that change with the data: names of files with their revision, of local ones size and sample."""
-        files = self.builder.config.data_files[self.split] if self.builder.config.data_files else [self.builder.hash]
-        return [self.text, *map(_file_fingerprint, files)]
+        config = self.builder.config
+        files = config.data_files[self.split] if config.data_files else [self.builder.hash]
+        return [config.name, self.split, *map(_file_fingerprint, files)]
+
+
+def data_sets(names: Iterable[str]) -> list[HubData]:
+    """Return the data sets of some names, each once however it is spelt, in an order that no spelling changes."""
+    by_place = {data.place: data for data in map(HubData, names)}
+    return [by_place[place] for place in sorted(by_place)]
 
 
 def _file_fingerprint(name: str) -> list:

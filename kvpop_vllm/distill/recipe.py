@@ -247,6 +247,11 @@ class Recipe:
         return self.phase == "kvzap"
 
     @property
+    def attends_densely(self) -> bool:
+        """True if rows are trained on without any eviction, not even a soft one."""
+        return self.phase == "uptrain" or self.regresses
+
+    @property
     def has_scorers(self) -> bool:
         """True if scorers or gates are trained, and written at the end."""
         return self.phase == "sparsify" or self.trains_gates

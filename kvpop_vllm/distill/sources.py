@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.chat import FIELDS, content_of
-from kvpop_vllm.distill.hub_data import PREFIX, HubData, needs
+from kvpop_vllm.distill.hub_data import PREFIX, HubData, data_sets, needs
 from kvpop_vllm.files import sample_digest
 
 LANES = 8
@@ -258,7 +258,7 @@ def find_sources(paths: Iterable[str | Path] | str | Path, select: Sequence[str]
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     if not paths:
         raise ConfigError("no text is given: name files or folders with --data")
-    names = sorted({str(path) for path in paths if str(path).startswith(PREFIX)})
+    names = [str(path) for path in paths if str(path).startswith(PREFIX)]
     for path in (Path(path) for path in paths if str(path) not in names):
         if not path.exists():
             raise ConfigError(f"there is no file or folder {path}: give --data one that exists")
@@ -269,7 +269,7 @@ def find_sources(paths: Iterable[str | Path] | str | Path, select: Sequence[str]
             raise ConfigError(f"folder {path} holds no {', '.join(FORMATS)} file and no `datasets` folder")
         found |= {file.resolve(): (file, kind) for file, kind in here.items()}
     files = [kind(file, selection) for _, (file, kind) in sorted(found.items())]
-    return files + [Hub(HubData(name), selection) for name in names]
+    return files + [Hub(data, selection) for data in data_sets(names)]
 
 
 def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:

@@ -11,7 +11,7 @@ import torch
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import Rows, has_content, in_split, share_of_document
-from kvpop_vllm.distill.hub_data import PREFIX, HubData, needs
+from kvpop_vllm.distill.hub_data import PREFIX, data_sets, needs
 from kvpop_vllm.distill.sources import Document, Selection, columns_of, document_of
 
 BLOCK = {"train": 1024}
@@ -27,6 +27,7 @@ class Place:
     Attributes:
         row: number of the first row after it.
         block: number of the block after it.
+        record: number of the record after it, in its pass.
         state: state of the `IterableDataset`; None at the start of a pass.
         before: tokens of earlier blocks that open the row.
         useful: True if this pass has given tokens or rows.
@@ -34,6 +35,7 @@ class Place:
 
     row: int = 0
     block: int = 0
+    record: int = 0
     state: dict | None = None
     before: tuple[int, ...] = ()
     useful: bool = False
@@ -81,9 +83,9 @@ class StreamedRows(Rows):
             raise ConfigError(
                 f"--stream reads data sets, and {files[0]} is none: give {PREFIX}NAME, or {PREFIX}./FOLDER"
             )
-        self.names, self.pack, self.piece = sorted(set(names)), pack, piece_rows * length
+        self.pack, self.piece = pack, piece_rows * length
         self.shortest, self.behind_prompt, self.selection = shortest, behind_prompt, Selection(select)
-        self.data = [HubData(name) for name in self.names]
+        self.data = data_sets(names)
         self.stream = self._interleaved()
         self.go_to(Place())
 
@@ -149,13 +151,15 @@ class StreamedRows(Rows):
         """Read the next block."""
         place, documents, ends = self.after, [], False
         stream, records = self._reading or self._begin(place.state)
+        number = place.record
         while len(documents) < self._block_size and not ends:
-            record = self._next(records)
+            record = self._next(records, number)
             ends = record is None
             if not ends and record in self.selection:
-                document = document_of(record, f"a record of {' '.join(self.names)}", 0)
+                document = document_of(record, self._where(number), 0)
                 if has_content(document) and in_split(share_of_document(document), self.split, *self.shares):
                     documents.append(document)
+            number += 1
         tokens = [(document, ids) for document, ids in self.tokens.encode(documents) if self._fits(ids)]
         rows, prompts, rest = (self._packed if self.pack else self._documents)(place, tokens)
         useful = place.useful or len(rows) > 0 or len(rest) > len(place.before)
@@ -163,10 +167,19 @@ class StreamedRows(Rows):
             raise ConfigError(self._nothing())
         self._reading, state = (None, None) if ends else ((stream, records), stream.state_dict())
         self.place, self.rows, self.prompts = place, rows, prompts
-        self.after = Place(place.row + len(rows), place.block + 1, state, tuple(rest), useful and not ends)
+        number = 0 if ends else number
+        self.after = Place(place.row + len(rows), place.block + 1, number, state, tuple(rest), useful and not ends)
 
-    def _next(self, records) -> dict | None:
-        """Return the next record of a stream, None at its end.
+    def _where(self, record: int) -> str:
+        """Return the name of a record, by its number in a pass, as rows of tables are named."""
+        return f"{self._names}, row {record}" + (" of all in turn" if len(self.data) > 1 else "")
+
+    @property
+    def _names(self) -> str:
+        return " ".join(data.text for data in self.data)
+
+    def _next(self, records, number: int) -> dict | None:
+        """Return the next record of a stream, None at its end; ``number`` is its number in the pass.
 
         Raises:
             ConfigError: it cannot be read.
@@ -175,7 +188,7 @@ class StreamedRows(Rows):
             return next(records, None)
         except (OSError, ValueError, needs("datasets").exceptions.DatasetsError) as error:
             reason = " ".join(str(error.__cause__ or error).split())
-            raise ConfigError(f"a record of {' '.join(self.names)} cannot be read ({reason}): mend the data") from None
+            raise ConfigError(f"{self._names} cannot be read from row {number} on ({reason}): mend the data") from None
 
     def _begin(self, state: dict | None):
         """Return the stream in a state, and an iterator of its records; to end one may take `datasets` seconds."""
@@ -211,9 +224,8 @@ class StreamedRows(Rows):
         return rows, prompts, []
 
     def _nothing(self) -> str:
-        names = " ".join(self.names)
         reasons = [f"--select {self.selection}"] if self.selection.conditions else []
         reasons += [f"--longest {self.longest}"] if self.longest else []
         reasons += [] if self.pack else [f"{self.shortest} tokens of a row"]
         rest = f" that fits {', '.join(reasons)}" if reasons else ""
-        return f"the {self.split} split of {names} has no document{rest}: give more text"
+        return f"the {self.split} split of {self._names} has no document{rest}: give more text"

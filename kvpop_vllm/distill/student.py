@@ -161,7 +161,8 @@ class Student(nn.Module):
 
         Returns:
             The scalar loss, NaN if a score is not finite, and its parts. Those of held-out rows have ``accuracy``, the
-            share of tokens after the prompt that were the most probable one (KVpop Figure 5).
+            share of tokens after the prompt that were the most probable one under evictions (KVpop Figure 5), unless the
+            pass has none.
         """
         recipe, observer = self.recipe, None
         if recipe.trains_gates:
@@ -185,7 +186,7 @@ class Student(nn.Module):
             retention = observer.total()
             loss = loss + retention
             parts |= {"retention": retention.detach(), "recall": observer.recall()}
-        if held_out_at is not None:
+        if held_out_at is not None and not recipe.attends_densely:
             parts |= {"accuracy": self._accuracy(hidden, tokens, prompt)}
         return torch.where(self.finite(), loss, torch.nan) if len(self.scorers) else loss, parts
 

@@ -284,7 +284,7 @@ class Trainer(Loop):
     def judge(self, step: int) -> dict[str, float]:
         """Return ``validation_loss`` and its parts after ``step`` steps, means of the held-out rows, if they are due.
 
-        Their parts are those of training and ``accuracy``, see :class:`Student`. No process judges a row of another one,
+        Their parts are those of training and ``accuracy``, see :meth:`Student.forward`. No process judges a row of another one,
         and each has as many passes as the others.
         """
         validation = self.validation

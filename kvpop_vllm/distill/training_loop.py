@@ -239,7 +239,7 @@ class Loop(ABC):
             except (OSError, SafetensorError, NotFinite) as error:
                 raise self._stopped(str(error)) from None
             except ConfigError as error:  # a stream is read between steps
-                raise self._stopped(str(error)) if self.checkpoints.steps() else error from None
+                raise self._stopped(str(error), " with the same data") if self.checkpoints.steps() else error from None
             except AskedToStop:
                 self._save_and_exit()
 
@@ -333,10 +333,10 @@ class Loop(ABC):
         self.optimiser.zero_grad(set_to_none=True)
         return metrics | {"lr": groups[0]["lr"]}
 
-    def _stopped(self, reason: str) -> TrainingError:
+    def _stopped(self, reason: str, condition: str = "") -> TrainingError:
         saved, advice = self.checkpoints.steps(), "no checkpoint had been written"
         if saved:
-            advice = f"the checkpoint of step {saved[-1]} is good, and the same command goes on from it"
+            advice = f"the checkpoint of step {saved[-1]} is good, and the same command goes on from it{condition}"
         return TrainingError(f"training stopped at step {self.next_step}: {reason}; {advice} in {self.folder}")
 
 

@@ -300,15 +300,48 @@ def test_names_of_data_sets(text, parts):
 
 
 def test_a_record_that_cannot_be_read_is_refused_where_it_is_met(tmp_path):
-    """The rows before it are there; the error says which data set it is of."""
-    lines = [json.dumps({"text": f"document {i} of a good file"}) for i in range(2000)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    """The rows before it are there; the error says which data set it is of, and from which row on."""
+    write(tmp_path, "a", "jsonl", records([f"document {i} of a good file" for i in range(2000)]))
     (tmp_path / "b.jsonl").write_text('{"text": "begun\n')
     rows = StreamedRows([f"hf:{tmp_path}"], byte_tokenizer(), 32)
     assert len(rows[0]) == 32
-    with pytest.raises(ConfigError, match=f"a record of hf:{tmp_path} cannot be read") as caught:
+    with pytest.raises(
+        ConfigError, match=f"^hf:{tmp_path} cannot be read from row 2000 on .JSON.*: mend the data"
+    ) as caught:
         rows[100_000]
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sets", [1, 2])
+def test_a_record_without_text_late_in_a_stream_is_named(data, tmp_path, sets):
+    """It has its number in the pass, also after the state of a stream was restored."""
+    folder, all_records = data
+    bad = {**all_records[0], "text": None}
+    write(folder, f"train-{FILES}", "jsonl", [*all_records[:7], bad])
+    names, row = [f"hf:{folder}"], f"hf:{folder}, row {FILES * EACH + 7}"
+    if sets == 2:
+        write(tmp_path / "other", "train", "jsonl", records(["It is longer."] * 2 * FILES * EACH))
+        names, row = [*names, f"hf:{tmp_path}/other"], f"row {2 * (FILES * EACH + 7)} of all in turn"
+    rows, goes_on = (StreamedRows(names, byte_tokenizer(), 32) for _ in range(2))
+    rows[100]
+    goes_on.restore(json.loads(json.dumps(rows.state())))
+    for stream in (rows, goes_on):
+        with pytest.raises(ConfigError, match=f"{row} has no field `text`"):
+            stream[100_000]
+
+
+def test_other_spellings_of_a_data_set_are_the_same_run(data, tmp_path, monkeypatch):
+    """Fingerprints and rows are the same, and a data set that is named twice is read once."""
+    folder, _ = data
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "other", "train", "parquet", records([f"other {i}" for i in range(60)]))
+    spellings = ["hf:data", "hf:./data", f"hf:{folder}", "hf:other/../data:train", "hf:data:default/train"]
+    of_stream = [StreamedRows([name, "hf:other"], byte_tokenizer(), 32) for name in spellings]
+    of_stream.append(StreamedRows(["hf:./other:train", *spellings[:2]], byte_tokenizer(), 32))
+    assert len({rows.fingerprint for rows in of_stream}) == 1
+    rows = [list(islice(rows, 300)) for rows in of_stream]
+    assert all(equal(rows[0], same) for same in rows)
+    assert len({pack([name]).fingerprint for name in spellings}) == 1
 
 
 @pytest.mark.parametrize(

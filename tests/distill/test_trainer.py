@@ -199,6 +199,14 @@ def test_held_out_rows_are_judged_and_not_trained_on(model, tmp_path):
     assert held_out["validation_accuracy"] == pytest.approx(sum(right) / len(right)) and any(right)
 
 
+@pytest.mark.parametrize("phase", ["uptrain", "kvzap"])
+def test_phases_that_evict_nothing_have_no_accuracy(model, tmp_path, phase):
+    """It is one under evictions; their losses of held-out rows are there."""
+    recipe = dataclasses.replace(RECIPE, phase=phase, steps=1, batch=1, gate_width=16)
+    last = train(model, tmp_path, recipe, validation=VALIDATION).run()
+    assert "validation_accuracy" not in last and last["validation_loss"] > 0
+
+
 def test_another_number_of_processes_goes_on(model, tmp_path, complete):
     """One process begins, four go on, and two end the run; its steps are those of two processes."""
     undisturbed = complete("base", 2)[0]
