@@ -15,6 +15,7 @@ import pytest
 import torch
 from distill.byte_tokenizer import byte_tokenizer
 from distill.launching import launch
+from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import teacher
@@ -112,6 +113,19 @@ def test_what_is_read_back_are_the_models_own_logits(model, rows, settings, tmp_
         assert divergence(best.values, stored).max() < 1e-6
         again = stored[0] + reader._row(number)["lse"].unsqueeze(-1)
         assert ((again - logits).abs() <= float16[0] + 2 * float32).all()
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 1 << 17])
+def test_what_is_printed_beforehand_is_what_rows_take_of_the_disk(
+    model, rows, settings, tmp_path, vocab_size, capsys, monkeypatch
+):
+    """Rows that a folder has are not counted again."""
+    write(model, rows, tmp_path, settings, vocab_size=vocab_size)
+    files = [load_file(file) for file in tmp_path.glob("*.safetensors")]
+    size = sum(tensor.nbytes for tensors in files for tensor in tensors.values()) // ROWS
+    monkeypatch.setattr(teacher, "size_text", str)
+    teacher.check_disk(tmp_path, settings, ROWS + 5, vocab_size)
+    assert capsys.readouterr().out.startswith(f"teacher's logits of 5 rows: {5 * size}; free in {tmp_path}: ")
 
 
 @pytest.mark.parametrize("positions", [5, 24, 100])
