@@ -28,6 +28,7 @@ from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, TrainedB
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.requests import named as cartridges_named
 from kvpop_vllm.requests import resolve
+from kvpop_vllm.rules.rounds import room_for_drafts
 from kvpop_vllm.scorers import checkpoint
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME
 from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
@@ -626,6 +627,20 @@ def test_speculative_decoding_that_is_served(configure, llama):
     ):
         config = configure(llama, policy, speculative_config=NGRAM, **options)
         assert config.num_speculative_tokens == 4 and not config.scheduler_config.async_scheduling
+
+
+@pytest.mark.parametrize(
+    "topk, allocator, none",
+    [(5, "uniform", True), (6, "uniform", False), (9, "pyramid", True), (10, "pyramid", False)],
+)
+def test_rounds_that_leave_no_room_for_drafts_are_named(configure, llama, topk, allocator, none):
+    from kvpop_vllm.vllm_glue.start.engine_policy import describe
+
+    policy = {"policy": "rkv", "sinks": 0, "window": 8, "budget": 8 + topk, "allocator": allocator}
+    lines = describe(configure(llama, policy, speculative_config=NGRAM))
+    assert any(line.startswith("no draft is verified") for line in lines) == none
+    rooms = {room_for_drafts(128, topk, allocator == "uniform", position) for position in range(15)}
+    assert (rooms == {0}) == none
 
 
 def test_speculative_decoding_with_asynchronous_scheduling(configure, llama):

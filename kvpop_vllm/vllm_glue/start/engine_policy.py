@@ -68,7 +68,7 @@ def takes_snapshots(policy: Policy) -> bool:
 
 
 def describe(vllm_config: VllmConfig) -> list[str]:
-    """Return what an engine's policy keeps of each request, in one to six lines; ``auto`` is named first."""
+    """Return what an engine's policy keeps of each request, in one to seven lines; ``auto`` is named first."""
     policy = engine_policy(vllm_config)
     kept, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
@@ -89,6 +89,8 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             f"speculative decoding ({speculation.method}): up to {drafts} drafts of a request are staged in its blocks of state,"
             " and evict only when they are accepted"
         )
+        if policy.in_rounds and _rounds_leave_no_drafts(policy):
+            lines.append("no draft is verified, since rounds come within every two tokens: raise --kv-budget")
     if policy.model.kinds:
         lines.append(_layers_of(policy.model))
         family = family_of(vllm_config.model_config.hf_text_config)
@@ -120,6 +122,14 @@ def _no_snapshots(policy: Policy) -> str | None:
     if not policy.takes_snapshots:
         return "prompts are compressed at their end" if policy.compresses else "rounding decides between equal tokens"
     return None
+
+
+def _rounds_leave_no_drafts(policy: Policy) -> bool:
+    """Return whether no request with the server's budget has room for a draft; after its first token it has most."""
+    from kvpop_vllm.rules.rounds import room_for_drafts
+
+    equal = policy.allocator == "uniform"
+    return not room_for_drafts(policy.round_length, policy.retention.topk, equal, position=0)
 
 
 def _layers_of(shape) -> str:
