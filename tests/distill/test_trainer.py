@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from contextlib import nullcontext
 
@@ -200,11 +201,12 @@ def test_held_out_rows_are_judged_and_not_trained_on(model, tmp_path):
 
 
 @pytest.mark.parametrize("phase", ["uptrain", "kvzap"])
-def test_phases_that_evict_nothing_have_no_accuracy(model, tmp_path, phase):
-    """It is one under evictions; their losses of held-out rows are there."""
+def test_phases_that_evict_nothing_have_no_accuracy(model, tmp_path, capsys, phase):
+    """It is one under evictions; their losses of held-out rows are there. The bar has tokens a second and the time left."""
     recipe = dataclasses.replace(RECIPE, phase=phase, steps=1, batch=1, gate_width=16)
-    last = train(model, tmp_path, recipe, validation=VALIDATION).run()
+    last = train(model, tmp_path, recipe, validation=VALIDATION, quiet=False).run()
     assert "validation_accuracy" not in last and last["validation_loss"] > 0
+    assert re.search(r"1/1 \[00:\d\d<00:00, .*tokens/s=[1-9]", capsys.readouterr().err)
 
 
 def test_another_number_of_processes_goes_on(model, tmp_path, complete):
