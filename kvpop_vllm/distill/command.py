@@ -153,7 +153,6 @@ def distill(options) -> None:
     for name in ("model", "data"):
         if not getattr(options, name):
             raise ConfigError(f"kvpop distill needs --{name}")
-    from kvpop_vllm.distill.metrics import find_tracker
     from kvpop_vllm.distill.run import Reading, train, write_teacher
 
     reading = Reading(bool(options.stream), options.processes or 1)
@@ -173,5 +172,5 @@ def distill(options) -> None:
             reading=reading,
             validate_every=options.validate_every or 0,
             validation_rows=options.validation_rows or 8,
-            track=find_tracker(options.tracker) if options.tracker else None,
+            tracker=options.tracker,
         )

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import DocumentRows, PackedTokens, Rows
+from kvpop_vllm.distill.metrics import find_tracker
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_weights, shard_layers
 from kvpop_vllm.distill.stream import StreamedRows
@@ -116,6 +117,7 @@ def train(
     reading: Reading = READING,
     validate_every: int = 0,
     validation_rows: int = 8,
+    tracker: str | None = None,
     **loop,
 ) -> dict[str, float]:
     """Start or continue a training run; see :class:`kvpop_vllm.distill.trainer.Trainer`.
@@ -130,7 +132,8 @@ def train(
         reading: how the data is read.
         validate_every: optimiser steps between judgements of held-out rows; 0 for none.
         validation_rows: number of these rows, of the validation split.
-        loop: ``quiet`` and ``track``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
+        tracker: ``MODULE:FUNCTION`` of a tracker, which the first process alone imports; see :data:`Tracker`.
+        loop: ``quiet``; see :class:`kvpop_vllm.distill.training_loop.Loop`.
 
     Returns:
         Metrics of the last step.
@@ -140,6 +143,7 @@ def train(
         TrainingError: training cannot go on.
     """
     with Process.start() as process, only_run_in(Path(out) / "run"):
+        track = find_tracker(tracker) if tracker and process.rank == 0 else None
         rows = rows_of(model, data, recipe, Path(out) / "run", reading)
         asks = _teacher(teacher, model, rows, recipe, process)
         if teacher and validate_every:
@@ -154,6 +158,7 @@ def train(
             process=process,
             save_every=save_every,
             validation=validation,
+            track=track,
             **loop,
         )
         result = trainer.run()

@@ -16,6 +16,16 @@ from distill.typed import RECIPE
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.testing import write_tiny_model
 
+SPY = """
+import os
+
+open("imported", "a").write(os.environ["RANK"])
+
+
+def track(step, metrics):
+    open("tracked", "a").write(f"{step} ")
+"""
+"""Module of a tracker, which notes the process that imports it, and the steps."""
 LIMIT = 300_000
 """More bytes than the file of tokens has, and fewer than a shard of a checkpoint."""
 SECONDS = 60
@@ -35,8 +45,10 @@ def start(folder: Path, limit: int) -> subprocess.CompletedProcess:
         "--steps=6",
         "--save-every=2",
         "--threads=1",
+        "--tracker=spy:track",
     ]
-    options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": IMPORTS}, "timeout": 500}
+    imports = os.pathsep.join([str(folder), IMPORTS])
+    options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": imports}, "timeout": 500}
     return subprocess.run([sys.executable, *torchrun, *script, *words], capture_output=True, text=True, **options)
 
 
@@ -55,6 +67,7 @@ def processes_in(folder: Path) -> list[str]:
 def test_a_full_disk_of_one_process_ends_all_and_the_next_start_goes_on(tmp_path):
     write_byte_tokenizer(write_tiny_model(tmp_path / "model", "qwen3", vocab=VOCABULARY))
     write_text(tmp_path / "text.jsonl")
+    (tmp_path / "spy.py").write_text(SPY)
     failed = start(tmp_path, LIMIT)
     (log,) = tmp_path.glob("logs/*/attempt_0/1/stderr.log")
     assert time.time() - log.stat().st_mtime < SECONDS and not processes_in(tmp_path)
@@ -65,3 +78,5 @@ def test_a_full_disk_of_one_process_ends_all_and_the_next_start_goes_on(tmp_path
     again = start(tmp_path, 0)
     assert again.returncode == 0, again.stderr[-2000:]
     assert len(read_metrics(tmp_path / "out/run/metrics.jsonl")) == 6 and (tmp_path / "out/model/config.json").exists()
+    assert (tmp_path / "imported").read_text() == "00", "one process alone has a tracker, in each of both runs"
+    assert (tmp_path / "tracked").read_text() == "0 1 0 1 2 3 4 5 "
