@@ -104,7 +104,7 @@ COUNTS: dict[str, int] = {
     "name those": 2,
     "name told": 25,
     "name wanted": 11,
-    "name what": 7,
+    "name what": 8,
     "name where": 23,
     "name which": 5,
     "name whole": 15,
