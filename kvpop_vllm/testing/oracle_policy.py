@@ -244,7 +244,7 @@ class OraclePolicy:
             biased[head, token] += by
         if self.adaptive_head_budgets:
             topk, divide = divided_slots(biased, self.prompt, *shape)
-        rule = {"step": self.step, "ages": self.ages, "threshold": self.threshold, "held": self.prompt}
+        rule = {"step": self.step, "ages": self.ages, "threshold": self.threshold, "first_eviction": self.prompt}
         if forced is None:
             forced = retained_by_scores(biased, decay, *shape[:2], topk, **rule)[0]
         _, margins, _, lost = retained_by_scores(scores.numpy(), decay, *shape[:2], topk, **rule, forced=forced)
