@@ -200,8 +200,8 @@ def test_fastdms_evicts_what_its_own_rule_hides(tmp_path, capsys):
 
 WRONG_FASTDMS = {
     "another window": ({"window_size": 25}, "dms_window_size in config.json is 24, and window_size in dms_metadata.json is 25"),
-    "an offset that is no number": ({"alpha_offset": "five"}, "alpha_offset in dms_metadata.json is 'five', which is no number"),
-    "a huge scale": ({"alpha_scale": 10**400}, "which is no number"),
+    "an offset that is no number": ({"alpha_offset": "five"}, "alpha_offset in dms_metadata.json is 'five', which is not a number"),
+    "a huge scale": ({"alpha_scale": 10**400}, "which is not a number"),
     "gates of their own": ({"sidecar": {"path": "gates.safetensors"}}, "its gate is not the last channel of the queries, which alone is read"),
     "another channel": ({"borrowed_query_channel": 3}, "its gate is not the last channel of the queries, which alone is read"),
 }  # fmt: skip
