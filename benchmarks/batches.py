@@ -17,9 +17,9 @@ POSITIONS = 8192
 def prefill(arguments: list[str] | None = None) -> int:
     """Prefill of stock vLLM against fixed budgets, paired: one prompt at a time, the engines in turn.
 
-    If a prompt exceeds the demo model's 8,192 positions, all prompts are read by a model of its shape with longer rotary
-    tables and random weights, whose outputs mean nothing. This shows how time grows with the prompt and is not compared
-    with stock.
+    If a prompt exceeds the demo model's 8,192 positions, all prompts are read by a model of its shape with longer
+    rotary tables and random weights, whose outputs mean nothing. This shows how time grows with the prompt and is not
+    compared with stock.
     """
     parser = parser_of("prefill", prefill.__doc__, budget=1024, rounds=5)
     parser.add_argument("--context", nargs="+", type=int, default=[7500], help="tokens of each prompt")
@@ -74,9 +74,9 @@ def one_turn(started: dict, turn: int, context: int, options) -> list[dict]:
 def capacity(arguments: list[str] | None = None) -> int:
     """Wall time of a batch of long requests, stock vLLM and fixed budgets with little KV memory.
 
-    The memory holds few of the requests densely. Each configuration has an engine of its own with the same pool and runs
-    the whole batch alone, one configuration after the other, as often as --rounds says. Stock queues or preempts requests
-    that do not fit. This takes up to an hour.
+    The memory holds few of the requests densely. Each configuration has an engine of its own with the same pool and
+    runs the whole batch alone, one configuration after the other, as often as --rounds says. Stock queues or preempts
+    requests that do not fit. This takes up to an hour.
     """
     parser = parser_of("capacity", capacity.__doc__, budget=1024, rounds=1)
     parser.add_argument("--requests", type=int, default=16)

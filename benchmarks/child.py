@@ -1,6 +1,7 @@
 """Child processes of engines that take turns (harness.py): an engine of vLLM, and what a peer has in common with it.
 
-Nothing of this repository is imported before the engine starts: peers have none of it, and another checkout may be served.
+Nothing of this repository is imported before the engine starts: peers have none of it, and another checkout may be
+served.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ class EngineChild(Child):
             lengths: tokens of each prompt, without those that are shared.
             new: tokens generated for each.
             shared: tokens of a system prompt, which is read before.
-            texts: tokens that each request has and is forced to go on with, by default a random prompt and what follows.
+            texts: tokens that each request has and is forced to go on with, by default a random prompt and what
+                follows.
         """
         system = self.random_tokens(0, shared)
         if system:

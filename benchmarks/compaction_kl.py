@@ -3,14 +3,14 @@
     python benchmarks/compaction_kl.py cartridge MODEL CORPUS QUESTIONS CARTRIDGE... [--threads N]
     python benchmarks/compaction_kl.py compactor MODEL COMPACTOR --data TEXT... [--documents N]
 
-`cartridge`: QUESTIONS is a text file with one question a line. Each is answered once, sampled, with the whole corpus where the
-cartridges stand. The KL divergence from the full context to the model with each cartridge, and with no context at all, is
-averaged over the answers' tokens, teacher forced, over the whole vocabulary.
+`cartridge`: QUESTIONS is a text file with one question a line. Each is answered once, sampled, with the whole corpus
+where the cartridges stand. The KL divergence from the full context to the model with each cartridge, and with no
+context at all, is averaged over the answers' tokens, teacher forced, over the whole vocabulary.
 
-`compactor`: each document gives two windows, of half to all of the tokens that the compactor was trained with. The text goes
-on after one, and a passage of the other is repeated. The KL divergence from the full context is compared with that of as many
-tokens of the window, the first four and the last, and with that of the untrained compactor, which keeps tokens that are
-evenly spaced.
+`compactor`: each document gives two windows, of half to all of the tokens that the compactor was trained with. The text
+goes on after one, and a passage of the other is repeated. The KL divergence from the full context is compared with that
+of as many tokens of the window, the first four and the last, and with that of the untrained compactor, which keeps
+tokens that are evenly spaced.
 """
 
 from __future__ import annotations

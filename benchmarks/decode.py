@@ -7,9 +7,9 @@ benchmarks/results/decode.csv. With --against each policy also runs twice from a
 printed and not written: the ratio of the two says what the measurement resolves.
 
 With --speculative each configuration has a twin with drafts of n-grams. Engines read a part of a text and are forced to
-write the rest, so that all of them see the same drafts and accept the same ones. A turn is a number of tokens. In `json`
-an assistant gives back a JSON file with one field changed, so that drafts are right more often than not. `prose` is
-Python's manual, where few are. Rows go to benchmarks/results/speculative.csv.
+write the rest, so that all of them see the same drafts and accept the same ones. A turn is a number of tokens. In
+`json` an assistant gives back a JSON file with one field changed, so that drafts are right more often than not. `prose`
+is Python's manual, where few are. Rows go to benchmarks/results/speculative.csv.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
     python benchmarks/presses.py --measure needles --data TEXT... --budget 256
 
 `tokens` prints for each policy and budget how many of the kept tokens are the same, and each head that differs with the
-tokens that only one of the two keeps. The exit code is 1 if tokens differ where both keep as many, or if the one that keeps
-fewer tokens keeps some that the other does not.
+tokens that only one of the two keeps. The exit code is 1 if tokens differ where both keep as many, or if the one that
+keeps fewer tokens keeps some that the other does not.
 
-`needles` prints the exact and partial credit of both for numbers hidden in a text, and of the dense model. kvpress keeps all
-generated tokens in addition to the compressed prompt. Here they share the budget.
+`needles` prints the exact and partial credit of both for numbers hidden in a text, and of the dense model. kvpress
+keeps all generated tokens in addition to the compressed prompt. Here they share the budget.
 """
 
 from __future__ import annotations

@@ -132,9 +132,10 @@ def greedy(url: str, model: str, prompt: str) -> list[dict]:
 def cartridge(arguments: list[str] | None = None) -> int:
     """Time to first token and memory with a cartridge, against the whole corpus as the prompt.
 
-    A server of stock vLLM without prefix caching gets the corpus and a question as one prompt, a server with a cartridge
-    of the same corpus gets the question alone; in turns, --rounds times. Then --requests of each run together, and vLLM's
-    gauge says how many bytes of KV cache they hold. Times do not depend on how the cartridge was made: it is `first`.
+    A server of stock vLLM without prefix caching gets the corpus and a question as one prompt, a server with a
+    cartridge of the same corpus gets the question alone; in turns, --rounds times. Then --requests of each run
+    together, and vLLM's gauge says how many bytes of KV cache they hold. Times do not depend on how the cartridge was
+    made: it is `first`.
     """
     parser = parser_of_measure("cartridge", cartridge.__doc__)
     parser.add_argument("--corpus", type=positive, default=7000, help="tokens of the corpus")

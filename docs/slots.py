@@ -1,7 +1,7 @@
 """Draw the slots of three KV heads as SVG: `python docs/slots.py` writes docs/slots.svg.
 
-The picture shows B = 16 slots of a request: 2 sinks, 6 long-range slots and a window of 8. All heads have the same slots,
-and hold different tokens in the long-range ones.
+The picture shows B = 16 slots of a request: 2 sinks, 6 long-range slots and a window of 8. All heads have the same
+slots, and hold different tokens in the long-range ones.
 """
 
 from __future__ import annotations

@@ -345,8 +345,8 @@ def _reader_has_gone() -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
-    Return 0, 1 if ``kvpop doctor`` found something wrong, 2 after one line on stderr if the user's input is wrong, or 141
-    if whoever reads stdout has gone, as `head` does.
+    Return 0, 1 if ``kvpop doctor`` found something wrong, 2 after one line on stderr if the user's input is wrong, or
+    141 if whoever reads stdout has gone, as `head` does.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:

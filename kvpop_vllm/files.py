@@ -26,8 +26,8 @@ DISK_FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which becomes ``path`` once it is on the disk.
 
-    After an error it is removed, and what was at ``path`` is still there. A folder replaces a folder. Each process has a
-    draft of its own.
+    After an error it is removed, and what was at ``path`` is still there. A folder replaces a folder. Each process has
+    a draft of its own.
     """
     # in the same folder, so that os.replace() stays on one file system
     draft = path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -125,7 +125,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
 def _place(module: torch.nn.Module, attend: Attend) -> tuple[str, int]:
     """Return the kind of a layer, and its index among the layers with full attention, or in the model if it is another.
 
-    An ``attend`` with an attribute ``kinds`` says the kinds of the model's layers; it is empty if all have full attention.
+    An ``attend`` with an attribute ``kinds`` says the kinds of the model's layers; it is empty if all have full
+    attention.
 
     Raises:
         ConfigError: the layer attends, and no layer of its kind does in models that are served.
@@ -325,7 +326,8 @@ def hidden_states(model: torch.nn.Module, ids: Sequence[int], positions: Sequenc
 def check_rotation(model: torch.nn.Module, rope: Mapping) -> None:
     """Check that every layer rotates as :func:`kvpop_vllm.rope.turned` does, or not at all if ``rope`` says so.
 
-    A token alone attends to itself, so that its queries and keys at two positions differ by their rotation in every layer.
+    A token alone attends to itself, so that its queries and keys at two positions differ by their rotation in every
+    layer.
 
     Args:
         model: from :func:`load_model`.

@@ -70,8 +70,8 @@ class ModelShape:
         num_heads: query heads of the whole model, or None if unknown.
         rope: rope parameters of these layers (:func:`kvpop_vllm.rope.rope_of`), or None if they are unknown, or differ
             between them, or attention does not rotate.
-        kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if all have full attention
-            alone.
+        kinds: kind of each layer of the model (:func:`kvpop_vllm.supported.layer_kinds`), empty if all have full
+            attention alone.
         layers: indices in the model of the layers that the policy acts on, empty if these are all.
         wide_window: tokens of the windows that count as full attention because no text is longer, in a model that has
             other layers with full attention, None if there are no such windows.
@@ -375,8 +375,8 @@ def rope_of(config: Any, tokens: int | None = None) -> dict | None:
         tokens: tokens of the longest text, by default the model's positions.
 
     Returns:
-        The parameters, in which layers are counted as the policy counts them, None if these layers rotate differently, or
-        attention does not rotate.
+        The parameters, in which layers are counted as the policy counts them, None if these layers rotate differently,
+        or attention does not rotate.
     """
     text = text_config(config)
     if not rotates(text):

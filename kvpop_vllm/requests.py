@@ -82,8 +82,8 @@ class RequestSlots(NamedTuple):
     """Slots of one request, from its admission to the plan of a step.
 
     Attributes:
-        prefix: p, tokens of the protected prefix, those of cartridges included. The request may be shorter. Where prompts
-            are compressed, the prompt.
+        prefix: p, tokens of the protected prefix, those of cartridges included. The request may be shorter. Where
+            prompts are compressed, the prompt.
         made: number of the prefix's first tokens that are made slots with biases, not tokens.
         budget: B, in tokens.
         window: w, in tokens.

@@ -40,8 +40,10 @@ def check_same_model(made_for: Mapping, model: Mapping, source: str, remedy: str
     """Check that a file was made for a model.
 
     Args:
-        made_for: properties of the model that it was made for. Those of ``rope``, if it is there, are compared one by one.
-        model: properties of the model, with ``wide_window`` of :class:`kvpop_vllm.model_shape.ModelShape` if it has one.
+        made_for: properties of the model that it was made for. Those of ``rope``, if it is there, are compared one by
+            one.
+        model: properties of the model, with ``wide_window`` of :class:`kvpop_vllm.model_shape.ModelShape` if it has
+            one.
         source: name of the file in errors.
         remedy: what to give instead.
         name: name of the model in errors.

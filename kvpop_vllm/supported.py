@@ -1,8 +1,8 @@
 """Versions of vLLM, models, head sizes and dtypes that are served, and the features of a model that are refused.
 
-Single source of truth for them. Constructors of layers repeat what only they can see. vLLM's glue, ``kvpop plan``, the cache
-for transformers, the choice of kernels, training and the tests read it, and the documents are compared with it. It
-imports neither vLLM nor torch.
+Single source of truth for them. Constructors of layers repeat what only they can see. vLLM's glue, ``kvpop plan``, the
+cache for transformers, the choice of kernels, training and the tests read it, and the documents are compared with it.
+It imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -305,7 +305,8 @@ def refused(text: Any, observed: Mapping[str, Any], tokens: int | None = None) -
 def unserved(text: Any, features: Mapping[str, Any], tokens: int | None) -> list[str]:
     """Return the refused features of a model of transformers, as errors call them. See :func:`refused`.
 
-    Layers of kinds other than LOCAL_LAYERS and full attention are among them. An engine finds those by their state instead.
+    Layers of kinds other than LOCAL_LAYERS and full attention are among them. An engine finds those by their state
+    instead.
 
     Args:
         text: as in :func:`refused`.

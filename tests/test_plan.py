@@ -199,8 +199,8 @@ def unused(lines: list[str]) -> int:
 def test_what_ranks_and_stages_waste(planned, tmp_path):
     """Blocks are those of the rank that needs most. The line says how many of all ranks' blocks are unused.
 
-    With 1 to 3 slots of 4 for the heads of three ranks, k = 512 of 1,024 and N = 64, a rank needs 1, 2 or 3 times 4 pages
-    of long-range slots, and 8 of sinks and window.
+    With 1 to 3 slots of 4 for the heads of three ranks, k = 512 of 1,024 and N = 64, a rank needs 1, 2 or 3 times 4
+    pages of long-range slots, and 8 of sinks and window.
     """
     (tmp_path / "shares.json").write_text(json.dumps({"shares": [[0.5, 1, 1.5]] * 30}))
     size = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"

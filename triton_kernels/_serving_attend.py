@@ -47,8 +47,8 @@ def _walk(
 def merged(values, tops, part, stride, parts, present, P: tl.constexpr):
     """Return maxima, totals and sums of all parts of a head's attention.
 
-    Those of its rows begin at ``part``, and those of the next part lie ``stride`` further on. Other programs have written
-    the parts, so they are not read through this one's cache.
+    Those of its rows begin at ``part``, and those of the next part lie ``stride`` further on. Other programs have
+    written the parts, so they are not read through this one's cache.
     """
     column = tl.arange(0, P.padded)
     inside = row_mask(present, P)
@@ -98,8 +98,8 @@ def attend(
 def finish(step, work, head, h, sums, used, protected, P: tl.constexpr):
     """Write the outputs ``[G, D]`` and log-sum-exps ``[G]`` of a head; NaN if the step was refused, 0 for padding.
 
-    Attention sinks are added first. Outputs that are to be corrected go to the workspace. ``head`` is the first query head's
-    index in ``[T, Hq]``, h that of its KV head.
+    Attention sinks are added first. Outputs that are to be corrected go to the workspace. ``head`` is the first query
+    head's index in ``[T, Hq]``, h that of its KV head.
     """
     out = step.out + head * P.size
     if P.uses_moment_correction:

@@ -37,12 +37,13 @@ def verify_step(
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.verify_step`.
 
-    As in decode_step, nothing waits for the device, launches depend on shapes and constants alone, requests out of order
-    get NaN, and a position of -1 is padding. Drafts do not enter the pages: their victims are planned, and attention leaves
-    these out. So no draft may leave the window: m is at most w, which is checked of the rule's.
+    As in decode_step, nothing waits for the device, launches depend on shapes and constants alone, requests out of
+    order get NaN, and a position of -1 is padding. Drafts do not enter the pages: their victims are planned, and
+    attention leaves these out. So no draft may leave the window: m is at most w, which is checked of the rule's.
 
     Raises:
-        NotImplementedError: a rule that reads attention or corrects outputs. ValueError: m exceeds the rule's w. Others as in
+        NotImplementedError: a rule that reads attention or corrects outputs. ValueError: m exceeds the rule's w. Others
+            as in
         decode_step.
     """
     if rule.coupled or rule.moment_correction:

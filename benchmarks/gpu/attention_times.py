@@ -1,6 +1,7 @@
 """Times of a layer's decode attention: vLLM's FlashAttention over its paged cache, and a whole `decode_step` of ours.
 
-The version of FlashAttention is the one that vLLM chooses on this GPU: 3 on Hopper. Shapes are Qwen3-8B's. Every time is a CUDA graph's replay with a cold cache. Rows go to a CSV file as they come.
+The version of FlashAttention is the one that vLLM chooses on this GPU: 3 on Hopper. Shapes are Qwen3-8B's. Every time
+is a CUDA graph's replay with a cold cache. Rows go to a CSV file as they come.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The machine needs no network and no vLLM. Wheels come from pip, for Python 3.12 on Linux x86-64. Device code that one
 Hopper GPU does not need is erased, and modules that serving text never imports are left out. The result is
-``site.tar.xz``, and ``caches.tar.xz`` with the kernels that a rehearsal has compiled and with what vLLM has found out about
-the models, each with its checksum.
+``site.tar.xz``, and ``caches.tar.xz`` with the kernels that a rehearsal has compiled and with what vLLM has found out
+about the models, each with its checksum.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The machine that `make gpu-rehearse` pretends: its Python environment, and the libraries of its GPU.
 
-Its packages are installed in ``build/gpu/machine`` without their dependencies and so without NVIDIA's libraries. In place of
-these stand the libraries of ``pretend/``.
+Its packages are installed in ``build/gpu/machine`` without their dependencies and so without NVIDIA's libraries. In
+place of these stand the libraries of ``pretend/``.
 
-There are two machines. One has no vLLM: it takes vLLM 0.32 from the bundle. The other, with ``--vllm 0.33``, has vLLM 0.33
-installed with the torch that this requires, and uses no bundle. Run as a script, this makes the environment.
+There are two machines. One has no vLLM: it takes vLLM 0.32 from the bundle. The other, with ``--vllm 0.33``, has vLLM
+0.33 installed with the torch that this requires, and uses no bundle. Run as a script, this makes the environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`make gpu-rehearse`: the exact command of the GPU machine, `make gpu`, on a machine without a GPU.
 
-On the machine of :mod:`gpu.machine` memory of the device is memory of the process, copies are real, and kernels do nothing.
-So this shows whether every part starts, imports, compiles each kernel that it launches for sm_90, gives kernels
-nothing but the device's memory, captures graphs and ends in time. Values, races and times of the GPU it cannot show.
+On the machine of :mod:`gpu.machine` memory of the device is memory of the process, copies are real, and kernels do
+nothing. So this shows whether every part starts, imports, compiles each kernel that it launches for sm_90, gives
+kernels nothing but the device's memory, captures graphs and ends in time. Values, races and times of the GPU it cannot
+show.
 
 It prints the host's time of an engine step, and how many launches, copies and waits a step has.
 """

@@ -3,9 +3,9 @@
 The parts run one after another in processes of their own, the most valuable first, each under its time limit. What a
 part has measured is in a CSV file before the next case begins, so a part that overruns loses only what is missing.
 
-The machine needs vLLM; or torch, Triton and transformers, and then ``build/gpu/bundle`` from `make gpu-bundle`. Where vLLM is
-installed, that one is measured and the bundle is not used. OUT names the folder of results (default: build/gpu/results). A
-part that is done there is not run again.
+The machine needs vLLM; or torch, Triton and transformers, and then ``build/gpu/bundle`` from `make gpu-bundle`. Where
+vLLM is installed, that one is measured and the bundle is not used. OUT names the folder of results (default:
+build/gpu/results). A part that is done there is not run again.
 """
 
 from __future__ import annotations

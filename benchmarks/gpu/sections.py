@@ -2,13 +2,13 @@
 
 The machine needs torch, Triton and transformers, neither vLLM nor a network.
 
-Its sections run one after another, the most valuable first, each case on its own: its results are in the CSV file and in the
-log before the next case begins. Cases that there is no time for are named in the log. A run takes up where one of the same
-commit, machine and versions was stopped. Correctness comes first, in bfloat16 against float64. A case of times whose checks
-have failed is timed all the same, and its rows say so.
+Its sections run one after another, the most valuable first, each case on its own: its results are in the CSV file and
+in the log before the next case begins. Cases that there is no time for are named in the log. A run takes up where one
+of the same commit, machine and versions was stopped. Correctness comes first, in bfloat16 against float64. A case of
+times whose checks have failed is timed all the same, and its rows say so.
 
-No case of a section begins after its share of ``--minutes`` and those of the sections before it, and a sanitizer is ended
-then. :data:`gpu.run.SECTIONS` lists the sections, each of which is also a part of `make gpu` that runs by name.
+No case of a section begins after its share of ``--minutes`` and those of the sections before it, and a sanitizer is
+ended then. :data:`gpu.run.SECTIONS` lists the sections, each of which is also a part of `make gpu` that runs by name.
 
 With ``--interpret`` the same code runs on a CPU at reduced shapes in float32 with Triton's interpreter.
 Nothing is timed then, and no CUDA graph is made.

@@ -5,12 +5,13 @@
 trains each policy that is trained, all on as many problems; finds the shares of heads of each policy, and the window of
 each training-free one, on validation problems; solves test problems under all of them, with equal shares and with those
 that were found; and writes runs/summary.md (all kinds together), runs/table.md (each kind) and runs/answers.csv, which
-`kvpop bench plot` draws. Records that are there already are not made again, and a stopped training or calibration goes on.
-Problems, records and calibrations of other problems, models, scorers or settings are refused.
+`kvpop bench plot` draws. Records that are there already are not made again, and a stopped training or calibration goes
+on. Problems, records and calibrations of other problems, models, scorers or settings are refused.
 
-With --train-shares 8 each scorer is trained a second time, from the start, with the shares that were found for the first
-one at 8 times, and its shares are found again; --train-windows 32 trains each once more with a window of 32 tokens and as
-many slots in all. How long all this takes is printed before each command, as soon as one of each kind has been timed.
+With --train-shares 8 each scorer is trained a second time, from the start, with the shares that were found for the
+first one at 8 times, and its shares are found again; --train-windows 32 trains each once more with a window of 32
+tokens and as many slots in all. How long all this takes is printed before each command, as soon as one of each kind has
+been timed.
 """
 
 from __future__ import annotations

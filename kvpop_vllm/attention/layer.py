@@ -114,8 +114,8 @@ class FixedBudgetAttention:
     def _rounds_of_rows(self, batch: StepBatch) -> tuple[slice | torch.Tensor, slice | torch.Tensor, rounds.Due]:
         """Return the work of rounds after each token of the decode rows of a step, drafts included.
 
-        A round needs the queries of its newest tokens. Those of drafts are stored too: if a draft is refused, the token in
-        its place overwrites them before the round.
+        A round needs the queries of its newest tokens. Those of drafts are stored too: if a draft is refused, the token
+        in its place overwrites them before the round.
 
         Returns:
             Indices of the tokens in the part of the flat batch, their rows, and the work.

@@ -294,8 +294,8 @@ class Prefix:
         pages: the layer's cache, indexed by block; None as long as no layer is chosen.
         table: ``[R, F]`` int32 block numbers.
         tokens: ``[R]`` int64, p of each request; 0 for a request without protected tokens.
-        biased: ``[R]`` int64, number of leading tokens that have a bias, at most p, on the device of ``tokens``; None if
-            no request has any.
+        biased: ``[R]`` int64, number of leading tokens that have a bias, at most p, on the device of ``tokens``; None
+            if no request has any.
     """
 
     pages: Pages | None

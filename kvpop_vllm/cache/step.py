@@ -150,12 +150,12 @@ def rows_of(tensor: torch.Tensor, chosen: list[int]) -> torch.Tensor:
 class DecodeRows:
     """Requests of a step that are decoded together, with one token each: host tensors, or views of fixed addresses.
 
-    With speculative decoding a request also has drafts, which follow its token in the flat batch. There are rows as well
-    for requests with chunks, whose accepted drafts enter the cache before the chunk.
+    With speculative decoding a request also has drafts, which follow its token in the flat batch. There are rows as
+    well for requests with chunks, whose accepted drafts enter the cache before the chunk.
 
     Attributes:
-        tokens: indices of their tokens in the flat batch; a slice if they come first and have no drafts. With speculative
-            decoding they count from the beginning of ``flat``.
+        tokens: indices of their tokens in the flat batch; a slice if they come first and have no drafts. With
+            speculative decoding they count from the beginning of ``flat``.
         tails: ``[R, W]`` int32, blocks of state and slots.
         positions: ``[R]`` int64, positions of their tokens.
         numbers: ``[R]`` each, numbers that kernels take, by name. Budgets may be ``[R, H]``. Seeds are missing if

@@ -1,9 +1,10 @@
 """Losses of one layer, or of one head, when its slots shrink: the divergence of the model's output.
 
-Layers are those with full attention. A row is read once with dense attention. The input of a layer is then known, and the
-model's layers from there on run again for the last queries of the row, with dense keys and values of everything before.
-Several variants run as one batch. The layer itself sees the first tokens and a window, or what a policy keeps by the kernels
-of serving. A recurrent layer begins a row without a state, so that with such layers all queries of a row run again.
+Layers are those with full attention. A row is read once with dense attention. The input of a layer is then known, and
+the model's layers from there on run again for the last queries of the row, with dense keys and values of everything
+before. Several variants run as one batch. The layer itself sees the first tokens and a window, or what a policy keeps
+by the kernels of serving. A recurrent layer begins a row without a state, so that with such layers all queries of a row
+run again.
 """
 
 from __future__ import annotations

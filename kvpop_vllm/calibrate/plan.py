@@ -131,7 +131,8 @@ class Plan:
         decides: name of the policy that decides.
         length: S.
         shape: the model as policies see it.
-        sizes: windows or, under a policy other than :data:`PROBE`, long-range slots at which layers and heads are measured.
+        sizes: windows or, under a policy other than :data:`PROBE`, long-range slots at which layers and heads are
+            measured.
         queries: number of last queries of a row that run again.
         budgets: budgets of the report, in tokens.
         text: rows of tokens.

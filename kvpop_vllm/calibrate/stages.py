@@ -133,11 +133,11 @@ class Stages:
     def search(self, curves: list[Curve]) -> str:
         """Return the name of the table of shares that measured rows like best, :data:`EQUAL` for none.
 
-        Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The heads of
-        each rank have as many slots together as those of any other of as many layers. The geometric mean over budgets of the
-        divergence decides, under the policy that decides and on the kernels of serving. :data:`PROBE` tries the best only, by
-        the last queries with all heads' windows shrunk. Under another policy the best tables are then improved, see
-        :meth:`improve`.
+        Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The
+        heads of each rank have as many slots together as those of any other of as many layers. The geometric mean over
+        budgets of the divergence decides, under the policy that decides and on the kernels of serving. :data:`PROBE`
+        tries the best only, by the last queries with all heads' windows shrunk. Under another policy the best tables
+        are then improved, see :meth:`improve`.
         """
         plan, unit = self.plan, self.plan.unit
         shape = plan.shape.num_layers, plan.shape.num_kv_heads
@@ -169,8 +169,8 @@ class Stages:
     def improve(self, scores: dict[str, float], curves: list[Curve]) -> str:
         """Return the name of the best table found from the best of some tables on, in which losses do not add up as alone.
 
-        Rounds go on while tables get better. Large steps lead from a few tables to different ones, of which the best is changed
-        by smaller and smaller steps.
+        Rounds go on while tables get better. Large steps lead from a few tables to different ones, of which the best is
+        changed by smaller and smaller steps.
 
         Args:
             scores: scores of tables, by name.
@@ -209,8 +209,8 @@ class Stages:
     def _round(self, name: str, factor: float, best: str, curves: list[Curve]) -> tuple[str, float]:
         """Return the name and the score of the best table found by small changes of another one.
 
-        Every layer (or its heads in a rank, or head) gets ``factor`` times fewer and more slots, at the cost of all others in
-        its rank. Tried are the best change alone, all changes that lose less at once, and these half way.
+        Every layer (or its heads in a rank, or head) gets ``factor`` times fewer and more slots, at the cost of all
+        others in its rank. Tried are the best change alone, all changes that lose less at once, and these half way.
 
         Args:
             name: name of the new table.
@@ -316,8 +316,8 @@ class Stages:
     def judge(self, table: str, windows: dict[str, float]) -> Verdict:
         """Return the lines of the report, by rows that were not measured.
 
-        A table is better if the policy that decides diverges less over all budgets, with an interval below 1, and at none
-        notably more, with an interval above 1. Lines of a table that is not better are left out.
+        A table is better if the policy that decides diverges less over all budgets, with an interval below 1, and at
+        none notably more, with an interval above 1. Lines of a table that is not better are left out.
         """
         text, pairs, lines = self.plan.text, [], []
         for name in self.plan.specs:

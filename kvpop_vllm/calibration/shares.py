@@ -76,8 +76,8 @@ class Calibration:
         """Check that the calibration is of a model with this shape.
 
         Args:
-            model: shape of a model, with the attributes :data:`SIZES`, ``rope`` and, if a policy acts on some layers only,
-                ``layers``.
+            model: shape of a model, with the attributes :data:`SIZES`, ``rope`` and, if a policy acts on some layers
+                only, ``layers``.
             source: name of the folder or file in errors.
         """
         compared = [name for name in (*SIZES, "rope") if None not in (getattr(self, name), getattr(model, name))]

@@ -11,7 +11,8 @@ tensor                 shape           content
 =====================  ==============  ===================================================================
 
 A request's own tokens go on at ``next_position`` of the cartridge's timeline. To let them go on at P, the keys
-are turned by ``P - next_position`` (:func:`turned`) in layers that rotate (:func:`rope_at`). A file that holds a pickle is never opened.
+are turned by ``P - next_position`` (:func:`turned`) in layers that rotate (:func:`rope_at`). A file that holds a pickle
+is never opened.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
@@ -137,8 +138,8 @@ class CartridgeConfig(MadeFor):
         slots: P, a multiple of 64.
         next_position: position of the first own token on the cartridge's timeline.
         method: how the cartridge was made.
-        head: token ids with which the slots begin. A request's prompt begins with them too, and its own tokens are those
-            after them. Empty if own tokens are the whole prompt.
+        head: token ids with which the slots begin. A request's prompt begins with them too, and its own tokens are
+            those after them. Empty if own tokens are the whole prompt.
     """
 
     schema = SCHEMA

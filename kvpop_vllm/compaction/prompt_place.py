@@ -96,8 +96,8 @@ def begin_of_text(tokenizer, ids: Sequence[int], text: str | None) -> list[int]:
     Args:
         tokenizer: the model's.
         ids: ids of the text.
-        text: the text, whose special ids are the tokenizer's where it does not spell them out, or None for a chat, whose
-            template writes them too.
+        text: the text, whose special ids are the tokenizer's where it does not spell them out, or None for a chat,
+            whose template writes them too.
     """
     special = special_ids(tokenizer)
     count = _repeats(list(ids), special)

@@ -76,8 +76,9 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     """Return the sums over the answers' tokens of the cross-entropy and of the teacher's entropy, in nats.
 
     The student reads the conversations after the cache, without the chunk. The teacher is that of
-    :func:`kvpop_vllm.compaction.conversations.sparse_teacher`. All tokens outside the candidates are one outcome, so that
-    a cache that answers as the chunk does has the least loss. Candidates alone would draw their missing mass to them.
+    :func:`kvpop_vllm.compaction.conversations.sparse_teacher`. All tokens outside the candidates are one outcome, so
+    that a cache that answers as the chunk does has the least loss. Candidates alone would draw their missing mass to
+    them.
 
     Args:
         model: from :func:`kvpop_vllm.model_hook.load_model`.

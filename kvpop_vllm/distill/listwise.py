@@ -47,8 +47,8 @@ def listwise_loss(
         roles: slot roles and decay step.
         scale: factor on q . k.
         groups: ``max`` or ``mean`` over the query heads that share a KV head.
-        begins: ``[H]``, the position at which each head begins to evict, for some head at most the last of the positions;
-            None if all heads evict at all positions.
+        begins: ``[H]``, the position at which each head begins to evict, for some head at most the last of the
+            positions; None if all heads evict at all positions.
 
     Returns:
         Mean over positions and the heads that evict there, in nats.

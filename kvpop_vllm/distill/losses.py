@@ -113,9 +113,9 @@ def top_kl(student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor, 
     """Return the forward KL of the teacher's top K tokens to the student.
 
     The teacher is renormalised over its top K tokens, the student over the whole vocabulary. With ``focus`` above 0 a
-    position counts ``1 + focus * p (1 - q)`` times: p is the teacher's probability of its best token, q the student's of
-    the same token. So positions count most whose teacher is sure and whose student is not, at most ``1 + focus`` times.
-    The weight carries no gradient. It is ours, after the focal loss ``(1 - q)^gamma`` (Lin et al. 2017, eq. 4).
+    position counts ``1 + focus * p (1 - q)`` times: p is the teacher's probability of its best token, q the student's
+    of the same token. So positions count most whose teacher is sure and whose student is not, at most ``1 + focus``
+    times. The weight carries no gradient. It is ours, after the focal loss ``(1 - q)^gamma`` (Lin et al. 2017, eq. 4).
 
     Args:
         student: ``[..., V]`` logits.

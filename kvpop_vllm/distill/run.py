@@ -201,8 +201,8 @@ def write_teacher(
     A folder that exists is continued. What it will take of the disk is printed first.
 
     Raises:
-        ConfigError: the data cannot be used, the folder holds logits of other data, model or settings, or the disk is too
-            small.
+        ConfigError: the data cannot be used, the folder holds logits of other data, model or settings, or the disk is
+            too small.
         OSError: the disk is full; rows of files that were written before are safe.
     """
     vocabulary = vocabulary_of(model)

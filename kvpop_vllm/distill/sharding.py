@@ -117,8 +117,8 @@ def empty_model(folder: str | Path, dtype: torch.dtype, logits: bool = True) -> 
     """Return the model of :func:`kvpop_vllm.model_hook.load_model` with parameters on the meta device.
 
     Returns:
-        The model, or None if its safetensors files do not hold each parameter and saved buffer by its name and shape, in
-        a float of at least 16 bits, and nothing else.
+        The model, or None if its safetensors files do not hold each parameter and saved buffer by its name and shape,
+        in a float of at least 16 bits, and nothing else.
 
     Raises:
         ConfigError: as of ``load_model``, but for what is wrong with weights.

@@ -44,10 +44,10 @@ class Place:
 class StreamedRows(Rows):
     """Rows of data sets that are streamed; see :class:`Rows`.
 
-    The stream is that of the data sets, which take turns document by document. It is cut into blocks of as many documents
-    as :data:`BLOCK` says, and a block is shuffled by its number and the seed. So row j follows from data sets, seed and j,
-    in each process. Reading on is cheap; a row of an earlier block than the last one begins at the start again. Documents
-    with equal contents are all used.
+    The stream is that of the data sets, which take turns document by document. It is cut into blocks of as many
+    documents as :data:`BLOCK` says, and a block is shuffled by its number and the seed. So row j follows from data
+    sets, seed and j, in each process. Reading on is cheap; a row of an earlier block than the last one begins at the
+    start again. Documents with equal contents are all used.
 
     Args:
         names: names of data sets (:class:`HubData`).

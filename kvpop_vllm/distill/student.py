@@ -161,8 +161,8 @@ class Student(nn.Module):
 
         Returns:
             The scalar loss, NaN if a score is not finite, and its parts. Those of held-out rows have ``accuracy``, the
-            share of tokens after the prompt that were the most probable one under evictions (KVpop Figure 5), unless the
-            pass has none.
+            share of tokens after the prompt that were the most probable one under evictions (KVpop Figure 5), unless
+            the pass has none.
         """
         recipe, observer = self.recipe, None
         if recipe.trains_gates:

@@ -11,10 +11,10 @@ logp        ``[R, S, K]`` float16                their log-probabilities over th
 lse         ``[R, S]`` float32                   log-normaliser: logit = logp + lse
 ==========  ===================================  ============================================================
 
-Rows that are shorter than S end with zeros. Log-probabilities are float16 because the tokens that carry the mass have a logp near 0, where float16 is
-finest. The relative error of an entry is at most 2^-11 (2^-25 absolute next to 0), so the relative error of
-the teacher's probabilities is about that times their logp. The KL from the demo model's top 256 to the stored
-ones is 2e-7 nats a position on average and 7e-7 at most (3,072 positions of held-out text; bfloat16 and
+Rows that are shorter than S end with zeros. Log-probabilities are float16 because the tokens that carry the mass have a
+logp near 0, where float16 is finest. The relative error of an entry is at most 2^-11 (2^-25 absolute next to 0), so the
+relative error of the teacher's probabilities is about that times their logp. The KL from the demo model's top 256 to
+the stored ones is 2e-7 nats a position on average and 7e-7 at most (3,072 positions of held-out text; bfloat16 and
 float32 alike). A position costs 4 K + 8 bytes (6 K + 8 beyond 65,536 tokens).
 
 Files are written whole or not at all, and the index names only files that exist. A folder left by a kill or a

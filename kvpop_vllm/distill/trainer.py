@@ -150,8 +150,8 @@ class Trainer(Loop):
     def _student(self, model) -> Student:
         """Return the model with frozen parameters in the recipe's dtype and trained ones in float32.
 
-        Trained parameters are computed with in the recipe's dtype, from copies of one layer after another. That and what
-        several processes share are FSDP's.
+        Trained parameters are computed with in the recipe's dtype, from copies of one layer after another. That and
+        what several processes share are FSDP's.
         """
         recipe, device = self.recipe, self.process.device
         if borrows_channel(model):
@@ -284,8 +284,8 @@ class Trainer(Loop):
     def judge(self, step: int) -> dict[str, float]:
         """Return ``validation_loss`` and its parts after ``step`` steps, means of the held-out rows, if they are due.
 
-        Their parts are those of training and ``accuracy``, see :meth:`Student.forward`. No process judges a row of another one,
-        and each has as many passes as the others.
+        Their parts are those of training and ``accuracy``, see :meth:`Student.forward`. No process judges a row of
+        another one, and each has as many passes as the others.
         """
         validation = self.validation
         if validation is None or (step % validation.every and step != self.recipe.steps):

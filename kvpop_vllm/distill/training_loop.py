@@ -92,8 +92,8 @@ def write_next_to_run(out: Path, write: Callable[[Path], None], *names: str) -> 
 def cosine(step: int, steps: int, warmup: int, peak: float, end: float) -> float:
     """Return the learning rate of a step, which rises linearly in the warm-up and then falls as a cosine.
 
-    It is ``peak`` at steps ``warmup - 1`` and ``warmup``, and ``end`` at the last of ``steps``, unless the warm-up lasts
-    until then.
+    It is ``peak`` at steps ``warmup - 1`` and ``warmup``, and ``end`` at the last of ``steps``, unless the warm-up
+    lasts until then.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -66,7 +66,8 @@ class Examination(NamedTuple):
         opened: open questions.
         answers: ids of the answer to each, sampled after the full context.
         logp: log-probabilities ``[A, V]`` of each answer's positions.
-        full: keys and values ``[H, T, D]`` of every layer, of what stands before the document and of what separates it too.
+        full: keys and values ``[H, T, D]`` of every layer, of what stands before the document and of what separates it
+            too.
     """
 
     tokens: list[int]
@@ -254,8 +255,8 @@ class Corpus:
 
         Yields:
             ``kind, right`` (the likeliest choice per token is the true one) and, for gaps, ``exact`` (greedy decoding
-            writes it). The last has ``kl``, the divergence from the full context in nats per token of the answers, ``tokens`` of
-            them and ``first``, seconds to the first token after the cache.
+            writes it). The last has ``kl``, the divergence from the full context in nats per token of the answers,
+            ``tokens`` of them and ``first``, seconds to the first token after the cache.
         """
         for question in exam.questions:
             prompt = self.place.asking(question.prompt) + self._tokens(question.begin)

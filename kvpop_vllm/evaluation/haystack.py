@@ -61,8 +61,8 @@ def documents(paths: list[str], split: str) -> Iterator[Document]:
 def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: int, vocab_size: int) -> Iterator[Row]:
     """Yield rows of ``length`` tokens, each of which begins with a document.
 
-    No document is in two rows. A document that ends within a row is followed by the next one. The part of a document that exceeds a row
-    is left out. The seed draws the order of the documents.
+    No document is in two rows. A document that ends within a row is followed by the next one. The part of a document
+    that exceeds a row is left out. The seed draws the order of the documents.
     """
     texts = list(documents(paths, split))
     random.Random(seed).shuffle(texts)

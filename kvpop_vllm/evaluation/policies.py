@@ -40,7 +40,8 @@ class PolicySpec:
         correction: value of ``--kv-correction``, None for the policy's own.
         allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer or calibration.
         calibration: value of ``--kv-calibration``, or None.
-        shares: ``[layers][H]``, long-range slots of each head over the mean, in place of what the settings above say, or None.
+        shares: ``[layers][H]``, long-range slots of each head over the mean, in place of what the settings above say,
+            or None.
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
             that compress prompts.

@@ -79,8 +79,9 @@ def solve(
         batch: maximum solutions that are written at once.
 
     Yields:
-        Records with ``kind``, ``unit`` (the problem's seed), ``size``, ``sample``, ``tokens`` of the prompt, ``written``
-        tokens of the solution, ``answer`` and the fields of :class:`kvpop_vllm.evaluation.problems.Verdict`.
+        Records with ``kind``, ``unit`` (the problem's seed), ``size``, ``sample``, ``tokens`` of the prompt,
+        ``written`` tokens of the solution, ``answer`` and the fields of
+        :class:`kvpop_vllm.evaluation.problems.Verdict`.
     """
     stop = {tokenizer.eos_token_id} - {None}
     jobs = [(question, sample) for question in questions for sample in range(samples)]

@@ -38,8 +38,8 @@ def make_examples(
 def answers(run: Run, tokenizer, examples: list[Example]) -> Iterator[dict]:
     """Yield one record for each example.
 
-    A record has ``kind, example, unit`` (the same), ``tokens`` of the prompt, ``chat, depth, expected, answer, exact, partial``
-    (:class:`kvpop_vllm.evaluation.examples.Credit`).
+    A record has ``kind, example, unit`` (the same), ``tokens`` of the prompt, ``chat, depth, expected, answer, exact,
+    partial`` (:class:`kvpop_vllm.evaluation.examples.Credit`).
     """
     stop = {tokenizer.eos_token_id} - {None}
     numbers: dict[str, int] = {}

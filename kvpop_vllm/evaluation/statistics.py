@@ -77,8 +77,8 @@ def estimate(
 
     Nothing is returned where the denominators sum to 0 or less. See :func:`bootstrap_ratio`. If ``shares``, the values
     lie between 0 and 1. Near these ends draws of n units say too little. The interval then ends at
-    ``1 - 0.025**(1/n)`` at least, where n zeros have a probability of at most 0.025 (Clopper and Pearson 1934), and begins at
-    ``0.025**(1/n)`` at most.
+    ``1 - 0.025**(1/n)`` at least, where n zeros have a probability of at most 0.025 (Clopper and Pearson 1934), and
+    begins at ``0.025**(1/n)`` at most.
     """
     denominators = [1.0] * len(numerators) if denominators is None else denominators
     if sum(denominators) <= 0:

@@ -34,14 +34,13 @@ from kvpop_vllm.policies import parse_settings
 class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, AttentionCache):
     """KV cache of fixed size for transformers, under any registered policy.
 
-    It is used as ``model.generate(**inputs, cache=cache)``. ``past_key_values=`` does the same. Every row of the batch is an
-    independent request, as if it were served alone. Pads on its left never enter the cache, and positions
-    count from its first token. A later call continues: tokens beyond those already seen are appended, as in
-    the next turn of a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning, and
-    :meth:`save` and :meth:`load` do so in other processes.
-    :meth:`reset` starts over with the same pages. Rows that ended before others contain the pads that
-    ``generate()`` fed them, and cannot be continued without them. Rows whose turns differ in length cannot be
-    continued together.
+    It is used as ``model.generate(**inputs, cache=cache)``. ``past_key_values=`` does the same. Every row of the batch
+    is an independent request, as if it were served alone. Pads on its left never enter the cache, and positions count
+    from its first token. A later call continues: tokens beyond those already seen are appended, as in the next turn of
+    a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning, and :meth:`save` and
+    :meth:`load` do so in other processes. :meth:`reset` starts over with the same pages. Rows that ended before others
+    contain the pads that ``generate()`` fed them, and cannot be continued without them. Rows whose turns differ in
+    length cannot be continued together.
 
     With ``protect_prompt``, the text of a call of ``generate()``, or the first N tokens of text and answers, is never
     evicted. A later call must bring the whole text so far, including earlier answers. Everything after the protected
@@ -71,8 +70,8 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         cartridge: folder of a cartridge (``kvpop compact``) with which every row begins, or several in order.
             Neither inputs nor positions that are given count its slots. One that stands in a chat's message holds
             the chat's first tokens, :attr:`head`: give the ids after them.
-        max_length: longest sequence in tokens, slots of cartridges included, for ``compression`` and for the policy ``full``, by default
-            the model's.
+        max_length: longest sequence in tokens, slots of cartridges included, for ``compression`` and for the policy
+            ``full``, by default the model's.
         seed: seed of the draws for every row, or a list with one entry per row.
         prompt: under a policy that compresses prompts, the number of tokens at the start of a text that are
             its prompt, by default the text of a call of ``generate()``.
@@ -80,7 +79,8 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
 
     Attributes:
         passes: passes so far.
-        text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins, or None.
+        text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins,
+            or None.
         next_text: ``[R, L]`` ids of the text of a call of ``generate()`` until its first pass, else None.
         policy: policy, resolved as in an engine.
         settings: arguments of the constructor, but model and device.

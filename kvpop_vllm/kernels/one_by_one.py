@@ -12,8 +12,8 @@ def one_by_one(run: Callable) -> Callable:
     """Return an implementation of ``prefill_chunk`` that runs the chunks one after another.
 
     Args:
-        run: function ``(q, k, v, pages, row, start, budgets, *, rule, scale, gate_scores, prefix, keys, sink_logits)`` that
-            runs the chunk of one request, whose pages are ``row [H, P]`` and budgets ``[H]``.
+        run: function ``(q, k, v, pages, row, start, budgets, *, rule, scale, gate_scores, prefix, keys, sink_logits)``
+            that runs the chunk of one request, whose pages are ``row [H, P]`` and budgets ``[H]``.
     """
 
     def run_all(

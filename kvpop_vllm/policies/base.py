@@ -41,7 +41,8 @@ class Policy(Declaration):
         settings: the user's settings.
         model: shape of the model.
         retention: resolved budget, sinks and window.
-        server_budget_only: True if unequal shares hold for the server's budget alone, so that requests cannot have other budgets.
+        server_budget_only: True if unequal shares hold for the server's budget alone, so that requests cannot have
+            other budgets.
     """
 
     settings: PolicySettings
@@ -119,8 +120,8 @@ class Policy(Declaration):
     def one_budget(self) -> bool:
         """True if all requests have the server's budget.
 
-        This holds if the policy never evicts, if heads divide their budget at the prompt's end, or if a class gives them
-        shares that do not follow from the budget.
+        This holds if the policy never evicts, if heads divide their budget at the prompt's end, or if a class gives
+        them shares that do not follow from the budget.
         """
         fixed = self.server_budget_only or type(self).shares is not Policy.shares
         return self.keeps_all or self.adaptive_head_budgets or (fixed and self.unequal)
@@ -269,8 +270,8 @@ class Policy(Declaration):
     def largest_retentions(self) -> list[Retention]:
         """Return retentions, one of which gives a head the most slots that a request may have.
 
-        It is that of the largest budget, unless heads are unequal: a scorer may have smaller windows, so more long-range
-        slots, below each budget that it was trained with.
+        It is that of the largest budget, unless heads are unequal: a scorer may have smaller windows, so more
+        long-range slots, below each budget that it was trained with.
         """
         limit = self.max_budget
         retentions = [self.retention if limit == self.retention.budget else self.retention_of(limit)]

@@ -75,7 +75,8 @@ class Declaration(ABC):
         default_allocator: allocator without ``--kv-allocator``.
         default_protect: protection without ``--kv-protect-prompt``.
         keeps_all: True if the policy never evicts.
-        default_threshold: threshold without ``--kv-threshold``, ``-inf`` for none, None if the policy takes no threshold.
+        default_threshold: threshold without ``--kv-threshold``, ``-inf`` for none, None if the policy takes no
+            threshold.
         draws: True if the scores of its rule are drawn with the request's seed.
         default_window: without a scorer, the default w if it does not depend on the budget.
         compresses: True if the prompt is held in full until its end and compressed then.
@@ -131,7 +132,8 @@ class Declaration(ABC):
     def takes_snapshots(self) -> bool:
         """True if what a request holds follows from its tokens and numbers alone, so that others can go on from it.
 
-        A prompt that was compressed depends on where it ended. Under a shifted gate equal tokens tie, and rounding decides.
+        A prompt that was compressed depends on where it ended. Under a shifted gate equal tokens tie, and rounding
+        decides.
         """
         return not self.compresses and not self.shifted
 

@@ -71,8 +71,8 @@ def fit(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the indices ``[H, P]`` of the kept keys, oldest first, and the values and biases of :func:`match`.
 
-    Arguments are those of :func:`match`, but for P = ``kept``, at most T, and ``sink_logits [H, n]`` of attention sinks, one
-    for each query. With sinks, the mass of a query is its share of the softmax, so that queries count by it.
+    Arguments are those of :func:`match`, but for P = ``kept``, at most T, and ``sink_logits [H, n]`` of attention
+    sinks, one for each query. With sinks, the mass of a query is its share of the softmax, so that queries count by it.
     """
     q, k, v = q.float(), k.float(), v.float()
     if kept == k.shape[1] or not kept:

@@ -79,9 +79,9 @@ def layer_rounds(
 ) -> list[EqualRoles]:
     """Return the heads of a layer whose tokens are ranked in rounds, grouped by their slot roles.
 
-    A head's m is that of equal heads where its slots allow it, else half of that, so that rounds cut a prompt into few chunks,
-    and ranks need not know each other's heads. A head that has no more long-range slots than half of m would lose every
-    ranked token before the next round. It has no rounds, and its slots extend its window.
+    A head's m is that of equal heads where its slots allow it, else half of that, so that rounds cut a prompt into few
+    chunks, and ranks need not know each other's heads. A head that has no more long-range slots than half of m would
+    lose every ranked token before the next round. It has no rounds, and its slots extend its window.
 
     Args:
         every: the method's m.
@@ -322,9 +322,9 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
 
     The value is ``weight I - (1 - weight) R`` (eq. 7). Importance I (eqs. 2 to 4) is formed in this order:
     the largest logit of a KV head's query heads, the softmax over the tokens before the window and the attention
-    sink, the mean over queries, and the maximum over each token's neighbourhood. Redundancy R (eqs. 5, 6) is the softmax of a
-    token's mean cosine with the keys of the other tokens, including the window. Each other token leaves out
-    the newest token that it is similar to.
+    sink, the mean over queries, and the maximum over each token's neighbourhood. Redundancy R (eqs. 5, 6) is the
+    softmax of a token's mean cosine with the keys of the other tokens, including the window. Each other token leaves
+    out the newest token that it is similar to.
 
     Args:
         tokens: retained tokens of the request.
@@ -344,8 +344,8 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
 def expected_logits(keys: torch.Tensor, rounds: ExpectedLogits, length: int) -> torch.Tensor:
     """Return the values ``[H, n]`` float32 by which TriAttention ranks keys (arXiv:2604.04921).
 
-    A key has been rotated to its position. Its logit with a query that rotates to position ``length + d`` is their inner
-    product, so the mean over distances d is that with the mean query, which is turned by ``length``.
+    A key has been rotated to its position. Its logit with a query that rotates to position ``length + d`` is their
+    inner product, so the mean over distances d is that with the mean query, which is turned by ``length``.
 
     Args:
         keys: ``[H, n, D]`` float32, the ranked keys.

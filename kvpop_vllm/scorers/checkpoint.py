@@ -149,8 +149,8 @@ def read_scorer(folder: str | Path, map_file: str | None = None) -> tuple[Scorer
     """Return the config of a scorer and, per layer, its tensors (float32).
 
     Args:
-        folder: scorer folder, folder of a full checkpoint, also of other authors, of published gates of KVzap, or a name
-            of the hub.
+        folder: scorer folder, folder of a full checkpoint, also of other authors, of published gates of KVzap, or a
+            name of the hub.
         map_file: how to read one of other authors, by default the only reading that fits.
     """
     path = local_folder(folder)

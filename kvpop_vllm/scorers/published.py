@@ -1,8 +1,8 @@
 """``kvpop import``: convert the gates and scorers of other authors' published checkpoints to a scorer folder.
 
-The gates of TRIM-KV (:mod:`kvpop_vllm.scorers.published_trimkv`) and of DMS (:mod:`kvpop_vllm.scorers.published_dms`), and
-the scorer of a full checkpoint of KVpop (:mod:`kvpop_vllm.scorers.reader`), for the same base weights. Policies also read
-a folder of KVzap's gates as it is (:mod:`kvpop_vllm.scorers.kvzap_folder`).
+The gates of TRIM-KV (:mod:`kvpop_vllm.scorers.published_trimkv`) and of DMS (:mod:`kvpop_vllm.scorers.published_dms`),
+and the scorer of a full checkpoint of KVpop (:mod:`kvpop_vllm.scorers.reader`), for the same base weights. Policies
+also read a folder of KVzap's gates as it is (:mod:`kvpop_vllm.scorers.kvzap_folder`).
 
 A ``.pth`` file is a pickle. It is read with ``weights_only=True``, so that it can hold only tensors and plain
 containers, and no code is executed.

@@ -154,10 +154,10 @@ def retained_by_attention(
 ) -> Decisions:
     """Return the retained sets of the online rule with scores from attention mass.
 
-    The mass of a token from a query is its softmax weight over the tokens that the query sees and its sink, averaged over
-    the query heads of the KV head. At query ``q`` tokens are ranked by the mass from ``q - 1`` (TOVA), by the
-    mean over ``t .. q - 1`` (H2O), or by the former times ``|v - vb - scale Sig k|`` with the moments of the
-    tokens evicted before ``q`` (MomentKV, eq. 10).
+    The mass of a token from a query is its softmax weight over the tokens that the query sees and its sink, averaged
+    over the query heads of the KV head. At query ``q`` tokens are ranked by the mass from ``q - 1`` (TOVA), by the mean
+    over ``t .. q - 1`` (H2O), or by the former times ``|v - vb - scale Sig k|`` with the moments of the tokens evicted
+    before ``q`` (MomentKV, eq. 10).
 
     Args:
         query: ``[H * G, S, D]``.

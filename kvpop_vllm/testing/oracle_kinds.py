@@ -279,8 +279,8 @@ def require_distant_kinds(folder: str | Path, *, minimum: float = 0.01) -> None:
     """Check that a model's output depends on tokens that only layers with full attention see, and that these matter.
 
     Raises:
-        AssertionError: a change of a token far back changes the last log-probabilities by less than ``minimum``, a small
-            window in the layers of full attention does, or a greedy continuation repeats one token.
+        AssertionError: a change of a token far back changes the last log-probabilities by less than ``minimum``, a
+            small window in the layers of full attention does, or a greedy continuation repeats one token.
     """
     oracle = KindsOracle(folder)
     prompt = random_prompt(300, oracle.config["vocab_size"], seed=1)

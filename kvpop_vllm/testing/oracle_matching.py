@@ -18,8 +18,10 @@ class MadeSlots(NamedTuple):
         tokens: ``[P]``, tokens whose keys they have, oldest first.
         values: ``[P, D]``.
         biases: ``[P]``.
-        margin: relative difference of the worst of these tokens' score and the best other one's, infinite if there is none.
-        misfit: half of the squared differences of all queries' masses from those of all tokens, which are 1 without sinks.
+        margin: relative difference of the worst of these tokens' score and the best other one's, infinite if there is
+            none.
+        misfit: half of the squared differences of all queries' masses from those of all tokens, which are 1 without
+            sinks.
     """
 
     tokens: np.ndarray

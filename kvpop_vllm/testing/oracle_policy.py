@@ -154,8 +154,8 @@ class OraclePolicy:
     def protecting(self, protect: bool | int, prompt: int, cartridge_slots: int = 0) -> OraclePolicy:
         """Return the policy for a prompt of ``prompt`` tokens after ``cartridge_slots`` slots.
 
-        The first ``protect`` tokens of prompt and answer are protected, True for the prompt, and so are the slots. If the
-        prompt votes, it is held until its end instead.
+        The first ``protect`` tokens of prompt and answer are protected, True for the prompt, and so are the slots. If
+        the prompt votes, it is held until its end instead.
         """
         if self.scorer == PROMPT_VOTES:
             return replace(self, prompt=prompt)

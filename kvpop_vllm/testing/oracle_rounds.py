@@ -148,8 +148,8 @@ class Rounds(Ranking):
 def distances(how: str, topk: Sequence[int], mean_topk: int) -> list[float]:
     """Return the distance of rounds in tokens for each head of a layer, infinite if it has none.
 
-    With k slots in every head it is the paper's, but at most k / 2. An unequal head has the distance of equal heads if its own
-    k allows it, else half of that, rounded up, and none if it has no more slots than that.
+    With k slots in every head it is the paper's, but at most k / 2. An unequal head has the distance of equal heads if
+    its own k allows it, else half of that, rounded up, and none if it has no more slots than that.
 
     Args:
         how: SAMPLED_MASS, REDUNDANCY or EXPECTED_LOGITS.

@@ -1,8 +1,8 @@
 """Ledger of everything in vLLM's modules that this package changes; :mod:`kvpop_vllm.vllm_glue.install` puts it in place.
 
 Registered extension points come first. Functions without one are wrapped. Without a policy each wrapper calls the
-original with unchanged arguments and returns its result. An exception are sampling on a CPU with seeds and with drafts, which
-vLLM does wrongly: engines without a policy that start in the process of one with a policy are mended too.
+original with unchanged arguments and returns its result. An exception are sampling on a CPU with seeds and with drafts,
+which vLLM does wrongly: engines without a policy that start in the process of one with a policy are mended too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Patch:
 
     Attributes:
         target: ``module:function``, ``module:Class.method`` or ``module:TABLE`` of vLLM.
-        wrapper: ``module:function`` below :mod:`kvpop_vllm.vllm_glue`, which is imported when the row is put in place. It
-            wraps the target, is the added method, or registers what the table then holds.
+        wrapper: ``module:function`` below :mod:`kvpop_vllm.vllm_glue`, which is imported when the row is put in place.
+            It wraps the target, is the added method, or registers what the table then holds.
         process: process in which the row is put in place.
         when: condition for this, a key of :data:`kvpop_vllm.vllm_glue.install.CONDITIONS`.
         why: the reason for the row, and what it does.

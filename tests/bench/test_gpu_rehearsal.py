@@ -1,7 +1,7 @@
 """The rehearsal of `make gpu` fails when it should: each test plants a fault in a copy of the checkout.
 
-They run where `make gpu-rehearse` has been run, as `make nightly` does first: it makes the pretended device and compiles
-the kernels.
+They run where `make gpu-rehearse` has been run, as `make nightly` does first: it makes the pretended device and
+compiles the kernels.
 """
 
 from __future__ import annotations

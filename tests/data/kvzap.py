@@ -2,9 +2,9 @@
 
     build/peers/bin/python tests/data/kvzap.py      # after `make peers`
 
-Each folder is what ``KVzapModel.save_pretrained`` writes, for the tiny models of the tests: two layers, a width of 64, two
-KV heads. ``scores.safetensors`` has ``hidden [1, S, E]`` and, for each folder, ``scores [layers, H, S]`` float32. The
-version of kvpress is in its metadata.
+Each folder is what ``KVzapModel.save_pretrained`` writes, for the tiny models of the tests: two layers, a width of 64,
+two KV heads. ``scores.safetensors`` has ``hidden [1, S, E]`` and, for each folder, ``scores [layers, H, S]`` float32.
+The version of kvpress is in its metadata.
 """
 
 from importlib.metadata import version

@@ -49,8 +49,8 @@ class Served:
 
     Attributes:
         tolerance: largest difference of log-probabilities.
-        by_inputs: True if the oracle's policy decides by the engine's queries, keys and values, so that ties that rounding
-            decides, which are more after recurrent layers and in bfloat16, do not matter.
+        by_inputs: True if the oracle's policy decides by the engine's queries, keys and values, so that ties that
+            rounding decides, which are more after recurrent layers and in bfloat16, do not matter.
     """
 
     engine: object

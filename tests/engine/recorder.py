@@ -28,8 +28,8 @@ class Blocks(NamedTuple):
     """Blocks after one call of the scheduler.
 
     Attributes:
-        running: request -> (tokens scheduled so far, tokens that it may come to, its p, B and w if there is a policy, its
-            blocks).
+        running: request -> (tokens scheduled so far, tokens that it may come to, its p, B and w if there is a policy,
+            its blocks).
         free: number of free blocks.
     """
 

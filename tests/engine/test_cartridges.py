@@ -56,8 +56,8 @@ def write(folder, model: str, name: str, *, slots: int | None = None, **changes)
 def unrotated(root):
     """Return a SmolLM3, two cartridges of it, and transformers' model with the cache that they stand for.
 
-    Both cartridges were read elsewhere in a text, so that their keys are turned in the layers that rotate. The cache has
-    their tokens where they stand.
+    Both cartridges were read elsewhere in a text, so that their keys are turned in the layers that rotate. The cache
+    has their tokens where they stand.
     """
     folder, past = write_smollm3(root / "model"), DynamicCache()
     model, parts, folders = load(str(folder), "float32"), [], []

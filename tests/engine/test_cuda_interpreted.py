@@ -232,8 +232,8 @@ def test_equal_to_the_cpus_path(serve, name, version):
 def test_protected_prompts(serve, name, version):
     """The paths are equal for protected prompts.
 
-    Chunks lie inside a prompt, across its end and behind it. The last token of a prompt is a row of a graph, and so are the
-    protected tokens of an answer. Tails begin in decode rows, in a graph and beside chunks.
+    Chunks lie inside a prompt, across its end and behind it. The last token of a prompt is a row of a graph, and so are
+    the protected tokens of an answer. Tails begin in decode rows, in a graph and beside chunks.
     """
     served = serve(name, {"a": 9, "b": 30, "c": 21, "d": 10}, version)
     assert (served.layers.gpu[:, 1:] == 255).all(), "recording has written"

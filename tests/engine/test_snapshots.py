@@ -1,6 +1,7 @@
 """Chats of several turns, whose requests go on from what earlier ones held, judged by the oracle on the whole text.
 
-Freed blocks are overwritten unless a snapshot or the prefix cache keeps them. Other policies are in test_snapshots_policies.py.
+Freed blocks are overwritten unless a snapshot or the prefix cache keeps them. Other policies are in
+test_snapshots_policies.py.
 """
 
 from __future__ import annotations

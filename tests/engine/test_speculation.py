@@ -436,9 +436,9 @@ LARGEST = 29.59
 def test_draws_have_the_distribution_of_the_oracle(case, monkeypatch):
     """Among 12,000 sampled tokens, each of three letters is as frequent as the oracle's probabilities say.
 
-    The oracle's probabilities are those after the tokens that were drawn before, under its evictions. Tokens are counted by
-    their place in a step, and letters as the draft, the likeliest of the others, and so on. Draft and place follow from
-    earlier tokens, so that deviations are uncorrelated and their covariances add up.
+    The oracle's probabilities are those after the tokens that were drawn before, under its evictions. Tokens are
+    counted by their place in a step, and letters as the draft, the likeliest of the others, and so on. Draft and place
+    follow from earlier tokens, so that deviations are uncorrelated and their covariances add up.
     """
     setup = case("qwen3", "kvpop")
     monkeypatch.setattr(DrawnDrafts, "tokens", LETTERS)

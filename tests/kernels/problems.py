@@ -83,8 +83,8 @@ class Problem:
     With ``unequal``, heads have their own budgets and blocks, and requests their own windows. With
     ``protected``, request r has a prefix of ``protected[r]`` tokens, whose blocks lie in the same pool, and a
     scorer's state begins ``replay`` tokens before its end. The logits of the first ``biased[r]`` of these tokens get a
-    bias, a number for each KV head. With ``has_sinks`` query heads have attention sinks. With ``drafts`` the pages stage
-    up to so many.
+    bias, a number for each KV head. With ``has_sinks`` query heads have attention sinks. With ``drafts`` the pages
+    stage up to so many.
     """
 
     case: str = "mlstm"

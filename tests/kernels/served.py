@@ -225,9 +225,10 @@ def check_roundings(dtype, out, wide, magnitude, merged: torch.Tensor | None = N
     """Check each output against its rounding error.
 
     Weights rounded to the cache's dtype move it by a share of the values' magnitudes (half a unit of each
-    weight, and not in their sum), and its own rounding by the same share of itself. Where the mask ``merged`` ``[tokens]`` says so,
-    it is merged from a prefix' and a tail's, each rounded before. Float32 sums and the approximated exponential
-    move it by less than 2^-19. The smallest weights in float16, of up to 300 tokens, are wrong by up to 2^-25.
+    weight, and not in their sum), and its own rounding by the same share of itself. Where the mask ``merged``
+    ``[tokens]`` says so, it is merged from a prefix' and a tail's, each rounded before. Float32 sums and the
+    approximated exponential move it by less than 2^-19. The smallest weights in float16, of up to 300 tokens, are wrong
+    by up to 2^-25.
     """
     unit = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
     smallest = 1e-6 if dtype != torch.float16 else 300 * 5 * 2.0**-25

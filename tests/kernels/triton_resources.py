@@ -4,8 +4,9 @@ The process compiles the kernels through their own launches. ``python tests/kern
 prints registers, bytes of stack and of shared memory, whether products and sums may be fused, and the waits for
 loads within loops, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints
 one op alone (of prefill its own kernels only; ``prefix`` is a decode step behind a protected prefix, ``biased`` are
-attention's kernels behind a prefix with biases, for sm_100 too, ``large`` kernels with heads of 512), ``--json few`` what tests look at. For a decode step and a prefill it also records launches and the torch ops that ran, and for these and
-the beginning of a tail the reads of a tensor's values.
+attention's kernels behind a prefix with biases, for sm_100 too, ``large`` kernels with heads of 512), ``--json few``
+what tests look at. For a decode step and a prefill it also records launches and the torch ops that ran, and for these
+and the beginning of a tail the reads of a tensor's values.
 """
 
 from __future__ import annotations
@@ -257,8 +258,8 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
     """Prefill chunks of some requests behind 8 tokens, and ``protected`` ones, in two layers of one step.
 
     Returns:
-        The case, its requests and protected tokens, whether these have a bias, the kernels and ops of each layer, and the names of the reads of
-        tensors.
+        The case, its requests and protected tokens, whether these have a bias, the kernels and ops of each layer, and
+        the names of the reads of tensors.
     """
     from kvpop_vllm.kernels.triton.prefill_chunk import prefill_chunk
 

@@ -1,10 +1,9 @@
 """Folders of gates as their authors' public code writes them; no code is shared with the reader.
 
-DBTrimKV: ``trimkv`` 0.1.5 (``models/qwen3``: ``RetentionGate10``, ``TrimKVQwen3Config``, ``_tie_retention_gate_layers``).
-FastDMS: ``shisa-ai/FastDMS`` (``fastdms/engine/dms.py``, ``training/dms_eval.py``), of which ``Llama-3.2-1B-DMS-8x`` is
-a checkpoint.
-IndexMem: ``Chooovy/kvpress`` (``kvpress/indexmem``: ``save_scorer_checkpoint``, ``RetentionScorer``), of which
-``marcusguhao/IndexMem-Qwen3-4B`` is a checkpoint.
+DBTrimKV: ``trimkv`` 0.1.5 (``models/qwen3``: ``RetentionGate10``, ``TrimKVQwen3Config``,
+``_tie_retention_gate_layers``). FastDMS: ``shisa-ai/FastDMS`` (``fastdms/engine/dms.py``, ``training/dms_eval.py``), of
+which ``Llama-3.2-1B-DMS-8x`` is a checkpoint. IndexMem: ``Chooovy/kvpress`` (``kvpress/indexmem``:
+``save_scorer_checkpoint``, ``RetentionScorer``), of which ``marcusguhao/IndexMem-Qwen3-4B`` is a checkpoint.
 """
 
 from __future__ import annotations

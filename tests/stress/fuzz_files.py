@@ -1,9 +1,9 @@
 """Reads thousands of damaged files that this package writes, of five kinds: each is read, or refused in one line.
 
-Usage: ``python tests/stress/fuzz_files.py [--files 10000] [--seed 0]``. Every file begins as one that this package wrote.
-hypothesis then changes bytes, cuts, repeats and inserts parts, or puts other JSON values in place of some. A reader must
-return or raise a ConfigError of one line, within --seconds and --gigabytes. Anything else ends the run: hypothesis prints
-the smallest damage that it found. A crash of the process is reported with the file that was read.
+Usage: ``python tests/stress/fuzz_files.py [--files 10000] [--seed 0]``. Every file begins as one that this package
+wrote. hypothesis then changes bytes, cuts, repeats and inserts parts, or puts other JSON values in place of some. A
+reader must return or raise a ConfigError of one line, within --seconds and --gigabytes. Anything else ends the run:
+hypothesis prints the smallest damage that it found. A crash of the process is reported with the file that was read.
 """
 
 from __future__ import annotations

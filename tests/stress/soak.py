@@ -1,10 +1,10 @@
 """Loads one server for a while, and checks that nothing is lost, nothing leaks, and an answer stays the same to the bit.
 
-Usage: ``python tests/stress/soak.py --minutes 60 --model MODEL -- OPTIONS...`` with options of ``vllm serve``. Rounds of
-load alternate with quiet points. In a round, client processes send twice as many requests at once as --max-num-seqs
-admits: mixed prompts, answers, budgets, protections, seeds and cartridges, chats of several turns, streams that are cut,
-requests that are aborted, requests that must be refused. One client is killed and restarted. At a quiet point no request runs. It asks the
-canaries, counts blocks and measures memory. The server keeps its promises if
+Usage: ``python tests/stress/soak.py --minutes 60 --model MODEL -- OPTIONS...`` with options of ``vllm serve``. Rounds
+of load alternate with quiet points. In a round, client processes send twice as many requests at once as --max-num-seqs
+admits: mixed prompts, answers, budgets, protections, seeds and cartridges, chats of several turns, streams that are
+cut, requests that are aborted, requests that must be refused. One client is killed and restarted. At a quiet point no
+request runs. It asks the canaries, counts blocks and measures memory. The server keeps its promises if
 
 - every request is answered in full, or refused in one line where it must be, unless its client went away;
 - every canary's tokens and log-probabilities are those of its first answer (alone: in a batch a CPU rounds otherwise);

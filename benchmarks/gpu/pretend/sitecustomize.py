@@ -5,8 +5,8 @@ Kernels of the pretended device do nothing, so values mean nothing:
 - Modules that compare values lose their assertions, and comparisons with an error bound are left out.
 - A step of vLLM says that it has sampled no token; here it has sampled one per request.
 
-Every process of a part writes at its end what it has launched and captured; an engine of :mod:`gpu.engine_times` writes the
-host time and the counts of its steps, too. ``PRETEND_RECORDS`` names the folder.
+Every process of a part writes at its end what it has launched and captured; an engine of :mod:`gpu.engine_times` writes
+the host time and the counts of its steps, too. ``PRETEND_RECORDS`` names the folder.
 """
 
 from __future__ import annotations

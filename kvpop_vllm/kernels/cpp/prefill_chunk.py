@@ -24,9 +24,9 @@ def prefill_chunk(
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
-    A chunk may begin within a protected prefix, end in it, or lie behind it. Its own protected tokens are stored already.
-    Sequential rules attend to the prefix token by token, others apart. Attention sinks are in the part that the others are
-    merged with.
+    A chunk may begin within a protected prefix, end in it, or lie behind it. Its own protected tokens are stored
+    already. Sequential rules attend to the prefix token by token, others apart. Attention sinks are in the part that
+    the others are merged with.
     """
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)

@@ -216,8 +216,8 @@ class PromptVotes:
 class PromptMatching:
     """Slots that are made of a prompt at its end by attention matching (arXiv:2602.16284).
 
-    The last w tokens stay as they are. Those before them become ``B - w`` slots with biases, fitted to the prompt's last
-    queries (:mod:`kvpop_vllm.rules.compress`). These slots are never evicted. The tail is a ring: each later token
+    The last w tokens stay as they are. Those before them become ``B - w`` slots with biases, fitted to the prompt's
+    last queries (:mod:`kvpop_vllm.rules.compress`). These slots are never evicted. The tail is a ring: each later token
     takes the place of the oldest one in it. A prompt of at most B tokens is kept whole.
 
     Attributes:
@@ -240,7 +240,8 @@ class PromptMatching:
     def after(self, slots: RequestSlots) -> RequestSlots:
         """Return what a request is after the end of its prompt: one that begins with the slots made of it, and a ring.
 
-        A prompt of at most B tokens leaves no more slots than it has tokens before its last w, and the ring has the others.
+        A prompt of at most B tokens leaves no more slots than it has tokens before its last w, and the ring has the
+        others.
         """
         prompt, budget, window = slots.prefix, slots.budget, slots.window
         made = min(max(0, prompt - window), budget - window)

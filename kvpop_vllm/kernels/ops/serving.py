@@ -46,11 +46,11 @@ def decode_step(
     them. A gate score is stored in its token's score field at insertion.
 
     A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the
-    tail (:class:`kvpop_vllm.roles.Retention`). The tail begins anew at ``q = p``: earlier slot contents are ignored, except
-    the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages
-    already. It attends to the tokens up to itself, and nothing is written. The first ``biased`` tokens of a
-    prefix may have a bias per KV head, stored in their score fields: it is added to their scaled logits, so that
-    outputs, log-sum-exps and attention masses follow from it (:class:`Prefix`).
+    tail (:class:`kvpop_vllm.roles.Retention`). The tail begins anew at ``q = p``: earlier slot contents are ignored,
+    except the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages
+    already. It attends to the tokens up to itself, and nothing is written. The first ``biased`` tokens of a prefix may
+    have a bias per KV head, stored in their score fields: it is added to their scaled logits, so that outputs,
+    log-sum-exps and attention masses follow from it (:class:`Prefix`).
 
     Args:
         q: ``[R, Hq, D]``, last axis contiguous.
@@ -80,8 +80,8 @@ def decode_step(
         StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been
             written. The Triton implementation does not wait for the device. It returns NaN for that request
             instead and leaves its pages unchanged; a position of -1 is padding.
-        ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape, or logits of sinks have.
-            In C++ also numbers of biased tokens that are negative or exceed the prefix.
+        ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape, or logits of sinks
+            have. In C++ also numbers of biased tokens that are negative or exceed the prefix.
     """
     run = resolve("decode_step", impl, q)
     _check_sinks(sink_logits, q)
@@ -120,7 +120,8 @@ def verify_step(
     1. **Commit.** The ``c - tokens_seen`` first staged drafts have been accepted. Each enters the cache by an ordinary
        step (:func:`decode_step`), without outputs. The other staged drafts are dropped.
     2. **Token.** The token at c takes an ordinary step.
-    3. **Drafts.** The d drafts take ordinary steps. Then pages are put back to the bit: slots, scores, positions, state,
+    3. **Drafts.** The d drafts take ordinary steps. Then pages are put back to the bit: slots, scores, positions,
+    state,
        moments and counts.
     4. **Stage.** The drafts' keys, values, gate scores, and queries if the rule reads attention, are staged.
 
@@ -128,13 +129,14 @@ def verify_step(
     the staging region alone, so that a request may end, be preempted or be copied at any time. Staged drafts are
     dropped by :func:`decode_step` and :func:`prefill_chunk`, which know nothing of them, and by a step at or below p.
 
-    A request with ``drafts = -1`` brings no token: step 1 runs alone, and ``tokens_seen = c``. This comes before a chunk
-    of prefill that begins at c. A request whose drafts have all been refused, or that has none, has d = 0.
+    A request with ``drafts = -1`` brings no token: step 1 runs alone, and ``tokens_seen = c``. This comes before a
+    chunk of prefill that begins at c. A request whose drafts have all been refused, or that has none, has d = 0.
 
     Of a request with a prefix, all tokens below p, drafts included, are stored in the prefix pages before, as for
-    :func:`decode_step`; the caller writes them again when it knows better. Only tokens from p on are staged or taken back.
-    Call :func:`begin_tail` before a step with ``c <= p <= c + d``, once the tokens below p are written. If drafts below p
-    are refused, the next step begins at or below p, and so it is called again; a step at c > p must not be preceded by it.
+    :func:`decode_step`; the caller writes them again when it knows better. Only tokens from p on are staged or taken
+    back. Call :func:`begin_tail` before a step with ``c <= p <= c + d``, once the tokens below p are written. If drafts
+    below p are refused, the next step begins at or below p, and so it is called again; a step at c > p must not be
+    preceded by it.
 
     Rounds and the compression of a prompt lie between two steps, so the caller cuts drafts there. A token after which a
     round is due, or at which a prompt is compressed, is the token at c of its step, without drafts.
@@ -151,7 +153,8 @@ def verify_step(
         rule: retention rule of the layer.
         scale: factor on q . k.
         gate_scores: ``[T, H]`` float32, as in :func:`decode_step`.
-        prefix: protected tokens of the R requests, with its ``tokens`` and ``biased`` as in :func:`decode_step`, or None.
+        prefix: protected tokens of the R requests, with its ``tokens`` and ``biased`` as in :func:`decode_step`, or
+            None.
         seeds: ``[R]`` int64, as in :func:`decode_step`.
         windows: ``[R]`` int32, w of each request; by default the rule's.
         sink_logits: ``[Hq]`` float32, as in :func:`decode_step`.
@@ -164,11 +167,11 @@ def verify_step(
     Raises:
         StepOrderError: not ``tokens_seen <= c <= tokens_seen + staged`` for some request with c > p; nothing has been
             written. The Triton implementation returns NaN for that request instead, as :func:`decode_step` does.
-        ValueError: as in :func:`decode_step`; d exceeds m or tokens lie outside of ``[0, T)``; or the layout has no room
-            for the rule's queries.
+        ValueError: as in :func:`decode_step`; d exceeds m or tokens lie outside of ``[0, T)``; or the layout has no
+            room for the rule's queries.
         NotImplementedError: in Triton, a rule that reads attention or corrects outputs. It also takes m <= w alone
-            (ValueError, by the rule's w), because a draft must not leave the window before it is accepted. Windows of requests that
-            are smaller than m are not noticed: the caller checks them.
+            (ValueError, by the rule's w), because a draft must not leave the window before it is accepted. Windows of
+            requests that are smaller than m are not noticed: the caller checks them.
     """
     run = resolve("verify_step", impl, q)
     _check_sinks(sink_logits, q)
@@ -239,9 +242,10 @@ def prefill_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Process a chunk of L_r tokens of each of R requests, T tokens in all (DESIGN "One step").
 
-    The result equals L_r decode steps of each request up to rounding. Each query sees the slots retained before its chunk
-    and the chunk's own tokens, under its own cutoff. Afterwards the survivors are written into the slots. Memory is
-    bounded by B slots plus the chunks. If the rule is ``sequential``, the tokens of a request are processed one by one.
+    The result equals L_r decode steps of each request up to rounding. Each query sees the slots retained before its
+    chunk and the chunk's own tokens, under its own cutoff. Afterwards the survivors are written into the slots. Memory
+    is bounded by B slots plus the chunks. If the rule is ``sequential``, the tokens of a request are processed one by
+    one.
 
     Args:
         q: ``[T, Hq, D]``, last axis contiguous; the chunks lie one after another.
@@ -330,8 +334,8 @@ def online_topk(
             ``torch.iinfo(int64).max``.
 
     Raises:
-        ValueError: not one k for each head; ``held`` exceeds the number of tokens or slots; ``window`` is not in [1, 2**29], so that
-            times of the first 2**30 positions fit 31 bits; or ``decay_step`` is not in [1, 2**31 - 1].
+        ValueError: not one k for each head; ``held`` exceeds the number of tokens or slots; ``window`` is not in [1,
+            2**29], so that times of the first 2**30 positions fit 31 bits; or ``decay_step`` is not in [1, 2**31 - 1].
     """
     if not isinstance(topk, int) and len(topk) != len(score):
         raise ValueError(f"online_topk needs topk, or one for each of {len(score)} heads, got {len(topk)}")

@@ -192,8 +192,8 @@ def _victim(slots, score, leaving, q, rule, head, factors, draw_key) -> int | No
 def _attend(q, keys, values, scale, bias, sinks):
     """Return softmax attention of ``q [G, D]`` over ``keys, values [n, D]``, in float32.
 
-    ``bias`` is added to the logits of the first ``len(bias)`` keys, unless it is None. A sink is one more key of value 0,
-    with the logits ``sinks [G]``, unless they are None.
+    ``bias`` is added to the logits of the first ``len(bias)`` keys, unless it is None. A sink is one more key of value
+    0, with the logits ``sinks [G]``, unless they are None.
 
     Returns:
         Outputs ``[G, D]``, log-sum-exps ``[G]`` and weights ``[G, n]``.

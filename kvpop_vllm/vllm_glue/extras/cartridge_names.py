@@ -150,8 +150,8 @@ def resolved(
 ) -> tuple[RequestSlots, tuple[int, ...]]:
     """Return the slots of a request, and the head of its cartridges.
 
-    The head are ids with which the prompt begins. Its cartridges begin with them too, and hold them. After cartridges in
-    front of everything they are those of ``begin``, which the fit of a cartridge has not.
+    The head are ids with which the prompt begins. Its cartridges begin with them too, and hold them. After cartridges
+    in front of everything they are those of ``begin``, which the fit of a cartridge has not.
 
     Args:
         vllm_config: config of the engine.

@@ -218,8 +218,9 @@ class FixedBudgetSpec(AttentionSpec):
     Where prompts are compressed at their end, a request with a prompt of p tokens holds its prefix and, from
     the first stored query on, its state. At the prompt's end it holds a tail of B slots as well. After that
     it holds no prefix; the prefix's entries in its row of the block table are null blocks. Where slots are made of
-    prompts, their blocks lie between prefix and state and are claimed with the state, which is given up with the prefix.
-    Where heads divide their slots (at the end of a prompt longer than the budget), each head's last page may be filled in part.
+    prompts, their blocks lie between prefix and state and are claimed with the state, which is given up with the
+    prefix. Where heads divide their slots (at the end of a prompt longer than the budget), each head's last page may be
+    filled in part.
 
     The inherited fields ``block_size`` and ``state_content_bytes`` are N, slots per block, and C, bytes per
     slot and head. ``dtype`` is uint8: a cache is bytes, and vLLM zeroes the blocks of other layers where specs have
@@ -240,7 +241,8 @@ class FixedBudgetSpec(AttentionSpec):
         max_window: w of a request with the largest budget.
         compression: way in which prompts are compressed at their end, None if they are not.
         shares: how heads divide the slots of a request where they are unequal, else None.
-        largest: B and w of requests, one of which may have the most slots under ``shares``; empty for the largest budget.
+        largest: B and w of requests, one of which may have the most slots under ``shares``; empty for the largest
+            budget.
         reserve: True if a request claims all blocks that it will ever hold at once.
         inspect: True if what requests hold is recorded for the inspect page.
         snapshots: True if requests can go on from what others held when they ended.

@@ -1,7 +1,8 @@
 """Sampling with drafts on a CPU, where vLLM loses temperature, top-k and top-p.
 
-Each draft is judged under the numbers of its request. vLLM 0.32 copies them by a kernel that takes int64 only: numbers of other
-types are converted before, and the result stays in the converted copy. The draft is then judged under whatever lay in memory.
+Each draft is judged under the numbers of its request. vLLM 0.32 copies them by a kernel that takes int64 only: numbers
+of other types are converted before, and the result stays in the converted copy. The draft is then judged under whatever
+lay in memory.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ def zero_block_ids(original, self, block_ids: list[int]) -> None:
     """Wrap the zeroing of a step's new blocks, which passes over windows and chunks.
 
     Blocks of all layers lie in one pool, and vLLM's attention multiplies slots that it does not use by 0. Scores,
-    positions and states of a policy, read as keys and values, may be infinite or NaN. Recurrent layers do not read a state
-    before it is written.
+    positions and states of a policy, read as keys and values, may be infinite or NaN. Recurrent layers do not read a
+    state before it is written.
     """
     original(self, block_ids)
     layers = self.compilation_config.static_forward_context

@@ -1,8 +1,9 @@
 """Snapshots: blocks that requests held at their end, and copies of those at their prompt's end, from which others go on.
 
-What a request holds after n tokens follows from these tokens and from its numbers alone. So its blocks of state and tail
-are an exact hit for every prompt that begins with the same tokens, as prefix blocks are. They stay in the pool as blocks
-of vLLM's prefix cache do, until the pool needs them. A request that goes on from a snapshot writes to copies of them.
+What a request holds after n tokens follows from these tokens and from its numbers alone. So its blocks of state and
+tail are an exact hit for every prompt that begins with the same tokens, as prefix blocks are. They stay in the pool as
+blocks of vLLM's prefix cache do, until the pool needs them. A request that goes on from a snapshot writes to copies of
+them.
 
 An answer that comes back in other tokens, without its thinking for example, does not match what was held at its end.
 What was held at its prompt's end does.
@@ -59,8 +60,8 @@ class Columns(NamedTuple):
     """Columns of a request's row in one cache group, as a snapshot has them.
 
     Attributes:
-        first: first one that the snapshot holds. Before it are prefix blocks, which the prefix cache has, or blocks that are
-            no longer needed.
+        first: first one that the snapshot holds. Before it are prefix blocks, which the prefix cache has, or blocks
+            that are no longer needed.
         written: first one that the next token may write to.
         end: the last one + 1.
     """
@@ -101,8 +102,8 @@ class Snapshots:
 
     Attributes:
         lengths: tokens of the snapshot of each running request that went on from one, by the request's name.
-        counts: numbers of snapshots that were taken, of requests that went on from one, and of snapshots of which the pool
-            took blocks back, since :meth:`take_counts`.
+        counts: numbers of snapshots that were taken, of requests that went on from one, and of snapshots of which the
+            pool took blocks back, since :meth:`take_counts`.
     """
 
     def __init__(self, coordinator: KVCacheCoordinator, draws: bool):
@@ -131,9 +132,9 @@ class Snapshots:
     def take(self, request: Request) -> None:
         """Take a snapshot of a request that ends now and still has its blocks, unless one like it is there.
 
-        A token that a step in flight computes counts, since the step runs before any that could read it. Accepted drafts
-        count as well: they are staged in the blocks of state, and enter the cache in the first step of a request that goes
-        on from there. Those after the end of the answer do not.
+        A token that a step in flight computes counts, since the step runs before any that could read it. Accepted
+        drafts count as well: they are staged in the blocks of state, and enter the cache in the first step of a request
+        that goes on from there. Those after the end of the answer do not.
         """
         length = request.num_computed_tokens
         if self.manager.kv_cache_spec.drafts:
@@ -292,7 +293,8 @@ class Snapshots:
 
         Args:
             snapshot: the snapshot.
-            prefix: by number of the group, the request's first blocks that are there, of each group that the policy acts on.
+            prefix: by number of the group, the request's first blocks that are there, of each group that the policy
+                acts on.
         """
         rows = []
         for i, part in enumerate(self._columns(snapshot.key.slots, snapshot.length)):

@@ -1,6 +1,7 @@
 """Choice of attention backends: registered paths that resolve to vLLM's own unless the engine has a policy.
 
-With a policy they resolve to ours for layers with full attention. Layers of windows and chunks get what vLLM would choose.
+With a policy they resolve to ours for layers with full attention. Layers of windows and chunks get what vLLM would
+choose.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ RESIDUAL_RATE = 2e12
 STEP_SECONDS = 2
 """Time of the attention of one request's tokens above which a step is cut, by reckoning, where these go one by one.
 
-Requests in decoding wait for the whole step. A step has room for a token of each of ``--max-num-seqs`` whatever that takes.
+Requests in decoding wait for the whole step. A step has room for a token of each of ``--max-num-seqs`` whatever that
+takes.
 """
 SLOW = 2000
 """Tokens a second of prefill below which a server says so when it starts."""

@@ -1,9 +1,9 @@
 """Checks that all processes of a server have the settings with which it was started.
 
 A server has one or several front ends, which answer HTTP, and one or several engines, which may run on other machines
-with command lines of their own. vLLM does not compare their configs. A front end with a policy compares its settings with
-those of its engines before it serves. An engine with a policy refuses requests of front ends without one: nobody has
-checked what such requests ask for.
+with command lines of their own. vLLM does not compare their configs. A front end with a policy compares its settings
+with those of its engines before it serves. An engine with a policy refuses requests of front ends without one: nobody
+has checked what such requests ask for.
 """
 
 from __future__ import annotations
