@@ -104,5 +104,6 @@ def whole_batches(started: dict, options) -> list[dict]:
             say(f"round {turn}, {name}: {reply['seconds']:.0f} s, {counts}")
             over_dense = reply["seconds"] / replies[DENSE]["seconds"]
             rounded = {"seconds": f"{reply['seconds']:.1f}", "it_over_dense": f"{over_dense:.3f}"}
-            rows.append(setting(options, name) | common | {"round": turn} | reply | rounded)
+            counted = {key: reply[key] for key in ("most_running", "preemptions")}
+            rows.append(setting(options, name) | common | {"round": turn} | counted | rounded)
     return rows

@@ -36,9 +36,9 @@ LEAST_BUDGET, LONG_BUDGET = 128, 768
 """Smallest budgets that hold the tokens, prompt and answer, of all short prompts but the last, and of the last."""
 
 
-def short_prompts(budget: int) -> tuple[str, ...]:
-    """Return the short prompts that a budget in slots holds, with their answers."""
-    return SHORT_PROMPTS if budget >= LONG_BUDGET else SHORT_PROMPTS[:-1]
+def short_prompts(budget: int | str) -> tuple[str, ...]:
+    """Return the short prompts that a budget in slots holds, with their answers: all of them if it is empty."""
+    return SHORT_PROMPTS if budget == "" or budget >= LONG_BUDGET else SHORT_PROMPTS[:-1]
 
 
 def token_bytes(model: str | Path, dtype: str) -> int:

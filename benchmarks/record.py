@@ -17,7 +17,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 def parser_of(description: str) -> argparse.ArgumentParser:
     """Return a parser that shows the first line of a script's docstring, and defaults."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
-    return argparse.ArgumentParser(description=description.splitlines()[0], formatter_class=formatter)
+    return argparse.ArgumentParser(
+        description=description.splitlines()[0], formatter_class=formatter, allow_abbrev=False
+    )
 
 
 def append(path: Path, rows: list[dict]) -> None:

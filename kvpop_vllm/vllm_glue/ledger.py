@@ -205,6 +205,9 @@ LEDGER = (
           "Of the layers that share the bytes of a block, vLLM copies what the first one has of it, without the padding of its page, where "
           "another layer has scores and positions: the largest comes first.",
           "when vLLM copies whole pages", "self"),
+    Patch("vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace", "run.block_copies:copy_kv_cache_blocks_inplace", WORKER, "CPU",
+          "Blocks are copied by indexing bytes, which takes a CPU several times as long as words of eight bytes.",
+          "when vLLM copies blocks of a CPU in words", "kv_caches, num_blocks, kv_cache_block_copies"),
     Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata", "run.step_requests:build_attention_metadata", WORKER, "policy",
           "Attention metadata do not say how long a request's prompt is, what it asked for, its seed, nor which tokens are drafts: the "
           "runner's own numbers are handed to the metadata builder first.",

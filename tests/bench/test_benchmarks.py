@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 import batches
 import chat
+import child
 import decode
 import engines
 import harness
@@ -156,8 +157,14 @@ def test_weights_at_random_give_no_ratio():
         assert ("/ stock" in harness.report(rows, ("context",), "tokens_per_s", load_format == "auto")) == any(ratios)
 
 
+def test_the_long_prompt_needs_a_budget_that_holds_it():
+    """Configurations without a budget hold all prompts."""
+    shorter, whole = child.SHORT_PROMPTS[:-1], child.SHORT_PROMPTS
+    assert [child.short_prompts(budget) for budget in (128, 767, 768, "")] == [shorter, shorter, whole, whole]
+
+
 def test_batches_and_chats_have_the_columns_of_their_files():
-    reply = {"seconds": 9.0, "most_running": 2, "preemptions": 0}
+    reply = {"seconds": 9.0, "cpu_seconds": 8.0, "most_running": 2, "preemptions": 0}
     started = {name: Stub(drain=reply | {"seconds": seconds}) for name, seconds in ((DENSE, 9.0), (KVPOP, 3.0))}
     options = options_of(requests=2, prompt=8, new=2, pool_tokens=1.5, rounds=1, turns=3, turn=5)
     rows = batches.whole_batches(started, options)

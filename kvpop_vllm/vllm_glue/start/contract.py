@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -136,17 +137,21 @@ def defines(vllm: Path, module: str, name: str) -> bool:
     return name in code.co_names or (late is not None and name in late.co_consts)
 
 
-def _imports(file: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the module and the names of every ``from ... import ...`` with an absolute module."""
+def _imports(file: Path, package: str | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield the module and the names of every ``from ... import ...``, of relative ones only with the file's package."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module, [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and (package or node.level == 0):
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield origin, [alias.name for alias in node.names]
 
 
 def _imported_from(vllm: Path, module: str, name: str) -> str | None:
     """Return the module that a module of vLLM imports a name from, None if it does not import it."""
     file = _file(vllm, module)
-    return None if file is None else next((origin for origin, names in _imports(file) if name in names), None)
+    if file is None:
+        return None
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    return next((origin for origin, names in _imports(file, package) if name in names), None)
 
 
 def _inside(code: CodeType | None, name: str) -> CodeType | None:
