@@ -46,7 +46,7 @@ class HubData:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What all spellings of a split have in common: name or folder, revision, config and split."""
+        """Return what all spellings of a split have in common: name or folder, revision, config and split."""
         path = str(Path(self.path).resolve()) if Path(self.path).is_dir() else self.path
         return path, self.revision or "", self.config or "", self.split
 

@@ -159,8 +159,8 @@ def test_weights_at_random_give_no_ratio():
 
 def test_the_long_prompt_needs_a_budget_that_holds_it():
     """Configurations without a budget hold all prompts."""
-    shorter, whole = child.SHORT_PROMPTS[:-1], child.SHORT_PROMPTS
-    assert [child.short_prompts(budget) for budget in (128, 767, 768, "")] == [shorter, shorter, whole, whole]
+    shorter, longest = child.SHORT_PROMPTS[:-1], child.SHORT_PROMPTS
+    assert [child.short_prompts(budget) for budget in (128, 767, 768, "")] == [shorter, shorter, longest, longest]
 
 
 def test_batches_and_chats_have_the_columns_of_their_files():

@@ -18,28 +18,28 @@ def initialize_kv_cache(original, self, *args, **kwargs):
 def copy_kv_cache_blocks_inplace(original, kv_caches, num_blocks, kv_cache_block_copies):
     """Wrap the copies of blocks ``[(source, target)]`` of caches on a CPU.
 
-    vLLM indexes elements, which takes torch several times as long for bytes as for words of eight. It gets words. A storage
-    that holds one block after another is copied here, because vLLM takes its bytes whatever it gets.
+    vLLM indexes elements, which takes torch several times as long for bytes as for words of eight. It gets words. A
+    storage that holds one block after another is copied here, because vLLM takes its bytes whatever it gets.
     """
-    storages, others = {}, []
+    storages, remaining = {}, []
     for cache in kv_caches:
         storage = cache.untyped_storage()
         holds_blocks = storage.nbytes() == cache.shape[0] * cache.stride(0) * cache.element_size()
         if holds_blocks and storage.nbytes() % (8 * num_blocks) == 0:
             storages[storage.data_ptr()] = storage
         elif storage.data_ptr() not in storages:
-            others.append(_in_words(cache))
+            remaining.append(_in_words(cache))
     source, target = torch.tensor(kv_cache_block_copies).reshape(-1, 2).unbind(1)
     for storage in storages.values():
         blocks = torch.empty(0, dtype=torch.int64).set_(storage).view(num_blocks, -1)
         blocks[target] = blocks[source]
-    if others:
-        original(others, num_blocks, kv_cache_block_copies)
+    if remaining:
+        original(remaining, num_blocks, kv_cache_block_copies)
 
 
 def _in_words(cache: torch.Tensor) -> torch.Tensor:
     """Return a cache as words of eight bytes, or as it is where its last dimension is not made of them."""
     count = 8 // cache.element_size()
     numbers = cache.shape[-1], cache.storage_offset(), *cache.stride()[:-1]
-    whole = cache.stride(-1) == 1 and not any(number % count for number in numbers)
-    return cache.view(torch.int64) if whole else cache
+    divisible = cache.stride(-1) == 1 and not any(number % count for number in numbers)
+    return cache.view(torch.int64) if divisible else cache
