@@ -40,7 +40,9 @@ def main(out: str, model: str, *more: str) -> None:
     """Write greedy outputs of models, the backend's name, imported modules, wrapped functions of vLLM and metrics as JSON."""
     outputs = []
     for folder in more:
-        with running(folder, None, enable_prefix_caching=False) as llm:  # vLLM has none of Mamba2 layers on a CPU
+        dtype = json.loads((Path(folder) / "config.json").read_text())["dtype"]
+        options = {"dtype": dtype, "enable_prefix_caching": False}  # vLLM has none of Mamba2 layers on a CPU
+        with running(folder, None, **options) as llm:
             outputs.append(complete(llm, 24))
     with running(model, None, disable_log_stats=False) as llm:
         outputs.append(complete(llm, 24))

@@ -53,12 +53,16 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """Write a model whose first layer has a sliding window and one with recurrent layers, and return their folders."""
+    """Write a model whose first layer has a sliding window, one with Mamba2 layers and one with a gated delta net.
+
+    Their folders are returned.
+    """
     folder = write_tiny_model(tmp_path_factory.mktemp("model") / "mixed")
     kinds = {"model_type": "ministral", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | kinds | {"architectures": ["MistralForCausalLM"]}))
-    return folder, write_mixed_model(tmp_path_factory.mktemp("model") / "recurrent", "nemotron_h")
+    recurrent = (write_mixed_model(tmp_path_factory.mktemp(kind), kind) for kind in ("nemotron_h", "qwen3_next"))
+    return folder, *recurrent
 
 
 @pytest.fixture(scope="module")
