@@ -154,7 +154,7 @@ def test_rounds(serve, name, version):
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "vase", "rkv", "triattention"])
 def test_no_value_is_asked_for(model, settings, name):
-    """What lies between steps reads no value from the device "meta", whose tensors have none."""
+    """Rounds and compression between steps read no value from the device "meta", whose tensors have none."""
     config = configure(model, settings(name))
     config.device_config.device_type = "meta"
     group = group_of(config, device="meta")
