@@ -120,7 +120,8 @@ def finish(step, work, head, h, sums, used, protected, P: tl.constexpr):
 def parts_of(used, protected, splits, target, smallest, walk):
     """Return the parts, at most ``splits``, into which a head's slots and protected tokens are divided.
 
-    They are ``target``, or more to walk over at most ``walk`` protected tokens each, but of at least ``smallest`` slots.
+    They are ``target``, or more to walk over at most ``walk`` protected tokens each. A part has at least ``smallest``
+    slots.
     """
     slots = tl.maximum(used, 0) + protected
     return tl.minimum(

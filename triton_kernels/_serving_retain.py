@@ -195,7 +195,7 @@ def _store_queries(step, row, r, h, q, P: tl.constexpr):
 
 @triton.jit
 def retain(step, work, victim, row, r, h, q, P: tl.constexpr):
-    """Score, evict and move the tokens of one head, and write the new token, to a slot or if it is protected to its prefix.
+    """Score, evict and move the tokens of one head, and write the new token: to a slot, or to its prefix.
 
     The token leaving the window goes to a free slot, replaces a token with a lower score, or is evicted. The
     new token takes its slot.

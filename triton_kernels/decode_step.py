@@ -113,7 +113,7 @@ def _processors(device: torch.device) -> int:
 
 
 def splits_of(config: KernelConfig, protected: int, programs: int, device: torch.device) -> tuple[int, tuple]:
-    """Return the most parts into which a head's slots and up to ``protected`` tokens are split, and what the number follows from.
+    """Return the most parts into which a head's slots and ``protected`` tokens are split, and what they follow from.
 
     There are enough parts for two programs per multiprocessor. The most depends on shapes alone. How many a head has
     is known on the device (:func:`_serving_attend.parts_of`, which takes the other numbers).

@@ -80,7 +80,7 @@ def _simulate(
 
 @triton.jit
 def _priorities(score, position, gamma, entry, end):
-    """Return the priorities of entries below ``end``, float64, by which a static order ranks them; infinite ones beyond."""
+    """Return the float64 priorities of entries below ``end`` by which a static order ranks them, else infinity."""
     raw = tl.load(score + entry, mask=entry < end, other=float("inf")).to(tl.float64)
     value = raw - tl.load(position + entry, mask=entry < end, other=0).to(tl.float64) * gamma
     return tl.where(value == value, value, float("inf"))  # NaN is never lower
@@ -131,7 +131,7 @@ def _above(priority, position, value, t, first, end, STEP: tl.constexpr):
 
 @triton.jit
 def _count_above(ordered, value, older, WIDTH: tl.constexpr):
-    """Return how many of WIDTH ascending numbers are above each ``value``, with equal ones unless they are ``older``."""
+    """Return how many of WIDTH ascending numbers exceed each ``value``, or equal it unless they are ``older``."""
     below = tl.zeros_like(value).to(tl.int32)
     for i in tl.static_range(1, 16):
         if WIDTH >> i > 0:

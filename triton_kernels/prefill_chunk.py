@@ -145,7 +145,7 @@ class _Prefill:
             self.pages.store_states(*place, state if before is None else _where(right, state, before))
 
     def _states(self, requests: torch.Tensor, begins: torch.Tensor) -> tuple:
-        """Return the pages of states, and masks ``[H * n]`` of heads with a state before the piece and of right starts."""
+        """Return the pages of states, and masks ``[H * n]``: heads with a state before the piece, and right starts."""
         places = state_places(self.pages, self.table, self.heads, requests)
         return places, ~begins.repeat(len(self.heads)), self.right[requests].T.flatten() > 0
 

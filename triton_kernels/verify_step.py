@@ -37,10 +37,10 @@ def verify_step(
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.verify_step`.
 
-    As in decode_step, nothing waits for the device, launches depend on shapes and constants alone, requests out of order
-    get NaN, and a position of -1 is padding. Drafts do not enter the pages: their victims are planned, and attention leaves
-    these out. So no draft may leave the window: m is at most the rule's w, and a request with more drafts than its own
-    window has room for is refused as one out of order is.
+    As in decode_step, nothing waits for the device, launches depend on shapes and constants alone, requests out of
+    order get NaN, and a position of -1 is padding. Drafts do not enter the pages: their victims are planned, and
+    attention leaves these out. So no draft may leave the window: m is at most the rule's w, and a request with more
+    drafts than its own window has room for is refused as one out of order is.
 
     Raises:
         NotImplementedError: a rule that reads attention or corrects outputs. ValueError: m exceeds the rule's w. Others

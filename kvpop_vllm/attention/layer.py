@@ -127,7 +127,7 @@ class FixedBudgetAttention:
             rounds.run_due_rounds(q[part][tokens], pages, table, due, seeds, self.rule, self.scale, self.sink_logits)
 
     def _write_rows(self, q, k, v, pages: Pages, blocks: Pages, batch: StepBatch) -> None:
-        """Write what Triton's kernel writes itself: protected tokens of decode rows, and queries that votes or rounds need."""
+        """Write what Triton's kernel writes: protected tokens of decode rows, and queries for votes or rounds."""
         positions, rule, size = batch.positions, self.rule, pages.layout.block_slots
         ends = torch.zeros_like(positions) if batch.prefix is None else batch.prefix.tokens
         inside = (positions >= 0) & (positions < ends)

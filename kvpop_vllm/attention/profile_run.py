@@ -103,7 +103,8 @@ def worst_case_between(
     arguments are those of :func:`worst_case_batches`.
 
     Returns:
-        Arguments of :meth:`kvpop_vllm.attention.layer.FixedBudgetAttention.between_steps`: pages, blocks, shares, requests.
+        Pages, blocks, shares and requests, for
+        :meth:`kvpop_vllm.attention.layer.FixedBudgetAttention.between_steps`.
     """
     if not rule.compresses and rule.rounds is None:
         return None

@@ -21,7 +21,7 @@ NULL_BLOCK = 0
 
 
 def leading_decodes(counts: Sequence[int], longest: int = 1) -> int:
-    """Return the number of leading requests that are decoded: those of up to ``longest`` tokens, or all if none has more.
+    """Return the number of leading requests that are decoded: of up to ``longest`` tokens, or all if none has more.
 
     Requests without tokens are padding of a captured batch, and are decoded too. A request of few tokens after longer
     ones is a chunk, because without drafts decode rows must have the indices of their tokens.

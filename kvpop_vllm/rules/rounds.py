@@ -61,7 +61,10 @@ def room_for_drafts(every: int, topk: int, equal: bool, position: int) -> int:
 
 
 def intervals(every: int, budget: int, sinks: int, window: int) -> tuple[int, int]:
-    """Return the intervals of the heads of a request: that of equal heads, and half of it; arguments as in :func:`layer_rounds`."""
+    """Return the intervals of the heads of a request: that of equal heads, and half of it.
+
+    Arguments are as in :func:`layer_rounds`.
+    """
     longest = interval(every, budget - sinks - window)
     return longest, cdiv(longest, 2)
 

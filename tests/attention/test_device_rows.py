@@ -179,7 +179,7 @@ def test_rows_of_padding_behind_a_prefix(cause):
 
 @pytest.mark.parametrize("protected", [[0] * 5, [20, 40, 41, 30, 50], [16, 38, 41, 60, 49]])
 def test_rows_with_drafts(protected):
-    """Rows with drafts are those of the host; requests with chunks have rows of what is staged, and those of padding none."""
+    """Rows with drafts are those of the host. Requests with chunks have rows of what is staged."""
     layout, kept = PageLayout(HEADS, SIZE, torch.float32, 16, 500, drafts=3), KEPT["every step"]
     rows = DeviceRows(layout, RequestSlots(0, 0, 40, 6), MOST, layout.blocks(40, 40), None, "cpu", LONGEST)
     counts, lengths, drafts = [4, 2, 1, 9, 30], [20, 42, 41, 64, 80], [3, 1, 0, 0, 0]

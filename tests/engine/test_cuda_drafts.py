@@ -1,6 +1,7 @@
 """Speculative decoding on a pretended GPU: outputs are those of ordinary steps without drafts, by the reference.
 
-Both model runners build the metadata, a recorded call stands for the CUDA graph, and Triton's interpreter runs the kernels.
+Both model runners build the metadata, a recorded call stands for the CUDA graph, and Triton's interpreter runs the
+kernels.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ def test_a_window_with_too_few_tokens_is_no_number(serve):
 
 
 def test_what_is_not_verified_on_a_gpu(model):
-    """Rules that read attention, and drafts that do not fit into a window, are refused at start by the number allowed."""
+    """Rules that read attention, and drafts that do not fit into a window, are refused with the number allowed."""
 
     def refusal(policy):
         with pytest.raises(ConfigError) as caught:

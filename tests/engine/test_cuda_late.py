@@ -1,4 +1,4 @@
-"""Prompts that are compressed and rounds on a GPU, with Triton's interpreter in the GPU's place, compared with the CPU's path.
+"""Compression of prompts and rounds on a GPU, whose place Triton's interpreter takes, compared with the CPU's path.
 
 What lies between two steps is done when the second one's metadata are built, ahead of a CUDA graph.
 """

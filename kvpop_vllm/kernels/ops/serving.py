@@ -46,12 +46,12 @@ def decode_step(
     If scores come from attention, the query's weights are written to the score fields at the end, or added to
     them. A gate score is stored in its token's score field at insertion.
 
-    A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the
-    tail (:class:`kvpop_vllm.roles.Retention`). The tail begins anew at ``q = p``: earlier slot contents are ignored,
-    except the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages
-    already, but for the Triton implementation, which writes it there. It attends to the tokens up to itself, and
-    nothing else is written. The first ``biased`` tokens of a prefix may have a bias per KV head, stored in their score fields: it is added to their scaled logits, so that
-    outputs, log-sum-exps and attention masses follow from it (:class:`Prefix`).
+    A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the tail
+    (:class:`kvpop_vllm.roles.Retention`). The tail begins anew at ``q = p``: earlier slot contents are ignored, except
+    the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages already, but
+    for the Triton implementation, which writes it there. It attends to the tokens up to itself, and nothing else is
+    written. The first ``biased`` tokens of a prefix may have a bias per KV head, stored in their score fields: it is
+    added to their scaled logits, so that outputs, log-sum-exps and attention masses follow from it (:class:`Prefix`).
 
     Args:
         q: ``[R, Hq, D]``, last axis contiguous.

@@ -142,12 +142,12 @@ class CudaImpl(FixedBudgetImpl):
 class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     """Metadata builder whose tensors keep their addresses and are filled without waiting for the device.
 
-    Full CUDA graphs are declared only for batches of equally many tokens per request: one, and with speculative decoding
-    its drafts. In other batches prefill chunks differ from step to step, and vLLM runs attention outside of its graphs.
-    Positions, drafts, slots in use and tables come from the device's own lengths and block table. So the device counts
-    the drafts that were accepted, of which the host knows an upper bound. Chunks come from the host's lengths, which are
-    exact for prompts. A chunk with as many tokens as a row may have, which vLLM may run in a graph, is a row: its tokens
-    are drafts that will be accepted.
+    Full CUDA graphs are declared only for batches of equally many tokens per request: one, and with speculative
+    decoding its drafts. In other batches prefill chunks differ from step to step, and vLLM runs attention outside of
+    its graphs. Positions, drafts, slots in use and tables come from the device's own lengths and block table. So the
+    device counts the drafts that were accepted, of which the host knows an upper bound. Chunks come from the host's
+    lengths, which are exact for prompts. A chunk with as many tokens as a row may have, which vLLM may run in a graph,
+    is a row: its tokens are drafts that will be accepted.
 
     A buffer may be filled for a step while the previous step still runs: both, and the kernels that read the
     buffer, are on one stream.
@@ -286,8 +286,8 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     def _begin_tails(self, rows: list[int], slots: list[RequestSlots]) -> None:
         """Begin the tails of some decode rows in all layers; a row of padding has null blocks.
 
-        With speculative decoding only the device knows which tails begin: those of rows at the end of their prefix, and of
-        rows after it whose cache ends before it. The others get null blocks.
+        With speculative decoding only the device knows which tails begin: those of rows at the end of their prefix, and
+        of rows after it whose cache ends before it. The others get null blocks.
 
         Args:
             rows: indices of decode rows.
