@@ -112,7 +112,7 @@ def pytest_runtest_setup(item):
     Processors differ by a factor of six. On a slow one `.ci/run` would exceed its time, and no test would count.
     """
     if item.get_closest_marker("slow") and time.time() > float(os.environ.get("KVPOP_SLOW_UNTIL", "inf")):
-        pytest.skip("slow, and KVPOP_SLOW_UNTIL is over")
+        pytest.skip("slow, and the time KVPOP_SLOW_UNTIL is over: run it without that variable")
 
 
 def _module(item) -> str:
