@@ -32,19 +32,47 @@ LONGEST_FIRST = (
 
 ``--no-loadscope-reorder`` keeps this order.
 """
-SLOW = (
-    "distill/test_eval_tasks.py",
-    "distill/test_gate_phases.py",
-    "distill/test_trainer.py",
-    "engine/test_compiled.py",
-    "engine/test_cuda.py",
-    "engine/test_evaluation_backend.py",
-    "engine/test_variants.py",
-    "kernels/test_sanitizers.py",
-    "kernels/test_triton_compiled.py",
-    "kernels/test_triton_interpreted.py",
-)
-"""Modules that `make test` leaves out, beside tests that carry the marker ``slow`` themselves."""
+SLOW = {
+    "bench/test_gpu.py": ["test_all_is_right"],
+    "bench/test_policy_table.py": ["test_policies_with_a_calibration"],
+    "calibrate/test_command.py": ["test_a_full_checkpoint", "test_a_scorers_policy_decides", "may_decide[head"],
+    "compaction/test_compact.py": ["test_a_head_is_in_the_first_chunk", "[chunks]", "[off policy]", "[pursuit]"],
+    "config/test_supported.py": ["test_the_document_of_models[memory]"],
+    "distill/test_command.py": ["test_a_kill_changes_nothing"],
+    "distill/test_eval_tasks.py": [""],
+    "distill/test_gate_phases.py": [""],
+    "distill/test_memory.py": ["test_two_processes"],
+    "distill/test_trainer.py": [""],
+    "engine/test_compiled.py": [""],
+    "engine/test_cuda.py": [""],
+    "engine/test_evaluation_backend.py": [""],
+    "engine/test_fail_safe.py": ["[a renamed parameter]"],
+    "engine/test_first_tokens.py": ["[h2o"],
+    "engine/test_front_ends.py": ["test_engines_with_other_settings", "loaded_late"],
+    "engine/test_full_checkpoint.py": ["test_it_equals_the_base_with_the_adapter[llama]"],
+    "engine/test_kinds.py": ["test_preempted_requests", "[qwen3_next]", "[qwen3_5_text]"],
+    "engine/test_kinds_start.py": ["test_hits_in_all_groups[gemma3_text]"],
+    "engine/test_kinds_together.py": ["test_chats_with_protected_tokens"],
+    "engine/test_requests.py": ["[kvpop-more"],
+    "engine/test_snapshots.py": ["test_the_pool_takes_blocks_back[h2o"],
+    "engine/test_speculation.py": ["test_drafts_of_n_grams"],
+    "engine/test_traffic.py": ["[kvpop]"],
+    "engine/test_variants.py": [""],
+    "evaluation/test_corpus.py": ["test_the_command", "test_methods_differ"],
+    "evaluation/test_reasoner.py": ["test_the_shipped_reasoner"],
+    "evaluation/test_reasoner_comparison.py": ["test_a_failed_command"],
+    "hf/test_kinds.py": ["[gemma4_text]", "test_attention_sinks"],
+    "kernels/test_decode_step.py": ["test_every_isa"],
+    "kernels/test_sanitizers.py": [""],
+    "kernels/test_triton_compiled.py": [""],
+    "kernels/test_triton_interpreted.py": [""],
+    "scorers/test_published_code.py": ["test_no_command_runs_code"],
+    "server/test_cartridge_server.py": [""],
+}
+"""Parts of the names of tests that `make test` leaves out, by module: 20 s or more on a slow processor.
+
+Other tests carry the marker ``slow`` themselves.
+"""
 NIGHTLY = {
     "stress/test_soak.py": ["test_a_minute_of_load"],
     "distill/test_memory.py": ["[4B-8", "[8B-1-", "[8B-8-True-2"],
@@ -80,13 +108,13 @@ NIGHTLY = {
     ],
     "server/test_wheel_installed.py": ["test_an_installed_wheel_serves"],
 }
-"""Parts of the names of tests that `make test-all` leaves out, by module. They take minutes, and others make most of their claims."""
+"""Parts of the names of tests that `make test-all` leaves out: minutes, and others make most of their claims."""
 
 
 def pytest_collection_modifyitems(items):
     """Move the modules of `LONGEST_FIRST` to the front, and mark what is slow or nightly.
 
-    Slow are the modules of `SLOW`, every test of another implementation than the fastest one here, and what is nightly.
+    Slow are those of `SLOW`, every test of another implementation than the fastest one here, and what is nightly.
     """
     import torch  # noqa: F401  (the extension's libraries)
 
@@ -99,10 +127,10 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(_module(item), len(order)))
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        nightly = any(part in item.name for part in NIGHTLY.get(_module(item), ()))
+        nightly, slow = (any(part in item.name for part in table.get(_module(item), ())) for table in (NIGHTLY, SLOW))
         if nightly:
             item.add_marker("nightly")
-        if nightly or _module(item) in SLOW or any(isinstance(value, str) and value in slower for value in parameters):
+        if nightly or slow or any(isinstance(value, str) and value in slower for value in parameters):
             item.add_marker("slow")
 
 
