@@ -45,10 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(started: dict, options) -> list[dict]:
-    """Return the rows of the conversations, of the requests that share a prompt, and of those that share nothing."""
+    """Return the rows of requests that share nothing, or else of the conversations and of requests that share a prompt."""
+    if options.strangers:
+        return strangers(started, options)
     hitting = {name: engine for name, engine in started.items() if name.twin != NO_HITS}
-    rows = chats(started, options) + (crowds(hitting, options) if options.requests else [])
-    return rows + (strangers(started, options) if options.strangers else [])
+    return chats(started, options) + (crowds(hitting, options) if options.requests else [])
 
 
 def parse_arguments(arguments: list[str] | None):
@@ -60,7 +61,12 @@ def parse_arguments(arguments: list[str] | None):
     parser.add_argument("--requests", type=int, default=32, help="that read one system prompt; 0: none")
     parser.add_argument("--system", type=int, default=2000, help="tokens of the system prompt")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a round of these")
-    parser.add_argument("--strangers", type=int, default=0, help="requests of 2 turns' tokens that share no prompt")
+    parser.add_argument(
+        "--strangers",
+        type=int,
+        default=0,
+        help="measure this many requests of 2 turns' tokens that share nothing, alone",
+    )
     parser.add_argument("--history", metavar="FIGURE", help="measure every turn and draw them into this PNG file")
     parser.add_argument("--unprotected", action="store_true", help="evict from prompts; turns go on from snapshots")
     options = parser.parse_args(arguments)
@@ -90,11 +96,16 @@ def chats(started: dict, options) -> list[dict]:
     return rows
 
 
+def ordered(started: dict, number: int) -> list[str]:
+    """Return the engines of a round: every other round begins with the last, so that none always follows another."""
+    return list(started)[:: 1 if number % 2 else -1]
+
+
 def talks(started: dict, options):
     """Yield each counted round's number and, by engine, the turns of its conversation; the first round warms up."""
     talk = {"turns": options.turns, "tokens": options.turn, "answer": options.answer}
     for number in range(options.rounds + 1):
-        turns = {name: engine.ask("chat", **talk, seed=number + 1) for name, engine in started.items()}
+        turns = {name: started[name].ask("chat", **talk, seed=number + 1) for name in ordered(started, number)}
         if number:
             last = {name: replies[-1] for name, replies in turns.items()}
             say(f"round {number}: " + ", ".join(f"{n} {t['second']:.3f} s ({t['hit']} hit)" for n, t in last.items()))
@@ -142,9 +153,9 @@ def strangers(started: dict, options) -> list[dict]:
     """Return the rows of requests whose prompts never repeat; preemptions are printed."""
     rows = []
     for number in range(options.rounds + 1):
-        for name, engine in started.items():
+        for name in ordered(started, number):
             batch = {"requests": options.strangers, "prompt": 2 * options.turn, "new": options.answer}
-            reply = engine.ask("drain", **batch, seed=1 + number)
+            reply = started[name].ask("drain", **batch, seed=1 + number)
             seconds, cpu = reply["seconds"], reply["cpu_seconds"]
             say(f"round {number}: {name} {seconds:.2f} s, {cpu:.2f} s of CPU, {reply['preemptions']} preemptions")
             if number:
