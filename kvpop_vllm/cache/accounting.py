@@ -97,8 +97,8 @@ def request_blocks(
         prefix, after = cdiv(slots.prefix, size), compression.after(slots)
         if compression.adaptive_head_budgets and tokens >= 0 and slots.prefix > slots.budget:
             return prefix + state + divided_blocks(heads, slots.budget, size)
-        prefix, tail = prefix + cdiv(after.made, size), after.budget
-        tokens = length - after.shift - after.made if tokens >= 0 else 0
+        prefix, tail = prefix + cdiv(after.made_slots, size), after.budget
+        tokens = length - after.shift - after.made_slots if tokens >= 0 else 0
     elif tokens <= 0:
         return prefix
     if shares is not None:
@@ -120,7 +120,7 @@ def dropped_columns(slots: RequestSlots, size: int, state: int, compression: Com
     prefix = cdiv(slots.prefix, size)
     if not compression.makes_slots:
         return [(0, prefix)]
-    first = prefix + cdiv(compression.after(slots).made, size)
+    first = prefix + cdiv(compression.after(slots).made_slots, size)
     return [(0, prefix), (first, first + state)]
 
 

@@ -220,18 +220,18 @@ class Pages:
         """Write ``k, v [n, H, D]`` of n tokens to slots ``slots [n]`` of blocks ``blocks [n]``, int64."""
         self.k[blocks, :, slots], self.v[blocks, :, slots] = k, v
 
-    def put(self, array: torch.Tensor, at: tuple, values: torch.Tensor) -> None:
-        """Assign ``array[at] = values``, also for pages that are indexed by region.
+    def put(self, array: torch.Tensor, index: tuple, values: torch.Tensor) -> None:
+        """Assign ``array[index] = values``, also for pages that are indexed by region.
 
         Args:
             array: one of the arrays of these pages.
-            at: indices (block, head, slot).
+            index: indices (block, head, slot).
             values: the values to write.
         """
         if self.raw.stride(1) == 0:
-            array[:, 0][at[0], at[2]] = values
+            array[:, 0][index[0], index[2]] = values
         else:
-            array[at] = values
+            array[index] = values
 
     def draft(self, row: torch.Tensor, head: int, index: int) -> StagedDraft:
         """Return the staged draft at ``index`` of a head whose page-table row is ``row [P]``."""

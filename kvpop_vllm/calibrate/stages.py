@@ -276,9 +276,9 @@ class Stages:
 
     def _choice(self, budget: int, table: str) -> Choice:
         """Return the policy that decides with a table of shares."""
-        return self._of(self.plan.decides, budget, WINDOWS[0], table)
+        return self._choice_of(self.plan.decides, budget, WINDOWS[0], table)
 
-    def _of(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
+    def _choice_of(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
         """Return a policy with a table of shares and a window, a fraction of ``B - s``; None for its own."""
         fitted = fraction is None or table == EQUAL or self.plan.specs[name].scorer
         return Choice(name, budget, None if fitted else self._window(name, fraction, budget), table)
@@ -307,7 +307,7 @@ class Stages:
         for name, spec in self.plan.specs.items():
             if name == PROBE or spec.scorer or table == EQUAL:
                 continue
-            choices = [self._of(name, budget, part, table) for part in WINDOWS]
+            choices = [self._choice_of(name, budget, part, table) for part in WINDOWS]
             measured = self._over("search", self.plan.text.measured[: self.plan.searched], choices)
             means = [fmean(record["kl"] for record in records) for records in measured]
             best[name] = WINDOWS[means.index(min(means))]
@@ -322,7 +322,7 @@ class Stages:
         text, pairs, lines = self.plan.text, [], []
         for name in self.plan.specs:
             for budget in self.plan.budgets:
-                shared = self._of(name, budget, windows.get(name), table)
+                shared = self._choice_of(name, budget, windows.get(name), table)
                 pairs.append((Choice(name, budget, None, EQUAL), *([shared] if table != EQUAL else [])))
         choices = [choice for pair in pairs for choice in pair]
         measured = dict(zip(choices, self._over("held-out", text.held_out, choices), strict=True))

@@ -156,7 +156,7 @@ class StreamedRows(Rows):
             record = self._next(records, number)
             ends = record is None
             if not ends and record in self.selection:
-                document = document_of(record, self._where(number), 0)
+                document = document_of(record, self._record_name(number), 0)
                 if has_content(document) and in_split(share_of_document(document), self.split, *self.shares):
                     documents.append(document)
             number += 1
@@ -170,7 +170,7 @@ class StreamedRows(Rows):
         number = 0 if ends else number
         self.after = Place(place.row + len(rows), place.block + 1, number, state, tuple(rest), useful and not ends)
 
-    def _where(self, record: int) -> str:
+    def _record_name(self, record: int) -> str:
         """Return the name of a record, by its number in a pass, as rows of tables are named."""
         return f"{self._names}, row {record}" + (" of all in turn" if len(self.data) > 1 else "")
 

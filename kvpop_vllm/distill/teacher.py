@@ -256,12 +256,12 @@ class TeacherReader:
         Raises:
             ConfigError: the row was written for other tokens, or is missing.
         """
-        found, length = self._row(row), tokens.shape[1]
-        if not torch.equal(found["tokens"].long(), _filled(tokens.cpu(), len(found["tokens"]))[0]):
+        stored, length = self._row(row), tokens.shape[1]
+        if not torch.equal(stored["tokens"].long(), _filled(tokens.cpu(), len(stored["tokens"]))[0]):
             raise ConfigError(
                 f"row {row} of {self.folder} was written for other text: write the teacher's logits again for this data"
             )
-        logits, ids = found["logp"][:length].float(), found["ids"][:length].long()
+        logits, ids = stored["logp"][:length].float(), stored["ids"][:length].long()
         return logits.unsqueeze(0).to(tokens.device), ids.unsqueeze(0).to(tokens.device)
 
     def _row(self, row: int) -> dict[str, torch.Tensor]:

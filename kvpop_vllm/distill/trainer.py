@@ -108,10 +108,10 @@ class Trainer(Loop):
         """
         path = self.out / "run" / "run.json"
         started = bool(Checkpoints(path.parent).steps())
-        for there in () if started else ("kvpop_config.json", "model"):
-            if (self.out / there).exists():
+        for name in () if started else ("kvpop_config.json", "model"):
+            if (self.out / name).exists():
                 raise ConfigError(
-                    f"{self.out} holds {there} of something else, which would be overwritten: choose another --out"
+                    f"{self.out} holds {name} of something else, which would be overwritten: choose another --out"
                 )
         settings = json.loads(json.dumps({"model": model} | self.recipe.to_json() | {"data": self.rows.fingerprint}))
         if path.exists() and started:
@@ -235,9 +235,9 @@ class Trainer(Loop):
         prompts = [0 if self.recipe.pack else other.prompt_length(row) for row in range(len(rows))]
         logits, lost = fit_decays(self.student, rows, decay, prompts)
         if is_main():
-            decays = torch.stack([log_gamma(own, decay) for own in logits]).exp()
-            found = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}
-            write_whole(self.out / "run" / "decays.json", json.dumps(found) + "\n")
+            decays = torch.stack([log_gamma(layer, decay) for layer in logits]).exp()
+            notes = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}
+            write_whole(self.out / "run" / "decays.json", json.dumps(notes) + "\n")
         return dataclasses.replace(self.config, decay=decay), logits, lost
 
     def notes(self) -> dict:
@@ -336,19 +336,19 @@ class Trainer(Loop):
         if is_main():
             if self.recipe.trains_base:
                 prefix, dtype, base = "base.", getattr(torch, self.recipe.dtype), self.student.base
-                own = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}
+                tensors = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}
                 if base.config.tie_word_embeddings:
-                    own.pop("lm_head.weight", None)
+                    tensors.pop("lm_head.weight", None)
                 base.config.dtype, base.config.use_cache = dtype, True
                 if self.recipe.gate_reads == "query":
                     setattr(base.config, BORROWED, True)
                 with replacing(self.out / "model") as draft:
-                    base.save_pretrained(draft, state_dict=own)
+                    base.save_pretrained(draft, state_dict=tensors)
                 base.config.use_cache = False
             if config:
                 layers = [self._tensors(state, i) for i in range(config.num_layers)]
                 if decays is not None:
-                    layers = [own | {"decay_logit": d} for own, d in zip(layers, decays.unbind(), strict=True)]
+                    layers = [tensors | {"decay_logit": d} for tensors, d in zip(layers, decays.unbind(), strict=True)]
                 write_scorer(self.out, config, layers)
         barrier()
 

@@ -186,7 +186,7 @@ def described(setting: Setting, resolved: ResolvedPolicy, dtype: torch.dtype) ->
     roles = resolved.roles
     return {
         "budget": setting.budget,
-        "whole": resolved.whole,
+        "whole": resolved.dense_length,
         "equal": setting.equal,
         "sinks": roles.sinks,
         "topk": roles.topk,

@@ -60,7 +60,7 @@ def _implementation(op: str, impl: str) -> Callable:
 SERVING = "begin_tail", "decode_step", "prefill_chunk", "verify_step"
 """Ops whose head sizes and dtypes are those of :data:`kvpop_vllm.supported.KERNELS`."""
 
-_SERVED = {name: tuple(getattr(torch, dtype) for dtype in own.dtypes or ()) for name, own in KERNELS.items()}
+_SERVED = {name: tuple(getattr(torch, dtype) for dtype in support.dtypes or ()) for name, support in KERNELS.items()}
 
 CPP_DTYPES = {
     **dict.fromkeys(SERVING, _SERVED["cpp"]),

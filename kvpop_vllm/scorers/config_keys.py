@@ -160,14 +160,16 @@ def _read(key: str, value: object, label: str):
     if key == "delayed":
         return value if isinstance(value, bool) else (bool(value) if number else None)
     if key == "norm":
-        return _of(_NORMS, value, label) if isinstance(value, str) and value.lower() != "none" else value is True
+        return (
+            _served_value(_NORMS, value, label) if isinstance(value, str) and value.lower() != "none" else value is True
+        )
     tables = {"feature_map": _FEATURE_MAPS, "decay": _DECAYS}
     if key in tables:
-        return _of(tables[key], value, label)
+        return _served_value(tables[key], value, label)
     if key == "activation":
-        return _of({"silu": "silu", "swish": "silu"}, value, label)
+        return _served_value({"silu": "silu", "swish": "silu"}, value, label)
     if key == "scorer":
-        return _of({"mlstm": "mlstm", "mlstmscorer": "mlstm", "delayedmlstm": "mlstm"}, value, label)
+        return _served_value({"mlstm": "mlstm", "mlstmscorer": "mlstm", "delayedmlstm": "mlstm"}, value, label)
     raise AssertionError(key)
 
 
@@ -175,7 +177,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _of(table: Mapping[str, str], value: object, label: str) -> str:
+def _served_value(table: Mapping[str, str], value: object, label: str) -> str:
     served = table.get(re.sub(r"[^a-z0-9]", "", str(value).lower()))
     if served is None:
         raise ConfigError(f"{label} is {value!r}, and {', '.join(sorted(set(table.values())))} alone can be served")

@@ -248,11 +248,11 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
             axes_left = frozenset(set(form) - set(stack.axes) | lacking)
             for axis_order, out in patterns(stack.shape, axes_left, tuple(axis_sizes.items())):
                 if not (joint and "(head out)" in axis_order):
-                    uses.append(({piece: _at(stack, axis_order)}, {counts: out} if counts else {}))
+                    uses.append(({piece: _map_entry(stack, axis_order)}, {counts: out} if counts else {}))
     return uses
 
 
-def _at(stack: Stack, axis_order: str, **more) -> dict:
+def _map_entry(stack: Stack, axis_order: str, **more) -> dict:
     return {"tensor": stack.template, "axes": axis_order, **more}
 
 
@@ -264,7 +264,7 @@ def _fused(stack, pieces, bias, axis_sizes, missing) -> list[tuple[Pieces, dict[
     axes_left = frozenset(axes - set(stack.axes) | missing | {"part"})
     uses = []
     for axis_order, out in patterns(stack.shape, axes_left, (*axis_sizes.items(), ("part", count))):
-        placed = {name: _at(stack, axis_order, part=i) for i, name in enumerate(names)}
+        placed = {name: _map_entry(stack, axis_order, part=i) for i, name in enumerate(names)}
         uses.append((placed, {PIECES[name][2]: out for name in names if PIECES[name][2]}))
     uses += _rows(stack, names, axis_sizes, axes_left - {"part"})
     if "out" not in axes:
@@ -273,7 +273,7 @@ def _fused(stack, pieces, bias, axis_sizes, missing) -> list[tuple[Pieces, dict[
         for features, rest, widths in _divisions(names, width):
             ends = list(itertools.accumulate(widths))
             placed = {
-                name: _at(stack, axis_order, slice=[end - part, end])
+                name: _map_entry(stack, axis_order, slice=[end - part, end])
                 for name, part, end in zip(names, widths, ends, strict=True)
             }
             uses.append((placed, {"features": features} | ({"values": rest} if rest else {})))
@@ -314,7 +314,7 @@ def _rows(
         for axis_order in orders[0]:
             if all(axis_order in order for order in orders):
                 place = {
-                    name: _at(stack, axis_order, rows=[end - heads * part, end])
+                    name: _map_entry(stack, axis_order, rows=[end - heads * part, end])
                     for name, part, end in zip(names, widths, ends, strict=True)
                 }
                 bound = {"features": features} | ({"values": rest} if rest else {}) if "out" in axes_left else {}

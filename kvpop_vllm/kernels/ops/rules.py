@@ -209,7 +209,7 @@ class PromptVotes:
 
     def after(self, slots: RequestSlots) -> RequestSlots:
         """Return what a request is after the end of its prompt: an unprotected one."""
-        return slots._replace(prefix=0, made=0)
+        return slots._replace(prefix=0, made_slots=0)
 
 
 @dataclass(frozen=True)
@@ -244,9 +244,11 @@ class PromptMatching:
         others.
         """
         prompt, budget, window = slots.prefix, slots.budget, slots.window
-        made = min(max(0, prompt - window), budget - window)
-        sizes = {"prefix": made, "made": made, "budget": budget - made, "window": budget - made}
-        return slots._replace(**sizes, shift=max(0, prompt - budget))
+        made_slots = min(max(0, prompt - window), budget - window)
+        ring = budget - made_slots
+        return slots._replace(
+            prefix=made_slots, made_slots=made_slots, budget=ring, window=ring, shift=max(0, prompt - budget)
+        )
 
 
 @dataclass(frozen=True)
