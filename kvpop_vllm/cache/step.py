@@ -317,6 +317,7 @@ class StepPlan:
             decoded = rows is None and span.is_decoded and parts[0].after is None
             if span.length:
                 (singles if decoded else chunked).extend(parts)
+        # a chunk after staged drafts: those that were accepted enter the cache before it
         resumed = [span for span in chunked if span.start > span.slots.prefix] if layout.drafts else []
         if rows is None:
             rows = (
@@ -326,6 +327,7 @@ class StepPlan:
             )
         self.rows = rows
         self.tails = rows_of(blocks.tails, [span.request for span in chunked])
+        # the second part of a span that the prompt's end cuts: it sees what compression leaves of the first
         follows = [i > 0 and span.request == chunked[i - 1].request for i, span in enumerate(chunked)]
         self.chunks = self._chunks(chunked, follows, blocks) if chunked else NO_CHUNKS
         self.compressed = [span.compressed and not later for span, later in zip(chunked, follows, strict=True)]
@@ -333,6 +335,7 @@ class StepPlan:
         if near := [span for span in [*singles, *chunked] if span.start <= span.slots.prefix > 0]:
             self.writes = self._writes(near, blocks)
             self.begun = self._begun(singles, chunked, blocks, ahead)
+        # a second part starts at a position that the cache reaches within the step, so it cannot be checked before
         self.first_parts = [i for i, later in enumerate(follows) if not later] if any(follows) else slice(None)
         starting = [*singles, *resumed, *(span for span, later in zip(chunked, follows, strict=True) if not later)]
         self.requests = [span.request for span in starting] if checks else []
@@ -369,6 +372,7 @@ class StepPlan:
         if not any(counts):
             return self.rows.writes
         begins = itertools.accumulate(counts, initial=0)
+        # one row for each token: adding its number turns the offsets into its index in the batch and its position
         columns = [
             (span.request, span.first - begin, span.start - begin) for span, begin in zip(spans, begins, strict=False)
         ]
@@ -420,6 +424,7 @@ class StepPlan:
             places.append(step["table"])
         if len(chunks):
             budgets, pages = shares.place(layer, self.tails, self.compressed, chunks.budgets, chunks.windows)
+            # a memo of its own, since what is memoised depends on the pages
             chunks = replace(chunks, budgets=budgets, table=pages, _memo={})
             places.append(pages[self.first_parts])
         if self.checks and places:

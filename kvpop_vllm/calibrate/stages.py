@@ -101,6 +101,7 @@ class Stages:
         layers = self._means("layer", range(shape.num_layers))
         if not bool(layers.isfinite().all()):
             raise ConfigError("the model's predictions are not finite: choose another model or --dtype")
+        # heads take H times as long as their layer, so only those of the layers that lose most are measured
         losing = layers[:, len(sizes) // 2].argsort(descending=True, stable=True).tolist()
         split = sorted(losing[: self.plan.split])
         curves = []
@@ -122,6 +123,7 @@ class Stages:
         variants = len(sizes) * (1 if unit == "layer" else self.plan.shape.num_kv_heads)
         for layer in layers:
             key = [unit, number, layer]
+            # a call that goes on after a stop replays only rows of which something is missing
             if key not in self.records:
                 row = row or self.replay(number)
                 self.records.put(key, measure(row, layer, self.attention(number), sizes))
@@ -148,6 +150,7 @@ class Stages:
             tables |= {f"{unit}-{budget}": shares, f"{unit}-{budget}-damped": between(shares)}
         self.passes.tables |= tables
         names = list(tables)
+        # the probe costs a fraction of a pass on the kernels of serving, so it narrows the tables first
         if plan.decides == PROBE:
             windows = torch.stack(
                 [self._windows(budget, shares) for shares in tables.values() for budget in plan.budgets]
@@ -223,6 +226,7 @@ class Stages:
         for layer, heads, *_ in curves:
             share = float(shares[layer, heads[0]])
             sizes = {best: share}
+            # the addend lets a head without slots get some
             for word, size in (("fewer", share / factor), ("more", factor * share + (factor - 1) / 8)):
                 changed = f"{name}-{layer}-{heads[0]}-{word}"
                 sizes[changed] = size
@@ -236,6 +240,7 @@ class Stages:
         tables[name] = self._exchanged(
             shares, [(layer, heads, sizes[table]) for (layer, heads, *_), sizes, table in units]
         )
+        # changes that each help alone may help less together
         tables[f"{name}-damped"] = between(tables[name], shares)
         scores = self._measured([name, f"{name}-damped", min(better, key=losses.get)])
         name = min(scores, key=scores.get)

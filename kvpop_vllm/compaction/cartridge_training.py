@@ -136,7 +136,7 @@ def train_cartridge(
         stop = stop_tokens(model, tokenizer)
         # a function, since a run whose conversations are complete starts no sampler
         sampler = (
-            partial(_sampler, loaded, stop) if loaded else partial(engine, model, options.dtype, chunk + room, stop)
+            partial(engine, model, options.dtype, chunk + room, stop) if engine else partial(_sampler, loaded, stop)
         )
         path, how = run / "conversations.jsonl", {"longest": chunk, "seed": options.seed}
         conversations = _conversations(path, place, tokens, training.conversations, sampler, **how)

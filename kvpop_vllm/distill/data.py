@@ -90,6 +90,7 @@ class TokenFile:
         } | ({"prompts": True} if prompts else {})
         if conditions := sources[0].selection.conditions:
             self.made_from["select"] = conditions
+        # fingerprints are of samples: a change between them shows in the time alone
         self.modified = [file.stat().st_mtime_ns for source in sources for file in source.files]
 
     def load(self) -> Stored:
@@ -117,6 +118,7 @@ class TokenFile:
 
     def _is_complete(self, note: dict) -> bool:
         """Return whether the file holds all arrays."""
+        # int32 ids; lengths, shares and prompts have 8 bytes each
         size = 4 * note["ids"] + (24 if self.prompts else 16) * note["documents"]
         return self.path.exists() and self.path.stat().st_size == size
 
@@ -133,6 +135,7 @@ class TokenFile:
             lengths.tofile(file)
             shares.tofile(file)
             prompts.tofile(file)
+        # the note comes last: a process that is stopped before leaves a file that is written again
         note = {
             "made_from": self.made_from,
             "modified": self.modified,

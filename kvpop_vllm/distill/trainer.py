@@ -88,9 +88,10 @@ class Trainer(Loop):
             raise ConfigError(
                 f"a process has {share} rows of a batch, which are no multiple of --micro-batch {recipe.micro_batch}: change one"
             )
+        # locked, since another run could write its settings between the look and ours
         with only_run_in(self.out / "run"):
             self._check_same_run(str(Path(model).resolve()))
-        torch.manual_seed(recipe.seed)
+        torch.manual_seed(recipe.seed)  # new scorers are equal in all processes
         options = {"source": "the recipe"} | recipe.scorer_options()
         sizes = folder_sizes(model)
         if recipe.shares is not None:
@@ -265,6 +266,7 @@ class Trainer(Loop):
         passes = recipe.batch // process.world // rows
         total: dict[str, torch.Tensor] = {}
         for i in range(passes):
+            # a step has the same rows for any number of processes
             row = step * recipe.batch + (i * process.world + process.rank) * rows
             for name, value in self.one_pass(row, passes).items():
                 total[name] = total.get(name, 0.0) + value / passes
@@ -294,6 +296,7 @@ class Trainer(Loop):
         self.student.eval()
         total: dict[str, torch.Tensor] = {}
         for first in range(0, count, process.world):
+            # without a row of its own a process judges the last one with weight 0: a sharded model needs all processes
             row = min(first + process.rank, count - 1)
             weight = float(first + process.rank < count)
             for name, value in self._judged(validation.rows[row], row, validation.prompts[row], step).items():
@@ -337,8 +340,10 @@ class Trainer(Loop):
             if self.recipe.trains_base:
                 prefix, dtype, base = "base.", getattr(torch, self.recipe.dtype), self.student.base
                 tensors = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}
+                # the same tensor as the embeddings, which a file must not hold twice
                 if base.config.tie_word_embeddings:
                     tensors.pop("lm_head.weight", None)
+                # training runs without the model's cache, and generation with it
                 base.config.dtype, base.config.use_cache = dtype, True
                 if self.recipe.gate_reads == "query":
                     setattr(base.config, BORROWED, True)
