@@ -92,6 +92,7 @@ def request_blocks(
     prefix, tokens = cdiv(min(length, slots.prefix), size), length - slots.prefix
     tail = slots.budget - sinks if slots.prefix else slots.budget
     if compression is not None and slots.prefix:
+        # the state is claimed with the first of the queries that it keeps for the vote
         if tokens <= -compression.queries:
             return prefix
         prefix, after = cdiv(slots.prefix, size), compression.after(slots)
@@ -150,6 +151,7 @@ def request_bytes(
     tokens_held = sum(tokens * many for tokens, many in counts.items())
     sizes = retention.sinks, layout.block_slots, layout.state_blocks, layout.num_kv_heads
     blocks = request_blocks(length, slots, sizes, shares, compression)
+    # dropped blocks stay as entries of the row, but null blocks stand for them
     if compression is not None:
         dropped = dropped_columns(slots, layout.block_slots, layout.state_blocks, compression)
         blocks -= sum(last - first for first, last in dropped)

@@ -184,6 +184,7 @@ class Corpus:
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         lengths, ends = [len(row) for row in rows], list(itertools.accumulate(map(len, rows)))
         places = [cache.position + i for length in lengths for i in range(length)]
+        # token i is predicted at i - 1, so that answers begin one place before their first token
         index = [i for end, answer in zip(ends, answers, strict=True) for i in range(end - len(answer) - 1, end - 1)]
         logp = log_probabilities(self.model, sum(rows, []), places, Packed(cache.layers, lengths), index)
         return list(logp.cpu().split(list(map(len, answers))))
@@ -276,6 +277,7 @@ class Corpus:
             (compressed_logp,) = self.logp_after(cache, [self.place.asking(prompt)], [answer])
             lost += float((logp.exp() * (logp - compressed_logp)).sum())
         times, ids = [], self.place.asking(exam.opened[0])
+        # the median, since the first pass of a shape may compile or allocate
         for _ in range(TIMED):
             began = finish_time(self.device)
             self.logp_after(cache, [ids[:-1]], [ids[-1:]])

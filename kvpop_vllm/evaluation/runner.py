@@ -159,6 +159,7 @@ def evaluate(
                 quality, exact = _next_token(teacher, tokens, Dense())
                 yield base | {"policy": DENSE} | _dense_size(teacher, length) | quality
                 tick(1)
+            # outputs of this pass are dense, so that one policy's error in a layer does not reach another's in the next
             observer = _Observer([(chosen[0], resolved) for resolved, chosen in pairs], recall, tick)
             quality, states = _next_token(model, tokens, observer, exact)
             yield base | {"policy": OWN if teacher else DENSE} | _dense_size(model, length) | quality

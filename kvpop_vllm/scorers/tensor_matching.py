@@ -167,6 +167,7 @@ def hint(template: str) -> tuple[tuple[str, ...], bool] | None:
     words = [word for word in template.split(".") if not word.startswith("{") and not word.isdecimal()]
     words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower().replace("-", "_") for word in words]
     bias = re.fullmatch(r"(.*_)?bias|b|b_.*|b[ifo]", words[-1]) is not None
+    # the last words say most: `q_proj.weight` in `mlstm.q_proj.weight`
     for word in reversed(words):
         tokens = word.split("_")
         core = "_".join(token for token in tokens if token not in _NOISE)
@@ -230,6 +231,7 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
     pieces, bias = hinted
     axis_sizes = {"layer": sizes.layers, "head": sizes.heads, "in": 2 * sizes.dim}
     missing = {"layer", "head"} - set(stack.axes)
+    # the name does not say which gate comes first, so both orders are tried
     if pieces == ("gates",):
         orders = [("input gate", "forget gate"), ("forget gate", "input gate")]
         return [use for order in orders for use in _fused(stack, order, bias, axis_sizes, missing)]
@@ -242,6 +244,7 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
         if piece not in PIECES:
             continue
         _, axes, counts = PIECES[piece]
+        # one norm may be shared by all heads
         forms = [axes, ("out",)] if piece == "norm" and "head" not in stack.axes else [axes]
         for form in forms:
             lacking = missing - ({"head"} - set(form))
@@ -344,6 +347,7 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
     complete: list[Pieces] = []
 
     def choose(i: int, chosen: Pieces, bound: dict[str, int]) -> None:
+        # more readings than anyone would look at: the error then says so
         if len(complete) >= MOST**2:
             return
         if i == len(options):
