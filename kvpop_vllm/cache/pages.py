@@ -255,7 +255,7 @@ class Pages:
         heads, counts = torch.arange(layout.num_kv_heads, device=table.device), torch.zeros_like(tokens_seen).long()
         complete = torch.ones_like(counts, dtype=torch.bool)
         before = 2 * layout.head_size * layout.dtype.itemsize + layout.draft_query_bytes + 4  # the position
-        # drafts have consecutive positions: the first place without its position ends them, though older drafts may follow
+        # positions follow one another: the first place without its position ends them, though older drafts may follow
         for column, byte in layout.draft_places:
             complete &= words[table[..., column], heads, (byte + before) // 4] == tokens_seen + counts
             counts += complete

@@ -327,10 +327,14 @@ def read_package(path: Path) -> Iterator[tuple[str, bytes]]:
     elif path.suffix == ".deb":
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", path], stdout=subprocess.PIPE) as process:
             with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-                yield from ((member.name, archive.extractfile(member).read()) for member in archive if member.isfile())
+                yield from _members(archive)
     else:
         with tarfile.open(path) as archive:
-            yield from ((member.name, archive.extractfile(member).read()) for member in archive if member.isfile())
+            yield from _members(archive)
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
+    return ((member.name, archive.extractfile(member).read()) for member in archive if member.isfile())
 
 
 def decode(data: bytes) -> str:

@@ -15,7 +15,7 @@ from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.cache.allocate import allocate_pages
 from kvpop_vllm.cache.divided_heads import SharesByVotes, divided_blocks
-from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
+from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.cache.shares import EqualHeads, HeadBudgets
 from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan, numbers_of
 from kvpop_vllm.config import ConfigError
@@ -238,6 +238,11 @@ class LayerPages:
         return self.table[:, 0].flip(1)
 
     @property
+    def _addressed(self) -> Pages:
+        """Pages as the kernels address them: heads that divide their slots have blocks of their own."""
+        return self.pages.by_region() if self.divided else self.pages
+
+    @property
     def shares(self) -> EqualHeads:
         """Shares of the heads in the slots, those of layer 0."""
         return SharesByVotes(self.pages, self.rule.compression, self._budget) if self.divided else self._equal
@@ -261,7 +266,7 @@ class LayerPages:
         rows, _, length, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         gate_scores = None if gate_scores is None else gate_scores.flatten(0, 1)
-        pages = self.pages.by_region() if self.divided else self.pages
+        pages = self._addressed
         if self.shifted:
             # the score of token t comes with token t + 1
             gate_scores = shift(gate_scores, pages, batch, self.rule.sinks)
@@ -284,7 +289,7 @@ class LayerPages:
             [record.window],
         )
         budgets, table = (tensor[0].cpu() for tensor in self.shares.place(0, *place))
-        pages = self.pages.by_region() if self.divided else self.pages
+        pages = self._addressed
         # one copy instead of many small ones
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())

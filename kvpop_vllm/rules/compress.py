@@ -7,7 +7,10 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 
 from kvpop_vllm.cache.divided_heads import load_page_table, store_budgets
 from kvpop_vllm.cache.pages import Pages, Prefix
@@ -207,6 +210,11 @@ def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.T
     return first + winners.bincount(minlength=heads).int()
 
 
+def pool(pooling: Callable, weights: torch.Tensor, neighbours: int) -> torch.Tensor:
+    """Return ``weights [H, n]`` after one of torch's one-dimensional poolings over neighbours, ``[H, n]``."""
+    return pooling(weights.unsqueeze(1), neighbours, 1, neighbours // 2).squeeze(1)
+
+
 def prompt_votes(
     q: torch.Tensor, keys: torch.Tensor, scale: float, votes: PromptVotes, sink_logits: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -233,8 +241,7 @@ def prompt_votes(
         if sink_logits is not None:
             logits = torch.cat([logits, sink_logits[h].view(1, -1, 1).expand(count, -1, -1)], -1)
         mean = logits.softmax(-1)[..., : p - count].mean((0, 1))
-        pooled = torch.nn.functional.avg_pool1d(mean.view(1, 1, -1), votes.neighbours, 1, votes.neighbours // 2)
-        averages[h, : p - count] = pooled.flatten()
+        averages[h, : p - count] = pool(F.avg_pool1d, mean.unsqueeze(0), votes.neighbours)[0]
     return averages
 
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from kvpop_vllm.cache.pages import Pages, cdiv
 from kvpop_vllm.kernels.draws import draw, head_keys
 from kvpop_vllm.kernels.ops import ExpectedLogits, Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rope import band_norms
-from kvpop_vllm.rules.compress import load_queries, store_queries
+from kvpop_vllm.rules.compress import load_queries, pool, store_queries
 from kvpop_vllm.rules.retained import slot_positions
 
 BLOCK = 512
@@ -304,9 +305,7 @@ def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.
         q: position of the newest token.
     """
     weights = tokens.logits(scale).softmax(-1)[..., : tokens.candidates].mean((1, 2))  # [H, candidates]
-    weights = torch.nn.functional.avg_pool1d(
-        weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2
-    ).squeeze(1)
+    weights = pool(F.avg_pool1d, weights, rounds.neighbours)
     values = tokens.values[:, : tokens.candidates]
     spread = (values.amax(-1) - values.amin(-1))[:, tokens.sinks :]
     by_spread = spread.argsort(dim=1, stable=True).argsort(dim=1)
@@ -332,9 +331,7 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
         scale: factor on q . k.
     """
     weights = tokens.logits(scale).amax(2).softmax(-1)[..., : tokens.candidates].mean(1)
-    importance = torch.nn.functional.max_pool1d(
-        weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2
-    ).squeeze(1)
+    importance = pool(F.max_pool1d, weights, rounds.neighbours)
     unit = tokens.keys / (tokens.keys.norm(dim=-1, keepdim=True) + 1e-8)
     redundancy = torch.stack([_redundancy(head, rounds.similar) for head in unit])
     ranked = slice(tokens.sinks, tokens.candidates)

@@ -198,19 +198,15 @@ def budgets_of(facts: Facts, state_entries: int, source: str) -> list[dict[str, 
     sinks, window, topk, budget = (facts[key] for key in ("sinks", "window", "topk", "budget"))
     if window == 0:
         raise ConfigError(f"{source}: {facts.names['window']} is 0, and a window holds one token at least")
-    if sinks is None or window is None:
+    if sinks is None or window is None or budget is None:
         return [{"sinks": sinks, "window": window, "topk": topk}]
     protected = sinks + window
     if topk is None:
-        if budget is None:
-            return [{"sinks": sinks, "window": window, "topk": None}]
         states = (0, state_entries) if facts["state"] is None else (facts["state"],)
         if budget < protected + states[0]:
             raise ConfigError(f"{source}: {facts.names['budget']} is {budget}, less than {protected} sinks and window")
         numbers = (budget - protected - state for state in dict.fromkeys(states) if budget >= protected + state)
         return [{"sinks": sinks, "window": window, "topk": k} for k in numbers]
-    if budget is None:
-        return [{"sinks": sinks, "window": window, "topk": topk}]
     states = {0, state_entries, facts["state"] or 0}
     for k in (topk, topk - protected):  # a number of long-range tokens may count the protected ones
         if k >= 0 and (budget - protected - k in states or budget == topk != k):

@@ -212,8 +212,16 @@ class PromptVotes:
         return slots._replace(prefix=0, made_slots=0)
 
 
+class _StoresQueries:
+    """Rules whose state of a head is its newest queries, in float32."""
+
+    def state_floats(self, head_size: int) -> int:
+        """Return the number of float32 values in one head's state."""
+        return self.queries * self.group * head_size
+
+
 @dataclass(frozen=True)
-class PromptMatching:
+class PromptMatching(_StoresQueries):
     """Slots that are made of a prompt at its end by attention matching (arXiv:2602.16284).
 
     The last w tokens stay as they are. Those before them become ``B - w`` slots with biases, fitted to the prompt's
@@ -233,10 +241,6 @@ class PromptMatching:
     group: int
     queries: int
 
-    def state_floats(self, head_size: int) -> int:
-        """Return the number of float32 values in one head's state: the last queries."""
-        return self.queries * self.group * head_size
-
     def after(self, slots: RequestSlots) -> RequestSlots:
         """Return what a request is after the end of its prompt: one that begins with the slots made of it, and a ring.
 
@@ -252,7 +256,7 @@ class PromptMatching:
 
 
 @dataclass(frozen=True)
-class SampledMass:
+class SampledMass(_StoresQueries):
     """Rounds of VaSE (arXiv:2606.03928): keep large values and a sample of the other tokens.
 
     The sample is weighted with the attention of the newest queries
@@ -277,13 +281,9 @@ class SampledMass:
     neighbours: int = 5
     large: int = 4
 
-    def state_floats(self, head_size: int) -> int:
-        """Return the number of float32 values in one head's state: the newest queries."""
-        return self.queries * self.group * head_size
-
 
 @dataclass(frozen=True)
-class Redundancy:
+class Redundancy(_StoresQueries):
     """Rounds of R-KV (arXiv:2505.24133): keep attended tokens whose keys resemble few others.
 
     See :func:`kvpop_vllm.rules.rounds.without_redundancy`.
@@ -303,10 +303,6 @@ class Redundancy:
     neighbours: int = 7
     similar: float = 0.5
     weight: float = 0.1
-
-    def state_floats(self, head_size: int) -> int:
-        """Return the number of float32 values in one head's state: the newest queries."""
-        return self.queries * self.group * head_size
 
 
 @dataclass(frozen=True)

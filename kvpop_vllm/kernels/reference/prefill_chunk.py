@@ -229,19 +229,20 @@ class _Heads:
         filler = newcomers.gather(1, rank) if len(leaving_index) else slots.expand(heads, -1)
         return torch.cat([fixed, torch.where(occupied, slots, filler)], 1)
 
+    def _slots(self, count: int) -> tuple[torch.Tensor, ...]:
+        """Return the indices of the heads' first ``count`` slots: blocks ``[H, count]``, heads and slots."""
+        slots, n = torch.arange(count), self.pages.layout.block_slots
+        return self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n
+
     def _load(self, start) -> Retained:
-        pages, n = self.pages, self.pages.layout.block_slots
-        slots = torch.arange(min(start - self.rule.first, self.budget))
-        index = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
+        pages, index = self.pages, self._slots(min(start - self.rule.first, self.budget))
         weights, state = self.rule.scorer, None
         if weights.recurrent and start > 0:
             state = pages.load_states(self.state_rows, self.heads, weights)
         return Retained(pages.k[index], pages.v[index], pages.score[index], pages.position[index].long(), state)
 
     def _store(self, retained: Retained, tokens_seen: int):
-        pages, n = self.pages, self.pages.layout.block_slots
-        slots = torch.arange(retained.k.shape[1])
-        index = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
+        pages, index = self.pages, self._slots(retained.k.shape[1])
         retained.position[:, 0] = tokens_seen  # the position field of slot 0 holds tokens_seen
         for name in ("k", "v", "score", "position"):
             array = getattr(pages, name)
