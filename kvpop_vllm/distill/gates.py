@@ -109,9 +109,10 @@ class DMSAttend(_Gated):
         keep = self.scores(layer, k, v)
         logit = (self._noise(layer, keep) - keep) / self.tau
         alpha, sinks = logit.sigmoid(), self.roles.sinks
+        # the value of the decision with the gradient of alpha
         decided = (alpha > 0.5).to(alpha.dtype) - alpha.detach() + alpha
         self.evicted[layer] = decided[..., sinks:].mean()
-        left = F.logsigmoid(-logit)
+        left = F.logsigmoid(-logit)  # log(1 - alpha)
         term = torch.cat([torch.zeros_like(left[..., :sinks]), left[..., sinks:]], -1)
         return soft_attention(q, k, v, term, after(self.roles.window), scale)
 

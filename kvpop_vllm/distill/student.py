@@ -204,8 +204,10 @@ class Student(nn.Module):
             cut = slice(a, a + POSITIONS)
             following = tokens[:, a + 1 : a + POSITIONS + 1]
             target = (logits[:, cut], indices[:, cut]) if use_kl else None
+            # logits of a slice are formed again in the backward pass: those of all positions would not fit
             part = checkpoint(self._slice, hidden[:, cut], following, target, use_reentrant=False)
             kl, ce = kl + part[0], ce + part[1]
+        # the last token of a row has no following one
         kl, ce = kl / length, ce / (batch * (length - 1))
         weight = 1.0 if recipe.phase == "uptrain" else recipe.ce
         loss = recipe.kl * kl + weight * ce if use_kl else weight * ce

@@ -106,6 +106,7 @@ def model_fingerprint(folder: str | Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with open(path, "rb") as file:
+            # samples, since a whole model takes minutes to read
             for place in range(0, size, max(4096, size // 256)):
                 file.seek(place)
                 digest.update(file.read(4096))
@@ -186,9 +187,11 @@ def write_rows(
             end = min(first + process.world * shard, count)
             start, parts = first + process.rank * shard, []
             for row in range(start, start + min(shard, count - first)):
+                # every process asks as often as the others, since a sharded teacher needs all of them
                 tokens = rows[min(row, count - 1)].unsqueeze(0)
                 best = ask(tokens.to(process.device))
                 if row < count:
+                    # the smallest number of float16: a KL over infinity would be NaN
                     logp = (best.logits - best.lse.unsqueeze(-1)).clamp_min(-65504).half()
                     tensors = {"tokens": tokens.int(), "ids": best.ids.to(ids), "lse": best.lse.float(), "logp": logp}
                     parts.append({name: _filled(tensor.cpu(), settings["length"]) for name, tensor in tensors.items()})
@@ -198,6 +201,7 @@ def write_rows(
                     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
                     with replacing(_shard(folder, start // shard)) as draft:
                         draft.write_bytes(save(tensors))
+                # the index names rows only when the files of all processes are on the disk
                 barrier()
                 if process.rank == 0:
                     write_whole(folder / INDEX, json.dumps(index, indent=1))

@@ -130,6 +130,7 @@ def _nats(line: dict, members: list[dict], records: list[dict], against: str | N
         return columns
     kl = [m["kl"] * m["tokens"] for m in members]
     columns |= estimate("kl", kl, tokens, units=units)
+    # ratios of sums over the same rows, since the means of two policies vary together from row to row
     same_length = [r for r in records if r["length"] == line["length"]]
     other = {r["row"]: r for r in same_length if r["policy"] == against and _setting_of(r) == _setting_of(line)}
     dense = {r["row"]: r for r in same_length if r["policy"] == DENSE}

@@ -97,9 +97,11 @@ def _place(
         factors = torch.ones(slots.budget, dtype=torch.float64)
         ranked = torch.tensor([ring, *range(rule.first_long, in_use)])
         factors[ranked] = moments.residuals(ranked).double()
+    # below the threshold a token is evicted even while slots are free
     below = rule.threshold is not None and score < rule.threshold
     full = in_use >= slots.budget
     target = None if below else _victim(slots, score, leaving, q, rule, head, factors, draw_key) if full else in_use
+    # an evicted token enters the moments before its slot is overwritten
     if moments is not None and (below or full):
         moments.take_in(ring if target is None else target)
     if target is None:
@@ -124,7 +126,7 @@ def take_in(state: torch.Tensor, x: torch.Tensor, w) -> None:
     key, value, igate, fgate = (t[0] for t in w.inputs(x.view(1, 1, -1)))
     c, z, m = _split_state(state, w)
     log_f = torch.nn.functional.logsigmoid(fgate[0])
-    m_new = torch.maximum(log_f + m, igate[0])
+    m_new = torch.maximum(log_f + m, igate[0])  # keeps both exponents at most 0
     keep, gain = torch.exp(log_f + m - m_new), torch.exp(igate[0] - m_new)
     c.mul_(keep).add_(gain * torch.outer(key[0], value[0]))
     z.mul_(keep).add_(gain * key[0])
