@@ -142,6 +142,7 @@ class StillTrainer(CosineLoop):
         for number in range(step * options.batch, (step + 1) * options.batch):
             kl, ce = still_losses(self.model, self.trained, *example_of(self.rows[number], number, options))
             loss = options.kl * kl + options.ce * ce
+            # window by window: the graph of one is as large as its teacher's activations
             (loss / options.batch).backward()
             total += torch.stack([loss, kl, ce]).detach().cpu() / options.batch
         return dict(zip(("loss", "kl", "ce"), total.tolist(), strict=True))
@@ -186,6 +187,7 @@ def train_compactor(
     new = not Path(out).exists()
     check_same_run(Path(out), run_settings)
     try:
+        # the first row reads the text, so that bad text is refused before the model loads
         first = rows[0][: options.window].tolist()
     except ConfigError as error:
         if new:  # so that the mended command finds no other run there
