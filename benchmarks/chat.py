@@ -159,8 +159,8 @@ def strangers(started: dict, options) -> list[dict]:
             seconds, cpu = reply["seconds"], reply["cpu_seconds"]
             say(f"round {number}: {name} {seconds:.2f} s, {cpu:.2f} s of CPU, {reply['preemptions']} preemptions")
             if number:
-                for what, value in ("never repeated", seconds), ("never repeated, CPU time", cpu):
-                    rows.append(row(what, name, number, value, 0, options))
+                for measure, value in ("never repeated", seconds), ("never repeated, CPU time", cpu):
+                    rows.append(row(measure, name, number, value, 0, options))
     return rows
 
 

@@ -140,7 +140,7 @@ def measure_compactor(options) -> None:
     config, compactor, _ = read_compactor(options.compactor, options.model)
     training, tokenizer = StillOptions(**config.provenance["arguments"]), load_tokenizer(options.model)
     settings = {"split": "all", "seed": 0, "vocab_size": vocabulary_of(options.model)}
-    length = training.window + training.own
+    length = training.window + training.tokens_after
     rows = list(islice(rows_in_turn(single_documents, options.data, tokenizer, length, **settings), options.documents))
     if len(set(units_of(rows))) < LEAST:
         raise ConfigError(f"{len(rows)} windows are too few for intervals: raise --documents, or give {LEAST} texts")

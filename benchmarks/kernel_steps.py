@@ -46,7 +46,7 @@ class Steps:
             rows, key = table[:, 0].long(), tuple(budgets.tolist())
             if key not in filled:
                 options = dict(rule=rule, scale=self.size**-0.5, gate_scores=self._gate_scores(rule, context))
-                chunk = Chunks.one(0, context, budgets, rule.window)
+                chunk = Chunks.of_request(0, context, budgets, rule.window)
                 ops.prefill_chunk(*prompt, pages, table[:1], chunk, seeds=torch.zeros(1, dtype=torch.int64), **options)
                 filled[key] = pages.raw[rows[0]]
             pages.raw[rows] = filled[key]

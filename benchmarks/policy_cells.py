@@ -113,7 +113,7 @@ class Cells:
             key: what identifies the row.
             before: divergence in nats a token.
         """
-        if before <= SAME or not self.backend.held(resolved, self.rows[0][: resolved.least]).all():
+        if before <= SAME or not self.backend.held(resolved, self.rows[0][: resolved.smallest_budget]).all():
             return True
         say(f"{key['policy']}, B = {key['budget']}: output check failed, KL {before:.3f} before eviction")
         return False
@@ -145,7 +145,7 @@ class Cells:
         """Return the divergence in nats a token, over as many tokens of a row as every head can hold."""
         if resolved is None:
             return 0.0
-        first = max(2, resolved.least)
+        first = max(2, resolved.smallest_budget)
         with self.backend.start(None) as dense, self.backend.start(resolved) as run:
             inexact, exact = replay.predictions(run, row[:first]), replay.predictions(dense, row[:first])
             return replay.compare(inexact, row[:first], exact, first)["kl"]

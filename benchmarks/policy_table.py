@@ -69,7 +69,7 @@ def main() -> int:
     """Print or measure the table and return the exit code."""
     options = parse_arguments()
     if options.table:
-        print(table(**{part: there(options, part) for part in FILES}))
+        print(table(**{part: stored_rows(options, part) for part in FILES}))
         return 0
     try:
         return measure(options)
@@ -144,7 +144,7 @@ def measure(options) -> int:
         except ConfigError as error:
             say(f"left out: {error}")
             problems += options.policies is not None
-    tables = {part: there(options, part) for part in FILES}
+    tables = {part: stored_rows(options, part) for part in FILES}
     for part in options.parts:
         done, tables[part] = tables[part], {}
         for spec, setting in [*settings]:
@@ -196,7 +196,7 @@ def best(options) -> list[str]:
     """
     length, budget = map(str, options.shorter)
     shorter = argparse.Namespace(**(vars(options) | {"length": length}))
-    rows = [row for row in there(shorter, "quality").values() if row["budget"] == budget and not row["scorer"]]
+    rows = [row for row in stored_rows(shorter, "quality").values() if row["budget"] == budget and not row["scorer"]]
     kl: dict[str, float] = {}
     for row in rows:  # rows at equal bytes come after those at equal k, and take their place where there are any
         kl[row["policy"]] = float(row["kl"])
@@ -285,7 +285,7 @@ def fingerprint(source: Path, *patterns: str) -> str:
     return f"{source.name}@{digest.hexdigest()[:8]}"
 
 
-def there(options, part: str) -> dict[tuple, dict]:
+def stored_rows(options, part: str) -> dict[tuple, dict]:
     """Return the rows of a commit with the same settings, by what identifies them.
 
     Times must be of this machine, unless the table is of given commits. Commits with changed files have no

@@ -411,9 +411,10 @@ def check_loaded(loaded: Mapping, folder: str | Path) -> None:
         ConfigError: weights are missing or of other shapes than its config says.
     """
     if wrong := sorted(loaded["mismatched_keys"]):
-        name, found, told = wrong[0]
+        name, shape, expected = wrong[0]
         raise ConfigError(
-            f"{folder}: {name} is {list(found)} and should be {list(told)} by config.json: one of the two is another model's"
+            f"{folder}: {name} is {list(shape)} and should be {list(expected)} by config.json:"
+            " one of the two is another model's"
         )
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(f"{folder} has no weights for {missing[0]}, which would be random: complete the model")
@@ -435,8 +436,8 @@ def check_positions(model: torch.nn.Module, positions: int) -> None:
         name for name in SCALED_BY_POSITION if getattr(config, name, None) or any(rope.get(name) for rope in kinds)
     ]
     if moves or not kinds:
-        found = f"attends differently further out ({moves[0]})" if moves else "has no rotary embeddings"
-        raise ConfigError(f"the model {found}, so its rows must begin at 0: set --positions to the value of --length")
-    most = positions_of(model.config)
-    if most is not None and positions > most:
-        raise ConfigError(f"the model has {most} positions: lower --positions {positions}")
+        problem = f"attends differently further out ({moves[0]})" if moves else "has no rotary embeddings"
+        raise ConfigError(f"the model {problem}, so its rows must begin at 0: set --positions to the value of --length")
+    limit = positions_of(model.config)
+    if limit is not None and positions > limit:
+        raise ConfigError(f"the model has {limit} positions: lower --positions {positions}")

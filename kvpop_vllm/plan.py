@@ -378,6 +378,7 @@ def _bytes_of_rank(pool: Pool, model: Planned, policy: Policy, prompt: int | Non
     if division is None:
         layers = _most_bytes((layout, pool.full_layers, model.length), policy, None, prompt)
         return pool.request(layers.canonical, layers.blocks, model.length), None
+    # regions of unequal heads lie in the allocation of one group, which every stage must have
     sizes = [shard.layers[1] - shard.layers[0] for shard in shards]
     if pool.groups > 1 or not all(sizes):
         reason = f"form {pool.groups} cache groups" if all(sizes) else "are missing in a stage"

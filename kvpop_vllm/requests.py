@@ -84,7 +84,7 @@ class RequestSlots(NamedTuple):
     Attributes:
         prefix: p, tokens of the protected prefix, those of cartridges included. The request may be shorter. Where
             prompts are compressed, the prompt.
-        made: number of the prefix's first tokens that are made slots with biases, not tokens.
+        made_slots: number of the prefix's first tokens that are made slots with biases, not tokens.
         budget: B, in tokens.
         window: w, in tokens.
         seed: seed of the request's draws, or None for the seed that it has anyway.
@@ -93,7 +93,7 @@ class RequestSlots(NamedTuple):
     """
 
     prefix: int
-    made: int
+    made_slots: int
     budget: int
     window: int
     seed: int | None = None
@@ -105,7 +105,7 @@ class RequestSlots(NamedTuple):
         return 0 < self.prefix and start <= self.prefix < end
 
 
-NUMBERS = {"prefix": "int64", "made": "int64", "budget": "int32", "window": "int32", "seed": "int64"}
+NUMBERS = {"prefix": "int64", "made_slots": "int64", "budget": "int32", "window": "int32", "seed": "int64"}
 """Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
 OPTIONS = {"windows": "window", "seeds": "seed"}
 """Numbers that ``ops.decode_step`` takes of every request besides its budget, by the name of the argument."""

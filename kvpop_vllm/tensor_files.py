@@ -19,6 +19,13 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import replacing
 
 
+def require_files(folder: str | Path, *names: str, kind: str, advice: str) -> None:
+    """Refuse a folder that lacks one of these files. ``kind`` says what it should be, ``advice`` ends the error."""
+    for name in names:
+        if not (Path(folder) / name).is_file():
+            raise ConfigError(f"no {kind} at {str(folder)!r}: {name} is missing; {advice}")
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Name a safetensors file in the error if it cannot be read."""

@@ -65,7 +65,7 @@ FAULTS = {
     # Reference kernels
     f"{REFERENCE}/decode_step.py": [
         # of equal scores the newer leaves
-        ("if len(effective) == 0 or own <«→=» float(effective.min()):", f"{DECODE} -k 'ties and reference'"),
+        ("if len(effective) == 0 or leaving_score <«→=» float(effective.min()):", f"{DECODE} -k 'ties and reference'"),
         # the state of the blocks' former request is continued
         ("    if q «==→<» 0:\n        clear(state)\n", f"{PREFILL} -k 'however and reference and mlstm'"),
         # masses of the prefix
@@ -73,12 +73,15 @@ FAULTS = {
         # every head gets the bias of the first
         ("bias = None if biases is None else biases[«h→0»]", f"{PREFILL} -k 'biases_count and reference and none'"),
         # the leaving token is a step too old
-        ("= raw * (q - positions), own * (q - leaving«→ + 1»)", f"{PREFILL} -k 'however and reference and ages'"),
+        (
+            "= raw * (q - positions), leaving_score * (q - leaving«→ + 1»)",
+            f"{PREFILL} -k 'however and reference and ages'",
+        ),
     ],
     f"{REFERENCE}/prefill_chunk.py": [
         # the evicting query still sees it
         ("(new.view(1, -1, 1) <«→=» evicted_at", f"{PREFILL} -k 'however and reference and linear'"),
-        ("held.position[:, 0] = seen«→ - 1»  # the", f"{PREFILL} -k 'however and reference and linear'"),
+        ("retained.position[:, 0] = tokens_seen«→ - 1»  # the", f"{PREFILL} -k 'however and reference and linear'"),
         # all heads draw as the first one
         ("else keys[0, heads«→ * 0»]\n", "tests/kernels/test_draws.py -k every_implementation"),
     ],
@@ -86,7 +89,7 @@ FAULTS = {
         # decays grow
         ("priority = score.double() «-→+» position.double() *", "tests/kernels/test_online_topk.py -k definition"),
         # a slot too many
-        ("surplus = (held + step «+ 1 →»- topk).clamp_min(0)", "tests/kernels/test_online_topk.py -k definition"),
+        ("surplus = (retained + step «+ 1 →»- topk).clamp_min(0)", "tests/kernels/test_online_topk.py -k definition"),
     ],
     f"{REFERENCE}/running_topk.py": [
         ("if len(best) > topk«→ + 1»:", "tests/kernels/test_running_topk.py -k 'reference'"),
@@ -259,7 +262,7 @@ FAULTS = {
     "kvpop_vllm/attention/layer.py": [
         # replays pass
         (
-            "wrong = («(starts < seen) | →»(starts > seen + staged)) & (",
+            "wrong = («(starts < tokens_seen) | →»(starts > tokens_seen + staged)) & (",
             "tests/attention/test_step.py -k one_bad_start",
         ),
     ],
@@ -279,7 +282,7 @@ FAULTS = {
     "kvpop_vllm/attention/shifted_scores.py": [
         # a row below its prefix's end writes to what may be another request's page
         (
-            "device=there.device), «there.int().argmax()→torch.arange(len(there))»)",
+            "device=in_ring.device), «in_ring.int().argmax()→torch.arange(len(in_ring))»)",
             "tests/attention/test_shifted_scores.py",
         ),
         # a score too few is moved

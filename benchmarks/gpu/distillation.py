@@ -68,7 +68,7 @@ def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
         model = write_tiny_model(Path(folder) / "model", "llama", **shape)
         for name, forced in (("triton", "triton" if bench.small else None), ("reference", "reference")):
             with ops_take(forced) as calls:
-                trainer = made(bench, model, recipe, Path(folder) / name, vocab=256)
+                trainer = make_trainer(bench, model, recipe, Path(folder) / name, vocab=256)
                 results.append([trainer.step(i) for i in range(steps)])
             assert calls >= {(op, name) for op in OPS}, f"steps took the kernels {sorted(calls)}"
     wrong = 0.0
@@ -93,7 +93,7 @@ class RandomRows:
         return torch.randint(self.vocab, (self.length,), generator=torch.Generator().manual_seed(row))
 
 
-def made(bench: Bench, model: str | Path, recipe: Recipe, out: Path, vocab: int) -> Trainer:
+def make_trainer(bench: Bench, model: str | Path, recipe: Recipe, out: Path, vocab: int) -> Trainer:
     """Return a trainer, whose steps are taken one by one, with the teacher that its recipe needs."""
     process = Process(device=torch.device(bench.device))
     teacher = OnlineTeacher(model, recipe, process) if recipe.distils else None
@@ -108,7 +108,7 @@ def step_times(bench: Bench, trains_base: bool) -> Iterator[dict]:
         with torch.device(bench.device):
             AutoModelForCausalLM.from_config(CONFIG, dtype=bench.dtype).save_pretrained(Path(folder) / "model")
         torch.cuda.empty_cache()
-        trainer = made(bench, Path(folder) / "model", recipe, Path(folder) / "out", CONFIG.vocab_size)
+        trainer = make_trainer(bench, Path(folder) / "model", recipe, Path(folder) / "out", CONFIG.vocab_size)
         steps = itertools.count()
         torch.cuda.reset_peak_memory_stats()
         value = milliseconds(lambda: trainer.step(next(steps)))

@@ -174,7 +174,9 @@ def reader(
         q, k, v = (x[cut] for x in tokens)
         chunk_scores = gate_scores[cut] if isinstance(rule.scorer, ops.GateScore) else None
         options = dict(rule=rule, scale=SIZE**-0.5, gate_scores=chunk_scores, impl="triton")
-        return ops.prefill_chunk(q, k, v, pages, table, Chunks.one(start, len(q), budgets, rule.window), **options)[0]
+        return ops.prefill_chunk(
+            q, k, v, pages, table, Chunks.of_request(start, len(q), budgets, rule.window), **options
+        )[0]
 
     return read
 

@@ -140,28 +140,28 @@ class FixedBudgetAttention:
         if any(chunks.follows) and self.rule.compression.adaptive_head_budgets:
             budgets, table = load_page_table(pages, chunks.table, self.rule.compression)
             chunks = replace(chunks, budgets=budgets, table=table)
-        at, prefix = chunks.tokens, chunks.prefix and chunks.prefix.on(blocks)
-        out[at], _ = ops.prefill_chunk(
-            q[at],
-            k[at],
-            v[at],
+        tokens, prefix = chunks.tokens, chunks.prefix and chunks.prefix.on(blocks)
+        out[tokens], _ = ops.prefill_chunk(
+            q[tokens],
+            k[tokens],
+            v[tokens],
             pages,
             chunks.table,
             chunks,
             rule=self.rule,
             scale=self.scale,
-            gate_scores=None if gate_scores is None else gate_scores[at],
+            gate_scores=None if gate_scores is None else gate_scores[tokens],
             prefix=prefix,
             seeds=chunks.seeds,
             sink_logits=self.sink_logits,
             impl=self.impl,
         )
         if chunks.compresses:
-            self._compress(q[at], pages, chunks, prefix)
+            self._compress(q[tokens], pages, chunks, prefix)
         if self.rule.rounds is not None:
             due = rounds.due(self.rule.rounds.queries, chunks.ends, [self._rounds_of_chunk(chunks, 0)])
             options = self.rule, self.scale, self.sink_logits
-            rounds.run_due_rounds(q[at], pages, chunks.table, due, chunks.seeds, *options)
+            rounds.run_due_rounds(q[tokens], pages, chunks.table, due, chunks.seeds, *options)
 
     def _rounds_of_chunk(self, chunks: Chunks, r: int) -> list[rounds.EqualRoles]:
         """Return the rounds of the request of chunk r."""
@@ -203,12 +203,13 @@ def _check_starts(pages: Pages, batch: StepBatch) -> None:
         StepOrderError: a request's step does not start where its cache ends.
     """
     heads = torch.arange(pages.layout.num_kv_heads, device=batch.first_pages.device)
-    seen, starts = pages.position[batch.first_pages[..., -1], heads, 0], batch.starts.unsqueeze(1)  # [n, H]
-    staged = pages.staged(batch.first_pages, seen)
-    wrong = ((starts < seen) | (starts > seen + staged)) & (starts > 0)
+    tokens_seen, starts = pages.position[batch.first_pages[..., -1], heads, 0], batch.starts.unsqueeze(1)  # [n, H]
+    staged = pages.staged(batch.first_pages, tokens_seen)
+    wrong = ((starts < tokens_seen) | (starts > tokens_seen + staged)) & (starts > 0)
     if wrong.any():
         r, h = wrong.nonzero()[0].tolist()
         more = f" and holds {int(staged[r, h])} staged drafts" if pages.layout.drafts else ""
         raise StepOrderError(
-            f"request {batch.requests[r]}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens{more}"
+            f"request {batch.requests[r]}: step starts at position {int(batch.starts[r])},"
+            f" but its cache has seen {int(tokens_seen[r, h])} tokens{more}"
         )

@@ -25,7 +25,7 @@ def worst_case_batches(
     rule: RetentionRule,
     layout: PageLayout,
     budgets: Sequence[int],
-    most: int,
+    largest: int,
     tokens: int,
     requests: int,
     length: int,
@@ -48,7 +48,7 @@ def worst_case_batches(
         rule: rule of the layer.
         layout: page layout of the layer.
         budgets: budgets of the layer's heads.
-        most: largest budget of any layer.
+        largest: largest budget of any layer.
         tokens: most tokens of a step.
         requests: most requests of a step.
         length: most tokens of a request.
@@ -58,7 +58,7 @@ def worst_case_batches(
     Yields:
         Pages, step and its number of tokens.
     """
-    pages, table = allocate_pages(layout, most, length=length, device=device)
+    pages, table = allocate_pages(layout, largest, length=length, device=device)
     shares = HeadBudgets({max(budgets): budgets}, device)
     slots = RequestSlots(0, 0, max(budgets), rule.window, 0 if rule.seeded else None)
     blocks = torch.zeros(1, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
@@ -80,7 +80,7 @@ def worst_case_batches(
         count = min(count, 2)
     prefix = min(longest, length - count)
     if prefix or not rule.sequential:
-        start = min(prefix + most, length - count)
+        start = min(prefix + largest, length - count)
         pages.position[table[0, :, layout.state_blocks].long(), :, 0] = start  # tokens_seen
     yield chunks(count, start, prefix)
     short = min(SHORT, length)

@@ -61,16 +61,16 @@ def _replace(
         sinks: s of requests without a prefix.
     """
     layout, words = pages.layout, pages.score
-    seen = pages.position[table[:, 0, layout.state_blocks].long(), 0, 0]
+    tokens_seen = pages.position[table[:, 0, layout.state_blocks].long(), 0, 0]
     first = 0
     if prefixes is not None:
         sinks, first = torch.where(prefixes > 0, 0, sinks), prefixes
     since = starts - 1 - first - sinks
-    there = (since >= 0) & (seen == starts)
+    in_ring = (since >= 0) & (tokens_seen == starts)
     # Selecting rows would make the host wait for the device. Other rows repeat one of these, as the pages of a row below
     # its prefix's end may be another request's. If there is none, all rows write back one word.
-    rows = torch.where(there, torch.arange(len(there), device=there.device), there.int().argmax())
-    slots = torch.where(there, sinks + since % windows, 0)[rows]
+    rows = torch.where(in_ring, torch.arange(len(in_ring), device=in_ring.device), in_ring.int().argmax())
+    slots = torch.where(in_ring, sinks + since % windows, 0)[rows]
     score, table = score[rows], table[rows]
     columns = layout.state_blocks + slots // layout.block_slots
     blocks = table.gather(2, columns.view(-1, 1, 1).expand(-1, table.shape[1], 1))[..., 0].long()  # [R, H]
@@ -79,4 +79,4 @@ def _replace(
     places = words.storage_offset() + blocks * strides[0] + heads * strides[1]
     places += (slots % layout.block_slots).unsqueeze(1) * strides[2]
     memory = words.as_strided((words.untyped_storage().nbytes() // words.itemsize,), (1,), 0)
-    memory[places] = torch.where(there[rows].unsqueeze(1), score, memory[places])
+    memory[places] = torch.where(in_ring[rows].unsqueeze(1), score, memory[places])

@@ -92,13 +92,14 @@ def request_blocks(
     prefix, tokens = cdiv(min(length, slots.prefix), size), length - slots.prefix
     tail = slots.budget - sinks if slots.prefix else slots.budget
     if compression is not None and slots.prefix:
+        # the state is claimed with the first of the queries that it keeps for the vote
         if tokens <= -compression.queries:
             return prefix
         prefix, after = cdiv(slots.prefix, size), compression.after(slots)
         if compression.adaptive_head_budgets and tokens >= 0 and slots.prefix > slots.budget:
             return prefix + state + divided_blocks(heads, slots.budget, size)
-        prefix, tail = prefix + cdiv(after.made, size), after.budget
-        tokens = length - after.shift - after.made if tokens >= 0 else 0
+        prefix, tail = prefix + cdiv(after.made_slots, size), after.budget
+        tokens = length - after.shift - after.made_slots if tokens >= 0 else 0
     elif tokens <= 0:
         return prefix
     if shares is not None:
@@ -120,7 +121,7 @@ def dropped_columns(slots: RequestSlots, size: int, state: int, compression: Com
     prefix = cdiv(slots.prefix, size)
     if not compression.makes_slots:
         return [(0, prefix)]
-    first = prefix + cdiv(compression.after(slots).made, size)
+    first = prefix + cdiv(compression.after(slots).made_slots, size)
     return [(0, prefix), (first, first + state)]
 
 
@@ -150,6 +151,7 @@ def request_bytes(
     tokens_held = sum(tokens * many for tokens, many in counts.items())
     sizes = retention.sinks, layout.block_slots, layout.state_blocks, layout.num_kv_heads
     blocks = request_blocks(length, slots, sizes, shares, compression)
+    # dropped blocks stay as entries of the row, but null blocks stand for them
     if compression is not None:
         dropped = dropped_columns(slots, layout.block_slots, layout.state_blocks, compression)
         blocks -= sum(last - first for first, last in dropped)

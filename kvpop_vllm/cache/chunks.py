@@ -71,7 +71,7 @@ class Chunks:
     once = once
 
     @classmethod
-    def one(cls, start: int, length: int, budgets: torch.Tensor, window: int) -> Chunks:
+    def of_request(cls, start: int, length: int, budgets: torch.Tensor, window: int) -> Chunks:
         """Return a chunk of one request, with ``budgets [H]``."""
         return cls([start], [length], budgets.unsqueeze(0), [window])
 

@@ -37,26 +37,26 @@ class DeviceRows:
     Args:
         layout: page layout of the layers.
         default: slots of a request that asks for nothing.
-        most: largest number of requests of a step.
+        capacity: largest number of requests of a step.
         columns: largest number of blocks of a request's state and tail.
         shares: budgets of all heads if they are unequal, else None.
         device: device of all tensors.
         longest: most protected tokens of a request.
 
     Attributes:
-        numbers: ``[most]`` each, by name of :data:`kvpop_vllm.requests.NUMBERS`; budgets are ``[most, H]`` int32.
-        table: ``[most, columns]`` int32, blocks of each request's state and tail, else :data:`NULL_BLOCK`.
-        positions: ``[most]`` int64, :data:`PADDING` in rows of padding.
-        prefix_table: ``[most, F]`` int32, prefix blocks of each request and the blocks after them.
-        token_blocks: ``[most]`` int64, block of the new token if it is protected, else :data:`NULL_BLOCK`.
-        token_slots: ``[most]`` int64, slot of the new token if it is protected, else 0.
+        numbers: ``[capacity]`` for each name of :data:`kvpop_vllm.requests.NUMBERS`; budgets ``[capacity, H]`` int32.
+        table: ``[capacity, columns]`` int32, blocks of each request's state and tail, else :data:`NULL_BLOCK`.
+        positions: ``[capacity]`` int64, :data:`PADDING` in rows of padding.
+        prefix_table: ``[capacity, F]`` int32, prefix blocks of each request and the blocks after them.
+        token_blocks: ``[capacity]`` int64, block of the new token if it is protected, else :data:`NULL_BLOCK`.
+        token_slots: ``[capacity]`` int64, slot of the new token if it is protected, else 0.
     """
 
     def __init__(
         self,
         layout: PageLayout,
         default: RequestSlots,
-        most: int,
+        capacity: int,
         columns: int,
         shares: Shares | None,
         device: torch.device | str,
@@ -64,17 +64,17 @@ class DeviceRows:
     ):
         self.layout, self.shares, self.protects = layout, shares, longest > 0
         self.numbers = {
-            name: torch.full((most,), getattr(default, name) or 0, dtype=getattr(torch, dtype), device=device)
+            name: torch.full((capacity,), getattr(default, name) or 0, dtype=getattr(torch, dtype), device=device)
             for name, dtype in NUMBERS.items()
         }
         self.numbers["budget"] = self.numbers["budget"].unsqueeze(1).repeat(1, layout.num_kv_heads)
-        self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
-        self.positions = torch.full((most,), PADDING, dtype=torch.int64, device=device)
-        self.token_blocks, self.token_slots = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2))
+        self.table = torch.full((capacity, columns), NULL_BLOCK, dtype=torch.int32, device=device)
+        self.positions = torch.full((capacity,), PADDING, dtype=torch.int64, device=device)
+        self.token_blocks, self.token_slots = torch.zeros(2, capacity, dtype=torch.int64, device=device)
         width = cdiv(longest, layout.block_slots)
-        self.prefix_table = torch.full((most, width), NULL_BLOCK, dtype=torch.int32, device=device)
+        self.prefix_table = torch.full((capacity, width), NULL_BLOCK, dtype=torch.int32, device=device)
         self._columns = torch.arange(columns, dtype=torch.int32, device=device)
-        self._rows = torch.arange(most, device=device)
+        self._rows = torch.arange(capacity, device=device)
 
     def fill(
         self,
@@ -101,28 +101,28 @@ class DeviceRows:
         """
         for name, values in sent.items():
             self.numbers[name][: len(values)].copy_(values, non_blocking=True)
-        positions, wanted, prefixes = self.positions[:rows], lengths[:rows] - 1, self.numbers["prefix"][:rows]
+        positions, newest, prefixes = self.positions[:rows], lengths[:rows] - 1, self.numbers["prefix"][:rows]
         tails = self._tails(block_table[:rows], prefixes)
         width, block = tails.shape[1], tails[:, self.layout.state_blocks]
         if self.protects:
-            inside, block = self._fill_prefixes(wanted, block_table[:rows], block)
+            inside, block = self._fill_prefixes(newest, block_table[:rows], block)
         real = (slot_mapping[:rows] >= 0) & (block != NULL_BLOCK)
-        positions.copy_(torch.where(real, wanted, PADDING))
+        positions.copy_(torch.where(real, newest, PADDING))
         since = positions - prefixes if self.protects else positions
         in_use = self._columns[:width] < self._blocks(since).unsqueeze(1)
         self.table[:rows, :width].copy_(torch.where(in_use, tails, NULL_BLOCK))
         if self.protects:
             inside &= positions >= 0
             self.token_blocks[:rows].copy_(torch.where(inside, block, NULL_BLOCK))
-            self.token_slots[:rows].copy_(torch.where(inside, wanted % self.layout.block_slots, 0))
+            self.token_slots[:rows].copy_(torch.where(inside, newest % self.layout.block_slots, 0))
 
     def _fill_prefixes(
-        self, wanted: torch.Tensor, table: torch.Tensor, block: torch.Tensor
+        self, newest: torch.Tensor, table: torch.Tensor, block: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill ``prefix_table`` and find the blocks of protected new tokens.
 
         Args:
-            wanted: ``[R]``, positions of the new tokens.
+            newest: ``[R]``, positions of the new tokens.
             table: ``[R, W]``, block table of the engine.
             block: ``[R]``, blocks of the tails' first slots.
 
@@ -132,7 +132,7 @@ class DeviceRows:
         """
         width = min(self.prefix_table.shape[1], table.shape[1])
         self.prefix_table[: len(table), :width].copy_(table[:, :width])
-        inside, columns = wanted < self.numbers["prefix"][: len(table)], wanted // self.layout.block_slots
+        inside, columns = newest < self.numbers["prefix"][: len(table)], newest // self.layout.block_slots
         prefix_blocks = table.gather(1, columns.clamp(0, table.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
         return inside, torch.where(inside, prefix_blocks, block)
 
@@ -162,18 +162,18 @@ class DeviceRows:
         blocks = (sum(pages) + heads - 1) // heads if heads > 1 else pages[0]
         return torch.where(tokens < 0, 0, blocks)
 
-    def view(self, rows: int, drawn: bool, made: bool) -> DecodeRows:
+    def view(self, rows: int, drawn: bool, biased: bool) -> DecodeRows:
         """Return the first ``rows`` rows.
 
         Args:
             rows: number of decode rows.
             drawn: True if scores are drawn.
-            made: True if requests may begin with cartridges.
+            biased: True if requests may begin with cartridges.
         """
         numbers = {name: self.numbers[name][:rows] for name in KERNELS_TAKE if drawn or name != "seed"}
         prefix = writes = None
         if self.protects:
             writes = self._rows[:rows], self.token_blocks[:rows], self.token_slots[:rows]
-            prefix = Prefix(None, self.prefix_table, self.numbers["prefix"], self.numbers["made"] if made else None)
-            prefix = prefix.of(slice(0, rows))
+            made_slots = self.numbers["made_slots"] if biased else None
+            prefix = Prefix(None, self.prefix_table, self.numbers["prefix"], made_slots).of(slice(0, rows))
         return DecodeRows(slice(0, rows), self.table[:rows], self.positions[:rows], numbers, (), prefix, writes)

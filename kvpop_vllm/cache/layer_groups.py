@@ -95,6 +95,7 @@ class BlockSizes:
             stock: the other layers.
             stock_size: tokens per block of the other layers with attention, before they are made larger.
         """
+        # all pages of a pool have one size, and a state lies in one page
         page = max((layers.token_bytes for layers in stock), default=0) * stock_size
         if state := max((layers.state_bytes for layers in stock), default=0):
             slots = cdiv(max(page, state), multiple * slot_bytes) * multiple
@@ -159,6 +160,7 @@ class Pool:
         def pages(stage: tuple[int, int]) -> int:
             return max(among(group, stage) for groups in dealt for group in groups)
 
+        # every rank gets as many blocks as the one with the least room, which is the stage of most pages
         largest = max(stages, key=lambda stage: (pages(stage), among(full, stage)))
         counts = [
             (kind, len(groups), among(kind.layers, largest)) for kind, groups in zip(stock, dealt[1:], strict=True)

@@ -220,18 +220,19 @@ class Pages:
         """Write ``k, v [n, H, D]`` of n tokens to slots ``slots [n]`` of blocks ``blocks [n]``, int64."""
         self.k[blocks, :, slots], self.v[blocks, :, slots] = k, v
 
-    def put(self, array: torch.Tensor, at: tuple, values: torch.Tensor) -> None:
-        """Assign ``array[at] = values``, also for pages that are indexed by region.
+    def put(self, array: torch.Tensor, index: tuple, values: torch.Tensor) -> None:
+        """Assign ``array[index] = values``, also for pages that are indexed by region.
 
         Args:
             array: one of the arrays of these pages.
-            at: indices (block, head, slot).
+            index: indices (block, head, slot).
             values: the values to write.
         """
+        # heads of regions are the same memory, and torch refuses to write to a tensor that overlaps itself
         if self.raw.stride(1) == 0:
-            array[:, 0][at[0], at[2]] = values
+            array[:, 0][index[0], index[2]] = values
         else:
-            array[at] = values
+            array[index] = values
 
     def draft(self, row: torch.Tensor, head: int, index: int) -> StagedDraft:
         """Return the staged draft at ``index`` of a head whose page-table row is ``row [P]``."""
@@ -254,6 +255,7 @@ class Pages:
         heads, counts = torch.arange(layout.num_kv_heads, device=table.device), torch.zeros_like(tokens_seen).long()
         complete = torch.ones_like(counts, dtype=torch.bool)
         before = 2 * layout.head_size * layout.dtype.itemsize + layout.draft_query_bytes + 4  # the position
+        # positions follow one another: the first place without its position ends them, though older drafts may follow
         for column, byte in layout.draft_places:
             complete &= words[table[..., column], heads, (byte + before) // 4] == tokens_seen + counts
             counts += complete
@@ -277,6 +279,7 @@ class Pages:
         c, z, m = state
         flat = torch.cat([c[0].flatten(1), z[0], m[0].unsqueeze(1)], 1)
         region = self.state.shape[-1]
+        # a state goes on in the next block, and the blocks of a request need not be neighbours
         for i in range(rows.shape[1]):
             part = flat[:, i * region : (i + 1) * region]
             self.put(self.state[..., : part.shape[1]], (rows[:, i], heads, slice(None)), part)

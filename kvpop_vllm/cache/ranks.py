@@ -78,10 +78,12 @@ class Shares:
     def _blocks_by_pages(self, state_blocks: int, block_slots: int) -> list[int]:
         """Return the number of blocks of a request by the number of pages that its tokens fill, up to the largest head's."""
         full: Counter[int] = Counter()
+        # heads of as many pages are counted together, since a model has few sizes and many heads
         for budget, many in self.counts.items():
             full[cdiv(budget, block_slots)] += many
         heads = self.layers * self.heads
         pages = (sum(many * min(filled, limit) for limit, many in full.items()) for filled in range(max(full) + 1))
+        # a block has a region for every head of every layer, so only the sum is rounded up
         return [cdiv(state_blocks * heads + slots, heads) for slots in pages]
 
 

@@ -153,6 +153,7 @@ class RegionShares(EqualHeads):
     def _map_of(self, size: tuple[int, int]) -> RegionMap:
         """Return the map for requests with a budget and a window."""
         if size not in self._maps:
+            # requests may ask for any budget, so the maps of old ones must go
             if len(self._maps) >= MOST_MAPS:
                 self._maps.clear()
             self._maps[size] = self._map(self.division.shares(*size)[self.shard])
@@ -162,6 +163,7 @@ class RegionShares(EqualHeads):
         self, budgets: torch.Tensor, windows: torch.Tensor | Sequence[int]
     ) -> list[tuple[RegionMap, list[int]]]:
         """Return the maps of a step's requests and the indices of the requests of each, made once for all layers."""
+        # the tensor of budgets is the same for all layers of a step, and a new one in the next
         maps = self._of_step.get(budgets)
         if maps is None:
             rows: dict[tuple[int, int], list[int]] = {}
@@ -175,6 +177,7 @@ class RegionShares(EqualHeads):
         """Return the map for requests with these budgets."""
         layout, per_block = self.layout, shares.layers * shares.heads
         full = torch.tensor([[layout.blocks(budget, budget) for budget in layer] for layer in shares.budgets])
+        # regions are handed out in this order: consecutive numbers fill one block of all layers after another
         number = page_numbers(full.flatten(), int(full.max())).unflatten(1, full.shape)  # [P, layers, H]
         layer, head = number % per_block // shares.heads, number % shares.heads
         offset = layer * self.num_blocks * shares.heads + head
@@ -204,6 +207,7 @@ class RegionShares(EqualHeads):
     def _place(self, regions: RegionMap, layer: int, tails: torch.Tensor, on_cpu: bool) -> tuple:
         """Return budgets and pages of requests with the budgets of a map, in a layer of this rank."""
         ordinal = regions.ordinal[:, layer].T  # [H, P]
+        # pages beyond a short request's row are not claimed, and no kernel reads them
         block = tails.long()[:, ordinal.clamp_max(tails.shape[1] - 1)]
         rows = (block * self.shares.heads + regions.offset[:, layer].T).int()
         return (regions.on_cpu if on_cpu else regions.budgets)[layer].expand(len(tails), -1), rows
@@ -222,6 +226,7 @@ class RegionShares(EqualHeads):
             raise ValueError(
                 f"{storage.numel()} bytes do not hold {self.num_blocks} blocks of {self.shares.layers} layers"
             )
+        # stride 0 over heads: a page number is a region's, whichever head it belongs to
         return self.layout.view(storage.as_strided((regions, self.shares.heads, size), (size, 0, 1)))
 
 

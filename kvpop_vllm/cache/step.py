@@ -81,12 +81,12 @@ class RequestBlocks:
     Attributes:
         tails: ``[requests, W]`` int32, blocks of state and slots.
         prefixes: ``[requests, F]`` int32, blocks of prefixes; None if no request has one.
-        made: ``[requests, F]`` int32, blocks of the slots that are made of prompts; None if none is compressed.
+        made_blocks: ``[requests, F]`` int32, blocks of the slots made of prompts; None if none is compressed.
     """
 
     tails: torch.Tensor
     prefixes: torch.Tensor | None
-    made: torch.Tensor | None = None
+    made_blocks: torch.Tensor | None = None
 
     @classmethod
     def of_rows(
@@ -106,24 +106,24 @@ class RequestBlocks:
             after: what each request is after the end of its prompt, or None if prompts are not compressed.
             widths: columns of ``tails`` and of ``prefixes``, for which GPU kernels are compiled; None for all of them.
         """
-        columns, made = [cdiv(record.prefix, size) for record in slots], None
+        columns, made_blocks = [cdiv(record.prefix, size) for record in slots], None
         if after is not None:
-            made = from_columns(table, columns)
-            columns = [first + cdiv(record.made, size) for first, record in zip(columns, after, strict=True)]
-        return cls(from_columns(table, columns, widths[0]), table[:, : widths[1]], made)
+            made_blocks = from_columns(table, columns)
+            columns = [first + cdiv(record.made_slots, size) for first, record in zip(columns, after, strict=True)]
+        return cls(from_columns(table, columns, widths[0]), table[:, : widths[1]], made_blocks)
 
     def prefix(self, spans: Sequence[Span]) -> Prefix | None:
         """Return the prefixes of some requests, which are made slots where a prompt has been compressed, or None."""
         tokens = [span.slots.prefix for span in spans]
         if not any(tokens):
             return None
-        made, chosen = [span.slots.made for span in spans], [span.request for span in spans]
+        made_slots, chosen = [span.slots.made_slots for span in spans], [span.request for span in spans]
         table = rows_of(self.prefixes, chosen)
-        if self.made is not None:
+        if self.made_blocks is not None:
             compressed = torch.tensor([span.compressed for span in spans], device=table.device).unsqueeze(1)
-            table = torch.where(compressed, rows_of(self.made, chosen), table)
-        tokens, biased = (torch.tensor(counts, dtype=torch.int64, device="cpu") for counts in (tokens, made))
-        return Prefix(None, table, tokens, biased if any(made) else None)
+            table = torch.where(compressed, rows_of(self.made_blocks, chosen), table)
+        tokens, biased = (torch.tensor(counts, dtype=torch.int64, device="cpu") for counts in (tokens, made_slots))
+        return Prefix(None, table, tokens, biased if any(made_slots) else None)
 
 
 def from_columns(table: torch.Tensor, columns: Sequence[int], width: int | None = None) -> torch.Tensor:
@@ -317,6 +317,7 @@ class StepPlan:
             decoded = rows is None and span.is_decoded and parts[0].after is None
             if span.length:
                 (singles if decoded else chunked).extend(parts)
+        # a chunk after staged drafts: those that were accepted enter the cache before it
         resumed = [span for span in chunked if span.start > span.slots.prefix] if layout.drafts else []
         if rows is None:
             rows = (
@@ -326,6 +327,7 @@ class StepPlan:
             )
         self.rows = rows
         self.tails = rows_of(blocks.tails, [span.request for span in chunked])
+        # the second part of a span that the prompt's end cuts: it sees what compression leaves of the first
         follows = [i > 0 and span.request == chunked[i - 1].request for i, span in enumerate(chunked)]
         self.chunks = self._chunks(chunked, follows, blocks) if chunked else NO_CHUNKS
         self.compressed = [span.compressed and not later for span, later in zip(chunked, follows, strict=True)]
@@ -333,6 +335,7 @@ class StepPlan:
         if near := [span for span in [*singles, *chunked] if span.start <= span.slots.prefix > 0]:
             self.writes = self._writes(near, blocks)
             self.begun = self._begun(singles, chunked, blocks, ahead)
+        # a second part starts at a position that the cache reaches within the step, so it cannot be checked before
         self.first_parts = [i for i, later in enumerate(follows) if not later] if any(follows) else slice(None)
         starting = [*singles, *resumed, *(span for span, later in zip(chunked, follows, strict=True) if not later)]
         self.requests = [span.request for span in starting] if checks else []
@@ -360,7 +363,7 @@ class StepPlan:
             prefix=blocks.prefix(spans),
             seeds=None if seeds is None else send(seeds, device),
             after=after,
-            made_table=rows_of(blocks.made, chosen) if any(after) else None,
+            made_table=rows_of(blocks.made_blocks, chosen) if any(after) else None,
         )
 
     def _writes(self, spans: list[Span], blocks: RequestBlocks) -> tuple[torch.Tensor, ...] | None:
@@ -369,6 +372,7 @@ class StepPlan:
         if not any(counts):
             return self.rows.writes
         begins = itertools.accumulate(counts, initial=0)
+        # one row for each token: adding its number turns the offsets into its index in the batch and its position
         columns = [
             (span.request, span.first - begin, span.start - begin) for span, begin in zip(spans, begins, strict=False)
         ]
@@ -420,6 +424,7 @@ class StepPlan:
             places.append(step["table"])
         if len(chunks):
             budgets, pages = shares.place(layer, self.tails, self.compressed, chunks.budgets, chunks.windows)
+            # a memo of its own, since what is memoised depends on the pages
             chunks = replace(chunks, budgets=budgets, table=pages, _memo={})
             places.append(pages[self.first_parts])
         if self.checks and places:

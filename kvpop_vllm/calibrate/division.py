@@ -40,6 +40,7 @@ def divide(curves: Sequence[Curve], mean: float) -> list[float]:
     for number, curve in enumerate(curves):
         i, sizes, losses = 0, curve.sizes, curve.losses
         while i < len(sizes) - 1:
+            # the steepest chord from here: the next edge of the lower hull
             slope, j = max(((losses[i] - losses[j]) / (sizes[j] - sizes[i]), j) for j in range(i + 1, len(sizes)))
             if slope <= 0:
                 break
@@ -48,6 +49,7 @@ def divide(curves: Sequence[Curve], mean: float) -> list[float]:
     heads = sum(len(curve.heads) for curve in curves)
     slots = [float(curve.sizes[0]) for curve in curves]
     left = mean * heads - sum(len(curve.heads) * size for curve, size in zip(curves, slots, strict=True))
+    # hulls fall less and less steeply, so the falls of a curve come in their order
     for _, number, size in sorted(falls, reverse=True):
         more = min(size, left / len(curves[number].heads))
         slots[number] += more

@@ -58,6 +58,7 @@ class RowReplay:
         self.inputs: list[torch.Tensor] = []
         self.arguments: list[dict] = []
         self._input: torch.Tensor | None = None
+        # layers run again one by one later, with what the decoder has handed each of them
         hooks = [layer.register_forward_pre_hook(self._note, with_kwargs=True) for layer in self.layers]
         try:
             hidden = decoder(input_ids=tokens[None], attend=_Reading(self)).last_hidden_state
@@ -84,6 +85,7 @@ class RowReplay:
             return type(value)(map(self._last, value))
         if not isinstance(value, torch.Tensor):
             return value
+        # rows or tokens come first, whatever the argument: masks, positions, rotary tables
         axis = next((i for i, size in enumerate(value.shape[:2]) if size == self.length), None)
         return value if axis is None else value.narrow(axis, self.length - self.queries, self.queries)
 
@@ -98,6 +100,7 @@ class RowReplay:
             layer: the first layer with full attention that runs again.
             attend: its attention.
         """
+        # layers before it are as in the dense pass, and so are the keys of earlier tokens in all layers
         first, dense = self.numbers[layer], Again(self)
         hidden = self.inputs[layer].expand(attend.variants, -1, -1)
         for number in range(first, len(self.layers)):
@@ -128,6 +131,7 @@ class RowReplay:
     def divergence(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return KL(dense || variant) of hidden states ``[V, Q, E]``, mean over predictions, ``[V]`` float64."""
         losses = []
+        # variant by variant, since log-probabilities of all would take V times the memory
         for variant in hidden:
             parts = zip(variant.split(POSITIONS), self.exact.split(POSITIONS), strict=True)
             of_parts = [_divergences(self._log_probabilities(part), exact) for part, exact in parts]

@@ -83,7 +83,7 @@ class Passes:
             side: name of the rows.
             rows: tokens ``[S]`` and the length of their prompt.
             choices: what to compare.
-                tick: called after each pass.
+            tick: called after each pass.
 
         Returns:
             ``kl``, KL(dense || policy) in nats per token, and ``prefill``, CPU time of the pass over that of the dense model.
@@ -94,6 +94,7 @@ class Passes:
             for values, choice in zip(measured, choices, strict=True):
                 key = [side, number, *choice]
                 if key not in self.records:
+                    # once for all choices of a row, and not at all if every one is measured
                     exact = exact or self._log_probabilities(tokens, prompt, Dense())
                     self.records.put(key, self._against(exact, tokens, prompt, choice))
                     tick()
@@ -112,5 +113,6 @@ class Passes:
         hidden = decoder_of(self.model)(input_ids=tokens[None].to(device), attend=attend).last_hidden_state
         seconds = time.process_time() - began
         head = self.model.get_output_embeddings()
+        # logits of all positions at once may take more memory than the pass itself
         parts = hidden[0, prompt : -1 : self.stride].split(POSITIONS)
         return torch.cat([head(part).float().log_softmax(-1) for part in parts]), seconds

@@ -158,6 +158,7 @@ class Plan:
             raise ConfigError(f"a prompt has {prompt} of {length} tokens, more than half: raise --length")
         after, self.decides = length - prompt, next(iter(self.specs))
         self.budgets = list(options.budgets) or [after // part for part in BUDGETS]
+        # a budget that evicts nothing would count as a perfect table
         if self.budgets[0] >= after:
             raise ConfigError(
                 f"--budget {self.budgets[0]} evicts nothing of {after} tokens: lower it, or raise --length"
@@ -172,6 +173,7 @@ class Plan:
         if self.budgets[-1] - DEFAULT_SINKS <= self.sizes[0]:
             raise ConfigError(f"a budget of {self.budgets[-1]} is too small to divide: raise --budget or --length")
         self.shards = self._shards()
+        # heads take most of the time, and layers that lose little have little to divide
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
 
     def _shards(self) -> list[Shard]:

@@ -95,7 +95,7 @@ def _passages(encoder: DocumentEncoder, documents, length: int) -> Pieces:
     rest, names, keys = np.empty(0, np.int32), [], []
     for document, ids in encoder.encode(documents):
         rest = np.concatenate([rest, ids, np.array([encoder.eos], np.int32)])
-        names, keys = [*names, document.where], [*keys, key_of(document)]
+        names, keys = [*names, document.origin], [*keys, key_of(document)]
         for number in range(len(rest) // length):
             tokens = torch.from_numpy(rest[number * length : (number + 1) * length].astype(np.int64))
             yield number, (Row(tokens, names, keys), 0)
@@ -109,4 +109,4 @@ def _documents(encoder: DocumentEncoder, documents, length: int) -> Pieces:
         if len(ids) >= length:
             tokens = torch.from_numpy(ids[:length].astype(np.int64))
             prompt = encoder.prompt_length(document, ids)
-            yield 0, (Row(tokens, [document.where], [key_of(document)]), min(prompt, length - 1))
+            yield 0, (Row(tokens, [document.origin], [key_of(document)]), min(prompt, length - 1))

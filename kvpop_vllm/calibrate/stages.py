@@ -101,6 +101,7 @@ class Stages:
         layers = self._means("layer", range(shape.num_layers))
         if not bool(layers.isfinite().all()):
             raise ConfigError("the model's predictions are not finite: choose another model or --dtype")
+        # heads take H times as long as their layer, so only those of the layers that lose most are measured
         losing = layers[:, len(sizes) // 2].argsort(descending=True, stable=True).tolist()
         split = sorted(losing[: self.plan.split])
         curves = []
@@ -122,6 +123,7 @@ class Stages:
         variants = len(sizes) * (1 if unit == "layer" else self.plan.shape.num_kv_heads)
         for layer in layers:
             key = [unit, number, layer]
+            # a call that goes on after a stop replays only rows of which something is missing
             if key not in self.records:
                 row = row or self.replay(number)
                 self.records.put(key, measure(row, layer, self.attention(number), sizes))
@@ -148,6 +150,7 @@ class Stages:
             tables |= {f"{unit}-{budget}": shares, f"{unit}-{budget}-damped": between(shares)}
         self.passes.tables |= tables
         names = list(tables)
+        # the probe costs a fraction of a pass on the kernels of serving, so it narrows the tables first
         if plan.decides == PROBE:
             windows = torch.stack(
                 [self._windows(budget, shares) for shares in tables.values() for budget in plan.budgets]
@@ -223,6 +226,7 @@ class Stages:
         for layer, heads, *_ in curves:
             share = float(shares[layer, heads[0]])
             sizes = {best: share}
+            # the addend lets a head without slots get some
             for word, size in (("fewer", share / factor), ("more", factor * share + (factor - 1) / 8)):
                 changed = f"{name}-{layer}-{heads[0]}-{word}"
                 sizes[changed] = size
@@ -236,6 +240,7 @@ class Stages:
         tables[name] = self._exchanged(
             shares, [(layer, heads, sizes[table]) for (layer, heads, *_), sizes, table in units]
         )
+        # changes that each help alone may help less together
         tables[f"{name}-damped"] = between(tables[name], shares)
         scores = self._measured([name, f"{name}-damped", min(better, key=losses.get)])
         name = min(scores, key=scores.get)
@@ -276,9 +281,9 @@ class Stages:
 
     def _choice(self, budget: int, table: str) -> Choice:
         """Return the policy that decides with a table of shares."""
-        return self._of(self.plan.decides, budget, WINDOWS[0], table)
+        return self._choice_of(self.plan.decides, budget, WINDOWS[0], table)
 
-    def _of(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
+    def _choice_of(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
         """Return a policy with a table of shares and a window, a fraction of ``B - s``; None for its own."""
         fitted = fraction is None or table == EQUAL or self.plan.specs[name].scorer
         return Choice(name, budget, None if fitted else self._window(name, fraction, budget), table)
@@ -307,7 +312,7 @@ class Stages:
         for name, spec in self.plan.specs.items():
             if name == PROBE or spec.scorer or table == EQUAL:
                 continue
-            choices = [self._of(name, budget, part, table) for part in WINDOWS]
+            choices = [self._choice_of(name, budget, part, table) for part in WINDOWS]
             measured = self._over("search", self.plan.text.measured[: self.plan.searched], choices)
             means = [fmean(record["kl"] for record in records) for records in measured]
             best[name] = WINDOWS[means.index(min(means))]
@@ -322,7 +327,7 @@ class Stages:
         text, pairs, lines = self.plan.text, [], []
         for name in self.plan.specs:
             for budget in self.plan.budgets:
-                shared = self._of(name, budget, windows.get(name), table)
+                shared = self._choice_of(name, budget, windows.get(name), table)
                 pairs.append((Choice(name, budget, None, EQUAL), *([shared] if table != EQUAL else [])))
         choices = [choice for pair in pairs for choice in pair]
         measured = dict(zip(choices, self._over("held-out", text.held_out, choices), strict=True))

@@ -118,6 +118,7 @@ def read_calibration(source: str) -> Calibration:
     if not path.is_file():
         raise ConfigError(f"--kv-calibration {source} has no {NAME}: give the folder of a finished 'kvpop calibrate'")
     content = read_json(path, AGAIN)
+    # a shares.json may have another name: its format tells it from a file of shares alone
     named = isinstance(content, dict) and content.get("format") == SCHEMA.header["format"]
     if (path.name != NAME and not named) or (isinstance(content, dict) and set(content) == {"shares"}):
         return _only_shares(content, path)

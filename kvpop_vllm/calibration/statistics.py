@@ -27,7 +27,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
 from kvpop_vllm.rope import band_norms, check_rope, inverse_frequencies, rope_at
 from kvpop_vllm.schemas import NAME, Schema, check_same_model, integer
-from kvpop_vllm.tensor_files import reading, write_files
+from kvpop_vllm.tensor_files import reading, require_files, write_files
 
 ADVICE = "calibrate the model again"
 SCHEMA = Schema("query-statistics", advice=f": {ADVICE}")
@@ -115,18 +115,12 @@ class QueryStatistics:
 def read_statistics(folder: str | Path) -> QueryStatistics:
     """Return the checked statistics of a folder."""
     path, tensors_path = Path(folder) / CONFIG_NAME, Path(folder) / TENSORS_NAME
-    if not path.is_file():
-        raise ConfigError(
-            f"no statistics at {str(folder)!r}: {CONFIG_NAME} is missing; give a folder of 'kvpop calibrate'"
-        )
+    advice = "give a folder of 'kvpop calibrate'"
+    require_files(folder, CONFIG_NAME, TENSORS_NAME, kind="statistics", advice=advice)
     config = SCHEMA.body(read_json(path, ADVICE), str(path))
     SCHEMA.check_keys(config, [*RULES, "rope", "layers"], ("layers",), str(path))
     SCHEMA.check(config, RULES, str(path))
     config["layers"] = tuple(SCHEMA.layers(config, str(path)))
-    if not tensors_path.is_file():
-        raise ConfigError(
-            f"no statistics at {str(folder)!r}: {TENSORS_NAME} is missing; give a folder of 'kvpop calibrate'"
-        )
     with reading(tensors_path):
         tensors = load_file(tensors_path)
     layers = config["num_layers"]

@@ -37,7 +37,7 @@ from kvpop_vllm.model_shape import positions_of, read_model_config, shape_of, te
 from kvpop_vllm.rope import check_rope, rope_at, rope_of, turned
 from kvpop_vllm.schemas import NAME, Rule, Schema, check_same_model, integer
 from kvpop_vllm.supported import FULL, has_sinks, layer_kinds, unserved
-from kvpop_vllm.tensor_files import reading, write_folder
+from kvpop_vllm.tensor_files import reading, require_files, write_folder
 
 __all__ = [
     "Cartridge",
@@ -208,9 +208,7 @@ def read_config(folder: str | Path) -> CartridgeConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         _refuse_pickle(folder)
-        raise ConfigError(
-            f"no cartridge at {str(folder)!r}: {CONFIG_NAME} is missing; give a folder that 'kvpop compact' wrote"
-        )
+        require_files(folder, CONFIG_NAME, kind="cartridge", advice="give a folder that 'kvpop compact' wrote")
     return CartridgeConfig.from_dict(read_json(path, "write the cartridge again"), str(path))
 
 
@@ -228,7 +226,7 @@ def read_cartridge(folder: str | Path) -> Cartridge:
     config, path = read_config(folder), folder / TENSORS_NAME
     if not path.is_file():
         _refuse_pickle(path.parent)
-        raise ConfigError(f"no cartridge at {str(folder)!r}: {TENSORS_NAME} is missing; copy the whole folder")
+        require_files(folder, TENSORS_NAME, kind="cartridge", advice="copy the whole folder")
     with reading(path), safe_open(path, "pt") as file:
         headers = {name: file.get_slice(name) for name in file.keys()}
         tensors = {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}

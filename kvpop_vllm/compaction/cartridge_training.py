@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,11 +121,11 @@ def train_cartridge(
     arguments = {"slots": slots, "chunk": chunk} | asdict(training)
     arguments |= {name: getattr(options, name) for name in ("dtype", "seed", "place", "system")}
     corpus = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)}
-    began_as = start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
     run = Path(out) / "run"
-    settings = (
-        {"model": str(Path(model).resolve())} | arguments | {"corpus": corpus, "start": began_as, "head": place.head}
-    )
+    # digests, since a continued run must begin with the contents of the same files
+    start_digest = start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
+    settings = {"model": str(Path(model).resolve())} | arguments
+    settings |= {"corpus": corpus, "start": start_digest, "head": place.head}
     # before the model is loaded, so that another --out is refused at once
     check_same_run(Path(out), settings)
 
@@ -133,14 +134,12 @@ def train_cartridge(
     conversations = []
     if training.steps:
         stop = stop_tokens(model, tokenizer)
-
-        def start_sampler() -> AbstractContextManager[Sampler]:
-            if loaded is not None:
-                return nullcontext(TransformersSampler(loaded, stop))
-            return engine(model, options.dtype, chunk + room, stop)
-
+        # a function, since a run whose conversations are complete starts no sampler
+        sampler = (
+            partial(engine, model, options.dtype, chunk + room, stop) if engine else partial(_sampler, loaded, stop)
+        )
         path, how = run / "conversations.jsonl", {"longest": chunk, "seed": options.seed}
-        conversations = _conversations(path, place, tokens, training.conversations, start_sampler, **how)
+        conversations = _conversations(path, place, tokens, training.conversations, sampler, **how)
     loaded = load(model, options.dtype) if loaded is None else loaded
     layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
     cache = TrainedCache(layers).to(next(loaded.parameters()).device)
@@ -157,6 +156,11 @@ def train_cartridge(
     loss = f"loss {last['loss']:.4f}, " if last else ""
     print(f"{slots} slots for {len(tokens)} tokens, {loss}{time.monotonic() - began:.0f} s: wrote {out}")
     return config
+
+
+def _sampler(model: torch.nn.Module, stop: set[int]) -> AbstractContextManager[Sampler]:
+    """Return a context of a loaded model's sampler, as an engine returns one of its own."""
+    return nullcontext(TransformersSampler(model, stop))
 
 
 def _start(

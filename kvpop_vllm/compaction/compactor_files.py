@@ -21,7 +21,7 @@ from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
 from kvpop_vllm.schemas import Schema, integer
-from kvpop_vllm.tensor_files import reading, write_folder
+from kvpop_vllm.tensor_files import reading, require_files, write_folder
 
 SCHEMA = Schema(
     "compactor",
@@ -87,11 +87,7 @@ def read_compactor(folder: str | Path, model: str | Path, slots: int | None = No
     """
     folder = Path(folder)
     path, tensors = folder / CONFIG_NAME, folder / TENSORS_NAME
-    for file in (path, tensors):
-        if not file.is_file():
-            raise ConfigError(
-                f"no compactor at {str(folder)!r}: {file.name} is missing; train one: kvpop train-compactor"
-            )
+    require_files(folder, CONFIG_NAME, TENSORS_NAME, kind="compactor", advice="train one: kvpop train-compactor")
     config = CompactorConfig.from_dict(read_json(path, "copy the compactor again"), str(path))
     check_base(config, model, f"the compactor {folder}", "compactor")
     if slots not in (None, config.slots):

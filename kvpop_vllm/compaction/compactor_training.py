@@ -60,7 +60,7 @@ class StillOptions:
     seed: int = 0
 
     @property
-    def own(self) -> int:
+    def tokens_after(self) -> int:
         """Tokens after a window."""
         return self.window // OWN
 
@@ -89,8 +89,8 @@ def example_of(row: torch.Tensor, number: int, options: StillOptions) -> tuple[t
     size = int(torch.randint(options.window // 2, options.window + 1, (), generator=draws))
     tokens = row[options.window - size :]
     if number % 2:
-        first = int(torch.randint(size - options.own + 1, (), generator=draws))
-        tokens = torch.cat([tokens[:size], tokens[first : first + options.own]])
+        first = int(torch.randint(size - options.tokens_after + 1, (), generator=draws))
+        tokens = torch.cat([tokens[:size], tokens[first : first + options.tokens_after]])
     return tokens, size
 
 
@@ -142,6 +142,7 @@ class StillTrainer(CosineLoop):
         for number in range(step * options.batch, (step + 1) * options.batch):
             kl, ce = still_losses(self.model, self.trained, *example_of(self.rows[number], number, options))
             loss = options.kl * kl + options.ce * ce
+            # window by window: the graph of one is as large as its teacher's activations
             (loss / options.batch).backward()
             total += torch.stack([loss, kl, ce]).detach().cpu() / options.batch
         return dict(zip(("loss", "kl", "ce"), total.tolist(), strict=True))
@@ -175,17 +176,18 @@ def train_compactor(
     options.check()
     base = base_of(model)
     positions = positions_of(read_model_config(model))
-    if positions is not None and options.window + options.own > positions:
+    if positions is not None and options.window + options.tokens_after > positions:
         raise ConfigError(f"the model has {positions} positions: lower --window to {positions * OWN // (OWN + 1)}")
     run = Path(out) / "run"
     settings = {"seed": options.seed, "vocab_size": vocabulary_of(model), "folder": run}
-    rows = PackedTokens(data, load_tokenizer(model), options.window + options.own, **settings)
+    rows = PackedTokens(data, load_tokenizer(model), options.window + options.tokens_after, **settings)
     provenance = {"kvpop": __version__, "data": rows.fingerprint, "arguments": asdict(options)}
     config = CompactorConfig(**base, slots=slots, width=WIDTH, provenance=provenance)
     run_settings = {"model": str(Path(model).resolve())} | asdict(options) | {"data": rows.fingerprint}
     new = not Path(out).exists()
     check_same_run(Path(out), run_settings)
     try:
+        # the first row reads the text, so that bad text is refused before the model loads
         first = rows[0][: options.window].tolist()
     except ConfigError as error:
         if new:  # so that the mended command finds no other run there

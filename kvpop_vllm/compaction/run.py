@@ -80,7 +80,7 @@ def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
     parts = []
     for document in documents_of(find_sources([data])):
         content = document.content
-        parts.append(content if isinstance(content, str) else render(place.tokenizer, content, document.where))
+        parts.append(content if isinstance(content, str) else render(place.tokenizer, content, document.origin))
     text = "\n\n".join(parts)
     if not text.strip():
         raise ConfigError(f"{data} holds no text: give --data another file")

@@ -61,6 +61,7 @@ class Packed:
 
 def packs(conversations: Sequence[Conversation], max_tokens: int = PACK) -> list[list[Conversation]]:
     """Return the conversations in their order, in packs of at most ``max_tokens`` tokens, or of one conversation."""
+    # greedily in order, so that the pack of a conversation depends on those before it alone
     packed, room = [], -1
     for conversation in conversations:
         size = len(conversation.prompt) + len(conversation.answer)

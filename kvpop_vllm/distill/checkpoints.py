@@ -65,7 +65,7 @@ class Checkpoints:
             OSError: the state cannot be written; earlier checkpoints are untouched.
         """
         draft = self.folder / f"draft-{step}"
-        own = draft / f"process-{rank()}.pt"
+        random_state = draft / f"process-{rank()}.pt"
         if is_main():
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -75,8 +75,8 @@ class Checkpoints:
                 warnings.simplefilter("ignore")  # torch warns that a single process saves "non-collectively"
                 dcp.save(_state(model, optimiser), checkpoint_id=draft)
             gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-            torch.save({"rng": torch.get_rng_state(), "cuda_rng": gpu}, own)
-            to_disk(own)
+            torch.save({"rng": torch.get_rng_state(), "cuda_rng": gpu}, random_state)
+            to_disk(random_state)
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             shutil.rmtree(draft, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free >> 20
@@ -133,10 +133,10 @@ class Checkpoints:
         set_state_dict(
             model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"], options=_OPTIONS
         )
-        own = torch.load(folder / f"process-{rank() % processes}.pt", weights_only=True)
-        torch.set_rng_state(own["rng"])
-        if own["cuda_rng"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(own["cuda_rng"])
+        random_state = torch.load(folder / f"process-{rank() % processes}.pt", weights_only=True)
+        torch.set_rng_state(random_state["rng"])
+        if random_state["cuda_rng"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random_state["cuda_rng"])
 
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)

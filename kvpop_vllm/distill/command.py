@@ -81,19 +81,19 @@ def recipe_of(options) -> Recipe:
     Raises:
         ConfigError: a value is invalid, an option has no effect, or options contradict each other.
     """
-    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Recipe)}
+    overrides = {f.name: getattr(options, f.name) for f in dataclasses.fields(Recipe)}
     preset = RECIPES[options.recipe or "paper"]
     if options.shares is not None:
         from kvpop_vllm.distill.shares import read_shares
 
-        given["shares"] = read_shares(options.shares, options.model, options.length or preset.length)
-    recipe = dataclasses.replace(preset, **{n: v for n, v in given.items() if v is not None})
+        overrides["shares"] = read_shares(options.shares, options.model, options.length or preset.length)
+    recipe = dataclasses.replace(preset, **{n: v for n, v in overrides.items() if v is not None})
     if options.train_base is False and recipe.trains_base:
         raise ConfigError(f"--phase {options.phase} trains the base model: leave --no-train-base out")
     if options.action == "teacher":  # the recipe identifies the run that the logits are for
         return recipe
-    off = [f.name for f in dataclasses.fields(Recipe) if f.default is False and given[f.name] is False]
-    if unused := recipe.without_effect([n for n, value in given.items() if value is not None and n not in off]):
+    off = [f.name for f in dataclasses.fields(Recipe) if f.default is False and overrides[f.name] is False]
+    if unused := recipe.without_effect([n for n, value in overrides.items() if value is not None and n not in off]):
         name, why = unused
         remedy = ", or give --train-base" if "frozen" in why else ""
         raise ConfigError(f"{_flag(name)} {why}: leave it out{remedy}")
@@ -113,12 +113,12 @@ def _refuse_options_of_others(options) -> None:
         ConfigError: names the option.
     """
     recipe = tuple(f.name for f in dataclasses.fields(Recipe))
-    others = {
+    unused = {
         "train": ("rows",),
         "teacher": ("teacher", *TRAINING),
         "texts": ("model", "recipe", "teacher", *TRAINING, "stream", "processes", "rows", "threads", *recipe),
     }
-    for name in others[options.action]:
+    for name in unused[options.action]:
         if getattr(options, name) is not None:
             raise ConfigError(f"kvpop distill {options.action} has no use for {_flag(name)}: leave it out")
 
@@ -138,10 +138,10 @@ def distill(options) -> None:
     if options.action == "texts":
         from kvpop_vllm.distill.texts import KINDS, fetch_texts
 
-        found = fetch_texts(options.out, options.data)
-        for name, (documents, characters) in found.items():
+        texts = fetch_texts(options.out, options.data)
+        for name, (documents, characters) in texts.items():
             print(f"{name}: {documents} documents, {characters} characters")
-        if missing := [name for name in options.data or KINDS if name not in found]:
+        if missing := [name for name in options.data or KINDS if name not in texts]:
             raise ConfigError(
                 f"no {', '.join(missing)} among the texts: to do without, name the other kinds with --data"
             )

@@ -90,6 +90,7 @@ class TokenFile:
         } | ({"prompts": True} if prompts else {})
         if conditions := sources[0].selection.conditions:
             self.made_from["select"] = conditions
+        # fingerprints are of samples: a change between them shows in the time alone
         self.modified = [file.stat().st_mtime_ns for source in sources for file in source.files]
 
     def load(self) -> Stored:
@@ -104,19 +105,20 @@ class TokenFile:
             with suppress(OSError):  # file systems without locks: every process writes, and the last one's file stays
                 fcntl.flock(lock, fcntl.LOCK_EX)
             note = json.loads(self.note.read_text()) if self.note.exists() else {}
-            made = note.get("made_from"), note.get("modified")
-            if made != (self.made_from, self.modified) or not self._whole(note):
+            origin = note.get("made_from"), note.get("modified")
+            if origin != (self.made_from, self.modified) or not self._is_complete(note):
                 note = self._write()
             size, documents = note["ids"], note["documents"]
             ids = np.memmap(self.path, np.int32, "r", shape=size) if size else np.empty(0, np.int32)
             lengths = np.fromfile(self.path, np.int64, documents, offset=4 * size)
             shares = np.fromfile(self.path, np.float64, documents, offset=4 * size + 8 * documents)
-            behind = 4 * size + 16 * documents
-            prompts = np.fromfile(self.path, np.int64, documents, offset=behind) if self.prompts else None
+            prompts_offset = 4 * size + 16 * documents
+            prompts = np.fromfile(self.path, np.int64, documents, offset=prompts_offset) if self.prompts else None
         return Stored(ids, lengths, shares, note["read"], prompts)
 
-    def _whole(self, note: dict) -> bool:
+    def _is_complete(self, note: dict) -> bool:
         """Return whether the file holds all arrays."""
+        # int32 ids; lengths, shares and prompts have 8 bytes each
         size = 4 * note["ids"] + (24 if self.prompts else 16) * note["documents"]
         return self.path.exists() and self.path.stat().st_size == size
 
@@ -133,6 +135,7 @@ class TokenFile:
             lengths.tofile(file)
             shares.tofile(file)
             prompts.tofile(file)
+        # the note comes last: a process that is stopped before leaves a file that is written again
         note = {
             "made_from": self.made_from,
             "modified": self.modified,
@@ -182,13 +185,13 @@ class TokenFile:
 
     def _distinct(self) -> Iterator[Document]:
         """Yield the documents that are not empty, each content once."""
-        seen = set()
+        digests = set()
         for document in documents_of(self.sources):
             text = _text_of(document)
             if has_content(document):
                 self.read += 1
-                if (digest := _digest(text)) not in seen:
-                    seen.add(digest)
+                if (digest := _digest(text)) not in digests:
+                    digests.add(digest)
                     yield document
 
 
@@ -343,7 +346,7 @@ class StoredRows(Rows):
             other.__dict__.pop(name, None)
         return other
 
-    def _taken(self, stored: Stored) -> np.ndarray:
+    def _in_split(self, stored: Stored) -> np.ndarray:
         """Return which documents are this split's and not too long, ``[documents]`` booleans."""
         ours = in_split(stored.shares, self.split, *self.shares)
         return ours if self.longest is None else ours & (stored.lengths <= self.longest)
@@ -403,7 +406,7 @@ class PackedTokens(StoredRows):
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids of all documents, and where the pieces of this split begin and end in them."""
         stored = self.file.load()
-        ours = self._taken(stored)
+        ours = self._in_split(stored)
         ends = stored.lengths.cumsum()[ours]
         lengths = stored.lengths[ours]
         step = self.piece - 1
@@ -433,15 +436,15 @@ class PackedTokens(StoredRows):
     def __getitem__(self, row: int) -> torch.Tensor:
         """Return a row, ``[S]`` int64."""
         ids, first, end = self._pieces
-        parts, at, stop = [], row * self.length, (row + 1) * self.length
-        while at < stop:
-            epoch, place = divmod(at, self.pass_tokens)
+        parts, token, stop = [], row * self.length, (row + 1) * self.length
+        while token < stop:
+            epoch, place = divmod(token, self.pass_tokens)
             order, ends = self._order(epoch)
             number = np.searchsorted(ends, place, side="right")
             piece = order[number]
             tokens = np.append(ids[first[piece] : end[piece]], self.tokens.eos)
-            parts.append(tokens[place - ends[number] :][: stop - at])
-            at += len(parts[-1])
+            parts.append(tokens[place - ends[number] :][: stop - token])
+            token += len(parts[-1])
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
     def prompt_length(self, row: int) -> int:
@@ -482,12 +485,12 @@ class DocumentRows(StoredRows):
     def _documents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Ids of all documents, and where the rows' documents begin and end in them, and their prompts' lengths."""
         stored = self.file.load()
-        ours = self._taken(stored)
+        ours = self._in_split(stored)
         ends, lengths, prompts = stored.lengths.cumsum()[ours], stored.lengths[ours], stored.prompts[ours]
         rows = np.minimum(lengths + 1, self.length)
         enough = rows - (prompts if self.behind_prompt else 0) >= self.shortest
-        where = " behind its prompt" if self.behind_prompt else ""
-        short = "" if enough.any() else f"no document of {self.shortest} tokens{where}"
+        place = " behind its prompt" if self.behind_prompt else ""
+        short = "" if enough.any() else f"no document of {self.shortest} tokens{place}"
         self._check(stored, len(lengths), "give longer documents, raise --length, or lower --topk or --window", short)
         return stored.ids, (ends - lengths)[enough], ends[enough], np.minimum(prompts, rows - 1)[enough]
 

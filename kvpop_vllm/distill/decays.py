@@ -36,8 +36,8 @@ def decay_grid(decay: Decay) -> torch.Tensor:
     fast, slow = -math.log(decay.min), -math.log(decay.max)
     if not 0 < slow < fast:
         raise ValueError(f"fitted decays need min < max < 1, got {decay.min} and {decay.max}")
-    at = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS
-    return -fast * (slow / fast) ** at
+    exponents = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS
+    return -fast * (slow / fast) ** exponents
 
 
 def lost_mass(
@@ -69,19 +69,19 @@ def lost_mass(
         of a KV head.
     """
     heads, length = k.shape[1], k.shape[2]
-    asked = q[:, :, positions].float().unflatten(1, (heads, -1))
-    logits = asked @ k.float().unsqueeze(2).transpose(-1, -2) * scale
+    queries = q[:, :, positions].float().unflatten(1, (heads, -1))
+    logits = queries @ k.float().unsqueeze(2).transpose(-1, -2) * scale
     mass = torch.exp(logits - lse[:, :, positions].unflatten(1, (heads, -1)).unsqueeze(-1)).mean(2)
     t = torch.arange(length, device=k.device)
     mass *= t >= budgets[0].sinks
-    found = []
+    losses = []
     for roles, score, slots in zip(budgets, scores, topk or [None] * len(budgets), strict=True):
         left = mass * (t <= positions.unsqueeze(-1) - roles.window)
         for log_gamma in log_gammas:
             rank, cutoff = running_cutoffs(score, log_gamma.expand(heads), roles, slots)
             evicted = rank.unsqueeze(2) > cutoff[:, :, positions].unsqueeze(-1)
-            found.append((left * evicted).sum(-1).mean((0, 2)))
-    return torch.stack(found).view(len(budgets), len(log_gammas), heads)
+            losses.append((left * evicted).sum(-1).mean((0, 2)))
+    return torch.stack(losses).view(len(budgets), len(log_gammas), heads)
 
 
 def budgets_of(student: Student, prompt: int = 0) -> list[Retention]:

@@ -20,14 +20,14 @@ from kvpop_vllm.model_hook import GateInputs
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Signals
 
-Given = Callable[[int, Signals], torch.Tensor]
+GateScores = Callable[[int, Signals], torch.Tensor]
 """Gate function: ``gate_scores(layer, signals of tokens [B, S]) -> [B, S, H]`` float32, the gate's scores."""
 
 
 class _Gated(GateInputs):
     """Base class of an :class:`~kvpop_vllm.model_hook.Attend` that also receives the attention's input."""
 
-    def __init__(self, gate_scores: Given):
+    def __init__(self, gate_scores: GateScores):
         super().__init__()
         self.gate_scores = gate_scores
 
@@ -52,7 +52,7 @@ class TrimKVAttend(_Gated):
         losses: layer -> its capacity loss.
     """
 
-    def __init__(self, gate_scores: Given, capacity: int, protected: int = 0):
+    def __init__(self, gate_scores: GateScores, capacity: int, protected: int = 0):
         super().__init__(gate_scores)
         self.capacity, self.protected = capacity, protected
         self.losses: dict[int, torch.Tensor] = {}
@@ -99,7 +99,7 @@ class DMSAttend(_Gated):
             the same noise.
     """
 
-    def __init__(self, gate_scores: Given, roles: Retention, target: float, tau: float, seed: int):
+    def __init__(self, gate_scores: GateScores, roles: Retention, target: float, tau: float, seed: int):
         super().__init__(gate_scores)
         self.roles, self.target, self.tau, self.seed = roles, target, tau, seed
         self.evicted: dict[int, torch.Tensor] = {}
@@ -109,9 +109,10 @@ class DMSAttend(_Gated):
         keep = self.scores(layer, k, v)
         logit = (self._noise(layer, keep) - keep) / self.tau
         alpha, sinks = logit.sigmoid(), self.roles.sinks
+        # the value of the decision with the gradient of alpha
         decided = (alpha > 0.5).to(alpha.dtype) - alpha.detach() + alpha
         self.evicted[layer] = decided[..., sinks:].mean()
-        left = F.logsigmoid(-logit)
+        left = F.logsigmoid(-logit)  # log(1 - alpha)
         term = torch.cat([torch.zeros_like(left[..., :sinks]), left[..., sinks:]], -1)
         return soft_attention(q, k, v, term, after(self.roles.window), scale)
 
@@ -145,7 +146,7 @@ class KVzapAttend(_Gated):
 
     takes_sinks = True
 
-    def __init__(self, gate_scores: Given, roles: Retention, recipe: Recipe):
+    def __init__(self, gate_scores: GateScores, roles: Retention, recipe: Recipe):
         super().__init__(gate_scores)
         self.roles, self.recipe = roles, recipe
         self.errors: dict[int, torch.Tensor] = {}

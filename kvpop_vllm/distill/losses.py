@@ -38,31 +38,33 @@ class RetentionLoss:
         self.losses: dict[int, torch.Tensor] = {}
         self.recalls: dict[int, torch.Tensor] = {}
 
-    def __call__(self, seen: Pass) -> None:
+    def __call__(self, attention: Pass) -> None:
         """Add the loss and recall of one layer."""
         roles, recipe = self.roles, self.recipe
-        q, k = seen.q.detach(), seen.k.detach()
-        lse = dense_attention(q, k, k, seen.scale, seen.sink_logits)[1] if recipe.exact_targets else seen.lse
+        q, k = attention.q.detach(), attention.k.detach()
+        lse = attention.lse
+        if recipe.exact_targets:  # the pass has the log-normalisers of sparse attention
+            lse = dense_attention(q, k, k, attention.scale, attention.sink_logits)[1]
         target = retention_target(
             q,
             k,
             lse,
             window=roles.window,
-            scale=seen.scale,
+            scale=attention.scale,
             lookahead=recipe.lookahead,
             normalise=recipe.normalise,
             groups=recipe.groups,
         )
-        loss = seen.score.sum() * 0  # of a row that evicts nothing
-        seed = self.seed * 1000 + seen.layer
+        loss = attention.score.sum() * 0  # of a row that evicts nothing
+        seed = self.seed * 1000 + attention.layer
         if recipe.boundary:
             loss = recipe.boundary * ops.boundary_loss(
-                seen.score,
+                attention.score,
                 target,
-                seen.log_gamma,
+                attention.log_gamma,
                 sinks=roles.sinks,
                 window=roles.window,
-                topk=seen.topk,
+                topk=attention.topk,
                 step=roles.step,
                 tau=recipe.tau,
                 samples=recipe.samples,
@@ -70,14 +72,14 @@ class RetentionLoss:
                 balance=BALANCE if recipe.balance else None,
                 generator=torch.Generator().manual_seed(seed),
             )
-        begins = [roles.first_long + topk for topk in seen.topk]
+        begins = [roles.first_long + topk for topk in attention.topk]
         if recipe.listwise and min(begins) < target.shape[-1]:
             positions = _positions(recipe.lists, min(begins), target.shape[-1], seed)
-            options = {"scale": seen.scale, "groups": recipe.groups, "begins": begins}
-            lists = listwise_loss(seen.score, seen.log_gamma, q, k, lse, positions, roles, **options)
+            options = {"scale": attention.scale, "groups": recipe.groups, "begins": begins}
+            lists = listwise_loss(attention.score, attention.log_gamma, q, k, lse, positions, roles, **options)
             loss = loss + recipe.listwise * lists
-        self.losses[seen.layer] = loss
-        self.recalls[seen.layer] = _teacher_recall(seen, target, roles)
+        self.losses[attention.layer] = loss
+        self.recalls[attention.layer] = _teacher_recall(attention, target, roles)
 
     def total(self) -> torch.Tensor:
         """Return the mean loss over layers."""
@@ -95,15 +97,15 @@ def _positions(count: int, first: int, end: int, seed: int) -> list[int]:
 
 
 @torch.no_grad()
-def _teacher_recall(seen: Pass, target, roles: Retention) -> torch.Tensor:
-    rank, cutoff = running_cutoffs(target, seen.log_gamma, roles, seen.topk)
+def _teacher_recall(attention: Pass, target, roles: Retention) -> torch.Tensor:
+    rank, cutoff = running_cutoffs(target, attention.log_gamma, roles, attention.topk)
     # half way from B to the end: targets of the youngest tokens rest on few queries
     q = (roles.budget + target.shape[-1]) // 2
-    if q >= target.shape[-1] or not any(seen.topk):
+    if q >= target.shape[-1] or not any(attention.topk):
         return torch.ones((), device=target.device)
     teacher = kept_at(rank, cutoff, q, roles)
-    agreed = (teacher & kept_at(seen.rank, seen.cutoff, q, roles)).sum(-1)
-    heads = [h for h, topk in enumerate(seen.topk) if topk and roles.first_long + topk <= q]
+    agreed = (teacher & kept_at(attention.rank, attention.cutoff, q, roles)).sum(-1)
+    heads = [h for h, topk in enumerate(attention.topk) if topk and roles.first_long + topk <= q]
     if not heads:
         return torch.ones((), device=target.device)
     return torch.stack([agreed[:, h] / teacher[:, h].sum(-1) for h in heads]).mean()

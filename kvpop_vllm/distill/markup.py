@@ -85,9 +85,9 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         if tag in self.EMPTY:
             return self.handle_startendtag(tag, attributes)
-        given = dict(attributes)
-        classes = (given.get("class") or "").split()
-        navigation = given.get("id") in ("title", "banner") or {"docnav", "toc"} & set(classes)
+        attributes = dict(attributes)
+        classes = (attributes.get("class") or "").split()
+        navigation = attributes.get("id") in ("title", "banner") or {"docnav", "toc"} & set(classes)
         if self.skipping or navigation or tag in ("head", "script", "style"):
             self.skipping += 1
         elif tag in self.BLOCKS:

@@ -48,7 +48,7 @@ class TrainingError(RuntimeError):
     """Error that stops training; the message gives the step and the last good checkpoint."""
 
 
-def told(default, text: str):
+def option(default, text: str):
     """Return a field of a recipe with its default and its line in the command's help."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": text})
@@ -68,102 +68,104 @@ class Recipe:
     dense attention.
     """
 
-    phase: str = told("sparsify", ", ".join(PHASES))
-    length: int = told(16384, "S, tokens per row")
-    pack: bool = told(
+    phase: str = option("sparsify", ", ".join(PHASES))
+    length: int = option(16384, "S, tokens per row")
+    pack: bool = option(
         True,
         "fill rows with documents one after another; else a row is one document of at most S tokens, and a loss at the output covers what follows its prompt",
     )
-    protect_prompt: bool = told(False, "never evict a document's prompt, as --kv-protect-prompt all; needs --no-pack")
-    select: list[str] = told(
+    protect_prompt: bool = option(False, "never evict a document's prompt, as --kv-protect-prompt all; needs --no-pack")
+    select: list[str] = option(
         [], "FIELD=VALUE: take records whose field has this value, or one of several; a.b is field b of field a"
     )
-    longest: int | None = told(None, "leave documents of more tokens out (default: cut them)")
-    positions: int | None = told(
+    longest: int | None = option(None, "leave documents of more tokens out (default: cut them)")
+    positions: int | None = option(
         None,
         "rows begin at random positions and end before this one, so that scorers meet the rotated keys of longer contexts (the same as --length: rows begin at 0)",
     )
-    batch: int = told(128, "rows per optimiser step, over all processes")
-    micro_batch: int = told(1, "rows of a process in one pass; the others of its share of --batch follow")
-    steps: int = told(2000, "optimiser steps")
-    seed: int = told(0, "of initialisation, data order and sampled positions")
-    train_base: bool = told(
+    batch: int = option(128, "rows per optimiser step, over all processes")
+    micro_batch: int = option(1, "rows of a process in one pass; the others of its share of --batch follow")
+    steps: int = option(2000, "optimiser steps")
+    seed: int = option(0, "of initialisation, data order and sampled positions")
+    train_base: bool = option(
         False, "sparsify, dms: train the base model too (full fine-tune); uptrain and streaming-plus train it anyway"
     )
 
-    scorer: str = told("mlstm", "mlstm, mlp or linear")
-    delayed: bool = told(True, "mlstm: read a token when it leaves the window")
-    feature_map: str = told("hedgehog", "mlstm: hedgehog or softmax")
-    gate_softcap: float | None = told(None, "mlstm: c of c * tanh(a / c) on the gates")
-    norm: bool = told(False, "mlstm: headwise RMSNorm of the readout")
-    skip: bool = told(False, "mlstm: skip connection from the scored token")
-    features: int | None = told(None, "mlstm: columns of its q and k projections (default: D / 2 for hedgehog, else D)")
-    value_size: int | None = told(None, "mlstm: width of its value projection (default: D)")
-    project_values: bool = told(True, "mlstm: project values; else they are used as they are")
-    hidden: int | None = told(None, "mlp: its hidden width (default: D)")
-    gate_reads: str = told(
+    scorer: str = option("mlstm", "mlstm, mlp or linear")
+    delayed: bool = option(True, "mlstm: read a token when it leaves the window")
+    feature_map: str = option("hedgehog", "mlstm: hedgehog or softmax")
+    gate_softcap: float | None = option(None, "mlstm: c of c * tanh(a / c) on the gates")
+    norm: bool = option(False, "mlstm: headwise RMSNorm of the readout")
+    skip: bool = option(False, "mlstm: skip connection from the scored token")
+    features: int | None = option(
+        None, "mlstm: columns of its q and k projections (default: D / 2 for hedgehog, else D)"
+    )
+    value_size: int | None = option(None, "mlstm: width of its value projection (default: D)")
+    project_values: bool = option(True, "mlstm: project values; else they are used as they are")
+    hidden: int | None = option(None, "mlp: its hidden width (default: D)")
+    gate_reads: str = option(
         "hidden",
         "hidden (what goes into attention); trimkv: or kv (keys and values of all heads); dms: or query (a channel of each KV head's first query, which the model gives up)",
     )
-    gate_gated: bool = told(False, "trimkv: a gated first layer (SwiGLU)")
-    gate_linear: bool = told(False, "kvzap: a linear gate, not an MLP of two layers")
-    gate_width: int = told(512, "trimkv, kvzap: hidden units of a layer's gate")
-    gate_bias: float = told(8.0, "trimkv: initial bias, beta = sigmoid of it")
-    gate_scale: float = told(100.0, "dms: factor on what the gate reads")
-    sinks: int = told(4, "s, tokens always kept at the start")
-    window: list[int] = told([256], "w, protected newest tokens; one, or one for each of --topk")
-    topk: list[int] = told(
+    gate_gated: bool = option(False, "trimkv: a gated first layer (SwiGLU)")
+    gate_linear: bool = option(False, "kvzap: a linear gate, not an MLP of two layers")
+    gate_width: int = option(512, "trimkv, kvzap: hidden units of a layer's gate")
+    gate_bias: float = option(8.0, "trimkv: initial bias, beta = sigmoid of it")
+    gate_scale: float = option(100.0, "dms: factor on what the gate reads")
+    sinks: int = option(4, "s, tokens always kept at the start")
+    window: list[int] = option([256], "w, protected newest tokens; one, or one for each of --topk")
+    topk: list[int] = option(
         [2016], "k, long-range tokens; several take turns row by row, the first is what the scorer's config says"
     )
-    shares: list[list[float]] | None = told(
+    shares: list[list[float]] | None = option(
         None,
         "heads share the long-range slots of all heads as measured: folder of 'kvpop calibrate', file of shares, or folder of a scorer that has them; the scorer is written with them (default: equally)",
     )
-    decay_step: int = told(1, "n")
-    decay_min: float = told(0.999, "smallest decay of a head")
-    decay_max: float = told(0.999999, "largest decay of a head")
-    fit_decays: bool = told(False, "after the last step, set each head's decay to the one that loses least attention")
-    fit_decay_min: float | None = told(None, "smallest decay that --fit-decays may choose (default: decay_min)")
-    fit_decay_max: float | None = told(None, "largest decay that --fit-decays may choose (default: decay_max)")
-    fit_decay_rows: int = told(6, "training rows that --fit-decays looks at")
+    decay_step: int = option(1, "n")
+    decay_min: float = option(0.999, "smallest decay of a head")
+    decay_max: float = option(0.999999, "largest decay of a head")
+    fit_decays: bool = option(False, "after the last step, set each head's decay to the one that loses least attention")
+    fit_decay_min: float | None = option(None, "smallest decay that --fit-decays may choose (default: decay_min)")
+    fit_decay_max: float | None = option(None, "largest decay that --fit-decays may choose (default: decay_max)")
+    fit_decay_rows: int = option(6, "training rows that --fit-decays looks at")
 
-    kl: float = told(1.0, "weight of the KL to the teacher's top tokens (base or gates trained)")
-    ce: float = told(0.0, "weight of cross-entropy (base or gates trained)")
-    kl_top: int = told(256, "teacher logits in the KL")
-    kl_focus: float = told(
+    kl: float = option(1.0, "weight of the KL to the teacher's top tokens (base or gates trained)")
+    ce: float = option(0.0, "weight of cross-entropy (base or gates trained)")
+    kl_top: int = option(256, "teacher logits in the KL")
+    kl_focus: float = option(
         0.0,
         "f: a position counts 1 + f p (1 - q) times in the KL, p and q the teacher's and the student's probability of the teacher's best token",
     )
-    boundary: float = told(1.0, "weight of the boundary loss")
-    listwise: float = told(0.0, "weight of the listwise loss")
-    lists: int = told(16, "query positions of the listwise loss per row and layer")
-    tau: float = told(1.0, "temperature of the boundary loss")
-    samples: int = told(64, "query positions of the boundary loss per row, layer and head")
-    margin: bool = told(True, "weight examples by the teacher's margin")
-    balance: bool = told(True, "balance keep and drop examples headwise")
-    lookahead: int | None = told(None, "L, tokens after the window that a target looks at")
-    normalise: bool = told(True, "divide a target by the number of queries that could attend")
-    groups: str = told("max", "query heads of a KV head: max or mean")
-    exact_targets: bool = told(False, "targets from dense log-normalisers (one more pass)")
+    boundary: float = option(1.0, "weight of the boundary loss")
+    listwise: float = option(0.0, "weight of the listwise loss")
+    lists: int = option(16, "query positions of the listwise loss per row and layer")
+    tau: float = option(1.0, "temperature of the boundary loss")
+    samples: int = option(64, "query positions of the boundary loss per row, layer and head")
+    margin: bool = option(True, "weight examples by the teacher's margin")
+    balance: bool = option(True, "balance keep and drop examples headwise")
+    lookahead: int | None = option(None, "L, tokens after the window that a target looks at")
+    normalise: bool = option(True, "divide a target by the number of queries that could attend")
+    groups: str = option("max", "query heads of a KV head: max or mean")
+    exact_targets: bool = option(False, "targets from dense log-normalisers (one more pass)")
 
-    capacity: float = told(1.0, "trimkv: weight of the capacity loss; M is sinks + window + topk")
-    compression: float = told(8.0, "dms: tokens per token kept that training ends with; it begins with 1")
-    borrow_steps: int = told(0, "dms: optimiser steps over which a borrowed channel leaves its query (0: at once)")
-    gumbel_tau: float = told(0.1, "dms: temperature of the relaxed decisions")
+    capacity: float = option(1.0, "trimkv: weight of the capacity loss; M is sinks + window + topk")
+    compression: float = option(8.0, "dms: tokens per token kept that training ends with; it begins with 1")
+    borrow_steps: int = option(0, "dms: optimiser steps over which a borrowed channel leaves its query (0: at once)")
+    gumbel_tau: float = option(0.1, "dms: temperature of the relaxed decisions")
 
-    lr_new: float = told(1e-3, "peak learning rate of scorers: warm-up, then cosine")
-    lr_new_end: float = told(8e-5, "learning rate of scorers at the last step")
-    warmup: int = told(100, "warm-up steps of the scorers' rate")
-    lr_base: float = told(8e-5, "peak learning rate of the base model")
-    lr_base_end: float | None = told(
+    lr_new: float = option(1e-3, "peak learning rate of scorers: warm-up, then cosine")
+    lr_new_end: float = option(8e-5, "learning rate of scorers at the last step")
+    warmup: int = option(100, "warm-up steps of the scorers' rate")
+    lr_base: float = option(8e-5, "peak learning rate of the base model")
+    lr_base_end: float | None = option(
         None, "learning rate of the base model at the last step, after --warmup and a cosine (default: constant)"
     )
-    beta1: float = told(0.9, "AdamW")
-    beta2: float = told(0.95, "AdamW")
-    weight_decay: float = told(1e-4, "AdamW")
-    clip: float = told(1.0, "largest gradient norm")
-    dtype: str = told("bfloat16", "bfloat16 or float32; ranking is float32 or better always")
-    activation_checkpointing: bool = told(True, "recompute the layers in backward")
+    beta1: float = option(0.9, "AdamW")
+    beta2: float = option(0.95, "AdamW")
+    weight_decay: float = option(1e-4, "AdamW")
+    clip: float = option(1.0, "largest gradient norm")
+    dtype: str = option("bfloat16", "bfloat16 or float32; ranking is float32 or better always")
+    activation_checkpointing: bool = option(True, "recompute the layers in backward")
 
     def __post_init__(self):
         def refuse(problem: str):
@@ -175,8 +177,8 @@ class Recipe:
             refuse(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if self.groups not in ("max", "mean"):
             refuse(f"groups must be max or mean, got {self.groups!r}")
-        if self.gate_reads not in (known := READS.get(self.phase, ("hidden",))):
-            refuse(f"gate_reads must be {' or '.join(known)} in phase {self.phase}, got {self.gate_reads!r}")
+        if self.gate_reads not in (readable := READS.get(self.phase, ("hidden",))):
+            refuse(f"gate_reads must be {' or '.join(readable)} in phase {self.phase}, got {self.gate_reads!r}")
         if self.gate_reads == "query" and not self.train_base:
             refuse("a frozen model's queries say nothing of evictions: with --gate-reads query give --train-base")
         if self.borrow_steps > self.steps:
@@ -273,7 +275,7 @@ class Recipe:
         return list(zip(windows, self.topk, strict=True))
 
     @property
-    def least(self) -> int:
+    def shortest_row(self) -> int:
         """Minimum tokens of a row, behind a protected prompt, from which something is evicted."""
         return 2 if self.phase == "uptrain" else self.sinks + max(map(sum, self.trained)) + 1
 
@@ -318,8 +320,8 @@ class Recipe:
         names = {"mlstm": ("features", "value_size", "project_values"), "mlp": ("hidden",)}.get(self.scorer, ())
         return {name: getattr(self, name) for name in names}
 
-    def without_effect(self, given: Iterable[str]) -> tuple[str, str] | None:
-        """Return the first of the fields ``given`` that has no effect in this recipe and why, or None."""
+    def without_effect(self, fields: Iterable[str]) -> tuple[str, str] | None:
+        """Return the first of ``fields`` that has no effect in this recipe and why, or None."""
         base, scorers, phase = self.trains_base, self.phase == "sparsify", self.phase
         kl = self.distils and phase != "uptrain" and self.kl > 0
         in_effect = _OF_REGRESSION.split() if self.regresses else ()
@@ -365,9 +367,9 @@ class Recipe:
             (kl, "is about the KL to a teacher, and there is none", "kl_top kl_focus"),
         )
         for applies, why, names in reasons:
-            without = (name for name in given if name in names.split() and name not in in_effect)
-            if not applies and (found := next(without, None)):
-                return found, why
+            without = (name for name in fields if name in names.split() and name not in in_effect)
+            if not applies and (unused := next(without, None)):
+                return unused, why
         return None
 
     @staticmethod

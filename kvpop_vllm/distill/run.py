@@ -61,7 +61,7 @@ def rows_of(model, data, recipe: Recipe, folder: Path, reading: Reading = READIN
     check_length(model, recipe.length)
     options = {name: getattr(recipe, name) for name in ("seed", "select", "longest")}
     options |= {"vocab_size": vocabulary_of(model)}
-    cut = {} if recipe.pack else {"shortest": recipe.least, "behind_prompt": recipe.protect_prompt}
+    cut = {} if recipe.pack else {"shortest": recipe.shortest_row, "behind_prompt": recipe.protect_prompt}
     tokenizer = load_tokenizer(model)
     if reading.stream:
         return StreamedRows(data, tokenizer, recipe.length, pack=recipe.pack, **options, **cut)
@@ -211,8 +211,8 @@ def write_teacher(
         settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)
         count = rows or recipe.steps * recipe.batch
         check_disk(Path(out), settings, count, vocabulary)
-        asked = OnlineTeacher(model, recipe, process)
-        write_rows(asked, tokens, out, settings, count, vocab_size=vocabulary, process=process)
+        online = OnlineTeacher(model, recipe, process)
+        write_rows(online, tokens, out, settings, count, vocab_size=vocabulary, process=process)
 
 
 def stored_teacher(folder: str, model: str, rows: Rows, recipe: Recipe) -> TeacherReader:

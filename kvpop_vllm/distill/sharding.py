@@ -126,6 +126,7 @@ def empty_model(folder: str | Path, dtype: torch.dtype, logits: bool = True) -> 
     config = config_to_load(folder, logits)
     if is_published(folder) or (Path(folder) / "adapter_config.json").exists():
         return None
+    # transformers changes such weights while it loads them, which a reader of shards would not
     if any(getattr(config, name, None) for name in ("quantization_config", "transformers_weights")):
         return None
     with _parameters_on_meta():
@@ -151,6 +152,7 @@ def read_weights(model: nn.Module, folder: str | Path, device: torch.device) -> 
         folder: folder of the model.
         device: device of the shards.
     """
+    # to_empty drops the values of buffers too, and those that are not saved come from no file
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     model.tie_weights()
@@ -173,6 +175,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
+    # torch.device("meta") would take the values of buffers away as well
     nn.Module.register_parameter = on_meta
     try:
         yield

@@ -54,8 +54,8 @@ def soft_attention(
     """
     blocks = []
     for first in range(0, q.shape[2], ROWS):
-        seen = min(first + ROWS, q.shape[2])
-        parts = q[:, :, first:seen], k[:, :, :seen], v[:, :, :seen], term[..., :seen]
+        end = min(first + ROWS, q.shape[2])
+        parts = q[:, :, first:end], k[:, :, :end], v[:, :, :end], term[..., :end]
         blocks.append(_recomputed(_attend_rows, *parts, first, weigh, scale))
     return torch.cat(blocks, 2)
 
@@ -72,8 +72,8 @@ def soft_sizes(term: torch.Tensor, weigh: Weigh) -> torch.Tensor:
     """
     blocks = []
     for first in range(0, term.shape[-1], ROWS):
-        seen = min(first + ROWS, term.shape[-1])
-        blocks.append(_recomputed(_sum_rows, term[..., :seen], first, weigh))
+        end = min(first + ROWS, term.shape[-1])
+        blocks.append(_recomputed(_sum_rows, term[..., :end], first, weigh))
     return torch.cat(blocks, -1)
 
 

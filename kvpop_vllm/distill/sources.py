@@ -31,13 +31,13 @@ class Document:
     Attributes:
         content: its text, or a list of messages as chat templates take them.
         group: name of its group, or None.
-        where: its name for error messages.
+        origin: its name for error messages.
         before: bytes of its source before it.
     """
 
     content: str | list[dict]
     group: str | None
-    where: str
+    origin: str
     before: float
 
 
@@ -144,16 +144,16 @@ class Jsonl(Source):
                 before += len(line)
 
 
-def _parsed(line: bytes, where: str) -> dict:
+def _parsed(line: bytes, origin: str) -> dict:
     try:
         record = json.loads(line)
     except UnicodeDecodeError:
-        raise ConfigError(f"{where} is not UTF-8: convert the file or leave the line out") from None
+        raise ConfigError(f"{origin} is not UTF-8: convert the file or leave the line out") from None
     except (ValueError, RecursionError) as error:
         problem = getattr(error, "msg", error)  # without a position, which would count within the line
-        raise ConfigError(f"{where} is not JSON ({problem}): write one object per line") from None
+        raise ConfigError(f"{origin} is not JSON ({problem}): write one object per line") from None
     if not isinstance(record, dict):
-        raise ConfigError(f"{where} is not a JSON object: write one per line, with a field `text`")
+        raise ConfigError(f"{origin} is not a JSON object: write one per line, with a field `text`")
     return record
 
 
@@ -254,7 +254,7 @@ def find_sources(paths: Iterable[str | Path] | str | Path, select: Sequence[str]
             read.
     """
     selection = Selection(select)
-    found: dict[Path, tuple[Path, type[Source]]] = {}
+    sources: dict[Path, tuple[Path, type[Source]]] = {}
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     if not paths:
         raise ConfigError("no text is given: name files or folders with --data")
@@ -264,16 +264,16 @@ def find_sources(paths: Iterable[str | Path] | str | Path, select: Sequence[str]
             raise ConfigError(f"there is no file or folder {path}: give --data one that exists")
         if not path.is_dir() and path.suffix.lower() not in FORMATS:
             raise ConfigError(f"{path} is of no kind that can be read: {', '.join(FORMATS)} or a `datasets` folder")
-        here = dict(_search(path)) if path.is_dir() else {path: FORMATS[path.suffix.lower()]}
-        if not here:
+        in_path = dict(_search(path)) if path.is_dir() else {path: FORMATS[path.suffix.lower()]}
+        if not in_path:
             raise ConfigError(f"folder {path} holds no {', '.join(FORMATS)} file and no `datasets` folder")
-        found |= {file.resolve(): (file, kind) for file, kind in here.items()}
-    files = [kind(file, selection) for _, (file, kind) in sorted(found.items())]
+        sources |= {file.resolve(): (file, kind) for file, kind in in_path.items()}
+    files = [kind(file, selection) for _, (file, kind) in sorted(sources.items())]
     return files + [Hub(data, selection) for data in data_sets(names)]
 
 
 def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:
-    others: list[str] = []
+    ignored: list[str] = []
     for parent, folders, files in os.walk(folder):
         parent = Path(parent)
         if "dataset_dict.json" in files:
@@ -289,10 +289,10 @@ def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:
             if file.suffix.lower() in FORMATS:
                 yield file, FORMATS[file.suffix.lower()]
             else:
-                others.append(file.suffix or file.name)
-    if others and os.environ.get("RANK", "0") == "0":
-        kinds = ", ".join(sorted(set(others))[:5])
-        print(f"{folder}: {len(others)} files of other kinds are passed over ({kinds})", file=sys.stderr)
+                ignored.append(file.suffix or file.name)
+    if ignored and os.environ.get("RANK", "0") == "0":
+        kinds = ", ".join(sorted(set(ignored))[:5])
+        print(f"{folder}: {len(ignored)} files of other kinds are passed over ({kinds})", file=sys.stderr)
 
 
 def columns_of(names: list[str], path: Path | str, selection: Selection) -> list[str]:
@@ -310,10 +310,10 @@ def columns_of(names: list[str], path: Path | str, selection: Selection) -> list
     return [name for name in dict.fromkeys([*FIELDS, "group", *selection.columns]) if name in names]
 
 
-def document_of(record: dict, where: str, before: float) -> Document:
+def document_of(record: dict, origin: str, before: float) -> Document:
     """Return the document of a record; see :func:`content_of` for errors."""
     group = record.get("group")
-    return Document(content_of(record, where), None if group is None else str(group), where, before)
+    return Document(content_of(record, origin), None if group is None else str(group), origin, before)
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:

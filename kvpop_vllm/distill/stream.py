@@ -141,6 +141,7 @@ class StreamedRows(Rows):
 
     def _find(self, row: int) -> int:
         """Read on until a row is there, and return its number in the block."""
+        # a stream goes forward only
         if row < self.place.row:
             self.go_to(Place())
         while row >= self.place.row + len(self.rows):
@@ -156,12 +157,13 @@ class StreamedRows(Rows):
             record = self._next(records, number)
             ends = record is None
             if not ends and record in self.selection:
-                document = document_of(record, self._where(number), 0)
+                document = document_of(record, self._record_name(number), 0)
                 if has_content(document) and in_split(share_of_document(document), self.split, *self.shares):
                     documents.append(document)
             number += 1
         tokens = [(document, ids) for document, ids in self.tokens.encode(documents) if self._fits(ids)]
         rows, prompts, rest = (self._packed if self.pack else self._documents)(place, tokens)
+        # a pass that gave nothing would be repeated for ever
         useful = place.useful or len(rows) > 0 or len(rest) > len(place.before)
         if ends and not useful:
             raise ConfigError(self._nothing())
@@ -170,7 +172,7 @@ class StreamedRows(Rows):
         number = 0 if ends else number
         self.after = Place(place.row + len(rows), place.block + 1, number, state, tuple(rest), useful and not ends)
 
-    def _where(self, record: int) -> str:
+    def _record_name(self, record: int) -> str:
         """Return the name of a record, by its number in a pass, as rows of tables are named."""
         return f"{self._names}, row {record}" + (" of all in turn" if len(self.data) > 1 else "")
 
@@ -203,6 +205,7 @@ class StreamedRows(Rows):
     def _packed(self, place: Place, tokens) -> tuple[np.ndarray, list[int], list[int]]:
         """Return the rows that a block fills, their prompts, and the tokens after them."""
         step, eos = self.piece - 1, self.tokens.eos
+        # a document longer than a piece would fill many neighbouring rows
         pieces = [ids[first : first + step] for _, ids in tokens for first in range(0, len(ids), step)]
         parts = [np.array(place.before, np.int32)]
         for number in self._permutation(place.block, len(pieces)):

@@ -100,22 +100,22 @@ class Student(nn.Module):
         score, log_gamma = self.scorers[layer](k[:, :, first:], v[:, :, first:], window=roles.window)
         return F.pad(score, (first, 0)), log_gamma
 
-    def given(self, layer: int, seen: Signals) -> torch.Tensor:
-        """Return gate scores of one layer; see :data:`kvpop_vllm.distill.gates.Given`."""
-        return self.scorers[layer](seen)
+    def gate_scores(self, layer: int, signals: Signals) -> torch.Tensor:
+        """Return gate scores of one layer; see :data:`kvpop_vllm.distill.gates.GateScores`."""
+        return self.scorers[layer](signals)
 
     def gated(self, row: int, prompt: int, step: int) -> TrimKVAttend | DMSAttend | KVzapAttend:
         """Return the attention of one row, at an optimiser step, in a phase that trains gates."""
         recipe, roles = self.recipe, self.roles(row, prompt)
         if recipe.phase == "kvzap":
-            return KVzapAttend(self.given, roles, recipe)
+            return KVzapAttend(self.gate_scores, roles, recipe)
         if recipe.phase == "trimkv":
             protected = roles.sinks if recipe.protect_prompt else 0
-            return TrimKVAttend(self.given, roles.budget - protected, protected)
+            return TrimKVAttend(self.gate_scores, roles.budget - protected, protected)
         target = eviction_target(step, recipe.steps, recipe.compression)
         if recipe.gate_reads == "query":
             borrow_channel(self.base, min(1.0, (step + 1) / recipe.borrow_steps) if recipe.borrow_steps else 1.0)
-        return DMSAttend(self.given, roles, target, recipe.gumbel_tau, seed=recipe.seed * 1_000_003 + row)
+        return DMSAttend(self.gate_scores, roles, target, recipe.gumbel_tau, seed=recipe.seed * 1_000_003 + row)
 
     def first_position(self, row: int) -> int:
         """Return the first position of a row.
@@ -204,8 +204,10 @@ class Student(nn.Module):
             cut = slice(a, a + POSITIONS)
             following = tokens[:, a + 1 : a + POSITIONS + 1]
             target = (logits[:, cut], indices[:, cut]) if use_kl else None
+            # logits of a slice are formed again in the backward pass: those of all positions would not fit
             part = checkpoint(self._slice, hidden[:, cut], following, target, use_reentrant=False)
             kl, ce = kl + part[0], ce + part[1]
+        # the last token of a row has no following one
         kl, ce = kl / length, ce / (batch * (length - 1))
         weight = 1.0 if recipe.phase == "uptrain" else recipe.ce
         loss = recipe.kl * kl + weight * ce if use_kl else weight * ce

@@ -106,6 +106,7 @@ def model_fingerprint(folder: str | Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with open(path, "rb") as file:
+            # samples, since a whole model takes minutes to read
             for place in range(0, size, max(4096, size // 256)):
                 file.seek(place)
                 digest.update(file.read(4096))
@@ -186,9 +187,11 @@ def write_rows(
             end = min(first + process.world * shard, count)
             start, parts = first + process.rank * shard, []
             for row in range(start, start + min(shard, count - first)):
+                # every process asks as often as the others, since a sharded teacher needs all of them
                 tokens = rows[min(row, count - 1)].unsqueeze(0)
                 best = ask(tokens.to(process.device))
                 if row < count:
+                    # the smallest number of float16: a KL over infinity would be NaN
                     logp = (best.logits - best.lse.unsqueeze(-1)).clamp_min(-65504).half()
                     tensors = {"tokens": tokens.int(), "ids": best.ids.to(ids), "lse": best.lse.float(), "logp": logp}
                     parts.append({name: _filled(tensor.cpu(), settings["length"]) for name, tensor in tensors.items()})
@@ -198,6 +201,7 @@ def write_rows(
                     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
                     with replacing(_shard(folder, start // shard)) as draft:
                         draft.write_bytes(save(tensors))
+                # the index names rows only when the files of all processes are on the disk
                 barrier()
                 if process.rank == 0:
                     write_whole(folder / INDEX, json.dumps(index, indent=1))
@@ -256,12 +260,12 @@ class TeacherReader:
         Raises:
             ConfigError: the row was written for other tokens, or is missing.
         """
-        found, length = self._row(row), tokens.shape[1]
-        if not torch.equal(found["tokens"].long(), _filled(tokens.cpu(), len(found["tokens"]))[0]):
+        stored, length = self._row(row), tokens.shape[1]
+        if not torch.equal(stored["tokens"].long(), _filled(tokens.cpu(), len(stored["tokens"]))[0]):
             raise ConfigError(
                 f"row {row} of {self.folder} was written for other text: write the teacher's logits again for this data"
             )
-        logits, ids = found["logp"][:length].float(), found["ids"][:length].long()
+        logits, ids = stored["logp"][:length].float(), stored["ids"][:length].long()
         return logits.unsqueeze(0).to(tokens.device), ids.unsqueeze(0).to(tokens.device)
 
     def _row(self, row: int) -> dict[str, torch.Tensor]:

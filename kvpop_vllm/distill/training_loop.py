@@ -80,6 +80,7 @@ def write_next_to_run(out: Path, write: Callable[[Path], None], *names: str) -> 
         write: writes them to a folder that does not exist.
         names: their names; the last one makes the folder what it is, so it comes last.
     """
+    # on the same file system as the folder, where a file is replaced at once
     draft = out / "run" / "draft"
     remove(draft)
     write(draft)
@@ -253,6 +254,7 @@ class Loop(ABC):
         def note(number, frame):
             self._asked_to_stop = True
 
+        # between steps parameters and optimiser agree, within one they need not
         before = signal.signal(signal.SIGTERM, note)
         try:
             yield
@@ -266,6 +268,7 @@ class Loop(ABC):
             AskedToStop: one was, by a SIGTERM.
         """
         stop = self._asked_to_stop
+        # a process that stops alone would leave the others waiting in their next collective operation
         if dist.is_initialized() and dist.get_world_size() > 1:
             stop = torch.tensor(float(stop), device=next(self.trained.parameters()).device)
             dist.all_reduce(stop, dist.ReduceOp.MAX)

@@ -75,6 +75,22 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         help="what runs all tasks but text and corpus: transformers with the kernels of serving (default), or vLLM's engine",
     )
     add("--split", choices=("train", "validation", "test", "all"), default="test")
+    _add_policies(command)
+    _add_settings(command)
+    add("--kinds", nargs="+", choices=sum(KINDS.values(), []), help="of retrieval or reasoning (default: all)")
+    _add_sampling(command)
+    _add_methods(command)
+    add("--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)")
+    add("--bucket", type=positive, metavar="N", help="positions that replay takes together (default: S / 16)")
+    add("--out", metavar="FILE.jsonl", help="all records, one per line (until all are there, in FILE.jsonl.draft)")
+    add("--report", metavar="DIR", help="write table.md, figure.png and a map of what each layer retains into DIR")
+    add("--threads", type=positive, help="CPU threads (default: all)")
+    command.set_defaults(run=lambda options: run_eval(options, engine))
+
+
+def _add_policies(command) -> None:
+    """Add the options that choose policies and vary each of them."""
+    add = command.add_argument
     add("--scorer", action="append", default=[], metavar="DIR", help="a scorer folder; may be repeated")
     add(
         "--policies",
@@ -111,16 +127,6 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         "each that can be served with each of these, as --kv-protect-prompt (default: each policy's own)",
         nargs="+",
     )
-    _add_settings(command)
-    add("--kinds", nargs="+", choices=sum(KINDS.values(), []), help="of retrieval or reasoning (default: all)")
-    _add_sampling(command)
-    _add_methods(command)
-    add("--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)")
-    add("--bucket", type=positive, metavar="N", help="positions that replay takes together (default: S / 16)")
-    add("--out", metavar="FILE.jsonl", help="all records, one per line (until all are there, in FILE.jsonl.draft)")
-    add("--report", metavar="DIR", help="write table.md, figure.png and a map of what each layer retains into DIR")
-    add("--threads", type=positive, help="CPU threads (default: all)")
-    command.set_defaults(run=lambda options: run_eval(options, engine))
 
 
 def _add_sampling(command) -> None:

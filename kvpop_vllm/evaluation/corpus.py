@@ -102,7 +102,7 @@ def used(k: torch.Tensor, bias: torch.Tensor | None) -> int:
     return k.shape[0] * k.shape[1] if bias is None else int((bias > NO_WEIGHT).sum())
 
 
-def now(device: torch.device) -> float:
+def finish_time(device: torch.device) -> float:
     """Return the time in seconds when a device has done its work."""
     # kernels run asynchronously, and without this only their launch would be timed
     if device.type == "cuda":
@@ -160,9 +160,9 @@ class Corpus:
         text, tokens = self.tokenizer.decode(document), self.place.around(document)
         questions = corpus_questions.make_questions(text, self.per_kind, f"{self.seed}/{number}")
         opened = corpus_questions.open_questions(text)
-        began = now(self.device)
+        began = finish_time(self.device)
         full = read_corpus(self.model, tokens)
-        cache = Cache([(k, v, None) for k, v in full], len(tokens), now(self.device) - began)
+        cache = Cache([(k, v, None) for k, v in full], len(tokens), finish_time(self.device) - began)
         # the sampler need not read the document again
         self.sampler.tokens, self.sampler.prefix = tokens, full
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
@@ -184,6 +184,7 @@ class Corpus:
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         lengths, ends = [len(row) for row in rows], list(itertools.accumulate(map(len, rows)))
         places = [cache.position + i for length in lengths for i in range(length)]
+        # token i is predicted at i - 1, so that answers begin one place before their first token
         index = [i for end, answer in zip(ends, answers, strict=True) for i in range(end - len(answer) - 1, end - 1)]
         logp = log_probabilities(self.model, sum(rows, []), places, Packed(cache.layers, lengths), index)
         return list(logp.cpu().split(list(map(len, answers))))
@@ -196,7 +197,7 @@ class Corpus:
             slots: P.
             exam: the document.
         """
-        began = now(self.device)
+        began = finish_time(self.device)
         if method == NOTHING:
             position = len(self.place.head) or 1
             layers = [(k[:, :position], v[:, :position], None) for k, v in exam.full]
@@ -213,7 +214,7 @@ class Corpus:
             tokens = self.place.around(exam.tokens)
             held_tokens, made_layers = self._held(method.removeprefix(POLICY), slots, tokens)
             # only the policy's prefill counts, not the selection for the comparison
-            seconds = now(self.device) - began  # its own cache has the tokens that are held
+            seconds = finish_time(self.device) - began  # its own cache has the tokens that are held
             if made_layers[0][0].shape[1]:
                 layers = [
                     _made_and_last(*layer, made_layer, slots)
@@ -222,7 +223,7 @@ class Corpus:
             else:
                 layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held_tokens, strict=True)]
             return Cache(layers, len(tokens), seconds)
-        return Cache(layers, position, now(self.device) - began)
+        return Cache(layers, position, finish_time(self.device) - began)
 
     def _held(self, policy: str, slots: int, tokens: list[int]) -> tuple[torch.Tensor, list[Layer]]:
         """Return what a policy holds at the end of a document that is its prompt, ``[layers, H, T]`` booleans.
@@ -276,10 +277,11 @@ class Corpus:
             (compressed_logp,) = self.logp_after(cache, [self.place.asking(prompt)], [answer])
             lost += float((logp.exp() * (logp - compressed_logp)).sum())
         times, ids = [], self.place.asking(exam.opened[0])
+        # the median, since the first pass of a shape may compile or allocate
         for _ in range(TIMED):
-            began = now(self.device)
+            began = finish_time(self.device)
             self.logp_after(cache, [ids[:-1]], [ids[-1:]])
-            times.append(now(self.device) - began)
+            times.append(finish_time(self.device) - began)
         yield {"kind": "open", "tokens": count, "first": statistics.median(times), "kl": lost / count}
 
     def _tokens(self, text: str) -> list[int]:

@@ -70,7 +70,7 @@ def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: i
     row, names, keys = [], [], []
     for document, ids in tokens.encode(texts):
         row += [*ids.tolist(), tokens.eos][: length - len(row)]
-        names.append(document.where)
+        names.append(document.origin)
         keys.append(key_of(document))
         if len(row) == length:
             yield Row(torch.tensor(row), names, keys)
@@ -85,7 +85,7 @@ def single_documents(
     random.Random(seed).shuffle(texts)
     for document, ids in DocumentEncoder(tokenizer, vocab_size).encode(texts):
         if len(ids) >= length:
-            yield Row(ids[:length], [document.where], [key_of(document)])
+            yield Row(ids[:length], [document.origin], [key_of(document)])
 
 
 def rows_in_turn(rows: Callable[..., Iterator[Row]], paths: list[str], *how, **places) -> Iterator[Row]:

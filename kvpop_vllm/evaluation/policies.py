@@ -199,16 +199,16 @@ class ResolvedPolicy:
         return prompt if self.policy.compresses and prompt is not None else self.policy.protect
 
     @property
-    def least(self) -> int:
+    def smallest_budget(self) -> int:
         """B of the head that holds fewest tokens."""
         return int(self.policy.shares().min())
 
     @property
-    def whole(self) -> int:
+    def dense_length(self) -> int:
         """Length up to which every head holds all tokens, whatever they are."""
         rule = self.rules[0]
         # a threshold evicts even while slots are free
-        return rule.sinks + rule.window if rule.threshold is not None else self.least
+        return rule.sinks + rule.window if rule.threshold is not None else self.smallest_budget
 
     def on_dense(
         self,

@@ -91,19 +91,19 @@ class Kind(NamedTuple):
     Attributes:
         make: ``(draw, size, seed) -> (prompt, solution, answers, verify)``.
         size: default number of steps, whose solution has 1,000 to 1,300 words.
-        most: maximum number of steps.
+        largest: maximum number of steps.
     """
 
     make: Callable[[random.Random, int, int], tuple[str, str, list[str], Callable[[str], bool]]]
     size: int
-    most: int
+    largest: int
 
 
 def make_problem(kind: str, seed: int, size: int | None = None) -> Problem:
     """Return the problem of a kind, size and seed."""
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of problem {kind!r}: choose from {', '.join(KINDS)}")
-    size, largest = KINDS[kind].size if size is None else size, KINDS[kind].most
+    size, largest = KINDS[kind].size if size is None else size, KINDS[kind].largest
     if not 1 <= size <= largest:
         raise ConfigError(f"a problem of kind {kind!r} has 1 to {largest} steps, not {size}")
     prompt, steps, answers, verify = KINDS[kind].make(random.Random(f"{kind}/{size}/{seed}"), size, seed)

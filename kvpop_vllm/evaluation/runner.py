@@ -159,6 +159,7 @@ def evaluate(
                 quality, exact = _next_token(teacher, tokens, Dense())
                 yield base | {"policy": DENSE} | _dense_size(teacher, length) | quality
                 tick(1)
+            # outputs of this pass are dense, so that one policy's error in a layer does not reach another's in the next
             observer = _Observer([(chosen[0], resolved) for resolved, chosen in pairs], recall, tick)
             quality, states = _next_token(model, tokens, observer, exact)
             yield base | {"policy": OWN if teacher else DENSE} | _dense_size(model, length) | quality
@@ -186,7 +187,7 @@ def described(setting: Setting, resolved: ResolvedPolicy, dtype: torch.dtype) ->
     roles = resolved.roles
     return {
         "budget": setting.budget,
-        "whole": resolved.whole,
+        "whole": resolved.dense_length,
         "equal": setting.equal,
         "sinks": roles.sinks,
         "topk": roles.topk,

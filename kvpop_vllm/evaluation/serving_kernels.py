@@ -68,7 +68,7 @@ def attend_and_keep(
     rows, outs, held_at = LayerRows(rule, budgets, k, scale, **settings), [], {}
     first = max(rule.sinks, protected)
     for q0 in sorted({*positions, length - 1}):
-        cut = slice(rows.seen, q0 + 1)
+        cut = slice(rows.tokens_seen, q0 + 1)
         scores = None if gate_scores is None else gate_scores[:, cut].detach().cpu()
         outs.append(rows.append(q[:, :, cut], k[:, :, cut], v[:, :, cut], scores, sink_logits))
         if q0 in positions:

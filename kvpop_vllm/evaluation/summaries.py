@@ -95,7 +95,7 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
             pairs = [exact[key][p] for p in problems], [answers[p] for p in problems]
             if name == DENSE:
                 line |= estimate("of dense", *pairs, units=problems)
-            elif name == against != line["policy"] and _at(groups[other][0]) == _at(line):
+            elif name == against != line["policy"] and _setting_of(groups[other][0]) == _setting_of(line):
                 line |= estimate("difference", [a - b for a, b in zip(*pairs, strict=True)], units=problems)
         table.append(line)
     return table
@@ -130,8 +130,9 @@ def _nats(line: dict, members: list[dict], records: list[dict], against: str | N
         return columns
     kl = [m["kl"] * m["tokens"] for m in members]
     columns |= estimate("kl", kl, tokens, units=units)
+    # ratios of sums over the same rows, since the means of two policies vary together from row to row
     same_length = [r for r in records if r["length"] == line["length"]]
-    other = {r["row"]: r for r in same_length if r["policy"] == against and _at(r) == _at(line)}
+    other = {r["row"]: r for r in same_length if r["policy"] == against and _setting_of(r) == _setting_of(line)}
     dense = {r["row"]: r for r in same_length if r["policy"] == DENSE}
     if not line["budget"] or not other:
         return columns
@@ -146,7 +147,7 @@ def _nats(line: dict, members: list[dict], records: list[dict], against: str | N
     return columns | estimate("gap ratio", list(map(gap, members)), list(map(gap, reference)), units=units)
 
 
-def _at(record: dict) -> tuple:
+def _setting_of(record: dict) -> tuple:
     return record.get("budget"), record.get("equal")
 
 

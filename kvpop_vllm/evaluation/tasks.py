@@ -100,6 +100,7 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
         tasks["reasoning"] = functools.partial(_reasoning, questions=questions)
     settings = asked.settings_of(options, shapes if is_text else None, **sizes)
     longest, dtype = max(options.length), getattr(torch, options.dtype)
+    # everything that can be refused is refused before a model loads
     check_length(options.model, longest)
     if options.teacher is not None:
         asked.check_teacher(options.model, options.teacher, longest)
@@ -199,6 +200,7 @@ def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelSh
             resolve_all(itertools.product([spec], settings), shape, dtype)
             names.append(spec)
         except ConfigError as error:
+            # the user has named a scorer, so it is not left out silently
             if spec.scorer is not None:
                 raise
             why.append(str(error))

@@ -36,7 +36,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json
 from kvpop_vllm.hf.digests import digest_of
 from kvpop_vllm.schemas import NAME, Rule, Schema, integer, one_of, optional
-from kvpop_vllm.tensor_files import reading
+from kvpop_vllm.tensor_files import reading, require_files
 
 SCHEMA = Schema("cache", advice=": save the cache again")
 CONFIG_NAME, TENSORS_NAME = "kvpop_cache.json", "kvpop_cache.safetensors"
@@ -111,11 +111,7 @@ def read(folder: str | PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
     """Return the config and the tensors of a saved cache, after checks that need no model."""
     folder = Path(folder)
     config, path = folder / CONFIG_NAME, folder / TENSORS_NAME
-    for file in (config, path):
-        if not file.is_file():
-            raise ConfigError(
-                f"no saved cache at {str(folder)!r}: {file.name} is missing; give a folder that save() wrote"
-            )
+    require_files(folder, CONFIG_NAME, TENSORS_NAME, kind="saved cache", advice="give a folder that save() wrote")
     saved = SCHEMA.body(read_json(config, "save the cache again"), str(config))
     SCHEMA.check_keys(saved, RULES, (), str(config))
     SCHEMA.check(saved, RULES, str(config))

@@ -15,7 +15,7 @@ from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.cache.allocate import allocate_pages
 from kvpop_vllm.cache.divided_heads import SharesByVotes, divided_blocks
-from kvpop_vllm.cache.pages import PageLayout, Prefix, cdiv
+from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.cache.shares import EqualHeads, HeadBudgets
 from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan, numbers_of
 from kvpop_vllm.config import ConfigError
@@ -23,7 +23,7 @@ from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.requests import RequestSlots
-from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.rules.retained import held_after_prompt, held_tokens
 
 
 class SequenceLengths:
@@ -44,9 +44,9 @@ class SequenceLengths:
     def __init__(self, requests: list[RequestSlots], device: torch.device):
         self.requests = requests
         self.numbers = {name: tensor.to(device) for name, tensor in numbers_of(requests).items()}
-        made_counts = torch.tensor([record.made for record in requests], device=device)
+        made_counts = torch.tensor([record.made_slots for record in requests], device=device)
         self.positions, self.protected = made_counts.clone(), made_counts.clone()
-        self.made_counts = made_counts if any(record.made for record in requests) else None
+        self.made_counts = made_counts if any(record.made_slots for record in requests) else None
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
@@ -189,7 +189,7 @@ class LayerPages:
             prefix = Prefix(None, self.prefix_table, lengths.protected, lengths.made_counts)
         if self.rule.compresses:
             after = [self.rule.compression.after(record) for record in lengths.requests]
-            shift, made_counts = torch.tensor([(record.shift, record.made) for record in after]).unbind(1)
+            shift, made_counts = torch.tensor([(record.shift, record.made_slots) for record in after]).unbind(1)
             positions, numbers = positions - shift, numbers_of(after)
             prefix = Prefix(None, self._made_table, made_counts, made_counts) if any(made_counts) else None
         decoded = DecodeRows(slice(0, rows), self.table[:, 0], positions, numbers, [True] * rows, prefix)
@@ -238,6 +238,11 @@ class LayerPages:
         return self.table[:, 0].flip(1)
 
     @property
+    def _addressed(self) -> Pages:
+        """Pages as the kernels address them: heads that divide their slots have blocks of their own."""
+        return self.pages.by_region() if self.divided else self.pages
+
+    @property
     def shares(self) -> EqualHeads:
         """Shares of the heads in the slots, those of layer 0."""
         return SharesByVotes(self.pages, self.rule.compression, self._budget) if self.divided else self._equal
@@ -261,7 +266,7 @@ class LayerPages:
         rows, _, length, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         gate_scores = None if gate_scores is None else gate_scores.flatten(0, 1)
-        pages = self.pages.by_region() if self.divided else self.pages
+        pages = self._addressed
         if self.shifted:
             # the score of token t comes with token t + 1
             gate_scores = shift(gate_scores, pages, batch, self.rule.sinks)
@@ -284,7 +289,7 @@ class LayerPages:
             [record.window],
         )
         budgets, table = (tensor[0].cpu() for tensor in self.shares.place(0, *place))
-        pages = self.pages.by_region() if self.divided else self.pages
+        pages = self._addressed
         # one copy instead of many small ones
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
@@ -293,14 +298,14 @@ class LayerPages:
             return held_tokens(pages, table, length, rule, budgets, protected)
         after = self._after_prompt(row)
         rule, made_pages = replace(self.rule, window=after.window), (self.pages, self._made_table[row])
-        return held_behind_prompt(pages, table, length, rule, budgets - after.made, after, *made_pages)
+        return held_after_prompt(pages, table, length, rule, budgets - after.made_slots, after, *made_pages)
 
     def made_slots(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return keys and values ``[H, P, D]`` and biases ``[H, P]`` of the slots that were made of a row's prompt.
 
         Under a rule that makes none P is 0.
         """
-        count = self._after_prompt(row).made if self.rule.compresses else 0
+        count = self._after_prompt(row).made_slots if self.rule.compresses else 0
         slots, n = torch.arange(count), self.pages.layout.block_slots
         index = self._made_table[row].long()[slots // n], slice(None), slots % n
         return tuple(array[index].transpose(0, 1) for array in (self.pages.k, self.pages.v, self.pages.score))
@@ -324,7 +329,7 @@ class LayerRows(LayerPages):
         row_budget: B of the rows, the mean of all heads of the model, by default the mean of ``budget``.
 
     Attributes:
-        seen: tokens of each row so far.
+        tokens_seen: tokens of each row so far.
     """
 
     def __init__(
@@ -347,7 +352,7 @@ class LayerRows(LayerPages):
         super().__init__(rule, budgets, like, scale, lengths, shifted)
         self.protect(protected)
         lengths.protected.fill_(protected)
-        self.seen, self.protected = 0, [protected] * rows
+        self.tokens_seen, self.protected = 0, [protected] * rows
 
     def append(
         self,
@@ -362,18 +367,18 @@ class LayerRows(LayerPages):
         Arguments and result are those of :meth:`attend`.
         """
         rows, _, length, _ = q.shape
-        counts, starts = [length] * rows, [self.seen] * rows
-        decodes = length == 1 and self.seen >= self.protected[0]
+        counts, starts = [length] * rows, [self.tokens_seen] * rows
+        decodes = length == 1 and self.tokens_seen >= self.protected[0]
         step = starts, counts, length, self.protected
         plan = self.plan_decode(self.protected) if decodes else self.plan_prefill(*step)
         out = self.attend(q, k, v, plan.batch(self.shares), gate_scores, sink_logits)
         self.sequence_lengths.advance(counts)
-        self.seen += length
+        self.tokens_seen += length
         return out
 
     def held_by_rows(self) -> torch.Tensor:
-        """Return which tokens are held, ``[R, H, seen]`` booleans on the CPU."""
-        return torch.stack([self.held(row, self.seen, p) for row, p in enumerate(self.protected)])
+        """Return which tokens are held, ``[R, H, tokens_seen]`` booleans on the CPU."""
+        return torch.stack([self.held(row, self.tokens_seen, p) for row, p in enumerate(self.protected)])
 
 
 def recording(device: torch.device) -> bool:

@@ -284,16 +284,24 @@ class CachePasses:
         """
         if type(passes) is not int or passes < 0:
             raise ValueError(f"passes must be an integer of at least 0, got {passes!r}")
-        if not self._lengths or self._broken or self.attended is not None:
-            raise RuntimeError(
-                "a KVpopCache that is empty, or broken off in a pass, replays nothing: begin with a prompt"
-            )
+        self._check_begun("replays nothing")
         if not passes:
             return
         lengths = [length + passes for length in self._lengths]
         self._check_room(lengths)
         warn_of_positions(self._lengths, lengths, self._positions)
         self._count(passes, [passes] * len(self._lengths))
+
+    def _check_begun(self, consequence: str) -> None:
+        """Check that the cache holds tokens and that no pass was broken off; ``consequence`` ends the error.
+
+        Raises:
+            RuntimeError: it does not, or one was.
+        """
+        if not self._lengths or self._broken or self.attended is not None:
+            raise RuntimeError(
+                f"a KVpopCache that is empty, or broken off in a pass, {consequence}: begin with a prompt"
+            )
 
 
 def _positions(after: list[int], length: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ class Rows:
         budgets = self.budget if _several(self.budget) else [None] * rows
         seeds = self.seed if _several(self.seed) else [self.seed] * rows
         return [
-            resolve(policy, {BUDGET: budget}, 0)._replace(made=cartridge_slots, seed=request_seed(0, seed))
+            resolve(policy, {BUDGET: budget}, 0)._replace(made_slots=cartridge_slots, seed=request_seed(0, seed))
             for budget, seed in zip(budgets, seeds, strict=True)
         ]
 

@@ -98,10 +98,7 @@ class SavedCache:
         Raises:
             RuntimeError: it does not.
         """
-        if not self._lengths or self._broken or self.attended is not None:
-            raise RuntimeError(
-                "a KVpopCache that is empty, or broken off in a pass, cannot be saved: begin with a prompt"
-            )
+        self._check_begun("cannot be saved")
         # the digest of the weights needs the model
         if self._decoder() is None:
             raise RuntimeError("the model of this KVpopCache is gone: save() the cache before the model is deleted")

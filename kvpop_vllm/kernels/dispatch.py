@@ -60,7 +60,7 @@ def _implementation(op: str, impl: str) -> Callable:
 SERVING = "begin_tail", "decode_step", "prefill_chunk", "verify_step"
 """Ops whose head sizes and dtypes are those of :data:`kvpop_vllm.supported.KERNELS`."""
 
-_SERVED = {name: tuple(getattr(torch, dtype) for dtype in own.dtypes or ()) for name, own in KERNELS.items()}
+_SERVED = {name: tuple(getattr(torch, dtype) for dtype in support.dtypes or ()) for name, support in KERNELS.items()}
 
 CPP_DTYPES = {
     **dict.fromkeys(SERVING, _SERVED["cpp"]),
@@ -93,6 +93,7 @@ def largest_head(op: str, dtype: torch.dtype) -> float:
 
 def select(op: str, tensor: torch.Tensor) -> str:
     """Return the implementation that ``impl="auto"`` selects for ``tensor``, the op's first argument."""
+    # the C++ kernels of serving read a head in whole vectors
     fits = op not in SERVING or tensor.shape[-1] % KERNELS["cpp"].multiple == 0
     if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _available("kvpop_vllm._C"):
         return "cpp"

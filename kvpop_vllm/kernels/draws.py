@@ -63,11 +63,11 @@ def signed(x: int) -> int:
     return (x + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def request_seed(server: int, own: int) -> int:
+def request_seed(server: int, request: int) -> int:
     """Return the seed of a request's draws as a signed 64-bit integer.
 
     Args:
         server: seed of the server, any integer.
-        own: seed of the request, any integer.
+        request: seed of the request, any integer.
     """
-    return int(mix(torch.tensor(signed(server)) + GOLDEN) + signed(own))
+    return int(mix(torch.tensor(signed(server)) + GOLDEN) + signed(request))

@@ -21,10 +21,10 @@ def one_by_one(run: Callable) -> Callable:
     ):
         parts, first = [], 0
         for r, (start, count, window) in enumerate(zip(chunks.starts, chunks.lengths, chunks.windows, strict=True)):
-            cut, own = slice(first, first + count), slice(r, r + 1)
+            cut, row = slice(first, first + count), slice(r, r + 1)
             ahead = None
             if prefix is not None and prefix.tokens[r]:
-                ahead = prefix.of(own)
+                ahead = prefix.of(row)
             part = run(
                 q[cut],
                 k[cut],
@@ -37,7 +37,7 @@ def one_by_one(run: Callable) -> Callable:
                 scale=scale,
                 gate_scores=None if gate_scores is None else gate_scores[cut],
                 prefix=ahead,
-                keys=None if keys is None else keys[own],
+                keys=None if keys is None else keys[row],
                 sink_logits=sink_logits,
             )
             parts.append(part)

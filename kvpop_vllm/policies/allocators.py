@@ -43,7 +43,7 @@ def pyramid(retention: Retention, layers: int, heads: int) -> torch.Tensor:
         if layers > 1
         else torch.tensor([retention.topk])
     )
-    return (retention.first_long + _whole(sizes.double())).int().unsqueeze(1).repeat(1, heads)
+    return (retention.first_long + _rounded(sizes.double())).int().unsqueeze(1).repeat(1, heads)
 
 
 def proportional(shares: Sequence[Sequence[float]], retention: Retention, layers: int, heads: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ def proportional(shares: Sequence[Sequence[float]], retention: Retention, layers
     Sinks and window are the same for all heads. Rounding preserves the total.
     """
     parts = torch.tensor(shares, dtype=torch.float64)
-    slots = _whole((parts / parts.sum()).flatten() * (retention.topk * layers * heads))
+    slots = _rounded((parts / parts.sum()).flatten() * (retention.topk * layers * heads))
     return (retention.first_long + slots).int().view(layers, heads)
 
 
@@ -67,7 +67,7 @@ class Proportional:
         return proportional(self.shares, retention, layers, heads)
 
 
-def _whole(sizes: torch.Tensor) -> torch.Tensor:
+def _rounded(sizes: torch.Tensor) -> torch.Tensor:
     """Return ``sizes`` rounded to integers in a way that preserves their sum."""
     # differences of rounded sums add up to the rounded sum of all
     return sizes.cumsum(0).round().long().diff(prepend=torch.zeros(1, dtype=torch.int64))

@@ -5,7 +5,6 @@ Source: Łańcucki et al., 2025, arXiv 2506.05345.
 
 from __future__ import annotations
 
-from kvpop_vllm.kernels.ops import GateScore
 from kvpop_vllm.policies.base import Signal
 from kvpop_vllm.policies.learned import Gated
 
@@ -32,6 +31,3 @@ class DMS(Gated):
     @property
     def shifted(self):
         return self.config.shifted
-
-    def rule(self, layer, heads):
-        return self.training_free_rule(heads, GateScore(threshold=self.threshold))

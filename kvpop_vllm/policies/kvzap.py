@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-from kvpop_vllm.kernels.ops import GateScore
 from kvpop_vllm.policies.base import Signal
 from kvpop_vllm.policies.learned import Gated
 
@@ -29,6 +28,3 @@ class KVzap(Gated):
     cost = "one [E, M] and one [M, H] product per layer, or one [E, H] product"
     signals = frozenset({Signal.HIDDEN})
     default_threshold = -math.inf
-
-    def rule(self, layer, heads):
-        return self.training_free_rule(heads, GateScore(threshold=self.threshold))

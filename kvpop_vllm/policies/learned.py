@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvpop_vllm.config import ConfigError, ScorerShape
+from kvpop_vllm.kernels.ops import GateScore
 from kvpop_vllm.policies.allocators import CALIBRATED, Proportional
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import Gate, Scorer, ScorerConfig, from_tensors
@@ -112,6 +113,9 @@ class Gated(Learned):
 
     def gate(self, layer, heads):
         return self.module(layer, heads)
+
+    def rule(self, layer, heads):
+        return self.training_free_rule(heads, GateScore(threshold=self.threshold))
 
     @property
     def graph(self):

@@ -7,7 +7,10 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 
 from kvpop_vllm.cache.divided_heads import load_page_table, store_budgets
 from kvpop_vllm.cache.pages import Pages, Prefix
@@ -77,7 +80,7 @@ def compress(
         sink_logits: ``[Hq]`` logits of attention sinks, or None.
     """
     p, compression = int(prefix.tokens[0]), rule.compression
-    count = min(compression.queries, after.window, p - after.shift - after.made)
+    count = min(compression.queries, after.window, p - after.shift - after.made_slots)
     queries = load_queries(pages, row, torch.arange(p - count, p) % compression.queries, group)
     sinks = None if sink_logits is None else sink_logits.view(-1, group)
     if compression.makes_slots:
@@ -102,7 +105,7 @@ def retain_by_votes(
     Afterwards the tail is that of an unprotected request that has seen p tokens. The attention of the last
     queries to the tokens before them is averaged over queries, query heads and
     neighbours. Retained are the sinks, the last w tokens, and the ``B - s - w`` tokens with the most votes;
-    of equal votes the newer token is retained. A token's score is the logarithm of its votes. It is below 0,
+    ties keep the newer token. A token's score is the logarithm of its votes. It is below 0,
     the score of every token that leaves the window later. If heads divide their slots, they do so first.
 
     Args:
@@ -128,18 +131,18 @@ def retain_by_votes(
         room = int(budgets[h]) - sinks - window
         # stable sort, newest first: of equal votes the newer token is retained
         order = candidates.flip(0).argsort(descending=True, stable=True)[:room]
-        kept = (len(candidates) - 1 - order).sort().values + sinks
-        tokens = torch.cat([near, kept])
-        places = torch.cat([slots, sinks + window + torch.arange(len(kept), device=keys.device)])
+        chosen = (len(candidates) - 1 - order).sort().values + sinks
+        tokens = torch.cat([near, chosen])
+        places = torch.cat([slots, sinks + window + torch.arange(len(chosen), device=keys.device)])
         columns = pages.layout.state_blocks + places // pages.layout.block_slots
-        at = table[h, columns], torch.full_like(places, h), places % pages.layout.block_slots
-        pages.put(pages.k, at, keys[h, tokens])
-        pages.put(pages.v, at, values[h, tokens])
+        index = table[h, columns], torch.full_like(places, h), places % pages.layout.block_slots
+        pages.put(pages.k, index, keys[h, tokens])
+        pages.put(pages.v, index, values[h, tokens])
         score = torch.zeros(len(tokens), dtype=torch.float32, device=keys.device)
-        score[len(near) :] = votes[h, kept].clamp_min(LEAST_VOTE).log()
-        pages.put(pages.score, at, score)
-        pages.put(pages.position, at, tokens.int())
-        zero = tuple(x[:1] for x in (table[h, pages.layout.state_blocks :], at[1], torch.zeros_like(places)))
+        score[len(near) :] = votes[h, chosen].clamp_min(LEAST_VOTE).log()
+        pages.put(pages.score, index, score)
+        pages.put(pages.position, index, tokens.int())
+        zero = tuple(x[:1] for x in (table[h, pages.layout.state_blocks :], index[1], torch.zeros_like(places)))
         pages.put(pages.position, zero, torch.full_like(zero[2], p, dtype=torch.int32))  # tokens_seen
 
 
@@ -165,20 +168,20 @@ def make_slots(
     """
     p, n, blocks = int(prefix.tokens[0]), pages.layout.block_slots, prefix.pages
     keys, values = prefix.gather(0, 0, p)
-    near = p - after.shift - after.made
-    slots, newest = torch.arange(after.made), torch.arange(near)
-    own = made_row.long()[slots // n], slots % n
+    near = p - after.shift - after.made_slots
+    slots, newest = torch.arange(after.made_slots), torch.arange(near)
+    places = made_row.long()[slots // n], slots % n
     for h in range(len(keys)):  # one by one: a fit must not depend on the heads beside it
         q, k, v = (x[h].flatten(0, -2).unsqueeze(0) for x in (queries, keys[:, : p - near], values[:, : p - near]))
         sinks = None if sink_logits is None else sink_logits[h].repeat(queries.shape[1]).unsqueeze(0)
-        (chosen,), (made,), (bias,) = fit(q, k, v, after.made, scale, Matching(), sinks)
-        at = own[0], h, own[1]
-        blocks.k[at], blocks.v[at] = keys[h, chosen], made.to(values.dtype)
-        blocks.score[at], blocks.position[at] = bias, chosen.int()
+        (chosen,), (value,), (bias,) = fit(q, k, v, after.made_slots, scale, Matching(), sinks)
+        index = places[0], h, places[1]
+        blocks.k[index], blocks.v[index] = keys[h, chosen], value.to(values.dtype)
+        blocks.score[index], blocks.position[index] = bias, chosen.int()
     heads = torch.arange(len(keys)).unsqueeze(1)
-    at = row.long()[:, pages.layout.state_blocks + newest // n], heads, newest % n
-    pages.k[at], pages.v[at] = keys[:, p - near :], values[:, p - near :]
-    pages.score[at], pages.position[at] = 0.0, (newest + p - near).int()
+    index = row.long()[:, pages.layout.state_blocks + newest // n], heads, newest % n
+    pages.k[index], pages.v[index] = keys[:, p - near :], values[:, p - near :]
+    pages.score[index], pages.position[index] = 0.0, (newest + p - near).int()
     pages.position[row.long()[:, pages.layout.state_blocks], heads[:, 0], 0] = p - after.shift  # tokens_seen
 
 
@@ -202,9 +205,14 @@ def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.T
     newest_first = votes.flip(1)
     sure = max(0, int(safe * budget) - first)
     best = newest_first.argsort(dim=1, descending=True, stable=True)[:, :sure]
-    asked = newest_first.scatter(1, best, torch.inf).T.flatten()
-    winners = asked.argsort(descending=True, stable=True)[: heads * room] % heads
+    ranking = newest_first.scatter(1, best, torch.inf).T.flatten()
+    winners = ranking.argsort(descending=True, stable=True)[: heads * room] % heads
     return first + winners.bincount(minlength=heads).int()
+
+
+def pool(pooling: Callable, weights: torch.Tensor, neighbours: int) -> torch.Tensor:
+    """Return ``weights [H, n]`` after one of torch's one-dimensional poolings over neighbours, ``[H, n]``."""
+    return pooling(weights.unsqueeze(1), neighbours, 1, neighbours // 2).squeeze(1)
 
 
 def prompt_votes(
@@ -223,9 +231,9 @@ def prompt_votes(
         The votes; 0 for the last n tokens themselves.
     """
     count, p = q.shape[1], keys.shape[1]
-    found = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
+    averages = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
     if count == p:
-        return found
+        return averages
     later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
     for h in range(len(keys)):
         logits = q[h].float() @ keys[h].float().T * scale  # [n, G, p]
@@ -233,23 +241,22 @@ def prompt_votes(
         if sink_logits is not None:
             logits = torch.cat([logits, sink_logits[h].view(1, -1, 1).expand(count, -1, -1)], -1)
         mean = logits.softmax(-1)[..., : p - count].mean((0, 1))
-        pooled = torch.nn.functional.avg_pool1d(mean.view(1, 1, -1), votes.neighbours, 1, votes.neighbours // 2)
-        found[h, : p - count] = pooled.flatten()
-    return found
+        averages[h, : p - count] = pool(F.avg_pool1d, mean.unsqueeze(0), votes.neighbours)[0]
+    return averages
 
 
 def _words(
-    pages: Pages, states: torch.Tensor, places: torch.Tensor, each: int, first: int
+    pages: Pages, states: torch.Tensor, places: torch.Tensor, floats: int, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three indices ``[L, H, each]`` into ``pages.state`` that select stored queries.
+    """Return three indices ``[L, H, floats]`` into ``pages.state`` that select stored queries.
 
     Args:
         states: ``[L, H, S]`` state blocks.
         places: ``[L]`` indices of the queries.
-        each: number of float32 values per query and KV head.
+        floats: number of float32 values per query and KV head.
         first: offset of the queries in the state.
     """
     region, heads = pages.state.shape[-1], torch.arange(states.shape[1], device=places.device)
-    at = first + places.unsqueeze(1) * each + torch.arange(each, device=places.device)
-    at = at.unsqueeze(1).expand(-1, len(heads), -1)
-    return states.long().gather(2, at // region), heads.view(-1, 1).expand_as(at), at % region
+    word = first + places.unsqueeze(1) * floats + torch.arange(floats, device=places.device)
+    word = word.unsqueeze(1).expand(-1, len(heads), -1)
+    return states.long().gather(2, word // region), heads.view(-1, 1).expand_as(word), word % region

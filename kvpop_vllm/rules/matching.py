@@ -64,19 +64,19 @@ def fit(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    kept: int,
+    slots: int,
     scale: float,
     options: Matching,
     sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the indices ``[H, P]`` of the kept keys, oldest first, and the values and biases of :func:`match`.
 
-    Arguments are those of :func:`match`, but for P = ``kept``, at most T, and ``sink_logits [H, n]`` of attention
+    Arguments are those of :func:`match`, but for P = ``slots``, at most T, and ``sink_logits [H, n]`` of attention
     sinks, one for each query. With sinks, the mass of a query is its share of the softmax, so that queries count by it.
     """
     q, k, v = q.float(), k.float(), v.float()
-    if kept == k.shape[1] or not kept:
-        return torch.arange(kept, device=k.device).expand(len(k), -1), v[:, :kept], k.new_zeros(len(k), kept)
+    if slots == k.shape[1] or not slots:
+        return torch.arange(slots, device=k.device).expand(len(k), -1), v[:, :slots], k.new_zeros(len(k), slots)
     weights = (scale * q) @ k.transpose(1, 2)  # in place from here on: this is the largest tensor of the fit
     top = weights.amax(-1, keepdim=True)
     if sink_logits is not None:
@@ -88,17 +88,17 @@ def fit(
         full, total = total / (total + sinks), total + sinks  # full: [H, n, 1], the mass of all tokens
     weights /= total
     output = weights @ v
-    chosen = choose(weights, kept, options, full).sort(-1).values
+    chosen = choose(weights, slots, options, full).sort(-1).values
     masses = weights.gather(2, chosen.unsqueeze(1).expand(-1, weights.shape[1], -1))
     del weights
     factors = fit_factors(masses, options, full)
-    own = _picked(v, chosen)
+    chosen_values = _picked(v, chosen)
     share = masses.mul_(factors.unsqueeze(1))
     share_sum = share.sum(-1, keepdim=True)
     if full is not None:
         share_sum += 1 - full  # of the sinks
     share /= share_sum.clamp_min(torch.finfo(share.dtype).tiny)
-    values = own + ridge(share, output - share @ own, options.ridge)
+    values = chosen_values + ridge(share, output - share @ chosen_values, options.ridge)
     return chosen, values, factors.log()
 
 
@@ -114,12 +114,12 @@ def padded(k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, slots: int) -> 
     return pad(k, (0, 0, 0, more)), pad(v, (0, 0, 0, more)), pad(bias, (0, more), value=NO_WEIGHT)
 
 
-def choose(weights: torch.Tensor, kept: int, options: Matching, full: torch.Tensor | None = None) -> torch.Tensor:
+def choose(weights: torch.Tensor, slots: int, options: Matching, full: torch.Tensor | None = None) -> torch.Tensor:
     """Return the indices ``[H, P]`` of the kept keys; ``weights`` are ``[H, n, T]``, ``full`` as in :func:`fit_factors`."""
     if options.keys == "omp":
-        return pursue(weights, kept, options, full)
+        return pursue(weights, slots, options, full)
     scores = weights.amax(1) if options.score == "max" else weights.square().mean(1)
-    return scores.topk(kept, -1).indices
+    return scores.topk(slots, -1).indices
 
 
 def fit_factors(masses: torch.Tensor, options: Matching, full: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,8 +137,8 @@ def bounded_least_squares(
     gram: torch.Tensor,
     target: torch.Tensor,
     start: torch.Tensor,
-    least: float,
-    most: float,
+    lower: float,
+    upper: float,
     iterations: int,
     tolerance: float = 1e-5,
 ) -> torch.Tensor:
@@ -150,14 +150,14 @@ def bounded_least_squares(
         gram: ``[H, P, P]``, without negative entries.
         target: ``[H, P]``.
         start: ``[H, P]``, within the bounds.
-        least: lower bound, at least 0.
-        most: upper bound.
+        lower: lower bound, at least 0.
+        upper: upper bound.
         iterations: most steps.
         tolerance: a projected gradient of less, relative to the largest target, ends the search.
     """
     norms = gram.diagonal(dim1=1, dim2=2).sqrt().clamp_min(1e-12)
     gram = gram / norms.unsqueeze(1) / norms.unsqueeze(2)
-    target, low, high = target / norms, least * norms, most * norms
+    target, low, high = target / norms, lower * norms, upper * norms
     x = (start * norms).clamp(low, high)
     step = 1 / _largest_eigenvalue(gram)
     ahead, momentum = x, 1.0
@@ -191,26 +191,26 @@ def _times(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def pursue(weights: torch.Tensor, kept: int, options: Matching, full: torch.Tensor | None = None) -> torch.Tensor:
+def pursue(weights: torch.Tensor, slots: int, options: Matching, full: torch.Tensor | None = None) -> torch.Tensor:
     """Return the indices ``[H, P]`` of keys whose masses, with factors, sum to ``full`` best (matching pursuit).
 
     A step takes the keys whose weights agree most with the mass that is missing, and fits all factors again.
     """
     heads, _, tokens = weights.shape
     gram, target = weights.transpose(1, 2) @ weights, (weights if full is None else weights * full).sum(1)
-    each = math.ceil(kept / OMP_STEPS)
+    per_step = math.ceil(slots / OMP_STEPS)
     chosen = torch.zeros(heads, 0, dtype=torch.int64, device=weights.device)
-    rows = gram.new_empty(heads, kept, tokens)
+    rows = gram.new_empty(heads, slots, tokens)
     factors, missing = target.new_zeros(heads, 0), target.clone()
     bound = math.exp(options.most_bias)
-    while (have := chosen.shape[1]) < kept:
-        new = missing.scatter(1, chosen, -math.inf).topk(min(each, kept - have), -1).indices
+    while (have := chosen.shape[1]) < slots:
+        new = missing.scatter(1, chosen, -math.inf).topk(min(per_step, slots - have), -1).indices
         chosen = torch.cat([chosen, new], 1)
         rows[:, have : chosen.shape[1]] = gram.gather(1, new.unsqueeze(-1).expand(-1, -1, tokens))
         among = rows[:, : chosen.shape[1]]
-        own = among.gather(2, chosen.unsqueeze(1).expand(-1, chosen.shape[1], -1))
+        chosen_gram = among.gather(2, chosen.unsqueeze(1).expand(-1, chosen.shape[1], -1))
         start = torch.cat([factors, torch.ones_like(new, dtype=factors.dtype)], 1)
-        factors = bounded_least_squares(own, target.gather(1, chosen), start, 1 / bound, bound, 10)
+        factors = bounded_least_squares(chosen_gram, target.gather(1, chosen), start, 1 / bound, bound, 10)
         missing = target - (factors.unsqueeze(1) @ among).squeeze(1)
     return chosen
 

@@ -30,31 +30,31 @@ def filled_slots(pages: Pages, row: torch.Tensor) -> torch.Tensor:
 
 
 def held_tokens(
-    pages: Pages, row: torch.Tensor, seen: int, rule: RetentionRule, budgets: torch.Tensor, protected: int = 0
+    pages: Pages, row: torch.Tensor, tokens_seen: int, rule: RetentionRule, budgets: torch.Tensor, protected: int = 0
 ) -> torch.Tensor:
-    """Return which of its first ``seen`` tokens a request holds, for any rule and any budgets of its heads.
+    """Return which of its first ``tokens_seen`` tokens a request holds, for any rule and any budgets of its heads.
 
     Args:
         pages: one layer's cache, on the CPU.
         row: ``[H, P]``, pages of the tail, as the kernels take them.
-        seen: tokens the request has processed.
+        tokens_seen: tokens that the request has processed.
         rule: rule of the layer.
         budgets: ``[H]`` int32.
         protected: p, tokens of the protected prefix.
 
     Returns:
-        ``[H, seen]`` booleans.
+        ``[H, tokens_seen]`` booleans.
 
     Raises:
-        ValueError: the pages have not seen ``seen`` tokens.
+        ValueError: the pages have not seen ``tokens_seen`` tokens.
     """
-    is_held = torch.zeros(len(budgets), seen, dtype=torch.bool)
+    is_held = torch.zeros(len(budgets), tokens_seen, dtype=torch.bool)
     is_held[:, :protected] = True
-    if seen <= protected:
+    if tokens_seen <= protected:
         return is_held
     filled = filled_slots(pages, row) if rule.threshold is not None else None
     retention = Retention(int(budgets.max()), rule.sinks, rule.window).behind(protected)
-    slots = slot_positions(pages, row, seen, retention, filled)
+    slots = slot_positions(pages, row, tokens_seen, retention, filled)
     tail_budgets = budgets - rule.sinks if protected else budgets
     used = (torch.arange(slots.shape[1]) < tail_budgets.unsqueeze(1)) & (slots != EMPTY)
     heads = torch.arange(len(budgets)).unsqueeze(1).expand_as(slots)
@@ -62,69 +62,69 @@ def held_tokens(
     return is_held
 
 
-def held_behind_prompt(
+def held_after_prompt(
     pages: Pages,
     row: torch.Tensor,
-    seen: int,
+    tokens_seen: int,
     rule: RetentionRule,
     budgets: torch.Tensor,
     after: RequestSlots,
     blocks: Pages,
     made_row: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return which of its first ``seen`` tokens a request holds behind the end of a prompt that has been compressed.
+    """Return which of its first ``tokens_seen`` tokens a request holds after the end of a compressed prompt.
 
     A made slot counts as the token whose key it has.
 
     Args:
-        pages, row, seen, rule: as in :func:`held_tokens`, with the window behind the prompt's end.
+        pages, row, tokens_seen, rule: as in :func:`held_tokens`, with the window after the prompt's end.
         budgets: ``[H]`` int32, slots of each head's tail.
         after: what the request is after the prompt's end.
         blocks: the cache by block, on the CPU.
         made_row: ``[F]``, blocks of the made slots, or None if there are none.
 
     Returns:
-        ``[H, seen]`` booleans.
+        ``[H, tokens_seen]`` booleans.
     """
-    tail = held_tokens(pages, row, seen - after.shift, rule, budgets, after.made)[:, after.made :]
-    is_held = torch.zeros(len(budgets), seen, dtype=torch.bool)
-    is_held[:, after.made + after.shift :] = tail
-    if after.made:
-        slots, n = torch.arange(after.made), pages.layout.block_slots
-        made = blocks.position[made_row.long()[slots // n], :, slots % n]  # [P, H]
-        is_held.scatter_(1, made.T.long(), True)
+    tail = held_tokens(pages, row, tokens_seen - after.shift, rule, budgets, after.made_slots)[:, after.made_slots :]
+    is_held = torch.zeros(len(budgets), tokens_seen, dtype=torch.bool)
+    is_held[:, after.made_slots + after.shift :] = tail
+    if after.made_slots:
+        slots, n = torch.arange(after.made_slots), pages.layout.block_slots
+        positions = blocks.position[made_row.long()[slots // n], :, slots % n]  # [P, H]
+        is_held.scatter_(1, positions.T.long(), True)
     return is_held
 
 
 def slot_positions(
     pages: Pages,
     row: torch.Tensor,
-    seen: int,
+    tokens_seen: int,
     retention: Retention,
     filled: torch.Tensor | None = None,
     heads: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the position of the token in each slot in use, in slot order.
 
-    Positions in sinks and ring follow from ``seen``. Those in long-range slots are read from the position
+    Positions in sinks and ring follow from ``tokens_seen``. Those in long-range slots are read from the position
     words. The heads must have the same budget.
 
     Args:
         pages: one layer's cache.
         row: the request's block numbers ``[P]`` or, per head, ``[H, P]``; state blocks first.
-        seen: tokens the request has processed, more than ``retention.first``.
+        tokens_seen: tokens that the request has processed, more than ``retention.first``.
         retention: budget, sinks and window.
         filled: ``[H]``, filled long-range slots of each head, if the number depends on the tokens.
         heads: ``[n]`` int64, KV heads to look at, None for all H.
 
     Returns:
-        ``[H, n]`` int64, :data:`EMPTY` in slots that are not filled; n is ``min(seen - p, budget)``, or less
+        ``[H, n]`` int64, :data:`EMPTY` in slots that are not filled; n is ``min(tokens_seen - p, budget)``, or less
         with ``filled``.
 
     Raises:
-        ValueError: the pages have not seen ``seen`` tokens (as stored in the position word of slot 0).
+        ValueError: the pages have not seen ``tokens_seen`` tokens (as stored in the position word of slot 0).
     """
-    layout, first, since = pages.layout, retention.first_long, seen - retention.first
+    layout, first, since = pages.layout, retention.first_long, tokens_seen - retention.first
     heads = (torch.arange(layout.num_kv_heads) if heads is None else heads).unsqueeze(1)
     count = min(since, retention.budget)
     if filled is not None and since > first:
@@ -132,8 +132,8 @@ def slot_positions(
     slots = torch.arange(count)
     blocks = row.expand(layout.num_kv_heads, -1)[heads, layout.state_blocks + slots // layout.block_slots].long()
     words = pages.position[blocks, heads, slots % layout.block_slots].long()
-    if seen > 0 and (words[:, 0] != seen).any():
-        raise ValueError(f"these pages have seen {words[:, 0].tolist()} tokens, not {seen}")
+    if tokens_seen > 0 and (words[:, 0] != tokens_seen).any():
+        raise ValueError(f"these pages have seen {words[:, 0].tolist()} tokens, not {tokens_seen}")
     # newest token of each residue modulo w
     newest = slots + (since - 1 - slots) // retention.window * retention.window
     fixed = retention.first + torch.where(slots < retention.sinks, slots, newest)

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from kvpop_vllm.cache.pages import Pages, cdiv
 from kvpop_vllm.kernels.draws import draw, head_keys
 from kvpop_vllm.kernels.ops import ExpectedLogits, Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.rope import band_norms
-from kvpop_vllm.rules.compress import load_queries, store_queries
+from kvpop_vllm.rules.compress import load_queries, pool, store_queries
 from kvpop_vllm.rules.retained import slot_positions
 
 BLOCK = 512
@@ -187,9 +188,9 @@ def run_due_rounds(
         places = torch.arange(ends[0] - len(newest), ends[0], device=q.device) % rounds.queries
         store_queries(newest, pages, states.expand(len(newest), -1, -1), places, first)
     elif stored:
-        at = slice(None) if len(stored) == len(q) else torch.tensor(stored, device=q.device)
+        requests = slice(None) if len(stored) == len(q) else torch.tensor(stored, device=q.device)
         places = torch.tensor([(ends[r] - 1) % rounds.queries for r in stored], device=q.device)
-        store_queries(q[at], pages, states[at], places, first)
+        store_queries(q[requests], pages, states[requests], places, first)
     for r, group in step.rounds:
         seed = None if seeds is None else seeds[r : r + 1]
         _run_round(pages, table[r], ends[r], group, rule, scale, seed, q.shape[1] // layout.num_kv_heads, sink_logits)
@@ -198,7 +199,7 @@ def run_due_rounds(
 def _run_round(
     pages: Pages,
     row: torch.Tensor,
-    seen: int,
+    tokens_seen: int,
     ranked: EqualRoles,
     rule: RetentionRule,
     scale: float,
@@ -209,7 +210,7 @@ def _run_round(
     """Write new scores of the long-range tokens of heads of one request with pages ``row [H, P]``.
 
     Args:
-        seen: number of tokens that the request has processed.
+        tokens_seen: number of tokens that the request has processed.
         ranked: the heads, and the slot roles of their tails.
         seed: ``[1]`` seed of the request, or None if the rule does not need it.
         group: G.
@@ -217,21 +218,21 @@ def _run_round(
     """
     layout, rounds, retention = pages.layout, rule.rounds, ranked.retention
     heads = torch.arange(layout.num_kv_heads) if ranked.heads is None else torch.tensor(ranked.heads)
-    positions, order = slot_positions(pages, row, seen, retention, heads=heads).sort(1)  # [heads, n]
+    positions, order = slot_positions(pages, row, tokens_seen, retention, heads=heads).sort(1)  # [heads, n]
     chosen_heads, heads = heads, heads.to(order.device).unsqueeze(1)
-    at = row[heads, layout.state_blocks + order // layout.block_slots].long(), heads, order % layout.block_slots
-    chosen = tuple(x.expand_as(order)[:, retention.sinks : order.shape[1] - retention.window] for x in at)
+    index = row[heads, layout.state_blocks + order // layout.block_slots].long(), heads, order % layout.block_slots
+    chosen = tuple(x.expand_as(order)[:, retention.sinks : order.shape[1] - retention.window] for x in index)
     if isinstance(rounds, ExpectedLogits):
         of_heads = replace(rounds, mean=rounds.mean[chosen_heads], excess=rounds.excess[chosen_heads])
-        value = expected_logits(pages.k[chosen].float(), of_heads, seen)
+        value = expected_logits(pages.k[chosen].float(), of_heads, tokens_seen)
     else:
-        newest = _newest(rounds.queries, retention.window, seen)
+        newest = _newest(rounds.queries, retention.window, tokens_seen)
         queries = load_queries(pages, row, newest, group, _first_word(rule, layout.head_size))[chosen_heads]
         sink_logits = None if sink_logits is None else sink_logits.view(-1, group)[chosen_heads]
-        keys, values = pages.k[at].float(), pages.v[at].float()
+        keys, values = pages.k[index].float(), pages.v[index].float()
         tokens = Tokens(positions, keys, values, queries, retention.sinks, retention.window, sink_logits)
         if isinstance(rounds, SampledMass):
-            value = sampled_mass(tokens, rounds, scale, head_keys(seed, rounds.lanes)[0, chosen_heads], seen - 1)
+            value = sampled_mass(tokens, rounds, scale, head_keys(seed, rounds.lanes)[0, chosen_heads], tokens_seen - 1)
         else:
             value = without_redundancy(tokens, rounds, scale)
     rank = value.argsort(dim=1, stable=True).argsort(dim=1)  # of equal values the newer ranks higher
@@ -243,12 +244,12 @@ def _first_word(rule: RetentionRule, head_size: int) -> int:
     return rule.state_floats(head_size) - rule.rounds.state_floats(head_size)
 
 
-def _newest(stored: int, window: int, seen: int) -> torch.Tensor:
+def _newest(stored: int, window: int, tokens_seen: int) -> torch.Tensor:
     """Return the indices of the newest stored queries, oldest first.
 
     At most ``window`` queries are used, so that all of them come after every ranked token.
     """
-    return torch.arange(seen - min(stored, window), seen) % stored
+    return torch.arange(tokens_seen - min(stored, window), tokens_seen) % stored
 
 
 @dataclass(frozen=True)
@@ -304,9 +305,7 @@ def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.
         q: position of the newest token.
     """
     weights = tokens.logits(scale).softmax(-1)[..., : tokens.candidates].mean((1, 2))  # [H, candidates]
-    weights = torch.nn.functional.avg_pool1d(
-        weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2
-    ).squeeze(1)
+    weights = pool(F.avg_pool1d, weights, rounds.neighbours)
     values = tokens.values[:, : tokens.candidates]
     spread = (values.amax(-1) - values.amin(-1))[:, tokens.sinks :]
     by_spread = spread.argsort(dim=1, stable=True).argsort(dim=1)
@@ -332,9 +331,7 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
         scale: factor on q . k.
     """
     weights = tokens.logits(scale).amax(2).softmax(-1)[..., : tokens.candidates].mean(1)
-    importance = torch.nn.functional.max_pool1d(
-        weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2
-    ).squeeze(1)
+    importance = pool(F.max_pool1d, weights, rounds.neighbours)
     unit = tokens.keys / (tokens.keys.norm(dim=-1, keepdim=True) + 1e-8)
     redundancy = torch.stack([_redundancy(head, rounds.similar) for head in unit])
     ranked = slice(tokens.sinks, tokens.candidates)

@@ -29,7 +29,7 @@ from kvpop_vllm.scorers.kvzap_folder import is_kvzap, read_kvzap_config, read_kv
 from kvpop_vllm.scorers.published_checkpoint import INDEX, MODEL_NAMES, is_published
 from kvpop_vllm.scorers.reader import read_published
 from kvpop_vllm.scorers.scorer_config import SCHEMA
-from kvpop_vllm.tensor_files import reading, write_files
+from kvpop_vllm.tensor_files import reading, require_files, write_files
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
@@ -124,9 +124,8 @@ def read_config(folder: str | Path, map_file: str | None = None) -> ScorerConfig
     if not (path / CONFIG_NAME).is_file():
         if is_kvzap(path):
             return read_kvzap_config(path)
-        raise ConfigError(
-            f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop init-scorer'"
-        )
+        advice = "point --kv-scorer at a folder written by 'kvpop init-scorer'"
+        require_files(folder, CONFIG_NAME, kind="scorer", advice=advice)
     return parse_config(read_json(path / CONFIG_NAME, "write the scorer again"), str(path / CONFIG_NAME))
 
 

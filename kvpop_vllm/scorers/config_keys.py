@@ -160,14 +160,16 @@ def _read(key: str, value: object, label: str):
     if key == "delayed":
         return value if isinstance(value, bool) else (bool(value) if number else None)
     if key == "norm":
-        return _of(_NORMS, value, label) if isinstance(value, str) and value.lower() != "none" else value is True
+        return (
+            _served_value(_NORMS, value, label) if isinstance(value, str) and value.lower() != "none" else value is True
+        )
     tables = {"feature_map": _FEATURE_MAPS, "decay": _DECAYS}
     if key in tables:
-        return _of(tables[key], value, label)
+        return _served_value(tables[key], value, label)
     if key == "activation":
-        return _of({"silu": "silu", "swish": "silu"}, value, label)
+        return _served_value({"silu": "silu", "swish": "silu"}, value, label)
     if key == "scorer":
-        return _of({"mlstm": "mlstm", "mlstmscorer": "mlstm", "delayedmlstm": "mlstm"}, value, label)
+        return _served_value({"mlstm": "mlstm", "mlstmscorer": "mlstm", "delayedmlstm": "mlstm"}, value, label)
     raise AssertionError(key)
 
 
@@ -175,7 +177,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _of(table: Mapping[str, str], value: object, label: str) -> str:
+def _served_value(table: Mapping[str, str], value: object, label: str) -> str:
     served = table.get(re.sub(r"[^a-z0-9]", "", str(value).lower()))
     if served is None:
         raise ConfigError(f"{label} is {value!r}, and {', '.join(sorted(set(table.values())))} alone can be served")
@@ -196,19 +198,15 @@ def budgets_of(facts: Facts, state_entries: int, source: str) -> list[dict[str, 
     sinks, window, topk, budget = (facts[key] for key in ("sinks", "window", "topk", "budget"))
     if window == 0:
         raise ConfigError(f"{source}: {facts.names['window']} is 0, and a window holds one token at least")
-    if sinks is None or window is None:
+    if sinks is None or window is None or budget is None:
         return [{"sinks": sinks, "window": window, "topk": topk}]
     protected = sinks + window
     if topk is None:
-        if budget is None:
-            return [{"sinks": sinks, "window": window, "topk": None}]
         states = (0, state_entries) if facts["state"] is None else (facts["state"],)
         if budget < protected + states[0]:
             raise ConfigError(f"{source}: {facts.names['budget']} is {budget}, less than {protected} sinks and window")
         numbers = (budget - protected - state for state in dict.fromkeys(states) if budget >= protected + state)
         return [{"sinks": sinks, "window": window, "topk": k} for k in numbers]
-    if budget is None:
-        return [{"sinks": sinks, "window": window, "topk": topk}]
     states = {0, state_entries, facts["state"] or 0}
     for k in (topk, topk - protected):  # a number of long-range tokens may count the protected ones
         if k >= 0 and (budget - protected - k in states or budget == topk != k):

@@ -75,11 +75,11 @@ def arranged(checkpoint: Checkpoint, place: Mapping, layer: int, axes: tuple[str
     if "{head}" in template:
         heads = [template.replace("{head}", str(i)) for i in range(sizes.heads)]
         rest = tuple(axis for axis in axes if axis != "head")
-        return torch.stack([_one(checkpoint, place, name, layer, rest) for name in heads])
-    return _one(checkpoint, place, template, layer, axes)
+        return torch.stack([_layer_tensor(checkpoint, place, name, layer, rest) for name in heads])
+    return _layer_tensor(checkpoint, place, template, layer, axes)
 
 
-def _one(checkpoint: Checkpoint, place: Mapping, name: str, layer: int, axes: tuple[str, ...]) -> torch.Tensor:
+def _layer_tensor(checkpoint: Checkpoint, place: Mapping, name: str, layer: int, axes: tuple[str, ...]) -> torch.Tensor:
     stacked = "{layer}" not in name
     name = name.replace("{layer}", str(layer))
     if name not in checkpoint.shapes:

@@ -15,7 +15,7 @@ from kvpop_vllm.scorers.config_keys import DECAY_RANGE
 from kvpop_vllm.scorers.conversion import convert
 from kvpop_vllm.scorers.published_checkpoint import Checkpoint, open_checkpoint
 from kvpop_vllm.scorers.tensor_map import Reading, differences, read_map, write_map
-from kvpop_vllm.scorers.tensor_matching import MOST, REQUIRED, stacks, uses_of
+from kvpop_vllm.scorers.tensor_matching import REQUIRED, stacks, uses_of
 
 _DEFAULTS = {
     "inputs": "key value", "feature_map": "hedgehog", "gate_softcap": None, "delayed": True, "norm": None,
@@ -54,15 +54,14 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
     reading = fitting[0] if fitting else draft(checkpoint)
     if fitting:
         lines += [*reader.describe(checkpoint, reading), *reader.assumed(checkpoint, reading)]
-    number = f"{len(fitting)}" if len(fitting) < MOST else f"at least {MOST}"
     if len(fitting) > 1:
         lines += [
-            f"{number} readings fit, of which this is one; they differ in",
+            f"{reader.number_of(fitting)} readings fit, of which this is one; they differ in",
             *(f"  {text}" for text in differences(fitting)),
         ]
     elif not fitting:
         lines.append(f"no reading fits: {why or reader.why_none(checkpoint)}")
-    if unknown := [key for key, number_of in reading.budget.items() if number_of is None]:
+    if unknown := [key for key, tokens in reading.budget.items() if tokens is None]:
         lines.append(f"config.json does not say {', '.join(unknown)}: add them to the map")
     write_map(out, reading)
     use = (

@@ -205,6 +205,7 @@ class MLSTMScorer(Scorer):
         self.q_proj = nn.Parameter(_near_identity(h, d, columns, of_values=False))
         self.k_proj = nn.Parameter(_near_identity(h, d, columns, of_values=False))
         self.v_proj = nn.Parameter(_near_identity(h, d, width, of_values=True)) if project_values else None
+        # gates that read nothing yet: a state that takes all tokens in and forgets slowly
         self.igate = Dense(torch.zeros(h, 2 * d), torch.zeros(h))
         self.fgate = Dense(torch.zeros(h, 2 * d), torch.full((h,), FORGET_BIAS))
         self.out = Dense(torch.zeros(h, width), torch.zeros(h))

@@ -141,6 +141,7 @@ def _shapes(folder: Path, pickles: bool) -> tuple[dict, dict[str, Path], dict[st
     for path in paths:
         with reading(path), safe_open(path, "pt") as file:
             for name in file.keys():
+                # which of two would be loaded depends on the loader
                 if name in shapes:
                     raise ConfigError(
                         f"{folder}: tensor {name!r} is in {files[name].name} and in {path.name}: remove one"

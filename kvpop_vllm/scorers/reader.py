@@ -27,12 +27,14 @@ logger = logging.getLogger("vllm.kvpop_vllm")
 
 def readings(checkpoint: Checkpoint) -> list[Reading]:
     """Return all readings that fit, up to :data:`kvpop_vllm.scorers.tensor_matching.MOST`."""
-    return [reading for pieces in _places(checkpoint) for reading in _with_formula(checkpoint, pieces)][:MOST]
+    sizes, source = checkpoint.small, str(checkpoint.folder)
+    fitting = places(stacks(checkpoint.shapes, sizes, source), sizes, source)
+    return [reading for pieces in fitting for reading in _with_formula(checkpoint, pieces)][:MOST]
 
 
-def _places(checkpoint: Checkpoint) -> list[Pieces]:
-    all_stacks = stacks(checkpoint.shapes, checkpoint.small, str(checkpoint.folder))
-    return places(all_stacks, checkpoint.small, str(checkpoint.folder))
+def number_of(fitting: list[Reading]) -> str:
+    """Return the number of readings that fit, as far as they are looked for."""
+    return f"{len(fitting)}" if len(fitting) < MOST else f"at least {MOST}"
 
 
 def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
@@ -42,7 +44,9 @@ def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
         if says is not None and bool(says) != (piece in pieces):
             verb = "is no such tensor" if says else "is one"
             raise ConfigError(f"{source}: {facts.names[key]} is {says!r}, and there {verb}: one of the two is wrong")
-    columns, values = (_width(checkpoint, pieces, piece) for piece in ("query", "score"))
+    columns, values = (
+        arranged(checkpoint, pieces[piece], 0, PIECES[piece][1]).shape[-1] for piece in ("query", "score")
+    )
     low, high = facts["decay_range"] or (facts["decay_min"] or DECAY_RANGE[0], facts["decay_max"] or DECAY_RANGE[1])
     dim = checkpoint.small.dim
     by_size = {dim // 2: ["hedgehog"], dim: ["softmax"]}.get(columns, ["hedgehog", "softmax"])
@@ -68,10 +72,6 @@ def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
         }
         fitting += [Reading(pieces, formula, budget) for budget in budgets]
     return fitting
-
-
-def _width(checkpoint: Checkpoint, pieces: Pieces, piece: str) -> int:
-    return arranged(checkpoint, pieces[piece], 0, PIECES[piece][1]).shape[-1]
 
 
 def _norms(checkpoint: Checkpoint, pieces: Pieces) -> list[tuple[str | None, str]]:
@@ -124,9 +124,8 @@ def reading_of(checkpoint: Checkpoint, map_file: str | Path | None = None) -> Re
         return fitting[0]
     if not fitting:
         raise ConfigError(f"{folder}: {why_none(checkpoint)}: see 'kvpop inspect-checkpoint {folder}'")
-    number = f"{len(fitting)}" if len(fitting) < MOST else f"at least {MOST}"
     raise ConfigError(
-        f"{folder}: its scorer can be read in {number} ways ({'; '.join(differences(fitting))}): run 'kvpop inspect-checkpoint"
+        f"{folder}: its scorer can be read in {number_of(fitting)} ways ({'; '.join(differences(fitting))}): run 'kvpop inspect-checkpoint"
         f" {folder}', mend the {MAP_NAME} that it writes, and give it with --kv-map"
     )
 

@@ -167,6 +167,7 @@ def hint(template: str) -> tuple[tuple[str, ...], bool] | None:
     words = [word for word in template.split(".") if not word.startswith("{") and not word.isdecimal()]
     words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower().replace("-", "_") for word in words]
     bias = re.fullmatch(r"(.*_)?bias|b|b_.*|b[ifo]", words[-1]) is not None
+    # the last words say most: `q_proj.weight` in `mlstm.q_proj.weight`
     for word in reversed(words):
         tokens = word.split("_")
         core = "_".join(token for token in tokens if token not in _NOISE)
@@ -230,6 +231,7 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
     pieces, bias = hinted
     axis_sizes = {"layer": sizes.layers, "head": sizes.heads, "in": 2 * sizes.dim}
     missing = {"layer", "head"} - set(stack.axes)
+    # the name does not say which gate comes first, so both orders are tried
     if pieces == ("gates",):
         orders = [("input gate", "forget gate"), ("forget gate", "input gate")]
         return [use for order in orders for use in _fused(stack, order, bias, axis_sizes, missing)]
@@ -242,17 +244,18 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
         if piece not in PIECES:
             continue
         _, axes, counts = PIECES[piece]
+        # one norm may be shared by all heads
         forms = [axes, ("out",)] if piece == "norm" and "head" not in stack.axes else [axes]
         for form in forms:
             lacking = missing - ({"head"} - set(form))
             axes_left = frozenset(set(form) - set(stack.axes) | lacking)
             for axis_order, out in patterns(stack.shape, axes_left, tuple(axis_sizes.items())):
                 if not (joint and "(head out)" in axis_order):
-                    uses.append(({piece: _at(stack, axis_order)}, {counts: out} if counts else {}))
+                    uses.append(({piece: _map_entry(stack, axis_order)}, {counts: out} if counts else {}))
     return uses
 
 
-def _at(stack: Stack, axis_order: str, **more) -> dict:
+def _map_entry(stack: Stack, axis_order: str, **more) -> dict:
     return {"tensor": stack.template, "axes": axis_order, **more}
 
 
@@ -264,7 +267,7 @@ def _fused(stack, pieces, bias, axis_sizes, missing) -> list[tuple[Pieces, dict[
     axes_left = frozenset(axes - set(stack.axes) | missing | {"part"})
     uses = []
     for axis_order, out in patterns(stack.shape, axes_left, (*axis_sizes.items(), ("part", count))):
-        placed = {name: _at(stack, axis_order, part=i) for i, name in enumerate(names)}
+        placed = {name: _map_entry(stack, axis_order, part=i) for i, name in enumerate(names)}
         uses.append((placed, {PIECES[name][2]: out for name in names if PIECES[name][2]}))
     uses += _rows(stack, names, axis_sizes, axes_left - {"part"})
     if "out" not in axes:
@@ -273,7 +276,7 @@ def _fused(stack, pieces, bias, axis_sizes, missing) -> list[tuple[Pieces, dict[
         for features, rest, widths in _divisions(names, width):
             ends = list(itertools.accumulate(widths))
             placed = {
-                name: _at(stack, axis_order, slice=[end - part, end])
+                name: _map_entry(stack, axis_order, slice=[end - part, end])
                 for name, part, end in zip(names, widths, ends, strict=True)
             }
             uses.append((placed, {"features": features} | ({"values": rest} if rest else {})))
@@ -314,7 +317,7 @@ def _rows(
         for axis_order in orders[0]:
             if all(axis_order in order for order in orders):
                 place = {
-                    name: _at(stack, axis_order, rows=[end - heads * part, end])
+                    name: _map_entry(stack, axis_order, rows=[end - heads * part, end])
                     for name, part, end in zip(names, widths, ends, strict=True)
                 }
                 bound = {"features": features} | ({"values": rest} if rest else {}) if "out" in axes_left else {}
@@ -344,6 +347,7 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
     complete: list[Pieces] = []
 
     def choose(i: int, chosen: Pieces, bound: dict[str, int]) -> None:
+        # more readings than anyone would look at: the error then says so
         if len(complete) >= MOST**2:
             return
         if i == len(options):

@@ -65,11 +65,11 @@ def made_slots(
         k, v = (x[h, : prompt - near].double().numpy() for x in (key, value))
         rows = [query[h * group + g, t].double().numpy() for t in range(prompt - used, prompt) for g in range(group)]
         sinks = [-math.inf if sink_logits is None else float(sink_logits[h * group + g]) for g in range(group)] * used
-        made_slots.append(_made(rows, sinks, k, v, count, None if biases is None else biases[h].double().numpy()))
+        made_slots.append(_made_slots(rows, sinks, k, v, count, None if biases is None else biases[h].double().numpy()))
     return made_slots
 
 
-def _made(
+def _made_slots(
     rows: list[np.ndarray], sinks: list[float], k: np.ndarray, v: np.ndarray, count: int, biases: np.ndarray | None
 ) -> MadeSlots:
     if count == len(k):

@@ -154,7 +154,7 @@ def retained_by_ranking(
     margins, scores = np.full((heads, length), np.inf), np.full((heads, length, 2), np.nan)
     lost, forced_sets = np.full((heads, length), -1), None if forced is None else forced.cpu().numpy()
     for h, (ranking, room) in enumerate(zip(rankings, np.broadcast_to(topk, heads).tolist(), strict=True)):
-        more = {token: by for head, token, by in bias if head == h}
+        added = {token: by for head, token, by in bias if head == h}
         retained: set[int] = set()
         visible_tokens: list[int] = []
         for q in range(length):
@@ -165,14 +165,12 @@ def retained_by_ranking(
             judged = surplus or ranking.threshold is not None
             rank = ranking.ranks(q, candidates, visible_tokens) if judged else {}
             if forced_tokens is None:
-                gone = {t for t in new if ranking.below(t)}
-                left = candidates - gone if judged else set()
-                worst_first = sorted(left, key=lambda t: (rank[t][0], rank[t][1] + more.get(t, 0.0), t))
-                gone |= set(worst_first[: max(0, surplus - len(gone))])
+                gone = _evicted(ranking, rank, candidates, new, surplus, added)
             else:
                 gone = candidates - set(forced_tokens)
             retained = candidates - gone
             full = len(retained) == room > 0
+            # a threshold also evicts while slots are free: a new token that fails it, or as many as leave the head full
             below = ranking.threshold is not None and surplus <= len(gone) and (len(retained) == room or gone <= new)
             if len(gone) != surplus and not below:
                 raise ValueError(f"head {h}, query {q}: {len(gone)} tokens are lost, {surplus} must be")
@@ -192,6 +190,22 @@ def retained_by_ranking(
             margins[h, q + 1 : q + 2] = ranking.attend(q, visible_tokens, retained)
     visible, margins, scores, lost = map(torch.from_numpy, (visible, margins, scores, lost))
     return visible, margins, scores.to(dtype), lost
+
+
+def _evicted(
+    ranking: Ranking,
+    rank: dict[int, tuple[int, float]],
+    candidates: set[int],
+    new: set[int],
+    surplus: int,
+    added: dict[int, float],
+) -> set[int]:
+    """Return the tokens that the rule evicts: new ones below the threshold, then the worst until ``surplus`` are gone."""
+    gone = {t for t in new if ranking.below(t)}
+    if surplus <= len(gone):
+        return gone
+    worst_first = sorted(candidates - gone, key=lambda t: (rank[t][0], rank[t][1] + added.get(t, 0.0), t))
+    return gone | set(worst_first[: surplus - len(gone)])
 
 
 def retained_by_scores(

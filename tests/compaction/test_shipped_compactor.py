@@ -29,7 +29,7 @@ def test_passages_are_found_again():
     lost = torch.zeros(2, len(ways))
     ids = torch.tensor(tokenizer(TEXT.read_text())["input_ids"])
     with torch.inference_mode():
-        for number, piece in enumerate(ids.split(options.window + options.own)[:PIECES]):
+        for number, piece in enumerate(ids.split(options.window + options.tokens_after)[:PIECES]):
             for again in (0, 1):
                 tokens, size = example_of(piece, 2 * number + again, options)
                 lost[again] += torch.stack([still_losses(model, way, tokens, size)[0] for way in ways])

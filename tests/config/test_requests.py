@@ -70,7 +70,11 @@ def test_cartridges_stand_before_the_protected_prompt():
         and named({}, named_cartridges) == {}
     )
     slots = resolve(server("h2o"), options, 40, tuple(placed.values()))
-    assert (slots.prefix, slots.made, slots.cartridges) == (192, 192, (named_cartridges["b"], named_cartridges["a"]))
+    assert (slots.prefix, slots.made_slots, slots.cartridges) == (
+        192,
+        192,
+        (named_cartridges["b"], named_cartridges["a"]),
+    )
     with pytest.raises(ConfigError, match="twice, by two names of it"):
         named({"kv_cartridges": ["a", "again"]}, named_cartridges)
     with pytest.raises(UnknownCartridge, match="'c' does not exist: name one of a, b, again"):

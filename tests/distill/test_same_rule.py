@@ -59,7 +59,7 @@ def check_the_same_rule(q, k, v, log_gamma, roles, chunks, topk=None):
             at = torch.tensor([seen])
             ops.decode_step(q[cut], k[cut], v[cut], pages, table, at, budgets[None], rule=rule, scale=0.2)
         else:
-            chunk = Chunks.one(seen, count, budgets, rule.window)
+            chunk = Chunks.of_request(seen, count, budgets, rule.window)
             ops.prefill_chunk(q[cut], k[cut], v[cut], pages, table, chunk, rule=rule, scale=0.2)
         seen, i = seen + count, i + 1
         for h, held in enumerate(positions_held(pages, table, layout, rule, budgets.tolist(), seen)):

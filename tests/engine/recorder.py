@@ -11,7 +11,7 @@ import torch
 from kvpop_vllm.cache.divided_heads import load_page_table
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import RequestSlots
-from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.rules.retained import held_after_prompt, held_tokens
 from kvpop_vllm.vllm_glue.run.backend import FixedBudgetImpl
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
@@ -176,7 +176,7 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int
         else:
             made_row = part.made_table[0]
         rule = replace(rule, window=after.window)
-        return held_behind_prompt(pages, table, seen, rule, budgets, after, blocks, made_row)
+        return held_after_prompt(pages, table, seen, rule, budgets, after, blocks, made_row)
     if pages.raw.device.type != "cpu":
         pages = pages.layout.view(pages.raw.cpu())
     return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), tokens)

@@ -218,7 +218,7 @@ def test_what_a_cartridge_holds_of_a_prompt_is_left_out(served, monkeypatch):
     """A prompt that begins with the head is what stands behind it; another prompt is refused."""
     names, head = names_of(served.engine.engine.vllm_config), (5, 9, 7)
     for name in ("biased", "plain"):
-        monkeypatch.setitem(names.known, f"{name} headed", replace(names.known[name], head=head))
+        monkeypatch.setitem(names.served, f"{name} headed", replace(names.served[name], head=head))
         monkeypatch.setitem(served.folders, f"{name} headed", served.folders[name])
         monkeypatch.setitem(SLOTS, f"{name} headed", SLOTS[name])
     asked, both, own = named("biased headed"), named("plain headed", "biased headed"), random_prompt(40)

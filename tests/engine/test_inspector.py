@@ -150,9 +150,9 @@ def test_pages_that_cannot_be_read(served):
     own = engine.recorder.manager.inspector
     request = engine.recorder.scheduler.running[0]
     row = inspector.Row.of(own.scheduler, request, request.num_computed_tokens)
-    (error,) = own.run(inspector.held_in_worker, ([row._replace(seen=row.seen + 1)],))
+    (error,) = own.run(inspector.held_in_worker, ([row._replace(tokens_seen=row.tokens_seen + 1)],))
     compression = own.policy.compression  # tokens of a prompt that slots were made of are not counted in the pages
-    seen = row.seen - (0 if compression is None else compression.after(row.slots).shift)
+    seen = row.tokens_seen - (0 if compression is None else compression.after(row.slots).shift)
     assert error == f"these pages have seen {[seen] * own.shape[1]} tokens, not {seen + 1}"
     while engine.engine.has_unfinished_requests():
         engine.engine.step()

@@ -79,7 +79,7 @@ def test_unknown_kinds_are_refused():
     with pytest.raises(ConfigError, match="choose from programs, ledgers, sorting"):
         make_problem("riddles", 0)
     for kind in KINDS:
-        largest = KINDS[kind].most
+        largest = KINDS[kind].largest
         if kind != "sorting":
             problem = make_problem(kind, 1, largest)
             assert judge(problem, problem.solution).exact

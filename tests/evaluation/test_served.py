@@ -144,8 +144,8 @@ def test_equal_bytes_count_pages_that_are_not_full(name, allocator, more):
 def test_how_many_tokens_are_all_held(layer, name, allocator):
     """So many tokens are all retained, and after one more token some are not."""
     resolved = training_free(name).allocated(allocator).resolve(SHAPE, 40)
-    assert (resolved.least < 40) == (allocator == "pyramid")
-    rows, count = LayerRows(resolved.rules[0], resolved.least, layer[1], 32**-0.5), resolved.whole
+    assert (resolved.smallest_budget < 40) == (allocator == "pyramid")
+    rows, count = LayerRows(resolved.rules[0], resolved.smallest_budget, layer[1], 32**-0.5), resolved.dense_length
     rows.append(*(x[:, :, :count] for x in layer))
     assert rows.held_by_rows().all()
     rows.append(*(x[:, :, count : count + 1] for x in layer))

@@ -225,7 +225,7 @@ def test_forbidden_query_is_reported():
     pool = Pool(problem("none", roles=(2, 5, 9), length=20))
     q, k, v = (x[0] for x in pool.p.texts)
     poison(q.data_ptr() + q.nbytes - 8, 8)
-    chunk = q, k, v, pool.pages, pool.table[:1], Chunks.one(0, len(q), pool.budgets[0], pool.p.rule.window)
+    chunk = q, k, v, pool.pages, pool.table[:1], Chunks.of_request(0, len(q), pool.budgets[0], pool.p.rule.window)
     said = report(lambda: ops.serving.prefill_chunk(*chunk, rule=pool.p.rule, scale=1.0, impl="cpp"))
     assert "ERROR: AddressSanitizer" in said and "::prefill_attend" in said, said
 

@@ -113,10 +113,10 @@ def test_the_largest_numbers_are_right(impl, largest, ages):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bad_arguments_are_refused(impl):
     score, position = draw_tokens(torch.Generator().manual_seed(1))
-    right = {"held": 4, "topk": 6, "window": 3, "log_gamma": torch.zeros(2, dtype=torch.float64)}
+    right = {"retained": 4, "topk": 6, "window": 3, "log_gamma": torch.zeros(2, dtype=torch.float64)}
     for wrong, named in (
-        *(({"held": held}, "held") for held in (7, -1)),
-        ({"topk": 3}, "held"),
+        *(({"retained": retained}, "retained") for retained in (7, -1)),
+        ({"topk": 3}, "retained"),
         *(({"window": window}, "window") for window in (0, 2**29 + 1, 2**63 - 1)),
         *(({"decay_step": step}, "decay_step") for step in (0, 2**31)),
     ):

@@ -130,7 +130,7 @@ class TestPrefillChunk:
 
         def run(q, k, v, **changes):
             rule = replace(p.rule, **changes)
-            chunk = Chunks.one(0, len(q), p.budgets[0], rule.window)
+            chunk = Chunks.of_request(0, len(q), p.budgets[0], rule.window)
             ops.prefill_chunk(q, k, v, pages, p.table[:1], chunk, rule=rule, scale=1.0, impl="triton")
 
         for error, message, arguments, changes in (

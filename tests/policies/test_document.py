@@ -55,11 +55,13 @@ def test_the_policy_of_the_page_keeps_the_largest_values(policy, monkeypatch, im
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
     rows = LayerRows(policy.layer_rule(0, slice(0, HEADS)), BUDGET, k[None], SIZE**-0.5, protected=protected)
     for chunk in CHUNKS:
-        cut = slice(rows.seen, rows.seen + chunk)
+        cut = slice(rows.tokens_seen, rows.tokens_seen + chunk)
         rows.append(*(x[None, :, cut] for x in (q, k, v)))
-        assert torch.equal(rows.held_by_rows()[0], naive(v, rows.seen, protected)), f"after {rows.seen} tokens"
+        assert torch.equal(rows.held_by_rows()[0], naive(v, rows.tokens_seen, protected)), (
+            f"after {rows.tokens_seen} tokens"
+        )
     counts = rows.held_by_rows().sum(-1).flatten().tolist()
-    assert rows.seen == LENGTH and counts == [BUDGET + max(0, protected - SINKS)] * HEADS
+    assert rows.tokens_seen == LENGTH and counts == [BUDGET + max(0, protected - SINKS)] * HEADS
 
 
 def test_each_rank_has_the_rule_of_its_heads(policy):

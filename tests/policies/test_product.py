@@ -334,7 +334,7 @@ def compare(tested, expected, empty, logged, has_sinks=False):
         parts = []
         logged.clear()
         for chunk in CHUNKS:
-            cut = slice(rows.seen, rows.seen + chunk)
+            cut = slice(rows.tokens_seen, rows.tokens_seen + chunk)
             scores = None if gate_scores is None else gate_scores[None, cut]
             parts.append(
                 rows.append(*(x[None, :, cut] for x in layer_tokens[:3]), scores, sinks_of(layer, has_sinks))[0]

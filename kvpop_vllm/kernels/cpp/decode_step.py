@@ -20,10 +20,10 @@ def _pack(rule: RetentionRule) -> _C.Rule:
     weights = {name: value.detach() for name, value in vars(scorer).items() if isinstance(value, torch.Tensor)}
     roles = rule.sinks, rule.window, rule.decay_step
     more = {"uses_moment_correction": rule.moment_correction} | scorer.options()
-    made = _C.Rule(*roles, rule.log_gamma.detach(), scorer.kernel, weights, **more)
-    _packed[id(rule)] = made
+    packed_rule = _C.Rule(*roles, rule.log_gamma.detach(), scorer.kernel, weights, **more)
+    _packed[id(rule)] = packed_rule
     weakref.finalize(rule, _packed.pop, id(rule), None)
-    return made
+    return packed_rule
 
 
 def packed(rule: RetentionRule) -> _C.Rule:

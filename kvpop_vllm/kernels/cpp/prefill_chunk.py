@@ -24,24 +24,23 @@ def prefill_chunk(
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
-    A chunk may begin within a protected prefix, end in it, or lie behind it. Its own protected tokens are stored
+    A chunk may begin within a protected prefix, end in it, or start after it. Its protected tokens are stored
     already. Sequential rules attend to the prefix token by token, others apart. Attention sinks are in the part that
     the others are merged with.
     """
     check_dtype(k, pages)
-    slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
+    slots, state, packed_rule = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
     protects = 0 if prefix is None else int(prefix.tokens[0])
     inside, parts = min(max(protects - start, 0), len(q)), []
     if inside:
-        own = _attend(q[:inside], prefix, start, start + inside, scale, True, sink_logits)
-        parts.append(_with_all(own, q[:inside], prefix, start, scale))
+        among_prefix = _attend(q[:inside], prefix, start, start + inside, scale, True, sink_logits)
+        parts.append(_with_all(among_prefix, q[:inside], prefix, start, scale))
     if inside < len(q) or not inside:
         scores = None if gate_scores is None else gate_scores[inside:]
         place = pages.raw, slots, state, page_table, start + inside, budgets
         try:
-            tail = _C.prefill_chunk(
-                q[inside:], k[inside:], v[inside:], *place, told, scale, scores, tensors_of(prefix), keys, sink_logits
-            )
+            options = packed_rule, scale, scores, tensors_of(prefix), keys, sink_logits
+            tail = _C.prefill_chunk(q[inside:], k[inside:], v[inside:], *place, *options)
         except _C.StepOrder as error:
             raise StepOrderError(str(error)) from None
         apart = protects if len(q) and not rule.sequential else 0
@@ -49,11 +48,11 @@ def prefill_chunk(
     return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
 
-def _with_all(found: Attended, q: torch.Tensor, prefix: Prefix | None, end: int, scale: float) -> Attended:
-    """Merge attention ``found`` of q with that to the first ``end`` protected tokens, in float32."""
+def _with_all(attended: Attended, q: torch.Tensor, prefix: Prefix | None, end: int, scale: float) -> Attended:
+    """Merge attention ``attended`` of q with that to the first ``end`` protected tokens, in float32."""
     if not end:
-        return found
-    (out, lse), dtype = found, found[0].dtype
+        return attended
+    (out, lse), dtype = attended, attended[0].dtype
     for begin in range(0, end, PIECE):
         part, part_lse = _attend(q, prefix, begin, min(begin + PIECE, end), scale, False, None)
         merged = torch.logaddexp(lse, part_lse)

@@ -209,11 +209,19 @@ class PromptVotes:
 
     def after(self, slots: RequestSlots) -> RequestSlots:
         """Return what a request is after the end of its prompt: an unprotected one."""
-        return slots._replace(prefix=0, made=0)
+        return slots._replace(prefix=0, made_slots=0)
+
+
+class _StoresQueries:
+    """Rules whose state of a head is its newest queries, in float32."""
+
+    def state_floats(self, head_size: int) -> int:
+        """Return the number of float32 values in one head's state."""
+        return self.queries * self.group * head_size
 
 
 @dataclass(frozen=True)
-class PromptMatching:
+class PromptMatching(_StoresQueries):
     """Slots that are made of a prompt at its end by attention matching (arXiv:2602.16284).
 
     The last w tokens stay as they are. Those before them become ``B - w`` slots with biases, fitted to the prompt's
@@ -233,10 +241,6 @@ class PromptMatching:
     group: int
     queries: int
 
-    def state_floats(self, head_size: int) -> int:
-        """Return the number of float32 values in one head's state: the last queries."""
-        return self.queries * self.group * head_size
-
     def after(self, slots: RequestSlots) -> RequestSlots:
         """Return what a request is after the end of its prompt: one that begins with the slots made of it, and a ring.
 
@@ -244,13 +248,15 @@ class PromptMatching:
         others.
         """
         prompt, budget, window = slots.prefix, slots.budget, slots.window
-        made = min(max(0, prompt - window), budget - window)
-        sizes = {"prefix": made, "made": made, "budget": budget - made, "window": budget - made}
-        return slots._replace(**sizes, shift=max(0, prompt - budget))
+        made_slots = min(max(0, prompt - window), budget - window)
+        ring = budget - made_slots
+        return slots._replace(
+            prefix=made_slots, made_slots=made_slots, budget=ring, window=ring, shift=max(0, prompt - budget)
+        )
 
 
 @dataclass(frozen=True)
-class SampledMass:
+class SampledMass(_StoresQueries):
     """Rounds of VaSE (arXiv:2606.03928): keep large values and a sample of the other tokens.
 
     The sample is weighted with the attention of the newest queries
@@ -275,13 +281,9 @@ class SampledMass:
     neighbours: int = 5
     large: int = 4
 
-    def state_floats(self, head_size: int) -> int:
-        """Return the number of float32 values in one head's state: the newest queries."""
-        return self.queries * self.group * head_size
-
 
 @dataclass(frozen=True)
-class Redundancy:
+class Redundancy(_StoresQueries):
     """Rounds of R-KV (arXiv:2505.24133): keep attended tokens whose keys resemble few others.
 
     See :func:`kvpop_vllm.rules.rounds.without_redundancy`.
@@ -301,10 +303,6 @@ class Redundancy:
     neighbours: int = 7
     similar: float = 0.5
     weight: float = 0.1
-
-    def state_floats(self, head_size: int) -> int:
-        """Return the number of float32 values in one head's state: the newest queries."""
-        return self.queries * self.group * head_size
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def decode_step(
     them. A gate score is stored in its token's score field at insertion.
 
     A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the
-    tail (:class:`kvpop_vllm.roles.Retention`). The tail begins anew at ``q = p``: earlier slot contents are ignored,
+    tail (:class:`kvpop_vllm.roles.Retention`). The tail begins again at ``q = p``: earlier slot contents are ignored,
     except the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages
     already. It attends to the tokens up to itself, and nothing is written. The first ``biased`` tokens of a prefix may
     have a bias per KV head, stored in their score fields: it is added to their scaled logits, so that outputs,
@@ -121,8 +121,7 @@ def verify_step(
        step (:func:`decode_step`), without outputs. The other staged drafts are dropped.
     2. **Token.** The token at c takes an ordinary step.
     3. **Drafts.** The d drafts take ordinary steps. Then pages are put back to the bit: slots, scores, positions,
-    state,
-       moments and counts.
+       state, moments and counts.
     4. **Stage.** The drafts' keys, values, gate scores, and queries if the rule reads attention, are staged.
 
     Then ``tokens_seen = c + 1``, and outputs and pages are those of ordinary steps. Between steps pages hold drafts in
@@ -283,7 +282,7 @@ def begin_tail(
     """Build the scorer's state of R requests from the last ``rule.replay`` tokens of their prefixes.
 
     The state is updated with tokens ``[max(made, p - R), p)``, without readouts (DESIGN "A prefix and a tail").
-    Slots of cartridges are no tokens, so that behind them the state is empty.
+    Cartridge slots carry no tokens, so the state is empty after them.
     Call this before the step that has token p; it may be called again. Requests without protected tokens, and
     rules without a recurrent scorer, are left unchanged.
 
@@ -301,7 +300,7 @@ def begin_tail(
 def online_topk(
     score: torch.Tensor,
     position: torch.Tensor,
-    held: int,
+    retained: int,
     *,
     topk: int | Sequence[int],
     window: int,
@@ -313,14 +312,14 @@ def online_topk(
 ) -> torch.Tensor:
     """Return the time at which each token is evicted from k long-range slots.
 
-    Tokens arrive one by one, and evictions are permanent. The first ``held`` tokens are in the slots already,
+    Tokens arrive one by one, and evictions are permanent. The first ``retained`` tokens are in the slots already,
     in any order. The others arrive in order of position, token t at ``q = t + window``. If an arrival makes
     more than k tokens, the token with the lowest effective score at q is evicted.
 
     Args:
         score: ``[H, T]`` float32 raw scores.
         position: ``[H, T]`` int64; the positions of the arrivals increase by one.
-        held: number of tokens in the slots at the start.
+        retained: number of tokens in the slots at the start.
         topk: k, or k of each head; heads that differ are simulated one after another.
         window: w.
         log_gamma: ``[H]`` float64.
@@ -334,8 +333,9 @@ def online_topk(
             ``torch.iinfo(int64).max``.
 
     Raises:
-        ValueError: not one k for each head; ``held`` exceeds the number of tokens or slots; ``window`` is not in [1,
-            2**29], so that times of the first 2**30 positions fit 31 bits; or ``decay_step`` is not in [1, 2**31 - 1].
+        ValueError: not one k for each head; ``retained`` exceeds the number of tokens or slots; ``window`` is not
+            in [1, 2**29], so that times of the first 2**30 positions fit 31 bits; or ``decay_step`` is not in
+            [1, 2**31 - 1].
     """
     if not isinstance(topk, int) and len(topk) != len(score):
         raise ValueError(f"online_topk needs topk, or one for each of {len(score)} heads, got {len(topk)}")
@@ -347,15 +347,17 @@ def online_topk(
         drawn = [None] * len(score) if keys is None else keys.split(1)
         return torch.cat(
             [
-                online_topk(*row, held, topk=slots, log_gamma=decay, keys=key, **options)
+                online_topk(*row, retained, topk=slots, log_gamma=decay, keys=key, **options)
                 for (*row, slots, decay), key in zip(rows, drawn, strict=True)
             ]
         )
-    if not 0 <= held <= min(topk, score.shape[-1]):
-        raise ValueError(f"online_topk needs 0 <= held <= min(topk, T), got {held}, {topk} and {score.shape[-1]}")
-    most = {"window": (window, 2**29), "decay_step": (decay_step, 2**31 - 1)}
-    for name, (tokens, limit) in most.items():
+    if not 0 <= retained <= min(topk, score.shape[-1]):
+        raise ValueError(
+            f"online_topk needs 0 <= retained <= min(topk, T), got {retained}, {topk} and {score.shape[-1]}"
+        )
+    limits = {"window": (window, 2**29), "decay_step": (decay_step, 2**31 - 1)}
+    for name, (tokens, limit) in limits.items():
         if not 1 <= tokens <= limit:
             raise ValueError(f"online_topk needs {name} in [1, {limit}], got {tokens}")
     options = {"log_gamma": log_gamma, "decay_step": decay_step, "ages": ages, "keys": keys}
-    return resolve("online_topk", impl, score)(score, position, held, topk=topk, window=window, **options)
+    return resolve("online_topk", impl, score)(score, position, retained, topk=topk, window=window, **options)

@@ -12,10 +12,10 @@ import torch
 from kvpop_vllm.kernels.dispatch import resolve
 
 
-def _same(what: str, a, b) -> None:
+def _same(tensors: str, a, b) -> None:
     """Check that the shapes ``a`` and ``b`` are equal."""
     if tuple(a) != tuple(b):
-        raise ValueError(f"{what} must have one shape, got {list(a)} and {list(b)}")
+        raise ValueError(f"{tensors} must have one shape, got {list(a)} and {list(b)}")
 
 
 def _axes(op: str, name: str, x: torch.Tensor, axes: str) -> None:
@@ -85,8 +85,8 @@ def delayed_mlstm(
     _same("fgate and igate", fgate.shape, igate.shape)
     if state is not None:
         lead = (*k.shape[:2], k.shape[3])
-        for name, given, own in zip("Czm", state, ((*lead, v.shape[3]), lead, lead[:2]), strict=True):
-            _same(f"the state's {name} and what k and v ask for", given.shape, own)
+        for name, tensor, shape in zip("Czm", state, ((*lead, v.shape[3]), lead, lead[:2]), strict=True):
+            _same(f"the state's {name} and what k and v ask for", tensor.shape, shape)
     if delay < 0 or chunk < 1 or k.shape[2] < 1:
         raise ValueError(
             f"delayed_mlstm needs delay >= 0, chunk >= 1 and tokens, got {delay}, {chunk} and {k.shape[2]} tokens"

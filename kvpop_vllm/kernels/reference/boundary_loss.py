@@ -29,8 +29,8 @@ def boundary_loss(
     with torch.no_grad():
         decay = log_gamma.detach().double()
         teacher = _static_teacher if step == 1 else _aged_teacher
-        kept, boundary = teacher(target.detach(), decay, q, sinks, window, topk, step, order)
-        y = torch.where(kept, 1.0, -1.0).to(pred.dtype)
+        keeps, boundary = teacher(target.detach(), decay, q, sinks, window, topk, step, order)
+        y = torch.where(keeps, 1.0, -1.0).to(pred.dtype)
         gap = _gap(target.detach().double(), decay, q, q - window, boundary, step)
         weight = _weights(y, gap, margin, balance, counted, number).to(pred.dtype)
     difference = _gap(pred.double(), log_gamma.double(), q, q - window, boundary, step).to(pred.dtype)
@@ -67,13 +67,13 @@ def _static_teacher(target, log_gamma, q, sinks, window, topk, step, order):
     priority = target.double() - t * log_gamma.unsqueeze(-1)
     rank, cutoff = (x.long() for x in ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl=order))
     by_rank = torch.empty_like(rank).scatter_(-1, rank, t.expand_as(rank))
-    own, last = rank.gather(-1, q - window), cutoff.gather(-1, q).clamp_min(0)
+    new_rank, last = rank.gather(-1, q - window), cutoff.gather(-1, q).clamp_min(0)
     dropped = cutoff.gather(-1, q - 1).clamp_min(0)  # last kept token at q - 1; evicted if t_new is kept
     end = to_device(sinks + torch.tensor(topk), target.device).unsqueeze(1)
     among_first = (t >= sinks) & (t < end)  # the first k eligible tokens, which query s + w + k - 1 keeps
     all_of_them = rank.where(among_first, 0).amax(-1, keepdim=True)
     dropped = torch.where(q == window + end, all_of_them, dropped)
-    return own <= last, by_rank.gather(-1, torch.where(own == last, dropped, last))
+    return new_rank <= last, by_rank.gather(-1, torch.where(new_rank == last, dropped, last))
 
 
 def _aged_teacher(target, log_gamma, q, sinks, window, topk, step, order):
@@ -95,18 +95,18 @@ def _aged_teacher(target, log_gamma, q, sinks, window, topk, step, order):
         decay_step=step,
         impl=order,
     ).view(batch, heads, -1)
-    kept = gone.gather(-1, q - window - sinks) > q
-    at, new = q.unsqueeze(-1), (q - window).unsqueeze(-1)
-    effective = target[:, :, None, sinks:].double() + (at - eligible) // step * log_gamma.view(-1, 1, 1)
-    held = (eligible <= new) & (gone.unsqueeze(2) > at)
-    weakest = eligible[_lowest(effective, held)]
-    leaves = eligible[(gone.unsqueeze(2) == at).int().argmax(-1)]
-    return kept, torch.where(weakest == q - window, leaves, weakest)
+    keeps = gone.gather(-1, q - window - sinks) > q
+    query, new = q.unsqueeze(-1), (q - window).unsqueeze(-1)
+    effective = target[:, :, None, sinks:].double() + (query - eligible) // step * log_gamma.view(-1, 1, 1)
+    retained = (eligible <= new) & (gone.unsqueeze(2) > query)
+    weakest = eligible[_lowest(effective, retained)]
+    leaves = eligible[(gone.unsqueeze(2) == query).int().argmax(-1)]
+    return keeps, torch.where(weakest == q - window, leaves, weakest)
 
 
-def _lowest(effective, held):
+def _lowest(effective, retained):
     """Return the index of the lowest score among the retained tokens; of equal scores the oldest token's."""
-    return effective.masked_fill(~held, torch.inf).argmin(-1)
+    return effective.masked_fill(~retained, torch.inf).argmin(-1)
 
 
 def _weights(y, gap, margin, balance, counted, number):
@@ -121,6 +121,6 @@ def _weights(y, gap, margin, balance, counted, number):
         weight = (0.5 / share).clamp(*balance)
         weight = weight / ((counted * weight).sum() / number)
     if margin is not None:
-        least, sharpness = margin
-        weight = weight * (least + (1 - least) * torch.sigmoid(y * gap / sharpness))
+        lowest, sharpness = margin
+        weight = weight * (lowest + (1 - lowest) * torch.sigmoid(y * gap / sharpness))
     return weight

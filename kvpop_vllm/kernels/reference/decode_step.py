@@ -26,24 +26,26 @@ def decode_step(
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     starts, draw_keys = positions.tolist(), keys
     check_tokens_seen(pages, page_table, starts, prefix)
-    for r, at in enumerate(starts):
+    for r, position in enumerate(starts):
         protect = protected(prefix, r)
-        own = replace(rule, window=int(windows[r])).behind(protect)
-        before = prefix.gather(r, 0, min(protect, at + 1)) if protect else (k[r, :, None][:, :0], v[r, :, None][:, :0])
-        biases = prefix.bias(r, at + 1) if protect else None
+        tail_rule = replace(rule, window=int(windows[r])).behind(protect)
+        before = k[r, :, None][:, :0], v[r, :, None][:, :0]  # no tokens
+        if protect:
+            before = prefix.gather(r, 0, min(protect, position + 1))
+        biases = prefix.bias(r, position + 1) if protect else None
         for h in range(heads):
             rows, keys, values = slice(h * group, (h + 1) * group), before[0][h], before[1][h]
             bias = None if biases is None else biases[h]
             sinks = None if sink_logits is None else sink_logits[rows]
-            if at < protect:
+            if position < protect:
                 out[r, rows], lse[r, rows], _ = _attend(q[r, rows], keys, values, scale, bias, sinks)
                 continue
-            slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]) - rule.sinks + own.sinks)
+            slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]) - rule.sinks + tail_rule.sinks)
             inserted = 0.0 if gate_scores is None else float(gate_scores[r, h])
             token = q[r, rows], k[r, h], v[r, h], inserted
             key = None if draw_keys is None else draw_keys[r, h]
-            before_tail = keys, values
-            out[r, rows], lse[r, rows] = _step_head(slots, own, h, at, *token, before_tail, bias, scale, key, sinks)
+            options = (keys, values), bias, scale, key, sinks
+            out[r, rows], lse[r, rows] = _step_head(slots, tail_rule, h, position, *token, *options)
     return out, lse
 
 
@@ -70,11 +72,11 @@ def _step_head(
     slots.write(ring, k, v, inserted, q)
     in_use = max(in_use, ring + 1)
     slots.set_counts(rule, q + 1, in_use)
-    seen = torch.arange(in_use)
-    keys, values = (torch.cat(pair) for pair in zip(before, slots.gather(seen), strict=True))
+    used_slots = torch.arange(in_use)
+    keys, values = (torch.cat(pair) for pair in zip(before, slots.gather(used_slots), strict=True))
     out, lse, weights = _attend(query, keys, values, scale, bias, sinks)
     if rule.coupled:
-        slots.put_mass(seen, weights[:, len(before[0]) :].mean(0), add=_mean(rule))
+        slots.put_mass(used_slots, weights[:, len(before[0]) :].mean(0), add=_mean(rule))
     return moments.correct(out, lse, query) if rule.moment_correction else out, lse
 
 
@@ -95,9 +97,11 @@ def _place(
         factors = torch.ones(slots.budget, dtype=torch.float64)
         ranked = torch.tensor([ring, *range(rule.first_long, in_use)])
         factors[ranked] = moments.residuals(ranked).double()
+    # below the threshold a token is evicted even while slots are free
     below = rule.threshold is not None and score < rule.threshold
     full = in_use >= slots.budget
     target = None if below else _victim(slots, score, leaving, q, rule, head, factors, draw_key) if full else in_use
+    # an evicted token enters the moments before its slot is overwritten
     if moments is not None and (below or full):
         moments.take_in(ring if target is None else target)
     if target is None:
@@ -122,7 +126,7 @@ def take_in(state: torch.Tensor, x: torch.Tensor, w) -> None:
     key, value, igate, fgate = (t[0] for t in w.inputs(x.view(1, 1, -1)))
     c, z, m = _split_state(state, w)
     log_f = torch.nn.functional.logsigmoid(fgate[0])
-    m_new = torch.maximum(log_f + m, igate[0])
+    m_new = torch.maximum(log_f + m, igate[0])  # keeps both exponents at most 0
     keep, gain = torch.exp(log_f + m - m_new), torch.exp(igate[0] - m_new)
     c.mul_(keep).add_(gain * torch.outer(key[0], value[0]))
     z.mul_(keep).add_(gain * key[0])
@@ -172,18 +176,18 @@ def _victim(slots, score, leaving, q, rule, head, factors, draw_key) -> int | No
     """
     first, log_gamma = rule.first_long, float(rule.log_gamma[head])
     scores, positions = slots.long_range(first)
-    raw, own = scores.double(), score
+    raw, leaving_score = scores.double(), score
     if rule.draws:
-        raw, own = draw(draw_key, q, positions), float(draw(draw_key, q, torch.tensor(leaving)))
+        raw, leaving_score = draw(draw_key, q, positions), float(draw(draw_key, q, torch.tensor(leaving)))
     if _mean(rule):
-        raw, own = raw / (q - positions), own / (q - leaving)
+        raw, leaving_score = raw / (q - positions), leaving_score / (q - leaving)
     if rule.ages:
-        raw, own = raw * (q - positions), own * (q - leaving)
+        raw, leaving_score = raw * (q - positions), leaving_score * (q - leaving)
     if factors is not None:
-        raw, own = raw * factors[first:], own * float(factors[rule.ring_slot(leaving)])
+        raw, leaving_score = raw * factors[first:], leaving_score * float(factors[rule.ring_slot(leaving)])
     effective = raw + ((q - positions) // rule.decay_step) * log_gamma
-    own = own + ((q - leaving) // rule.decay_step) * log_gamma
-    if len(effective) == 0 or own < float(effective.min()):
+    leaving_score = leaving_score + ((q - leaving) // rule.decay_step) * log_gamma
+    if len(effective) == 0 or leaving_score < float(effective.min()):
         return None  # of equal scores the older is evicted, and every long-range token is older
     lowest = torch.where(effective == effective.min(), positions, torch.iinfo(torch.int64).max)
     return first + int(lowest.argmin())

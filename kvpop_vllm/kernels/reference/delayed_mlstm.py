@@ -38,6 +38,7 @@ def _chunk_step(q, k, v, igate, log_f, state: State):
     causal = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
     pair = decay.unsqueeze(-1) - decay.unsqueeze(-2) + igate.unsqueeze(-2)
     pair = pair.masked_fill(~causal, -torch.inf)
+    # the largest exponent of a row is taken out of all its terms, so that none overflows
     m_row = torch.maximum(pair.amax(-1), decay + m.unsqueeze(-1))
     old = torch.exp(decay + m.unsqueeze(-1) - m_row)
     weight = (q @ k.transpose(-1, -2)) * torch.exp(pair - m_row.unsqueeze(-1))

@@ -22,6 +22,7 @@ def masked_attention(q, k, v, visible, scale, bias=None, sink_logits=None):
         Outputs ``[H, G, l, D]`` and natural log-sum-exps ``[H, G, l]``.
     """
     k, v = (t.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
+    # one mask for both: torch's kernel takes a single additive one
     added = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
     if bias is not None:
         added[..., : bias.shape[1]] = bias.unsqueeze(1)

@@ -26,10 +26,10 @@ def check_tokens_seen(pages: Pages, page_table: torch.Tensor, starts: list[int],
         if start <= protected(prefix, r):
             continue
         for h in range(pages.layout.num_kv_heads):
-            seen = int(pages.position[page_table[r, h, first], h, 0])
-            if seen != start:
+            tokens_seen = int(pages.position[page_table[r, h, first], h, 0])
+            if tokens_seen != start:
                 raise StepOrderError(
-                    f"request {r}: step starts at position {start}, but its cache has seen {seen} tokens"
+                    f"request {r}: step starts at position {start}, but its cache has seen {tokens_seen} tokens"
                 )
 
 
@@ -92,9 +92,9 @@ class HeadSlots:
 
     def write(self, slot: int, k, v, score: float, position: int) -> None:
         """Write key, value, score and position of a slot."""
-        at = self._at(slot)
-        self.pages.k[at], self.pages.v[at], self.pages.score[at] = k, v, score
-        self.pages.position[at] = position
+        index = self._at(slot)
+        self.pages.k[index], self.pages.v[index], self.pages.score[index] = k, v, score
+        self.pages.position[index] = position
 
     def in_use(self, rule: RetentionRule, q: int) -> int:
         """Return the number of slots in use before the step at ``q``.
@@ -116,18 +116,18 @@ class HeadSlots:
 
     def put_mass(self, slots: torch.Tensor, mass: torch.Tensor, add: bool) -> None:
         """Write ``mass [n]`` to the score fields of ``slots [n]``, or add it to them."""
-        at = self._all_at(slots)
-        self.pages.put(self.pages.score, at, self.pages.score[at] + mass if add else mass)
+        indices = self._all_at(slots)
+        self.pages.put(self.pages.score, indices, self.pages.score[indices] + mass if add else mass)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values ``[n, D]`` of ``slots [n]``."""
-        at = self._all_at(slots)
-        return self.pages.k[at], self.pages.v[at]
+        indices = self._all_at(slots)
+        return self.pages.k[indices], self.pages.v[indices]
 
     def long_range(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores ``[B - first]`` float32 and positions int64 of the slots from ``first`` on."""
-        at = self._all_at(torch.arange(first, self.budget))
-        return self.pages.score[at], self.pages.position[at].long()
+        indices = self._all_at(torch.arange(first, self.budget))
+        return self.pages.score[indices], self.pages.position[indices].long()
 
     def _all_at(self, slots: torch.Tensor):
         return torch.tensor(self.slot_row)[slots // self.n], self.head, slots % self.n
@@ -139,7 +139,7 @@ class HeadSlots:
     def store_state(self, state: torch.Tensor, first: int = 0) -> None:
         """Write ``state`` to the head's state from offset ``first`` on."""
         region = self.pages.state.shape[-1]
-        whole = self.pages.state[self.state_row, self.head].flatten()
-        whole[first : first + len(state)] = state
+        words = self.pages.state[self.state_row, self.head].flatten()
+        words[first : first + len(state)] = state
         for i, block in enumerate(self.state_row):
-            self.pages.state[block, self.head] = whole[i * region : (i + 1) * region]
+            self.pages.state[block, self.head] = words[i * region : (i + 1) * region]

@@ -57,12 +57,13 @@ def prefill_chunk(
     for budget in budgets.unique().tolist():
         heads = (budgets == budget).nonzero().flatten()
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
-        own = rule.behind(protect).of_heads(heads)
+        tail_rule = rule.behind(protect).of_heads(heads)
         shown = None if before is None else tuple(x[heads] for x in before)
         bias = None if biases is None else biases[heads]
         drawn = None if keys is None else keys[0, heads]
         sinks = None if sink_logits is None else sink_logits[rows].view(-1, group)
-        part = _Heads(pages, page_table, heads, budget - rule.sinks + own.sinks, own, scale, shown, bias, drawn, sinks)
+        tail_budget = budget - rule.sinks + tail_rule.sinks
+        part = _Heads(pages, page_table, heads, tail_budget, tail_rule, scale, shown, bias, drawn, sinks)
         score = None if gate_scores is None else gate_scores[:, heads]
         out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start, score)
     return out, lse
@@ -70,12 +71,13 @@ def prefill_chunk(
 
 def _token_by_token(q, k, v, pages, page_table, start, budgets, gate_scores, **options):
     """Run L decode steps."""
-    steps, table, own = [], page_table.unsqueeze(0), budgets.unsqueeze(0)
+    steps, table, head_budgets = [], page_table.unsqueeze(0), budgets.unsqueeze(0)
     window = torch.tensor([options["rule"].window], dtype=torch.int32)
     for i in range(len(q)):
-        token, at = (x[i : i + 1] for x in (q, k, v)), torch.tensor([start + i])
+        token, position = (x[i : i + 1] for x in (q, k, v)), torch.tensor([start + i])
         score = None if gate_scores is None else gate_scores[i : i + 1]
-        steps.append(decode_step(*token, pages, table, at, own, windows=window, gate_scores=score, **options))
+        row = pages, table, position, head_budgets
+        steps.append(decode_step(*token, *row, windows=window, gate_scores=score, **options))
     outs, lses = zip(*steps, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
@@ -110,70 +112,70 @@ class _Heads:
         for a in range(0, len(q), PIECE):
             cut = slice(a, a + PIECE)
             keys, values = k[cut].transpose(0, 1), v[cut].transpose(0, 1)
-            own = None if gate_scores is None else gate_scores[cut].transpose(0, 1)
-            out, lse, retained = self._piece(q[cut], keys, values, own, start + a, retained)
+            inserted = None if gate_scores is None else gate_scores[cut].transpose(0, 1)
+            out, lse, retained = self._piece(q[cut], keys, values, inserted, start + a, retained)
             outs.append(out)
             lses.append(lse)
         self._store(retained, start + len(q))
         return torch.cat(outs), torch.cat(lses)
 
-    def _piece(self, q, k, v, gate_scores, a, held: Retained):
+    def _piece(self, q, k, v, gate_scores, a, retained: Retained):
         b, rule = a + len(q), self.rule
         new = torch.arange(a, b)
         leaving = torch.arange(*(max(rule.first_evictable, end - rule.window) for end in (a, b)))
-        keys, values = torch.cat([held.k, k], 1), torch.cat([held.v, v], 1)
-        at = self._where(leaving, a, held.k.shape[1])
-        score, own, state = self._score(keys, values, gate_scores, leaving, new, held)
+        keys, values = torch.cat([retained.k, k], 1), torch.cat([retained.v, v], 1)
+        leaving_index = self._indices(leaving, a, retained.k.shape[1])
+        score, stored, state = self._score(keys, values, gate_scores, leaving, new, retained)
         evicted_at = torch.full((len(self.heads), keys.shape[1]), NEVER)
         first = rule.first_long
-        held_long = max(0, held.k.shape[1] - first)
-        pool_score = torch.cat([held.score[:, first:], score], 1)
-        pool_position = torch.cat([held.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
-        told = {name: getattr(rule, name) for name in ("window", "log_gamma", "decay_step", "ages")}
-        gone = online_topk(pool_score, pool_position, held_long, topk=self.topk, keys=self.keys, **told)
+        held_long = max(0, retained.k.shape[1] - first)
+        pool_score = torch.cat([retained.score[:, first:], score], 1)
+        pool_position = torch.cat([retained.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
+        options = {name: getattr(rule, name) for name in ("window", "log_gamma", "decay_step", "ages")}
+        gone = online_topk(pool_score, pool_position, held_long, topk=self.topk, keys=self.keys, **options)
         evicted_at[:, first : first + held_long] = gone[:, :held_long]
-        evicted_at[:, at] = gone[:, held_long:]
-        born = torch.cat([torch.full((held.k.shape[1],), -1), new])
+        evicted_at[:, leaving_index] = gone[:, held_long:]
+        born = torch.cat([torch.full((retained.k.shape[1],), -1), new])
         out, lse = self._attend(q, keys, values, born, evicted_at, new)
-        scores = own.clone()
-        scores[:, at] = score
-        positions = torch.cat([held.position, new.expand(len(self.heads), -1)], 1)
-        positions[:, at] = leaving  # slot 0 may be a ring slot, and its position field holds tokens_seen
-        source = self._survivors(evicted_at, at, a, b, held.k.shape[1])
-        kept = Retained(
+        scores = stored.clone()
+        scores[:, leaving_index] = score
+        positions = torch.cat([retained.position, new.expand(len(self.heads), -1)], 1)
+        positions[:, leaving_index] = leaving  # slot 0 may be a ring slot, and its position field holds tokens_seen
+        source = self._survivors(evicted_at, leaving_index, a, b, retained.k.shape[1])
+        survivors = Retained(
             _pick(keys, source), _pick(values, source), scores.gather(1, source), positions.gather(1, source), state
         )
-        return out, lse, kept
+        return out, lse, survivors
 
-    def _where(self, tokens, a, held):
+    def _indices(self, tokens, a, num_retained):
         """Return the indices of window and chunk tokens among [retained slots; tokens from a on]."""
         sinks, since = self.rule.sinks, tokens - self.rule.first
         slot = torch.where(since < sinks, since, sinks + (since - sinks) % self.rule.window)
-        return torch.where(tokens < a, slot, tokens - a + held)
+        return torch.where(tokens < a, slot, tokens - a + num_retained)
 
-    def _score(self, keys, values, gate_scores, leaving, new, held):
+    def _score(self, keys, values, gate_scores, leaving, new, retained):
         """Return raw scores of the leaving tokens, stored scores of all tokens, and the new state.
 
         The raw scores are ``[H, leaving]``. The stored scores follow the order [retained slots; tokens from a
         on] and include scores computed at insertion.
         """
         scorer, count, a = self.rule.scorer, keys.shape[1], int(new[0])
-        own = torch.cat([held.score, torch.zeros(len(self.heads), count - held.k.shape[1])], 1)
-        at, arrived = self._where(leaving, a, held.k.shape[1]), slice(held.k.shape[1], None)
+        stored = torch.cat([retained.score, torch.zeros(len(self.heads), count - retained.k.shape[1])], 1)
+        leaving_index, arrived = self._indices(leaving, a, retained.k.shape[1]), slice(retained.k.shape[1], None)
         if scorer.takes_gate_scores:
-            own[:, arrived] = gate_scores
-            return own[:, at], own, None
+            stored[:, arrived] = gate_scores
+            return stored[:, leaving_index], stored, None
         if scorer.draws:
-            return torch.zeros(len(self.heads), len(leaving)), own, None
+            return torch.zeros(len(self.heads), len(leaving)), stored, None
         if not scorer.recurrent:
-            return scorer.scores(keys[:, at], values[:, at]), own, None
-        state = held.state if a > 0 else None  # behind a prefix, begin_tail has built the state
-        x, x_new = (torch.cat([keys[:, where], values[:, where]], -1).float() for where in (at, arrived))
+            return scorer.scores(keys[:, leaving_index], values[:, leaving_index]), stored, None
+        state = retained.state if a > 0 else None  # behind a prefix, begin_tail has built the state
+        x, x_new = (torch.cat([keys[:, index], values[:, index]], -1).float() for index in (leaving_index, arrived))
         score, state = self._score_mlstm(scorer, x, x_new, state)
         if scorer.delayed:
-            return score, own, state
-        own[:, arrived] = score
-        return own[:, at], own, state
+            return score, stored, state
+        stored[:, arrived] = score
+        return stored[:, leaving_index], stored, state
 
     def _score_mlstm(self, weights, x, x_new, state):
         """Return mLSTM scores and the state after the new tokens ``x_new``.
@@ -204,7 +206,7 @@ class _Heads:
         out, lse = masked_attention(rows, keys.float(), values.float(), visible, *more)
         return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype), lse.permute(2, 0, 1).reshape(length, -1)
 
-    def _survivors(self, evicted_at, at, a, b, held):
+    def _survivors(self, evicted_at, leaving_index, a, b, num_retained):
         """Return, for each slot filled at b - 1, the index of its token: ``[H, slots]``.
 
         Indices count [retained slots; tokens from a on].
@@ -213,36 +215,37 @@ class _Heads:
         first, end = rule.first, rule.first_evictable
         near = torch.arange(max(end, b - rule.window), max(end, b))
         ring = torch.empty_like(near)
-        ring[(near - end) % rule.window] = self._where(near, a, held)
-        fixed = torch.cat([self._where(torch.arange(first, min(end, b)), a, held), ring]).expand(heads, -1)
+        ring[(near - end) % rule.window] = self._indices(near, a, num_retained)
+        fixed = torch.cat([self._indices(torch.arange(first, min(end, b)), a, num_retained), ring]).expand(heads, -1)
         filled = min(b - first - rule.first_long, self.topk)
         if filled <= 0:
             return fixed
         slots = torch.arange(rule.first_long, rule.first_long + filled)
-        inside = slots < held
+        inside = slots < num_retained
         occupied = (evicted_at[:, slots.clamp_max(evicted_at.shape[1] - 1)] == NEVER) & inside
-        left = (evicted_at[:, at] != NEVER).to(torch.uint8)
-        newcomers = at[left.argsort(dim=-1, stable=True)]  # survivors first, by age
-        rank = ((~occupied).cumsum(-1) - 1).clamp(0, max(0, len(at) - 1))
-        filler = newcomers.gather(1, rank) if len(at) else slots.expand(heads, -1)
+        left = (evicted_at[:, leaving_index] != NEVER).to(torch.uint8)
+        newcomers = leaving_index[left.argsort(dim=-1, stable=True)]  # survivors first, by age
+        rank = ((~occupied).cumsum(-1) - 1).clamp(0, max(0, len(leaving_index) - 1))
+        filler = newcomers.gather(1, rank) if len(leaving_index) else slots.expand(heads, -1)
         return torch.cat([fixed, torch.where(occupied, slots, filler)], 1)
 
+    def _slots(self, count: int) -> tuple[torch.Tensor, ...]:
+        """Return the indices of the heads' first ``count`` slots: blocks ``[H, count]``, heads and slots."""
+        slots, n = torch.arange(count), self.pages.layout.block_slots
+        return self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n
+
     def _load(self, start) -> Retained:
-        pages, n = self.pages, self.pages.layout.block_slots
-        slots = torch.arange(min(start - self.rule.first, self.budget))
-        at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
+        pages, index = self.pages, self._slots(min(start - self.rule.first, self.budget))
         weights, state = self.rule.scorer, None
         if weights.recurrent and start > 0:
             state = pages.load_states(self.state_rows, self.heads, weights)
-        return Retained(pages.k[at], pages.v[at], pages.score[at], pages.position[at].long(), state)
+        return Retained(pages.k[index], pages.v[index], pages.score[index], pages.position[index].long(), state)
 
-    def _store(self, held: Retained, seen: int):
-        pages, n = self.pages, self.pages.layout.block_slots
-        slots = torch.arange(held.k.shape[1])
-        at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
-        held.position[:, 0] = seen  # the position field of slot 0 holds tokens_seen
-        arrays = (pages.k, held.k), (pages.v, held.v), (pages.score, held.score), (pages.position, held.position.int())
-        for array, values in arrays:
-            pages.put(array, at, values)
-        if held.state is not None:
-            pages.store_states(self.state_rows, self.heads, held.state)
+    def _store(self, retained: Retained, tokens_seen: int):
+        pages, index = self.pages, self._slots(retained.k.shape[1])
+        retained.position[:, 0] = tokens_seen  # the position field of slot 0 holds tokens_seen
+        for name in ("k", "v", "score", "position"):
+            array = getattr(pages, name)
+            pages.put(array, index, getattr(retained, name).to(array.dtype))
+        if retained.state is not None:
+            pages.store_states(self.state_rows, self.heads, retained.state)

@@ -35,8 +35,9 @@ def running_topk(priority, *, sinks, window, topk):
 def _cutoffs(rank: list[int], sinks: int, window: int, topk: int) -> list[int]:
     """Return the cutoff of every query, with a heap of the k best ranks, the worst on top."""
     best: list[int] = []
-    cutoff = [len(rank) - 1 if topk else -1] * len(rank)
+    cutoff = [len(rank) - 1 if topk else -1] * len(rank)  # while slots are free every token is visible
     for q in range(sinks + window, len(rank)) if topk else ():
+        # heapq has the smallest on top, and the worst rank is the largest
         heapq.heappush(best, -rank[q - window])
         if len(best) > topk:
             heapq.heappop(best)

@@ -18,8 +18,8 @@ def visible_block(rank, cutoff, first, last, sinks, window):
     q = torch.arange(first, last, device=rank.device).unsqueeze(1)
     t = torch.arange(last, device=rank.device)
     near = (t < sinks) | (t > q - window)
-    kept = rank[:, :, None, :last] <= cutoff[:, :, first:last, None]
-    return (near | kept) & (t <= q)
+    long_range = rank[:, :, None, :last] <= cutoff[:, :, first:last, None]
+    return (near | long_range) & (t <= q)
 
 
 class _SparseAttention(torch.autograd.Function):

@@ -39,6 +39,7 @@ def verify_step(
             return decode_step(*token, pages, table, *place, gate_scores=scores, **of_request)
 
         start, first, count = starts[r], firsts[r], counts[r]
+        # accepted drafts enter as ordinary steps would have entered them; those below p lie in the prefix already
         for t in range(max(tokens_seen, begins), start):
             *token, scores = _staged(pages, table[0], t - tokens_seen, q)
             step(t, *token, scores=None if gate_scores is None else scores)
@@ -46,6 +47,7 @@ def verify_step(
         for i in range(count + 1):
             row = slice(first + i, first + i + 1)
             scores = None if gate_scores is None else gate_scores[row]
+            # the token at c stays, and everything after it is taken back: a copy of all bytes forgets nothing
             if i == 1:
                 before = _blocks(pages, table)
             out[row], lse[row] = step(start + i, q[row], k[row], v[row], scores=scores)

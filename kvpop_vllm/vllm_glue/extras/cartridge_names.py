@@ -57,19 +57,19 @@ class CartridgeNames:
 
     def __init__(self, vllm_config):
         self.vllm_config, self.policy = vllm_config, engine_policy(vllm_config)
-        self.known: dict[str, ServedCartridge] = {}
+        self.served: dict[str, ServedCartridge] = {}
         for name, folder in (self.policy.settings.cartridge or {}).items():
             self.add(name, folder)
 
     @property
     def placed(self) -> dict[str, Placed]:
         """Digest and slots of each cartridge, by name."""
-        return {name: cartridge.placed for name, cartridge in self.known.items()}
+        return {name: cartridge.placed for name, cartridge in self.served.items()}
 
     def add(self, name: str, folder: str) -> ServedCartridge:
         """Read and check a cartridge, and know it by a name from now on."""
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
-        if name in self.known or name == model.served_model_name:
+        if name in self.served or name == model.served_model_name:
             raise ConfigError(f"the name {name!r} is taken: give the cartridge another")
         if self.policy.compresses:
             raise ConfigError(
@@ -97,10 +97,10 @@ class CartridgeNames:
             )
         if slots >= model.max_model_len:
             raise ConfigError(f"{folder} has {slots} slots: raise --max-model-len {model.max_model_len} above them")
-        self.known[name] = ServedCartridge(
+        self.served[name] = ServedCartridge(
             str(local_folder(folder).resolve()), Placed(cartridge.digest, slots), tuple(cartridge.config.head)
         )
-        return self.known[name]
+        return self.served[name]
 
 
 def names_of(vllm_config) -> CartridgeNames:
@@ -173,7 +173,7 @@ def resolved(
         options[CARTRIDGES] = [adapter.lora_name]
     try:
         placed = named(options, names.placed)
-        head = _head_of([(name, names.known[name].head) for name in placed], prompt, begin)
+        head = _head_of([(name, names.served[name].head) for name in placed], prompt, begin)
         prompt_length = max(0, len(prompt) - len(head))
         slots = resolve(names.policy, options, prompt_length, tuple(placed.values()))
     except UnknownCartridge as error:
@@ -221,10 +221,10 @@ def _check(slots: RequestSlots, params, prompt: int, adapter: LoRARequest | None
         raise VLLMValidationError("prompt_logprobs need a prompt of tokens alone: leave them or the cartridge out")
     if adapter is not None and not isinstance(adapter, NamedCartridge):
         raise VLLMValidationError("a cartridge was made with the base model: name the base model, not an adapter")
-    if slots.made + prompt >= longest:
+    if slots.made_slots + prompt >= longest:
         raise VLLMValidationError(
-            f"{slots.made} slots of cartridges and a prompt of {prompt} tokens leave no room within --max-model-len {longest}:"
-            " shorten the prompt, or name fewer cartridges"
+            f"{slots.made_slots} slots of cartridges and a prompt of {prompt} tokens leave no room within"
+            f" --max-model-len {longest}: shorten the prompt, or name fewer cartridges"
         )
 
 
@@ -248,7 +248,7 @@ def prepend(request, slots: RequestSlots, head: int, longest: int) -> None:
             "a cartridge needs a prompt of tokens alone: leave embeddings and media, or the cartridge, out"
         )
     prompt_tokens = list(request.prompt_token_ids[head:])
-    request.prompt_token_ids = prompt_tokens[:1] * slots.made + prompt_tokens
+    request.prompt_token_ids = prompt_tokens[:1] * slots.made_slots + prompt_tokens
     digests = "+".join(placed.digest for placed in slots.cartridges)
     request.cache_salt = f"{SALT}{digests} {request.cache_salt or ''}"
     params = request.sampling_params

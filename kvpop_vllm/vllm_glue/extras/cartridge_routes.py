@@ -37,7 +37,7 @@ async def init_static_loras(original, self, *args, **kwargs) -> None:
     """Wrap the listing of LoRA adapters: list cartridges too."""
     await original(self, *args, **kwargs)
     if requested(self.engine_client.vllm_config):
-        for name, cartridge in names_of(self.engine_client.vllm_config).known.items():
+        for name, cartridge in names_of(self.engine_client.vllm_config).served.items():
             _list(self, name, cartridge)
 
 
@@ -78,7 +78,7 @@ async def load_kv_cartridge(body: LoadCartridge, request: Request):
     """Load the cartridge in a folder of the server's machine, and serve it under a name."""
     models, names = changeable(request)
     async with _lock:
-        if body.name in models.lora_requests or body.name in names.known or models.is_base_model(body.name):
+        if body.name in models.lora_requests or body.name in names.served or models.is_base_model(body.name):
             message = f"the name {body.name!r} is taken: unload it, or use another"
             raise HTTPException(HTTPStatus.BAD_REQUEST, message)
         if not os.path.isdir(body.path):
@@ -88,7 +88,7 @@ async def load_kv_cartridge(body: LoadCartridge, request: Request):
             core = models.engine_client.engine_core
             await core.call_utility_async("kvpop_load_cartridge", body.name, cartridge.folder, *cartridge.placed)
         except Exception as error:  # an engine's error comes as an exception of another class
-            names.known.pop(body.name, None)
+            names.served.pop(body.name, None)
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
         _list(models, body.name, cartridge)
     return {"name": body.name, "slots": cartridge.placed.slots}
@@ -99,7 +99,7 @@ async def unload_kv_cartridge(body: UnloadCartridge, request: Request):
     """Stop serving a cartridge and free its blocks, unless unfinished requests use it."""
     models, names = changeable(request)
     async with _lock:
-        if (cartridge := names.known.pop(body.name, None)) is None:
+        if (cartridge := names.served.pop(body.name, None)) is None:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"the cartridge {body.name!r} does not exist")
         models.lora_requests.pop(body.name, None)  # requests name it no longer
         core, using = models.engine_client.engine_core, None
@@ -107,7 +107,7 @@ async def unload_kv_cartridge(body: UnloadCartridge, request: Request):
             using = await core.call_utility_async("kvpop_unload_cartridge", body.name, cartridge.placed.digest)
         finally:
             if using != 0:
-                names.known[body.name] = cartridge
+                names.served[body.name] = cartridge
                 _list(models, body.name, cartridge)
     if using:
         message = f"{using} requests use the cartridge {body.name!r}: unload it when they are done"

@@ -151,7 +151,7 @@ def load_first(original, self, *args, **kwargs) -> None:
     sizes = manager.block_pool, manager.kv_cache_spec, self.vllm_config.model_config.max_model_len
     run = self.model_executor.collective_rpc
     manager.cartridges = CartridgeBlocks(*sizes, lambda function, arguments: run(function, args=arguments))
-    for name, cartridge in names_of(self.vllm_config).known.items():
+    for name, cartridge in names_of(self.vllm_config).served.items():
         self.kvpop_load_cartridge(name, cartridge.folder, *cartridge.placed)
 
 

@@ -17,7 +17,7 @@ import torch
 from kvpop_vllm.cache.pages import Pages, cdiv
 from kvpop_vllm.cache.step import StepPlan, plan_batch
 from kvpop_vllm.requests import RequestSlots
-from kvpop_vllm.rules.retained import held_behind_prompt, held_tokens
+from kvpop_vllm.rules.retained import held_after_prompt, held_tokens
 from kvpop_vllm.vllm_glue.extras.cartridges import layers_of
 from kvpop_vllm.vllm_glue.extras.reports import kept_by_head, manager_of, managers_of, report, use_of
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
@@ -32,7 +32,7 @@ ROOM = 256
 class Row(NamedTuple):
     """Request as the workers receive it: tokens seen, blocks in each cache group of the policy, and slots."""
 
-    seen: int
+    tokens_seen: int
     groups: list[list[int]]
     slots: RequestSlots
 
@@ -124,8 +124,8 @@ class Inspector:
             tokens = request.num_computed_tokens - len(drafts.get(name, ()))
             row, record = Row.of(self.scheduler, request, tokens), self._record(request)
             # nothing is evicted from a prefix, so that the workers need not be asked
-            if row.seen < row.slots.prefix + (not self.policy.compresses):
-                record.note(row.seen, np.ones((*self.shape, row.seen), bool))
+            if row.tokens_seen < row.slots.prefix + (not self.policy.compresses):
+                record.note(row.tokens_seen, np.ones((*self.shape, row.tokens_seen), bool))
             else:
                 to_read.append((row, record))
         rows = [row for row, _ in to_read]
@@ -134,7 +134,9 @@ class Inspector:
         for i, (row, record) in enumerate(to_read):
             record.error = error
             if error is None:
-                record.note(row.seen, self._joined([layer for reply in replies for layer in reply], i, row.seen))
+                record.note(
+                    row.tokens_seen, self._joined([layer for reply in replies for layer in reply], i, row.tokens_seen)
+                )
 
     def _record(self, request) -> Record:
         """Return the record of a request, with its latest numbers and tokens."""
@@ -262,7 +264,10 @@ def _next_step(impl, rows: list[Row], pages: Pages) -> StepPlan:
     table = torch.zeros(len(rows), max(map(len, lists)), dtype=torch.int32)
     for i, blocks in enumerate(lists):
         table[i, : len(blocks)] = torch.tensor(blocks)
-    slots, lengths = [row.slots._replace(seed=None) for row in rows], [row.seen + 1 for row in rows]  # nothing is drawn
+    slots, lengths = (
+        [row.slots._replace(seed=None) for row in rows],
+        [row.tokens_seen + 1 for row in rows],
+    )  # nothing is drawn
     compression = impl.policy.compression
     after = compression and [compression.after(record) for record in slots]
     return plan_batch(pages.layout, slots, [1] * len(rows), lengths, table.to(pages.raw.device), after)
@@ -275,9 +280,9 @@ def _held_by(impl, pages: Pages, blocks: Pages, row: Row, table: torch.Tensor, b
         pages, table = pages.layout.view(pages.raw[used.long()].cpu()), table.cpu()
     rule, budgets, slots = impl.attention.rule, budgets.cpu(), row.slots
     if (compression := impl.policy.compression) is None:
-        return held_tokens(pages, table, row.seen, replace(rule, window=slots.window), budgets, slots.prefix)
+        return held_tokens(pages, table, row.tokens_seen, replace(rule, window=slots.window), budgets, slots.prefix)
     after, size = compression.after(slots), pages.layout.block_slots
     first = cdiv(slots.prefix, size)
-    made_blocks = torch.tensor(row.blocks(impl.layer)[first : first + cdiv(after.made, size)])
+    made_blocks = torch.tensor(row.blocks(impl.layer)[first : first + cdiv(after.made_slots, size)])
     rule = replace(rule, window=after.window)
-    return held_behind_prompt(pages, table, row.seen, rule, budgets, after, blocks, made_blocks)
+    return held_after_prompt(pages, table, row.tokens_seen, rule, budgets, after, blocks, made_blocks)

@@ -127,7 +127,7 @@ def report(scheduler, manager: FixedBudgetManager, request, use: CacheUse) -> di
         "layers": policy.model.num_layers,
         "model_layers": policy.model.model_layers,
         "prompt_tokens": request.num_prompt_tokens,
-        "cartridge_tokens": slots.made,
+        "cartridge_tokens": slots.made_slots,
         "protected_tokens": use.protected,
         "generated_tokens": request.num_output_tokens,
         "seen_tokens": use.tokens,

@@ -147,10 +147,10 @@ class FixedBudgetBackend(AttentionBackend):
         )
 
     @classmethod
-    def heads(cls, held: int) -> slice:
-        """Return the KV heads of this rank, which holds ``held`` of them."""
+    def heads(cls, count: int) -> slice:
+        """Return the KV heads of this rank, which holds ``count`` of them."""
         ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return heads_of_rank(*ranks, cls.policy.model.num_kv_heads, held)
+        return heads_of_rank(*ranks, cls.policy.model.num_kv_heads, count)
 
     @classmethod
     def division(cls) -> Division | None:
@@ -326,7 +326,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             **{f"the attention option {name}": value is not None for name, value in unsupported.items()},
         }
-        if reasons := [what for what, there in refused.items() if there]:
+        if reasons := [feature for feature, present in refused.items() if present]:
             raise ConfigError(
                 f"--kv-policy {self.policy.settings.policy} cannot serve a model with {', '.join(reasons)}: leave --kv-policy out"
             )
@@ -470,9 +470,9 @@ def _all_layers(kv_cache: torch.Tensor, layer: int) -> torch.Tensor:
     Raises:
         RuntimeError: the caches do not lie one after another.
     """
-    at = kv_cache.storage_offset()
-    if not kv_cache.is_contiguous() or at != layer * kv_cache.nbytes:
+    offset = kv_cache.storage_offset()
+    if not kv_cache.is_contiguous() or offset != layer * kv_cache.nbytes:
         raise RuntimeError(
-            f"layer {layer}'s cache starts at byte {at}: unequal shares need the layers one after another"
+            f"layer {layer}'s cache starts at byte {offset}: unequal shares need the layers one after another"
         )
     return torch.empty(0, dtype=torch.uint8, device=kv_cache.device).set_(kv_cache.untyped_storage())

@@ -115,10 +115,10 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         """Return the blocks that a request needs from the pool: missing ones, and evictable ones of a hit."""
         if request_id in self.waits:
             return self.block_pool.num_gpu_blocks
-        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        num_blocks = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         evictable = self._get_num_evictable_blocks(new_computed_blocks)
         copies = 0 if self.snapshots is None else self.snapshots.copied(request_id, self, new_computed_blocks)
-        return max(0, self._blocks(request_id, num_tokens) - held) + evictable + copies
+        return max(0, self._blocks(request_id, num_tokens) - num_blocks) + evictable + copies
 
     def most_drafts(self, request_id: str, position: int) -> int:
         """Return how many drafts a request may have in a step that begins with its token at ``position``."""
@@ -144,12 +144,12 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         """Allocate and return the blocks that a request needs in addition to those that it holds."""
         if self.snapshots is not None:
             self.snapshots.separate(request_id, self)
-        held = self.req_to_blocks[request_id]
-        missing = self._blocks(request_id, num_tokens) - len(held)
+        request_blocks = self.req_to_blocks[request_id]
+        missing = self._blocks(request_id, num_tokens) - len(request_blocks)
         if missing <= 0:
             return []
         blocks = self.block_pool.get_new_blocks(missing)
-        held.extend(blocks)
+        request_blocks.extend(blocks)
         return blocks
 
     def reusable(self, request_id: str) -> int:
@@ -161,7 +161,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         that are stored.
         """
         compression, slots = self.kv_cache_spec.compression, self.requests[request_id]
-        return max(slots.made, slots.prefix - (1 if compression is None else compression.queries))
+        return max(slots.made_slots, slots.prefix - (1 if compression is None else compression.queries))
 
     def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
         """Free what a prompt that has been compressed leaves behind; its full blocks stay in the prefix cache."""
@@ -310,11 +310,11 @@ class FixedBudgetSpec(AttentionSpec):
         longest = min(length, protected_tokens(self.max_protect, length))  # a prompt may have this length
         prompts = worst_prompts(longest, length, self.block_size)
         largest = self.largest or ((self.max_budget, self.max_window),)
-        most = max(self.blocks(length, self.slots(prompt, *sizes)) for prompt in prompts for sizes in largest)
+        largest_count = max(self.blocks(length, self.slots(prompt, *sizes)) for prompt in prompts for sizes in largest)
         # a smaller budget may round the slots of each head up
         rounded = self.shares is not None and not self.shares.one_budget
         # a smaller window may divide the slots of a short prompt such that both parts have a block filled in part
-        return most + rounded + (self.compression is not None and self.compression.makes_slots)
+        return largest_count + rounded + (self.compression is not None and self.compression.makes_slots)
 
     def longest_prefix(self, length: int) -> int:
         """Return the most tokens of a request of ``length`` tokens that are protected, slots of cartridges included."""
@@ -342,8 +342,8 @@ class FixedBudgetSpec(AttentionSpec):
         # Model runner V1 computes a slot mapping for every position from this row, without bounds checks. The
         # mapping is not used here, but with a row narrower than the positions the runner would read the next
         # row.
-        made = max_len if self.loads else sum(self.cartridges)
-        return max(cdiv(max_len, self.block_size), self.most_blocks(max_len) + cdiv(made, self.block_size))
+        cartridge_slots = max_len if self.loads else sum(self.cartridges)
+        return max(cdiv(max_len, self.block_size), self.most_blocks(max_len) + cdiv(cartridge_slots, self.block_size))
 
     @property
     def prefix_cacheable(self) -> bool:

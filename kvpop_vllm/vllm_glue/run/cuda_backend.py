@@ -27,7 +27,7 @@ from kvpop_vllm.vllm_glue.run.backend import (
 from kvpop_vllm.vllm_glue.run.cache_spec import longest_prefix
 from kvpop_vllm.vllm_glue.start import cuda
 
-SIZES = operator.attrgetter(*(name for name in NUMBERS if name not in ("prefix", "made", "seed")))
+SIZES = operator.attrgetter(*(name for name in NUMBERS if name not in ("prefix", "made_slots", "seed")))
 """Numbers of a request that are the server's unless it asks for others."""
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, HEAD_SIZES))}",
@@ -116,20 +116,20 @@ class CudaImpl(FixedBudgetImpl):
         """Run the largest possible steps; their results are overwritten or thrown away."""
         attention, budget, scheduler = self.attention, self.policy.max_budget, self.vllm_config.scheduler_config
         query = query[: scheduler.max_num_scheduled_tokens]
-        budgets, most = [budget] * self.num_kv_heads, budget
+        budgets, most_slots = [budget] * self.num_kv_heads, budget
         if self.shares is not None:
-            budgets, most = self.shares.budgets[self.layer - self.shares.first], max(self.shares.counts)
+            budgets, most_slots = self.shares.budgets[self.layer - self.shares.first], max(self.shares.counts)
         length = self.vllm_config.model_config.max_model_len
         longest = longest_prefix(length, self.policy.max_protect, *self.cartridges)
         limits = len(query), scheduler.max_num_seqs, length, query.device, longest
-        steps = worst_case_batches(attention.rule, attention.layout, budgets, most, *limits)
+        steps = worst_case_batches(attention.rule, attention.layout, budgets, most_slots, *limits)
         for pages, batch, n in steps:
-            beside = None
+            scratch = None
             if len(batch.chunks) and attention.rule.sequential and n == 2:  # two tokens stand for all
                 # for each token and head: its output, log-sum-exp and slots in use
-                beside = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
+                scratch = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
             self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, pages)
-            del beside
+            del scratch
 
 
 class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
@@ -173,8 +173,8 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         firsts = common.query_start_loc_cpu.tolist()
         counts = [after - before for before, after in itertools.pairwise(firsts)]
         rows, requests = leading_decodes(counts), len(counts)
-        known = rows < requests or self.rows.protects
-        lengths = common.seq_lens_cpu_upper_bound.tolist() if known else [0] * requests
+        lengths_matter = rows < requests or self.rows.protects
+        lengths = common.seq_lens_cpu_upper_bound.tolist() if lengths_matter else [0] * requests
         starts = [length - count for length, count in zip(lengths, counts, strict=False)]
         chunked = [i for i in range(rows, requests) if counts[i]]
         if any(not starts[i] and not common.is_prefilling[i] for i in chunked):
@@ -198,7 +198,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         """
         server = SIZES(self.padding)
         send = self.sized = self.sized or (not self.unequal and any(SIZES(record) != server for record in slots))
-        needed = {"prefix": self.rows.protects, "made": self.spec.may_have_cartridges, "seed": self.policy.draws}
+        needed = {"prefix": self.rows.protects, "made_slots": self.spec.may_have_cartridges, "seed": self.policy.draws}
         tensors = numbers_of(slots, [name for name in NUMBERS if needed.get(name, send)])
         if send:
             tensors["budget"] = tensors["budget"].unsqueeze(1).repeat(1, self.layout.num_kv_heads)
@@ -213,11 +213,11 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         if not rows:
             return
         table, prefix_table = (rows_of(x, rows) for x in (self.rows.table, self.rows.prefix_table))
-        numbers = numbers_of([slots[i] for i in rows], ("prefix", "made", "budget", "window"))
+        numbers = numbers_of([slots[i] for i in rows], ("prefix", "made_slots", "budget", "window"))
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             impl = layers[name].impl
             pages, shares, blocks = impl._bind(layers[name].kv_cache)
             _, tails = shares.place(impl.layer, table, (), numbers["budget"], numbers["window"])
-            prefix = Prefix(blocks, prefix_table, numbers["prefix"], numbers["made"])
+            prefix = Prefix(blocks, prefix_table, numbers["prefix"], numbers["made_slots"])
             ops.begin_tail(pages, tails, prefix, rule=impl.attention.rule, impl=impl.attention.impl)

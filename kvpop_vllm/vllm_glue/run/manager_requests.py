@@ -132,7 +132,8 @@ def _prefix_blocks(ours: list[FixedBudgetManager], request, placed: list, column
     Returns:
         One list for each of our groups, by its number.
     """
-    pool, size, rows = ours[0].block_pool, ours[0].block_size, {each.kv_cache_group_id: [*placed] for each in ours}
+    pool, size = ours[0].block_pool, ours[0].block_size
+    rows = {manager.kv_cache_group_id: [*placed] for manager in ours}
     hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, size)
     for column in range(len(placed), min(columns, len(hashes))):
         blocks = pool.get_cached_block(hashes[column], [*rows])

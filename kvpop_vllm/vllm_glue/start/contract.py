@@ -41,8 +41,8 @@ def check_functions(vllm: Path, ledger: Iterable[Patch]) -> None:
     Raises:
         ConfigError: one is missing, or a parameter that its wrapper relies on.
     """
-    if found := missing_functions(vllm, ledger):
-        raise missing(found)
+    if functions := missing_functions(vllm, ledger):
+        raise missing(functions)
 
 
 def check_imports(vllm: Path) -> None:
@@ -51,14 +51,14 @@ def check_imports(vllm: Path) -> None:
     Raises:
         ConfigError: one is missing.
     """
-    if found := missing_names(vllm):
-        raise missing(found)
+    if names := missing_names(vllm):
+        raise missing(names)
 
 
-def missing(what: Sequence[str]) -> ConfigError:
+def missing(names: Sequence[str]) -> ConfigError:
     """Return the error for functions or names that vLLM does not have."""
-    more = f" and {len(what) - 1} others" if what[1:] else ""
-    return ConfigError(f"this vLLM lacks {what[0]}{more}, which kvpop_vllm relies on: install a stock vllm{VLLM}")
+    more = f" and {len(names) - 1} others" if names[1:] else ""
+    return ConfigError(f"this vLLM lacks {names[0]}{more}, which kvpop_vllm relies on: install a stock vllm{VLLM}")
 
 
 def described(patch: Patch) -> str:
@@ -157,7 +157,7 @@ def _imported_from(vllm: Path, module: str, name: str) -> str | None:
 def _inside(code: CodeType | None, name: str) -> CodeType | None:
     """Return the code of a class or function in that of a module or class, None if there is none."""
     inner = () if code is None else code.co_consts
-    return next((each for each in inner if isinstance(each, CodeType) and each.co_name == name), None)
+    return next((constant for constant in inner if isinstance(constant, CodeType) and constant.co_name == name), None)
 
 
 def _file(vllm: Path, module: str) -> Path | None:

@@ -44,7 +44,7 @@ _WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
 def chooses_graphs(engine_args: Any) -> bool:
     """Return whether the user says which CUDA graphs are captured."""
     names, compilation = ("cudagraph_capture_sizes", "max_cudagraph_capture_size"), engine_args.compilation_config
-    return any(getattr(of, name) is not None for of in (engine_args, compilation) for name in names)
+    return any(getattr(config, name) is not None for config in (engine_args, compilation) for name in names)
 
 
 def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
@@ -80,10 +80,10 @@ def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
     model = vllm_config.model_config
     layers = min(model.get_num_layers(vllm_config.parallel_config), policy.model.num_layers)
     seconds = _token_seconds(policy, model) * layers
-    most = max(int(STEP_SECONDS / seconds), scheduler.max_num_seqs)
-    if scheduler.max_num_scheduled_tokens is None and cuts and most < scheduler.max_num_batched_tokens:
-        scheduler.max_num_scheduled_tokens = most
-        logger.info("--kv-policy %s: at most %d tokens a step (--max-num-scheduled-tokens)", policy.name, most)
+    tokens = max(int(STEP_SECONDS / seconds), scheduler.max_num_seqs)
+    if scheduler.max_num_scheduled_tokens is None and cuts and tokens < scheduler.max_num_batched_tokens:
+        scheduler.max_num_scheduled_tokens = tokens
+        logger.info("--kv-policy %s: at most %d tokens a step (--max-num-scheduled-tokens)", policy.name, tokens)
     if 1 / seconds < SLOW:
         logger.warning(
             "--kv-policy %s: prompts are prefilled token by token, by reckoning at %.0f tokens a second for each of the"

@@ -39,8 +39,8 @@ def vllm_command() -> str:
     Raises:
         ConfigError: there is none; one that is found elsewhere may have other packages.
     """
-    own = Path(sys.argv[0])
-    folders = [*([str(own.resolve().parent)] if own.is_file() else []), sysconfig.get_path("scripts")]
+    program = Path(sys.argv[0])
+    folders = [*([str(program.resolve().parent)] if program.is_file() else []), sysconfig.get_path("scripts")]
     command = shutil.which("vllm", path=os.pathsep.join(folders))
     if command is None:
         raise ConfigError(f"there is no command vllm in {folders[-1]}: install vllm{VLLM} beside kvpop_vllm")
@@ -53,11 +53,11 @@ def check_installed() -> None:
     Raises:
         ConfigError: it does not; the message says what to change.
     """
-    found = version("vllm")
-    if found is None:
+    installed = version("vllm")
+    if installed is None:
         raise ConfigError(f"vLLM is not installed for {sys.executable}: install vllm{VLLM} there")
-    contract.check_version(found)
-    if (NAME, REGISTER) not in {(each.name, each.value) for each in metadata.entry_points(group=GROUP)}:
+    contract.check_version(installed)
+    if (NAME, REGISTER) not in {(entry.name, entry.value) for entry in metadata.entry_points(group=GROUP)}:
         raise ConfigError(
             "vLLM does not find the plugin, since kvpop_vllm is not installed: run pip install in its folder"
         )
@@ -97,8 +97,8 @@ def report(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     yield "kvpop", f"{__version__} in {Path(__file__).parents[3]}", True
     yield "Python", f"{platform.python_version()}, {sys.executable}", True
     for name in ("vLLM", "torch", "triton"):
-        found = version(name.lower())
-        yield name, found or "not installed", found is not None or name == "triton"
+        installed = version(name.lower())
+        yield name, installed or "not installed", installed is not None or name == "triton"
     yield "transformers", *_transformers()
     yield from _kernels()
     try:
@@ -162,8 +162,8 @@ def _loaded() -> str:
     if fallback.reason is not None:
         raise ConfigError(f"does nothing: {fallback.reason}")
     contract.check_imports(Path(vllm.__file__).parent)
-    others = sorted({each.name for each in metadata.entry_points(group=GROUP)} - {NAME})
-    return f"loaded by vLLM {vllm.__version__}" + (f", beside {', '.join(others)}" if others else "")
+    plugins = sorted({entry.name for entry in metadata.entry_points(group=GROUP)} - {NAME})
+    return f"loaded by vLLM {vllm.__version__}" + (f", beside {', '.join(plugins)}" if plugins else "")
 
 
 def _policy(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:

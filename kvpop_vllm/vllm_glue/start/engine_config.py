@@ -107,8 +107,8 @@ def _check_cartridges(vllm_config) -> None:
     """Read and check an engine's cartridges."""
     from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
 
-    for name, known in names_of(vllm_config).known.items():
-        logger.info("cartridge %s: %d slots per KV head", name, known.placed.slots)
+    for name, cartridge in names_of(vllm_config).served.items():
+        logger.info("cartridge %s: %d slots per KV head", name, cartridge.placed.slots)
 
 
 def _log_unused_scorers(vllm_config, why: str) -> None:

@@ -70,13 +70,13 @@ def takes_snapshots(policy: Policy) -> bool:
 def describe(vllm_config: VllmConfig) -> list[str]:
     """Return what an engine's policy keeps of each request, in one to seven lines; ``auto`` is named first."""
     policy = engine_policy(vllm_config)
-    kept, folder = policy.retention, policy.settings.calibration
+    roles, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
     corrected = ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else ""
     early = "" if policy.threshold is None else f", scores below {policy.threshold:g} evicted with the window"
     lines = [
-        f"--kv-policy {policy.name}: {kept.budget} tokens per KV head ({kept.sinks} sinks, window {kept.window},"
-        f" {kept.topk} long-range){shared}{early}{corrected}"
+        f"--kv-policy {policy.name}: {roles.budget} tokens per KV head ({roles.sinks} sinks, window {roles.window},"
+        f" {roles.topk} long-range){shared}{early}{corrected}"
     ]
     if vllm_config.additional_config[ADDITIONAL_CONFIG_KEY].get("policy") == AUTO:
         best = (

@@ -70,7 +70,7 @@ def in_vllms_command() -> bool:
 
 
 def _flags_given() -> bool:
-    return any(each.split("=")[0].replace("_", "-") in FLAGS.values() for each in sys.argv[1:])
+    return any(word.split("=")[0].replace("_", "-") in FLAGS.values() for word in sys.argv[1:])
 
 
 def init_config(original, self, *args, **kwargs) -> None:

@@ -32,13 +32,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     if any("--kv-policy" in action.option_strings for action in parser._actions):
         return
     group = parser.add_argument_group(title="KvPolicy", description="Fixed-budget KV cache (kvpop_vllm).")
-    for each in settings_of(ENGINE).values():
-        takes = dict(type=each.kind, metavar=each.metavar)
-        if each.kind is bool:
+    for setting in settings_of(ENGINE).values():
+        takes = dict(type=setting.kind, metavar=setting.metavar)
+        if setting.kind is bool:
             takes = dict(action=argparse.BooleanOptionalAction)
-        elif each.kind is dict:
-            takes = dict(action="extend", nargs="+", metavar=each.metavar)
-        group.add_argument(each.flag, **takes, default=None, help=each.help)
+        elif setting.kind is dict:
+            takes = dict(action="extend", nargs="+", metavar=setting.metavar)
+        group.add_argument(setting.flag, **takes, default=None, help=setting.help)
     parse = parser.parse_known_args
 
     @functools.wraps(parse)
@@ -70,14 +70,14 @@ def merge(args: argparse.Namespace, additional_config: object) -> object:
         ConfigError: ``additional_config``, or the policy settings in it, are not an object that flags can be
             merged into.
     """
-    given = flags_in(args)
-    if not given:
+    flags = flags_in(args)
+    if not flags:
         return additional_config
-    flag = FLAGS[next(iter(given))]
+    flag = FLAGS[next(iter(flags))]
     if not isinstance(additional_config, dict):
         raise ConfigError(f"{flag} is given, but --additional-config does not hold an object: {additional_config!r}")
     before = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
     if not isinstance(before, dict):
         why = "null, which asks for no policy: leave one of the two out" if before is None else f"{before!r}, no object"
         raise ConfigError(f"{flag} is given, but --additional-config says {ADDITIONAL_CONFIG_KEY!r}: {why}")
-    return {**additional_config, ADDITIONAL_CONFIG_KEY: {**before, **given}}
+    return {**additional_config, ADDITIONAL_CONFIG_KEY: {**before, **flags}}

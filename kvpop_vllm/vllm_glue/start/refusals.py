@@ -45,18 +45,18 @@ METHODS_SERVED = (
 )
 
 
-def refuse(reasons: Mapping[str, Any], what: str = "--kv-policy") -> None:
+def refuse(reasons: Mapping[str, Any], subject: str = "--kv-policy") -> None:
     """Refuse everything that is there.
 
     Args:
         reasons: text of each reason -> whether it holds.
-        what: what the reasons cannot be combined with.
+        subject: what the reasons cannot be combined with.
 
     Raises:
         ConfigError: one line with every reason that holds.
     """
     if present := [text for text, holds in reasons.items() if holds]:
-        raise ConfigError(f"{what} cannot be combined with {'; nor with '.join(present)}")
+        raise ConfigError(f"{subject} cannot be combined with {'; nor with '.join(present)}")
 
 
 def check_arguments(args: Any) -> None:
