@@ -25,11 +25,11 @@ def test_equals_the_reference(impl, case, size, replay):
     for _ in range(2):  # the second time changes nothing
         p.begin(other, [0, 1, 2], use(impl))
     states, words = p.table[1:, 0, : p.layout.state_blocks].long(), p.rule.scorer.state_floats
-    found, expected = (x.state[states].transpose(1, 2).flatten(2)[..., :words] for x in (other, pages))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    others = torch.ones(p.num_blocks, dtype=torch.bool)
-    others[states.flatten()] = False
-    assert torch.equal(pages.raw[others], before[others]) and torch.equal(other.raw[others], before[others])
+    actual, expected = (x.state[states].transpose(1, 2).flatten(2)[..., :words] for x in (other, pages))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    foreign = torch.ones(p.num_blocks, dtype=torch.bool)
+    foreign[states.flatten()] = False
+    assert torch.equal(pages.raw[foreign], before[foreign]) and torch.equal(other.raw[foreign], before[foreign])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
