@@ -46,7 +46,7 @@ def test_a_row_is_a_document_up_to_its_length(tmp_path, behind_prompt):
     count = len(expected)
     assert 5 < count < 40
     passes = [[tuple(rows[j].tolist()) for j in range(n * count, (n + 1) * count)] for n in (0, 1)]
-    assert all({*own} == {*expected} for own in passes) and passes[0] != passes[1]
+    assert all({*rows} == {*expected} for rows in passes) and passes[0] != passes[1]
     assert [rows.prompt_length(j) for j in range(count)] == [expected[row] for row in passes[0]]
     other = rows.in_other_order()
     assert {tuple(other[j].tolist()) for j in range(count)} == {*expected}
@@ -91,9 +91,9 @@ def test_a_protected_prompt_has_no_gates():
     log_beta = -torch.rand(1, 30, 2)
     attend = TrimKVAttend(lambda layer, signals: log_beta, 1, protected=11)
     out = attend(0, q, k, v, 0.3)
-    own = torch.cat([torch.zeros(1, 2, 11), log_beta.transpose(1, 2)[..., 11:]], -1).repeat_interleave(2, 1)
+    bias = torch.cat([torch.zeros(1, 2, 11), log_beta.transpose(1, 2)[..., 11:]], -1).repeat_interleave(2, 1)
     t = torch.arange(30)
-    logits = q @ k.repeat_interleave(2, 1).mT * 0.3 + own[:, :, None] * (t[:, None] - t)
+    logits = q @ k.repeat_interleave(2, 1).mT * 0.3 + bias[:, :, None] * (t[:, None] - t)
     expected = logits.masked_fill(t > t[:, None], float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert attend.losses[0] == capacity_loss(log_beta.transpose(1, 2)[..., 11:], 1) > 0

@@ -34,13 +34,13 @@ def test_a_scorers_shares_serve_every_policy(kvpop, folder):
     assert config == dataclasses.replace(before, shares=SHARES) and before.shares == ()
     assert Path("measured/kvpop_scorer.safetensors").read_bytes() == tensors
     network = load_model("qwen3", torch.float32)
-    own = KVpopCache(network, "kvpop-mlp", scorer="measured", budget=24).policy.shares()
-    assert (own - 8).tolist() == [[8, 24], [20, 12]]
+    budgets = KVpopCache(network, "kvpop-mlp", scorer="measured", budget=24).policy.shares()
+    assert (budgets - 8).tolist() == [[8, 24], [20, 12]]
     resolved = learned("measured", "qwen3")[0].resolve(ModelShape.of("qwen3", 256), 24)
-    assert torch.equal(KVpopCache(network, **resolved.settings).policy.shares(), own)
-    asked = {"budget": 24, "sinks": 2, "window": 6}
-    other = KVpopCache(network, "h2o", calibration="measured/kvpop_config.json", **asked).policy.shares()
-    assert torch.equal(own, other)
+    assert torch.equal(KVpopCache(network, **resolved.settings).policy.shares(), budgets)
+    options = {"budget": 24, "sinks": 2, "window": 6}
+    other = KVpopCache(network, "h2o", calibration="measured/kvpop_config.json", **options).policy.shares()
+    assert torch.equal(budgets, other)
     equal = KVpopCache(network, "kvpop-mlp", scorer="measured", budget=24, allocator="uniform").policy.shares()
     assert (equal == 24).all()
     words = (

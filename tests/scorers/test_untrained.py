@@ -30,10 +30,12 @@ def test_an_untrained_scorer_is_the_sliding_window(kind):
     scorer, (k, v) = untrained(kind), torch.randn(2, 1, HEADS, LENGTH, SIZE)
     with torch.no_grad():
         score, decay = scorer(k, v, window=6), scorer.log_gamma()
-    found = running_cutoffs(score, decay, Retention(17, 2, 6))
+    cutoffs = running_cutoffs(score, decay, Retention(17, 2, 6))
     expected = running_cutoffs(*recency(0, k, v, 6), Retention(17, 2, 6))
     t, q = torch.arange(LENGTH), torch.arange(LENGTH).unsqueeze(1)
     eligible = (t >= 2) & (t <= q - 6)
-    kept, newest = (((rank.unsqueeze(-2) <= cutoff.unsqueeze(-1)) & eligible) for rank, cutoff in (found, expected))
-    assert torch.equal(kept, newest)
-    assert torch.equal(kept[0, 0], eligible & (t > q - 6 - 9))
+    retained, newest = (
+        ((rank.unsqueeze(-2) <= cutoff.unsqueeze(-1)) & eligible) for rank, cutoff in (cutoffs, expected)
+    )
+    assert torch.equal(retained, newest)
+    assert torch.equal(retained[0, 0], eligible & (t > q - 6 - 9))
