@@ -44,7 +44,7 @@ SLOW = (
     "kernels/test_triton_compiled.py",
     "kernels/test_triton_interpreted.py",
 )
-"""Modules that `make test` leaves out, beside tests that carry the marker ``slow`` themselves."""
+"""Modules that `make test` leaves out, next to tests that carry the marker ``slow`` themselves."""
 NIGHTLY = {
     "stress/test_soak.py": ["test_a_minute_of_load"],
     "distill/test_memory.py": ["[4B-8", "[8B-1-", "[8B-8-True-2"],

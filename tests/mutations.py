@@ -286,7 +286,7 @@ FAULTS = {
         ("length - «1→2»] = gate_scores[first + 1 : first + length«→ - 1»]", f"{PRODUCT} -k 'dms-late'"),
     ],
     "kvpop_vllm/cache/accounting.py": [
-        # sinks that a tail behind a prefix lacks
+        # sinks that a tail after a prefix lacks
         ("tail = slots.budget« - sinks→» if slots.prefix", "tests/cache"),
         # a page too few
         ("prefix, tokens = cdiv(min(length, slots.prefix)«→ - 1», size)", "tests/cache/test_protected.py"),

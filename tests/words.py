@@ -109,9 +109,7 @@ COUNTS: dict[str, int] = {
     "name which": 5,
     "name whole": 5,
     "pattern semicolon": 127,
-    "prose anew": 7,
-    "prose behind": 78,
-    "prose beside": 21,
+    "prose behind": 1,
 }
 """Uses of each word and pattern today: names in Python files, words of docstrings, comments and documents, patterns of
 documents.

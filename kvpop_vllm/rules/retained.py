@@ -72,12 +72,12 @@ def held_behind_prompt(
     blocks: Pages,
     made_row: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return which of its first ``seen`` tokens a request holds behind the end of a prompt that has been compressed.
+    """Return which of its first ``seen`` tokens a request holds after the end of a prompt that has been compressed.
 
     A made slot counts as the token whose key it has.
 
     Args:
-        pages, row, seen, rule: as in :func:`held_tokens`, with the window behind the prompt's end.
+        pages, row, seen, rule: as in :func:`held_tokens`, with the window after the prompt's end.
         budgets: ``[H]`` int32, slots of each head's tail.
         after: what the request is after the prompt's end.
         blocks: the cache by block, on the CPU.

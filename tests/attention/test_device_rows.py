@@ -31,7 +31,7 @@ STEPS = [
 ]
 """Tokens and length of each request. The third step has a prompt of one token after a longer chunk."""
 PROTECTED = [[20, 0, 3], [0, 39, 41, 50], [76, 40, 1, 150], [32, 90]]
-"""p of each of these requests: inside a prefix, at its end and behind it, in decode rows and in chunks."""
+"""p of each of these requests: inside a prefix, at its end and after it, in decode rows and in chunks."""
 LONGEST = 200
 
 
@@ -42,7 +42,7 @@ def rows_of(rule, state=0, longest=0, most_tokens=None):
 
 
 def engine_tables(rows, lens, seed=0):
-    """Return a block table with foreign blocks behind a request's own, and the slots of its tokens."""
+    """Return a block table with foreign blocks after a request's own, and the slots of its tokens."""
     g = torch.Generator().manual_seed(seed)
     width = rows.table.shape[1] + rows.prefix_table.shape[1]
     table = 1 + torch.randperm(BLOCKS - 1, generator=g)[: MOST * width].int().view(MOST, -1)
@@ -152,9 +152,9 @@ def test_equal_to_batches_made_anew(name, kind, state):
 
 @pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
 def test_rows_of_padding_behind_a_prefix(cause):
-    """A row behind a prefix is padding if it has no length, no slot or no block.
+    """A row after a prefix is padding if it has no length, no slot or no block.
 
-    Rows 1 to 3 lie inside the prefix, at its end and behind it. The missing block is that of the token, or
+    Rows 1 to 3 lie inside the prefix, at its end and after it. The missing block is that of the token, or
     the first one of the tail.
     """
     rows, protected = rows_of(KEPT["every step"], state=5000, longest=LONGEST), torch.tensor([0, 20, 20, 20, 0, 0])

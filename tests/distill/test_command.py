@@ -148,7 +148,7 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
     scorers = [from_tensors(config, tensors) for tensors in layers]
     model = load_model("both/model", torch.float32).eval()
     recipe = Recipe(length=2048, sinks=config.sinks, window=[config.window], topk=[config.topk], pack=False)
-    # behind a long prompt, a scorer's state begins in its middle
+    # after a long prompt, a scorer's state begins in its middle
     for protects, length in ((False, 150), (True, 50), (True, REPLAY + 100)):
         prompt = random_prompt(length, VOCABULARY - 1)
         student = Student(model, scorers, replace(recipe, protect_prompt=protects))

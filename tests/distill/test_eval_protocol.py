@@ -1,4 +1,4 @@
-"""`kvpop eval`: teachers, documents as units, equal bytes beside equal k, and records that can be repeated."""
+"""`kvpop eval`: teachers, documents as units, equal bytes next to equal k, and records that can be repeated."""
 
 from __future__ import annotations
 

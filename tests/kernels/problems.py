@@ -1,4 +1,4 @@
-"""Requests served under one rule, some behind protected prefixes, by any implementation."""
+"""Requests served under one rule, some after protected prefixes, by any implementation."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Problem:
                     pages.score[slot[0], :, slot[1]] = self.bias(r)[:, t]
 
     def begin(self, pages, active, impl):
-        """Build the scorer's states behind the prefixes of these requests."""
+        """Build the scorer's states after the prefixes of these requests."""
         ops.begin_tail(pages, self.table[active], self.prefix(pages, active), rule=self.rule, impl=impl)
 
     def exact(self, r, h):

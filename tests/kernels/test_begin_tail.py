@@ -16,7 +16,7 @@ from kvpop_vllm.kernels.reference.begin_tail import begin_tail
 @pytest.mark.parametrize("case, size", [("mlstm-softmax-cap", 32), ("mlstm-direct-values", 64)])
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])
 def test_equals_the_reference(impl, case, size, replay):
-    """R is smaller or larger than p and than a chunk; only states behind a prefix change."""
+    """R is smaller or larger than p and than a chunk; only states after a prefix change."""
     p = Problem(case, size=size, protected=(0, 90, 17), replay=replay).prepare()
     pages, blocks = poisoned_pages(p.layout, p.num_blocks), p.prefix_blocks.long()
     pages.k[blocks], pages.v[blocks] = (torch.randn(len(blocks), 2, p.slots, size, generator=p.generator) for _ in "kv")

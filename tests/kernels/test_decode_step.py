@@ -82,7 +82,7 @@ def test_several_tiles_and_blocks(dtype, slots):
     ],
 )
 def test_biases_of_some_prefixes(case, size, group, slots, dtypes):
-    """One step holds requests without a prefix, within theirs, at its end and behind it, with a bias and without.
+    """One step holds requests without a prefix, within theirs, at its end and after it, with a bias and without.
 
     Heads of five queries have attention sinks.
     """

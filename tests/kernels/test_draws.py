@@ -34,7 +34,7 @@ def drawn(seed: int, layer: int, head: int, q: int, t: int) -> int:
 def held_by_definition(seed: int, head: int, sinks: int, budget: int) -> list[set[int]]:
     """Return the tokens that a head retains after each step.
 
-    If there are too many, the token behind the window with the lowest draw is evicted.
+    If there are too many, the token with the lowest draw among those older than the window is evicted.
     """
     retained, after = [], []
     for q in range(LENGTH):

@@ -69,7 +69,7 @@ def cuts(protect: int) -> dict[str, list[int]]:
 
 
 OF_REFERENCE = ("sevens", 0), ("crosses", 17), ("ends", 1), ("ends", 32)
-"""Cuts, beside whole requests, that the slow reference serves."""
+"""Cuts, apart from whole requests, that the slow reference serves."""
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -1,4 +1,4 @@
-"""Protected prefixes in serving kernels, beside what test_prefill_chunk proves of whole requests."""
+"""Protected prefixes in serving kernels, apart from what test_prefill_chunk proves of whole requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpop_vllm.kernels import ops
     "case", ["none", "mass-mean", "moment-corrected", "gate_scores-threshold", "mlstm", "mlstm-short"]
 )
 def test_several_requests_in_one_step(case, biased, impl):
-    """Requests without a prefix, at its end, below it and behind it are right in one step, with a bias and without.
+    """Requests without a prefix, at its end, below it and after it are right in one step, with a bias and without.
 
     Each gives the same as alone, to the bit.
     """
@@ -42,7 +42,7 @@ def test_several_requests_in_one_step(case, biased, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("chunks", [[0], [40], [11, 3, 0, 20]], ids=str)
 def test_any_finite_bias_counts(chunks, impl):
-    """Tokens of the least bias are not seen beside others, and equal where there are no others."""
+    """Tokens of the least bias have no weight next to others, and equal weights where there are no others."""
     lowest, p = torch.finfo(torch.float32).min, problem("none", 21, biased=(19,), group=3)
     p.biases = [
         torch.tensor([[lowest, lowest, lowest, 0.0, -1e30, -500.0, 30.0], [lowest, 3.0, -1e4, lowest, 0.5, 40.0, 1e5]])

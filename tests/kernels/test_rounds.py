@@ -68,7 +68,7 @@ def test_unequal_heads_have_rounds_by_their_own_slots():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [300, 512, 1024])
 def test_measured_shares_cut_a_prompt_into_few_chunks(method, budget):
-    """A prompt of 7,500 tokens has at most twice the rounds of equal heads in any layer, also behind a prefix.
+    """A prompt of 7,500 tokens has at most twice the rounds of equal heads in any layer, also after a prefix.
 
     With a distance of half of each head's own slots there were 768 chunks at B = 300, where equal heads have 115.
     """

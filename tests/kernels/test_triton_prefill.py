@@ -52,7 +52,7 @@ TURNS = "mlstm", "mlstm-immediate", "gate_scores-ages"
 
 
 def before_a_forbidden_page(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of an int32 tensor behind which the process ends if it reads."""
+    """Return a copy of an int32 tensor. A read past its end stops the process."""
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -87,7 +87,7 @@ class TestPrefillChunk:
             torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-3 if p.dtype == F16 else 1e-4)
 
     def test_a_table_is_not_read_beyond_its_end(self):
-        """Without long-range slots, and with a budget of whole blocks, there is no page for the slot behind the ring."""
+        """Without long-range slots, and with a budget of whole blocks, there is no page for the slot after the ring."""
         p = problem("none", roles=(4, 12, 0), length=40, heads=1)
         pool = Pool(p)
         assert p.table.numel() == 1

@@ -83,7 +83,7 @@ class TestDecodeStep:
         """One batch holds requests at all places relative to their prefixes.
 
         Two have nothing protected, one of which starts on dirty pages and one has an almost full budget. One
-        is at its last protected token and then the tail's first, one has an almost full tail behind whole
+        is at its last protected token and then the tail's first, one has an almost full tail after whole
         blocks, and one is within its prefix.
         """
         p = problem(**SERVED[name], protected=(0, 0, 18, 16, 33), replay=9)

@@ -3,8 +3,8 @@
 The process compiles the kernels through their own launches. ``python tests/kernels/triton_resources.py``
 prints registers, bytes of stack and of shared memory, whether products and sums may be fused, and the waits for
 loads within loops, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints
-one op alone (of prefill its own kernels only; ``prefix`` is a decode step behind a protected prefix, ``biased`` are
-attention's kernels behind a prefix with biases, for sm_100 too, ``large`` kernels with heads of 512), ``--json few``
+one op alone (of prefill its own kernels only; ``prefix`` is a decode step after a protected prefix, ``biased`` are
+attention's kernels after a prefix with biases, for sm_100 too, ``large`` kernels with heads of 512), ``--json few``
 what tests look at. For a decode step and a prefill it also records launches and the torch ops that ran, and for these
 and the beginning of a tail the reads of a tensor's values.
 """
@@ -41,7 +41,7 @@ ALL = dict.fromkeys(itertools.product((90, 80), DTYPES, (64, 128)), STEPS)
 FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16", 64): ("mlstm",)}
 """Cases of decode steps by GPU, dtype and head size."""
 BIASED = dict.fromkeys(((100, "bfloat16", 128), *FEW), ("moment", "mlstm"))
-"""Cases behind prefixes with biases."""
+"""Cases after prefixes with biases."""
 LARGE = dict.fromkeys(((80, "bfloat16", 512), (90, "bfloat16", 512), (100, "bfloat16", 512)), STEPS)
 """Cases with heads of 512."""
 TRAINED = "_backward_queries", "_backward_keys", "_mass"
@@ -61,7 +61,7 @@ VERIFIED = dict.fromkeys(FEW, ("mlstm", "mlp"))
 """Cases of verifying steps, of :data:`DRAFTS` drafts."""
 DRAFTS = 3
 BEHIND = "mlstm", "mass-mean"
-"""Cases that are also prefilled behind a prefix of :data:`PREFIX` tokens."""
+"""Cases that are also prefilled after a prefix of :data:`PREFIX` tokens."""
 PREFIX = 200
 OPS = "decode_step", "prefix", "biased", "large", "verify_step", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
@@ -139,7 +139,7 @@ def loads_ahead(ttgir: str) -> int:
 
 
 def waits(ptx: str) -> list[int]:
-    """Return how many groups of asynchronous copies are still under way behind each wait within a loop."""
+    """Return how many groups of asynchronous copies are still under way after each wait within a loop."""
     lines, labels, loop_lines = ptx.splitlines(), {}, set()
     for number, line in enumerate(lines):
         if label := re.match(r"(\$L__BB\w+):", line):
@@ -255,7 +255,7 @@ def begin(case: str, dtype: torch.dtype, size: int, requests: int) -> dict:
 
 
 def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: int = 0) -> dict:
-    """Prefill chunks of some requests behind 8 tokens, and ``protected`` ones, in two layers of one step.
+    """Prefill chunks of some requests after 8 tokens, and ``protected`` ones, in two layers of one step.
 
     Returns:
         The case, its requests and protected tokens, whether these have a bias, the kernels and ops of each layer, and

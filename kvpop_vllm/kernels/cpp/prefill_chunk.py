@@ -24,7 +24,7 @@ def prefill_chunk(
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
-    A chunk may begin within a protected prefix, end in it, or lie behind it. Its own protected tokens are stored
+    A chunk may begin within a protected prefix, end in it, or lie after it. Its own protected tokens are stored
     already. Sequential rules attend to the prefix token by token, others apart. Attention sinks are in the part that
     the others are merged with.
     """

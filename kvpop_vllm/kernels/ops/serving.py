@@ -46,7 +46,7 @@ def decode_step(
     them. A gate score is stored in its token's score field at insertion.
 
     A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the
-    tail (:class:`kvpop_vllm.roles.Retention`). The tail begins anew at ``q = p``: earlier slot contents are ignored,
+    tail (:class:`kvpop_vllm.roles.Retention`). An empty tail begins at ``q = p``: earlier slot contents are ignored,
     except the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages
     already. It attends to the tokens up to itself, and nothing is written. The first ``biased`` tokens of a prefix may
     have a bias per KV head, stored in their score fields: it is added to their scaled logits, so that outputs,
@@ -283,7 +283,7 @@ def begin_tail(
     """Build the scorer's state of R requests from the last ``rule.replay`` tokens of their prefixes.
 
     The state is updated with tokens ``[max(made, p - R), p)``, without readouts (DESIGN "A prefix and a tail").
-    Slots of cartridges are no tokens, so that behind them the state is empty.
+    Cartridge slots carry no tokens, so the scorer state is empty after them.
     Call this before the step that has token p; it may be called again. Requests without protected tokens, and
     rules without a recurrent scorer, are left unchanged.
 

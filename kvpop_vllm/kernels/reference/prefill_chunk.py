@@ -167,7 +167,7 @@ class _Heads:
             return torch.zeros(len(self.heads), len(leaving)), own, None
         if not scorer.recurrent:
             return scorer.scores(keys[:, at], values[:, at]), own, None
-        state = held.state if a > 0 else None  # behind a prefix, begin_tail has built the state
+        state = held.state if a > 0 else None  # after a prefix, begin_tail has built the state
         x, x_new = (torch.cat([keys[:, where], values[:, where]], -1).float() for where in (at, arrived))
         score, state = self._score_mlstm(scorer, x, x_new, state)
         if scorer.delayed:
