@@ -108,7 +108,6 @@ COUNTS: dict[str, int] = {
     "name where": 17,
     "name which": 5,
     "name whole": 5,
-    "pattern semicolon": 127,
     "prose behind": 1,
 }
 """Uses of each word and pattern today: names in Python files, words of docstrings, comments and documents, patterns of
