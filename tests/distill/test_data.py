@@ -21,13 +21,13 @@ from kvpop_vllm.distill.sources import documents_of, find_sources
 @pytest.fixture
 def mixed(tmp_path):
     """Text in four formats and several files, some of it duplicated."""
-    all_texts = texts(70)
-    write(tmp_path, "a", "jsonl", records(all_texts[:30]))
-    write(tmp_path, "b", "parquet", records(all_texts[30:50]))
-    write(tmp_path, "c", "saved", records([*all_texts[50:60], *all_texts[:7], *all_texts[30:33]]))
-    for i, text in enumerate(all_texts[60:]):
+    corpus = texts(70)
+    write(tmp_path, "a", "jsonl", records(corpus[:30]))
+    write(tmp_path, "b", "parquet", records(corpus[30:50]))
+    write(tmp_path, "c", "saved", records([*corpus[50:60], *corpus[:7], *corpus[30:33]]))
+    for i, text in enumerate(corpus[60:]):
         write(tmp_path / "texts", str(i), "txt", records([text]))
-    return tmp_path, all_texts
+    return tmp_path, corpus
 
 
 # formats
@@ -88,11 +88,8 @@ def test_folders_are_searched_and_nothing_is_read_twice(tmp_path, capsys):
         write(tmp_path / folder, "own", "txt", records([f"text {i}"]))
     (tmp_path / "notes.md").write_text("not text")
     (tmp_path / "link.txt").symlink_to(tmp_path / "other/own.txt")
-    sources_found = find_sources([tmp_path, tmp_path / "other", tmp_path / "deep/../other/own.txt"])
-    assert sorted(source.path.parent.name for source in sources_found) in (
-        ["deeper", "other"],
-        ["deeper", tmp_path.name],
-    )
+    files = find_sources([tmp_path, tmp_path / "other", tmp_path / "deep/../other/own.txt"])
+    assert sorted(source.path.parent.name for source in files) in (["deeper", "other"], ["deeper", tmp_path.name])
     assert capsys.readouterr().err == f"{tmp_path}: 1 files of other kinds are passed over (.md)\n"
 
 
@@ -101,9 +98,9 @@ def test_folders_are_searched_and_nothing_is_read_twice(tmp_path, capsys):
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_every_pass_holds_every_document_once(mixed, bos):
-    folder, all_texts = mixed
+    folder, corpus = mixed
     length, longest, expected = 32, 64, []
-    for text in all_texts:
+    for text in corpus:
         ids = [BOS] * bos + list(text.encode())
         while ids:
             expected.append([*ids[: longest - 1], EOS])
@@ -156,8 +153,8 @@ def test_a_big_file_is_not_held_in_memory(tmp_path):
 
 
 def test_long_texts_are_tokenised_in_stretches(tmp_path, monkeypatch):
-    all_texts = [*texts(12, longest=90), "y" * 400, "z " * 300]
-    write(tmp_path, "a", "jsonl", records(all_texts))
+    corpus = [*texts(12, longest=90), "y" * 400, "z " * 300]
+    write(tmp_path, "a", "jsonl", records(corpus))
     expected = list(pack(tmp_path, split="all").one_pass())
     monkeypatch.setattr(tokens, "STRETCH", 100)
     assert equal(pack(tmp_path, split="all").one_pass(), expected)
@@ -188,43 +185,39 @@ def splits(paths, **options):
 
 def test_splits_are_disjoint_and_complete(mixed):
     """Training rows of several passes hold nothing of the other splits."""
-    folder, all_texts = mixed
+    folder, corpus = mixed
     by_split = splits(folder)
-    assert sorted(sum(by_split.values(), [])) == sorted(all_texts) and all(by_split.values())
-    assert sorted(documents(folder, split="all")) == sorted(all_texts)
+    assert sorted(sum(by_split.values(), [])) == sorted(corpus) and all(by_split.values())
+    assert sorted(documents(folder, split="all")) == sorted(corpus)
     rows = pack(folder, validation=0.2, test=0.3, piece_rows=100)
     drawn = {bytes(piece[:-1]).decode() for piece in pieces(stream(islice(rows, 800)))[:-1]}
     assert drawn == set(by_split["train"]) and 800 * rows.length > 2 * rows.pass_tokens
 
 
 def test_documents_keep_their_split_when_others_are_added(mixed):
-    folder, all_texts = mixed
+    folder, corpus = mixed
     before = splits(folder)
     write(folder, "0", "jsonl", records(texts(40, seed=1)))
     write(folder, "z", "parquet", records(texts(40, seed=2)))
     after = splits(folder)
-    assert all(set(before[split]) == set(after[split]) & set(all_texts) for split in SPLITS)
+    assert all(set(before[split]) == set(after[split]) & set(corpus) for split in SPLITS)
     assert sum(map(len, after.values())) == 150
 
 
 @pytest.mark.parametrize("group", [False, True])
 def test_duplicates_of_a_text_are_used_once(tmp_path, group):
-    all_texts = texts(40)
+    corpus = texts(40)
     for i, kind in enumerate(("jsonl", "parquet", "saved")):
-        write(
-            tmp_path,
-            str(i),
-            kind,
-            [{"text": t, "group": f"{i}/{j}" if group else None} for j, t in enumerate(all_texts)],
-        )
-    assert sorted(sum(splits(tmp_path).values(), [])) == sorted(all_texts)
+        rows = [{"text": t, "group": f"{i}/{j}" if group else None} for j, t in enumerate(corpus)]
+        write(tmp_path, str(i), kind, rows)
+    assert sorted(sum(splits(tmp_path).values(), [])) == sorted(corpus)
 
 
 def test_documents_of_one_group_stay_together(tmp_path):
-    all_texts = texts(90)
-    write(tmp_path, "a", "jsonl", [{"text": text, "group": i % 9} for i, text in enumerate(all_texts[:45])])
-    write(tmp_path, "b", "parquet", [{"text": text, "group": str(i % 9)} for i, text in enumerate(all_texts[45:])])
-    groups = {split: {all_texts.index(text) % 9 for text in texts} for split, texts in splits(tmp_path).items()}
+    corpus = texts(90)
+    write(tmp_path, "a", "jsonl", [{"text": text, "group": i % 9} for i, text in enumerate(corpus[:45])])
+    write(tmp_path, "b", "parquet", [{"text": text, "group": str(i % 9)} for i, text in enumerate(corpus[45:])])
+    groups = {split: {corpus.index(text) % 9 for text in texts} for split, texts in splits(tmp_path).items()}
     assert sum(map(len, groups.values())) == 9 == len(set().union(*groups.values()))
 
 

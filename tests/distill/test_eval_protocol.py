@@ -165,19 +165,17 @@ def test_what_equal_bytes_cannot_compare_is_said_and_left_out(kvpop):
 def test_equal_bytes_behind_a_protected_prompt():
     """A protected prompt takes as many bytes at equal k and at equal bytes; the state is taken from the tail."""
     shape = ModelShape("llama", 2, 2, 32, 600)
-    requests = {}
+    sizes = {}
     for protect in (0, True):
         for equal in ("k", "bytes"):
             spec = replace(training_free("momentkv"), protect=protect)
             resolved = Setting(600, 256, 4, 16, equal, prompt=100).resolve(spec, shape, torch.float32)
-            requests[protect, equal] = resolved, resolved.request_bytes(600, torch.float32, 100).allocated
+            sizes[protect, equal] = resolved, resolved.request_bytes(600, torch.float32, 100).allocated
     page = 64 * (2 * 32 * 4 + 8) * 2 * 2
-    assert (
-        requests[True, "k"][1] - requests[0, "k"][1] == requests[True, "bytes"][1] - requests[0, "bytes"][1] == 2 * page
-    )
+    assert sizes[True, "k"][1] - sizes[0, "k"][1] == sizes[True, "bytes"][1] - sizes[0, "bytes"][1] == 2 * page
     for protect in (0, True):
-        (k, allocated_by_k), (in_bytes, allocated) = requests[protect, "k"], requests[protect, "bytes"]
-        assert allocated_by_k - allocated >= page
+        (k, by_k), (in_bytes, allocated) = sizes[protect, "k"], sizes[protect, "bytes"]
+        assert by_k - allocated >= page
         assert k.roles.topk - in_bytes.roles.topk == (60 if protect else 64)  # a tail has no sinks
 
 

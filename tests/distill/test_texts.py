@@ -171,9 +171,7 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_each_kind(kind):
-    assert list(KINDS[kind].documents(iter(FILES[kind].items()))) == [
-        FetchedText(*fields) for fields in DOCUMENTS[kind]
-    ]
+    assert list(KINDS[kind].documents(iter(FILES[kind].items()))) == [FetchedText(*row) for row in DOCUMENTS[kind]]
 
 
 # fetching
@@ -204,7 +202,7 @@ def test_a_fetch_writes_each_kind_into_the_folder_of_its_use(tmp_path, offered):
     assert written == {"manifest.json"} | {f"{kind.use}/{name}.jsonl" for name, kind in KINDS.items()}
     for name, kind in KINDS.items():
         lines = [json.loads(line) for line in open(tmp_path / kind.use / f"{name}.jsonl")]
-        expected = sorted((FetchedText(*fields) for fields in DOCUMENTS[name]), key=lambda document: document.source)
+        expected = sorted((FetchedText(*row) for row in DOCUMENTS[name]), key=lambda document: document.source)
         assert lines == [vars(document) | {"group": document.group or document.source} for document in expected]
         characters = sum(len(document.text) for document in expected)
         assert counts[name] == (len(lines), characters) == (manifest[name]["documents"], manifest[name]["characters"])

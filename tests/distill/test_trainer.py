@@ -305,9 +305,7 @@ def test_retention_moves_scorers_only(model, tmp_path):
 
 
 def test_recomputed_layers_give_the_same_gradients(model, tmp_path):
-    stored, recomputed = (
-        gradients(model, tmp_path / str(recompute), activation_checkpointing=recompute) for recompute in (False, True)
-    )
+    stored, recomputed = (gradients(model, tmp_path / str(on), activation_checkpointing=on) for on in (False, True))
     torch.testing.assert_close(recomputed, stored)
 
 

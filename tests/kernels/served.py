@@ -277,14 +277,12 @@ class Lockstep:
                 outcomes[name] = p.run(pages, active, now, *inputs, use(name))
         *outcomes["exact"], margins = p.exact_step(self.loops, active, now, *inputs)
         for (r, h), margin in margins.items():
-            position = self.positions[r]
-            expected = self.loops[r][h].long_range(position).keys()
-            wrong = {
-                name for name, pages in self.pages.items() if p.long_range(pages, r, h, position).keys() != expected
-            }
+            q = self.positions[r]
+            expected = self.loops[r][h].long_range(q).keys()
+            wrong = {name for name, pages in self.pages.items() if p.long_range(pages, r, h, q).keys() != expected}
             if wrong:
                 close = CLOSE_MASS if p.rule.coupled else CLOSE
-                assert margin < close, f"{wrong} retained other tokens at {position}, margin {margin}"
+                assert margin < close, f"{wrong} retained other tokens at {q}, margin {margin}"
                 self.comparable = False
                 return margin
         for r in active:
@@ -311,16 +309,14 @@ class Lockstep:
             for (out, _), (wide, _, magnitude) in zip(self.outcomes[name], exact, strict=True):
                 check_roundings(p.dtype, out, wide, magnitude)
             for i, output in enumerate(("out", "lse") if exact else ()):
-                values = {
-                    impl: flat(outcome[i] for outcome in self.outcomes[impl]) for impl in (name, "exact", "reference")
-                }
+                values = {impl: flat(step[i] for step in self.outcomes[impl]) for impl in (name, "exact", "reference")}
                 assert values[name].dtype == values["reference"].dtype
                 assert_within_budget(values[name], values["exact"], values["reference"], name=f"{name} {output}")
         scores = {name: [] for name in self.outcomes}
         for r, h in ((r, h) for r in range(p.requests) for h in range(p.heads)):
             wide = self.loops[r][h].long_range(self.positions[r] - 1)
             long_range = {name: p.long_range(pages, r, h, self.positions[r] - 1) for name, pages in self.pages.items()}
-            if all(own_scores.keys() == wide.keys() for own_scores in long_range.values()):  # else a close decision
+            if all(slots.keys() == wide.keys() for slots in long_range.values()):  # else a close decision
                 for name, actual in (long_range | {"exact": wide}).items():
                     scores[name] += [actual[t] for t in wide]
         for name in impls if scores["exact"] else ():

@@ -258,9 +258,7 @@ def test_strided_inputs_equal_contiguous_ones(impl):
     pages, active, (q, k, v) = served(p, 19)
     other, packed, values = p.layout.view(pages.raw.clone()), torch.cat([q, k], 1), torch.cat([k, v], 1)
     strided = packed[:, :4], packed[:, 4:], values[:, 2:]
-    expected, got = (
-        p.run(impl_pages, active, [19, 19], *x, impl) for impl_pages, x in ((pages, (q, k, v)), (other, strided))
-    )
+    expected, got = (p.run(cache, active, [19, 19], *x, impl) for cache, x in ((pages, (q, k, v)), (other, strided)))
     assert torch.equal(expected[0], got[0]) and torch.equal(expected[1], got[1]) and torch.equal(pages.raw, other.raw)
 
 

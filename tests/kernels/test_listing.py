@@ -60,9 +60,7 @@ def test_every_instruction_set_of_this_processor_is_there():
         "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
         "amx_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"},
     }
-    assert dispatch.load_extension().isa_levels() == [
-        name for name, flags_needed in needed.items() if flags_needed <= flags
-    ]
+    assert dispatch.load_extension().isa_levels() == [name for name, names in needed.items() if names <= flags]
     sources = {p.stem.removeprefix("kernels_") for p in (ROOT / "csrc/cpu").glob("kernels_*.cpp")}
     assert sources == set(needed)
 

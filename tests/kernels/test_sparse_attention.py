@@ -143,11 +143,9 @@ class TestTriton:
         """Lists name the keys that some query of a block sees; ranges of queries are few times what sees their keys."""
         from kvpop_vllm.kernels.triton import sparse_attention as module
 
-        key_lists, keys = [], []
+        listings, keys = [], []
         lists, run = module.key_lists, module._backward_keys.run
-        monkeypatch.setattr(
-            module, "key_lists", lambda *args: (key_lists.append(got[1]) or got for got in lists(*args))
-        )
+        monkeypatch.setattr(module, "key_lists", lambda *args: (listings.append(got[1]) or got for got in lists(*args)))
         monkeypatch.setattr(module._backward_keys, "run", lambda *args, **more: keys.append(args) or run(*args, **more))
         length, options = 512, dict(sinks=4, window=80, topk=30)
         *tokens, priority = inputs(length, dtype=F32)
@@ -155,7 +153,7 @@ class TestTriton:
             priority = -torch.arange(float(length)).expand(1, 2, -1)
         check(*tokens, priority, **options)
         visible = visible_keys(*ops.running_topk(priority, **options, impl="reference"), 4, 80)[0]
-        ((_, listed, counts, *_),) = key_lists
+        ((_, listed, counts, *_),) = listings
         for head in range(2):
             for block, query_block in enumerate(visible[head].split(32)):
                 expected = query_block.any(0).nonzero().flatten().tolist()

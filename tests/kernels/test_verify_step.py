@@ -102,9 +102,7 @@ def same_pages(p: Problem, actual: Pool, expected: Pool, staging: torch.Tensor, 
         return
     differs = (actual.pages.raw != expected.pages.raw) & ~staging
     for r in range(p.requests):
-        if actual.lengths[r] <= p.protects(
-            r
-        ):  # nothing is read there, except what a step writes at the end of a prefix
+        if actual.lengths[r] <= p.protects(r):  # only what a step writes at the end of a prefix is read there
             differs[p.table[r].flatten().long()] = False
     if p.protected:
         for r in range(p.requests):  # drafts have been written into prefixes

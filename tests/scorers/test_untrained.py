@@ -34,8 +34,6 @@ def test_an_untrained_scorer_is_the_sliding_window(kind):
     expected = running_cutoffs(*recency(0, k, v, 6), Retention(17, 2, 6))
     t, q = torch.arange(LENGTH), torch.arange(LENGTH).unsqueeze(1)
     eligible = (t >= 2) & (t <= q - 6)
-    retained, newest = (
-        ((rank.unsqueeze(-2) <= cutoff.unsqueeze(-1)) & eligible) for rank, cutoff in (cutoffs, expected)
-    )
-    assert torch.equal(retained, newest)
-    assert torch.equal(retained[0, 0], eligible & (t > q - 6 - 9))
+    long_range, newest = ((rank.unsqueeze(-2) <= limit.unsqueeze(-1)) & eligible for rank, limit in (cutoffs, expected))
+    assert torch.equal(long_range, newest)
+    assert torch.equal(long_range[0, 0], eligible & (t > q - 6 - 9))
