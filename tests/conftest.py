@@ -134,6 +134,13 @@ def run_kvpop(capfd):
     return run
 
 
+@pytest.fixture
+def kvpop(folder, run_kvpop, monkeypatch):
+    """Function that runs a command line in the folder of a package's tests; see ``run_kvpop``."""
+    monkeypatch.chdir(folder)
+    return run_kvpop
+
+
 @pytest.fixture(scope="module", autouse=True)
 def threads_of_the_process():
     """Give every module the same number of torch threads, because tests compare bits with other processes."""

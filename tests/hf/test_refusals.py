@@ -149,9 +149,7 @@ def test_attention_that_is_not_given_the_step(model, monkeypatch):
     forward = kind.forward
     cache = KVpopCache(model, **STREAMING)
     monkeypatch.setattr(kind, "forward", lambda self, hidden, attend=None, **more: forward(self, hidden, **more))
-    with pytest.raises(
-        TypeError, match="nor with one, if its layers do not hand keyword arguments on to their attention$"
-    ):
+    with pytest.raises(TypeError, match="if its layers do not hand keyword arguments on to .*$"):
         generate(model, cache, [PROMPT])
     assert cache.lengths == [] and model.config._attn_implementation == "sdpa"
 
@@ -189,9 +187,7 @@ def test_longrope(kind, more):
     longer, message = torch.cat([ids, ids], 1), "generate.. went on without its KVpopCache, which has seen"
     for text, new, lengths in ((ids, 4, [32]), (longer[:, :33], 1, []), (longer, 1, [])):
         cache.reset()
-        with pytest.raises(
-            ConfigError, match=f"^{message} {sum(lengths)} of {max(33, text.shape[1])} tokens; .* LongRoPE"
-        ):
+        with pytest.raises(ConfigError, match=f"^{message} {sum(lengths)} of {max(33, text.shape[1])} .* LongRoPE"):
             model.generate(text, cache=cache, max_new_tokens=new, do_sample=False)
         assert cache.lengths == lengths
     limit = "33 tokens are more than max_length 32, up to which the model attends alike"
@@ -265,9 +261,7 @@ def test_what_is_no_model(model):
         (torch.compile(model), r"the model in it, model\._orig_mod"),
     ):
         kind = type(wrapper).__name__
-        with pytest.raises(
-            ConfigError, match=f"^{kind} is not a causal language model of transformers: give {remedy}$"
-        ):
+        with pytest.raises(ConfigError, match=f"^{kind} is not a causal language model .*: give {remedy}$"):
             KVpopCache(wrapper, **STREAMING)
 
 
@@ -338,9 +332,7 @@ def test_another_text(model, protect):
     if protect is None:
         refused.append([*tokens[:36], tokens[36] ^ 1, *other])
     for text in refused:
-        with pytest.raises(
-            ValueError, match=f"the text does not begin with the {columns} tokens .* or reset.. the cache"
-        ):
+        with pytest.raises(ValueError, match=f"not begin with the {columns} tokens .* or reset.. the cache"):
             generate(model, cache, [text])
         assert cache.lengths == [37]
     longer = [*tokens[:columns], *other]
