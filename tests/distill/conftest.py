@@ -20,11 +20,6 @@ def folder(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
 @pytest.fixture(autouse=True)
 def leave_group():
     """Leave the group that a process that is alone joins to train in mixed precision."""

@@ -21,7 +21,7 @@ from kvpop_vllm.distill.data import DocumentRows
 from kvpop_vllm.distill.gates import TrimKVAttend, capacity_loss
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.model_hook import load_model
-from kvpop_vllm.testing import random_prompt, write_tiny_model
+from kvpop_vllm.testing import random_prompt
 
 TALKS = [{"prompt": "Why? " * i, "response": f"{i} " + "So. " * (3 * i)} for i in range(1, 40)]
 FULL = [f"<user>{t['prompt']}</user>\n<assistant>{t['response']}</assistant>\n" for t in TALKS]
@@ -58,11 +58,6 @@ def test_documents_from_which_nothing_is_evicted_are_refused(tmp_path):
     path = write(tmp_path, "talks", "jsonl", TALKS[:5])
     with pytest.raises(ConfigError, match="no document of 150 tokens behind its prompt: give longer documents"):
         rows_of(path, shortest=150, behind_prompt=True)[0]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "model", "qwen3")
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 37, 700])
