@@ -38,19 +38,8 @@ def corpus(tmp_path_factory):
 
 
 def compact(model, corpus, out, *options):
-    arguments = [
-        "compact",
-        str(model),
-        "--data",
-        str(corpus),
-        "--out",
-        str(out),
-        "--slots",
-        str(SLOTS),
-        "--threads",
-        "1",
-    ]
-    assert main([*arguments, *options]) == 0
+    words = f"compact {model} --data {corpus} --out {out} --slots {SLOTS} --threads 1"
+    assert main([*words.split(), *options]) == 0
     return read_cartridge(out)
 
 

@@ -48,14 +48,8 @@ def test_a_scorers_shares_serve_every_policy(kvpop, folder):
         " --equal k"
     )
     records = evaluated(kvpop, f"--data text.jsonl --policies h2o {words}").records
-    names = {
-        "dense",
-        "h2o",
-        "h2o+measured/kvpop_config.json",
-        "measured+uniform",
-        "measured+measured/kvpop_config.json",
-    }
-    assert {record["policy"] for record in records} == names
+    names = "dense h2o h2o+measured/kvpop_config.json measured+uniform measured+measured/kvpop_config.json"
+    assert {record["policy"] for record in records} == {*names.split()}
     kl = {record["policy"]: record["kl"] for record in records if "kl" in record}
     assert kl["h2o"] != kl["h2o+measured/kvpop_config.json"]
     start = "eval --model qwen3 --data text.jsonl --policies h2o"
@@ -106,16 +100,8 @@ def test_the_former_command_names_the_new_one(kvpop, folder):
 @pytest.mark.parametrize(
     "shares",
     [
-        [],
-        [[1e308, 1e308], [1e308, 1e308]],
-        [[10**400, 1], [1, 1]],
-        [[1.0, 1.0]],
-        [[1.0], [1.0]],
-        [[1, -1], [1, 1]],
-        [[0, 0], [0, 0]],
-        [[1, "1"], [1, 1]],
-        "no",
-        [[1, True], [1, 1]],
+        *([], "no", [[1.0, 1.0]], [[1.0], [1.0]], [[0, 0], [0, 0]], [[1e308, 1e308], [1e308, 1e308]]),
+        *([[number, 1], [1, 1]] for number in (10**400, -1, "1", True)),
     ],
 )
 def test_files_with_other_shares_are_refused(kvpop, folder, shares):

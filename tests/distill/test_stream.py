@@ -229,15 +229,8 @@ def test_an_error_of_one_of_several_processes_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-OTHER = {
-    "length": 33,
-    "split": "all",
-    "seed": 1,
-    "piece_rows": 3,
-    "select": ["effort=low"],
-    "longest": 99,
-    "pack": False,
-}
+OTHER = {"length": 33, "split": "all", "seed": 1, "piece_rows": 3, "longest": 99, "pack": False}
+OTHER |= {"select": ["effort=low"]}
 
 
 @pytest.mark.parametrize("name", OTHER)

@@ -62,16 +62,9 @@ def settings(folder, packed):
 
 def write(model, rows, out, settings, count=ROWS, vocab_size=VOCAB):
     """Write logits, three rows to a file."""
-    size = {"vocab_size": vocab_size, "shard_bytes": 3 * ROW_BYTES + 1}
-    write_rows(
-        lambda tokens: top_logits(model, tokens, settings["top"], attend=Dense()),
-        rows,
-        out,
-        settings,
-        count,
-        **size,
-        quiet=True,
-    )
+    options = {"vocab_size": vocab_size, "shard_bytes": 3 * ROW_BYTES + 1, "quiet": True}
+    logits = partial(top_logits, model, top=settings["top"], attend=Dense())
+    write_rows(logits, rows, out, settings, count, **options)
 
 
 def contents(folder):

@@ -167,15 +167,8 @@ def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
     right = {"tova": {250: 2, 125: 0}, "h2o": {250: 6, 125: 1}}
     lines = []
     for kind, unit in product(["programs", "ledgers"], range(8)):
-        base = {
-            "length": 1200,
-            "allocated": 1,
-            "kind": kind,
-            "unit": unit,
-            "right": 1.0,
-            "answered": True,
-            "written": 9,
-        }
+        base = {"length": 1200, "allocated": 1, "right": 1.0, "answered": True, "written": 9}
+        base |= {"kind": kind, "unit": unit}
         ones = base | {"exact": True, "before_error": 1.0}
         lines.append(ones | {"policy": "dense"})
         for name, budget in product(right, (250, 125)):

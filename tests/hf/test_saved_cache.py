@@ -72,8 +72,7 @@ def test_every_policy_goes_on(case, tmp_path, kind, policy, options):
     """A padded batch, whose answer and next turn follow."""
     model, matrix_case = case(kind, policy, **options)
     cache = KVpopCache(model, **matrix_case.settings)
-    texts, last = answered(model, cache)
-    check_saved(model, cache, tmp_path / "saved", texts, last)
+    check_saved(model, cache, tmp_path / "saved", *answered(model, cache))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +88,7 @@ def test_rows_go_on_as_their_own(case, tmp_path, policy, settings):
     """Protected prompts, budgets and seeds of rows. A later call computes unprotected text again."""
     model, matrix_case = case("qwen3", policy)
     cache = KVpopCache(model, **matrix_case.settings | settings)
-    texts, last = answered(model, cache)
-    check_saved(model, cache, tmp_path / "saved", texts, last)
+    check_saved(model, cache, tmp_path / "saved", *answered(model, cache))
 
 
 @pytest.mark.parametrize("protect", [{}, {"protect_prompt": True}])
@@ -99,8 +97,7 @@ def test_cartridges_stay_in_front(case, tiny, tmp_path, protect):
     model, matrix_case = case("qwen3", "kvpop")
     plain, biased = (write_cartridge(tmp_path / name, tiny("qwen3")[0], name) for name in ("plain", "biased"))
     cache = KVpopCache(model, **matrix_case.settings | protect, cartridge=[plain, biased])
-    texts, last = answered(model, cache)
-    check_saved(model, cache, tmp_path / "saved", texts, last)
+    check_saved(model, cache, tmp_path / "saved", *answered(model, cache))
     moved = shutil.move(plain, tmp_path / "moved")
     with pytest.raises(ConfigError, match="no cartridge at"):
         KVpopCache.load(tmp_path / "saved", model)
@@ -135,8 +132,7 @@ def test_bfloat16_goes_on(case, tmp_path):
     model, matrix_case = case("llama", "h2o")
     model = copy.deepcopy(model).to(torch.bfloat16)
     cache = KVpopCache(model, **matrix_case.settings)
-    texts, last = answered(model, cache)
-    check_saved(model, cache, tmp_path / "saved", texts, last)
+    check_saved(model, cache, tmp_path / "saved", *answered(model, cache))
 
 
 def test_generate_goes_on_by_itself(case, tmp_path):
