@@ -110,7 +110,7 @@ $(OLDEST_TRITON)/.installed: $(PACKAGE)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) "triton==3.6.0"
 	@touch $@
 
-# The tests of Triton's kernels with the oldest version that `make gpu` is for, beside the environment's own.
+# The tests of Triton's kernels with the oldest version that `make gpu` is for, next to the environment's own.
 oldest-triton: setup $(OLDEST_TRITON)/.installed
 	@PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON) $(BIN)/python -m pytest -q tests/kernels/test_triton_*.py $(PYTEST_ARGS)
 
@@ -170,7 +170,7 @@ peers: model
 	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "$$($(BIN)/python -m pip freeze | grep '^torch==')"
 	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "kvpress[eval]==0.5.5" "transformers<5.3"
 
-# Debian's package, unpacked for the test of examples/observability. Needs no root: lists of packages are fetched beside it.
+# Debian's package, unpacked for the test of examples/observability. Needs no root: package lists are fetched next to it.
 prometheus: $(PROMETHEUS)/usr/bin/prometheus
 
 $(PROMETHEUS)/usr/bin/prometheus:

@@ -27,12 +27,8 @@ def families() -> str:
     for family in FAMILIES:
         types = ", ".join(f"`{name}`" for name in family.model_types)
         state = family.state if family.served else f"refused: {family.state}"
-        notes = [
-            state,
-            *([f"refused: {family.limit}"] if family.limit else []),
-            *([family.read] if family.read else []),
-        ]
-        lines.append(f"| {family.name} | {types} | {family.layers} | {'; '.join(notes)} |")
+        notes = [state, *([f"Refused: {family.limit}"] if family.limit else []), *filter(None, [family.read])]
+        lines.append(f"| {family.name} | {types} | {family.layers} | {'. '.join(notes)} |")
     return "\n".join(lines)
 
 

@@ -126,7 +126,7 @@ SETTINGS = (
         "off", "; every step is then slower", applies_to=(ENGINE,),
     ),
     Setting(
-        "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact), by folder or name on the hub; repeatable",
+        "cartridge", dict, "NAME=DIR", "Compact caches that requests may name as their model (kvpop compact), by folder or name on the hub. Repeatable",
         "none", "; without --kv-policy everything after them is kept",
     ),
     Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", applies_to=(CACHE,)),
@@ -134,7 +134,7 @@ SETTINGS = (
     Setting("prompt", int, "N", "Tokens that snapkv, pyramidkv, adakv and attention-matching compress", "the text of a call", applies_to=(CACHE,)),
     Setting("device", str, "DEVICE", "Device of pages and kernels", "the model's", applies_to=(CACHE,)),
     Setting(
-        "kv_budget", int, "an integer", "B of this request; the window is resolved as for a server with that B",
+        "kv_budget", int, "an integer", "B of this request. The window is resolved as for a server with that B",
         applies_to=(REQUEST,),
     ),
     Setting(

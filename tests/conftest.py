@@ -162,6 +162,21 @@ def run_kvpop(capfd):
     return run
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """Folder of a tiny Qwen3 model, which no test changes."""
+    from kvpop_vllm.testing import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture
+def kvpop(folder, run_kvpop, monkeypatch):
+    """Function that runs a command line in the folder of a package's tests; see ``run_kvpop``."""
+    monkeypatch.chdir(folder)
+    return run_kvpop
+
+
 @pytest.fixture(scope="module", autouse=True)
 def threads_of_the_process():
     """Give every module the same number of torch threads, because tests compare bits with other processes."""

@@ -289,7 +289,7 @@ FAULTS = {
         ("length - «1→2»] = gate_scores[first + 1 : first + length«→ - 1»]", f"{PRODUCT} -k 'dms-late'"),
     ],
     "kvpop_vllm/cache/accounting.py": [
-        # sinks that a tail behind a prefix lacks
+        # sinks that a tail after a prefix lacks
         ("tail = slots.budget« - sinks→» if slots.prefix", "tests/cache"),
         # a page too few
         ("prefix, tokens = cdiv(min(length, slots.prefix)«→ - 1», size)", "tests/cache/test_protected.py"),
@@ -468,12 +468,12 @@ class Mutation(NamedTuple):
 
 def mutations() -> list[Mutation]:
     """Return all faults of the table."""
-    found = []
+    faults = []
     for file, rows in FAULTS.items():
         for change, tests in rows:
             old, new = (re.sub("«(.*?)→(.*?)»", rf"\{side}", change, flags=re.DOTALL) for side in (1, 2))
-            found.append(Mutation(file, old, new, tests))
-    return found
+            faults.append(Mutation(file, old, new, tests))
+    return faults
 
 
 def copied(target: Path) -> Path:
@@ -567,10 +567,10 @@ def main() -> int:
             if row.file.startswith(CPP) and stale != source_of(row.file):
                 build(tree, *(() if stale is None else (stale,)))
                 stale = source_of(row.file)
-            found = plant(tree, row)
-            failed += found != "killed"
+            outcome = plant(tree, row)
+            failed += outcome != "killed"
             change = f"{row.file}: {row.new.strip().splitlines()[0]}"
-            print(f"[{number}/{len(chosen)}] {found} in {time.monotonic() - begin:.0f} s  {change}", flush=True)
+            print(f"[{number}/{len(chosen)}] {outcome} in {time.monotonic() - begin:.0f} s  {change}", flush=True)
     print(f"{len(chosen) - failed} of {len(chosen)} mutations were killed")
     return int(failed > 0)
 

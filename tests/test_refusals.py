@@ -240,11 +240,6 @@ def test_requests(policy, options, keys, message):
 # Folders of scorers.
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", layers=2)
-
-
 @pytest.fixture
 def written(model, tmp_path):
     """Return ``write(kind, **options)``, which writes a scorer folder."""

@@ -34,13 +34,13 @@ def _backward_states(
     decay, m_rows, denominators,
     qz_grad,  # e, [rows, chunks * L]
     c_states, z_states, m_states,
-    c_grads, z_grads,  # [rows, chunks, F, DV] and [rows, chunks, F], gradient of the state behind each chunk
-    flow,  # [tiles, rows, chunks], <C', dC'> behind each chunk, in parts
+    c_grads, z_grads,  # [rows, chunks, F, DV] and [rows, chunks, F], gradient of the state after each chunk
+    flow,  # [tiles, rows, chunks], <C', dC'> after each chunk, in parts
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the state behind each chunk, from the last to the first; each program has one tile of C.
+    """Compute the gradient of the state after each chunk, from the last to the first; each program has one tile of C.
 
     Grid: 64 features, 64 columns, rows. 202 MB: 56 us, and more by 128 chunks one after another.
     """

@@ -3,7 +3,7 @@
 Chunks are cut into *segments*, parts of one request, that are put together into pieces of bounded size. All numbers of
 a piece are on the device, so that each kernel is launched once for all its segments, one after another on three axes:
 
-- tail rows ``[P]``: tokens behind the protected prefixes, for each segment a multiple of :data:`ROWS`;
+- tail rows ``[P]``: tokens after the protected prefixes, for each segment a multiple of :data:`ROWS`;
 - keys ``[N]``: slots in use before the piece, then new tokens of the tail;
 - entries ``[E]``: long-range slots that may be in use after the piece, then tokens that leave the window.
 
@@ -74,7 +74,7 @@ Segment = tuple[Numbers, list[int]]
 
 
 def segment(topk, count: int, *, request=0, token=0, position=0, protected=0, sinks=0, window=1, biased=0) -> Segment:
-    """Return the segment of the tokens ``[token, token + count)`` of the batch, from ``position`` on, behind p tokens.
+    """Return the segment of the tokens ``[token, token + count)`` of the batch, from ``position`` on, after p tokens.
 
     Where heads differ, its numbers are those of the head with most slots. :class:`Piece` sets row, key and entry.
     """
@@ -123,7 +123,7 @@ class Piece:
         most_keys, most_slots, most_entries: largest numbers of keys, slots and entries of a segment.
         evicts: False if no head has more candidates than long-range slots.
         numbers: those of all segments, each ``[S]`` int64.
-        tails: ``[S']`` int64, the segments that have tokens behind p.
+        tails: ``[S']`` int64, the segments that have tokens after p.
     """
 
     def __init__(self, parts: list[Segment], device: torch.device):

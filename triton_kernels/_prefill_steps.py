@@ -4,7 +4,7 @@ It calls the phases of a decode step. They read what other threads of the progra
 
 - A barrier stands between any two phases of which one reads what the other writes. It orders the accesses to global
   memory of all threads of a program, which run on one multiprocessor and share its cache. Asynchronous copies
-  (``cp.async``) are reads that are issued behind the barrier.
+  (``cp.async``) are reads that are issued after the barrier.
 - The loop over tokens is not pipelined (``num_stages=1``), so that nothing is read ahead of its token. Loops that load
   ahead write nothing that they read, and wait for all loads at their end.
 - Triton hoists loads only out of loops that write nothing.
@@ -20,14 +20,14 @@ from kvpop_vllm.kernels.triton._serving_pages import element_at, position_of, ta
 from kvpop_vllm.kernels.triton._serving_retain import add_products, retain
 
 NOWHERE = tl.constexpr(2**30)
-"""Offset of positions behind those of any cache."""
+"""Offset of positions beyond those of any cache."""
 TOGETHER = tl.constexpr(512)  # slots whose masses are formed together; each block waits for its loads
 
 
 @triton.jit
 def _steps(
     step,
-    tokens, counts,  # [R], first token of each chunk behind its prefix, and the number of these tokens
+    tokens, counts,  # [R], first token of each chunk after its prefix, and the number of these tokens
     right,  # [R, H] int32, 0 if the chunk does not start where the cache ends
     P: tl.constexpr,
 ):  # fmt: skip

@@ -172,7 +172,7 @@ class KernelConfig(Order, Heads):
         return products, self.values, slots * self.residual, moments, corrected, self.group * slots * self.masses
 
     numerators, factors, evicted_deltas, merged, logits, work = map(_behind, range(1, 7))
-    """Offsets of the parts of a workspace behind the first, and the length of all."""
+    """Offsets of the parts of a workspace after the first, and the length of all."""
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def moments_at(cache, r, h, row, column, inside, P: tl.constexpr):
 def roles_of(step, r, P: tl.constexpr):
     """Return p, the number of sinks and the window of request r, or of several requests.
 
-    Behind a prefix, the slots are those of a tail that begins with token p and has no sinks.
+    After a prefix, the slots are those of a tail that begins with token p and has no sinks.
     """
     protected, sinks = tl.full([], 0, tl.int32), tl.full([], P.sinks, tl.int32)
     window = tl.load(element_at(step.windows, r, 0)).to(tl.int32)

@@ -157,7 +157,7 @@ def gates_of(step, m, row, h, q, P: tl.constexpr):
 def update_cells(step, work, row, r, h, q, first, P: tl.constexpr):
     """Update a block of columns of an mLSTM's cells with the new token, and read it out.
 
-    z and m stay unchanged, because all blocks read them; :mod:`_serving_retain` writes them. Behind a prefix, the state
+    z and m stay unchanged, because all blocks read them; :mod:`_serving_retain` writes them. After a prefix, the state
     includes tokens of the prefix.
     """
     cache = step.cache

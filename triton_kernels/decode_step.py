@@ -25,7 +25,7 @@ KINDS = dict.fromkeys(("none", "key_norm", "linear", "mlp", "mlstm"), {}) | {
     "moment_residual": {"scorer": "stored", "masses": True, "residual": True},
     "gate_scores": {"scorer": "stored", "gate_scores": True},
 }
-"""Compile-time options of each kind of scorer, beside its own."""
+"""Compile-time options of each kind of scorer, apart from its own."""
 
 
 def weights_of(scorer, op: str) -> tuple[Weights, dict]:

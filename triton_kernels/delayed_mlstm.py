@@ -33,7 +33,7 @@ def _store_state(c_states, z_states, m_states, state, c, z, m, f, column, FEATUR
 @triton.jit(do_not_specialize=["chunks", "segments"])
 def _states(
     k, v,  # [rows, S, F] and [rows, S, DV]
-    igate, decay,  # [rows, chunks * L]; gates are -inf behind the end
+    igate, decay,  # [rows, chunks * L]; gates are -inf past the end
     c_first, z_first, m_first,  # before each segment, or None
     c_states, z_states, m_states,  # [rows, chunks + segments, ...]: F and DV, F, nothing
     ends,  # [segments + 1], number of chunks before each segment, and in all
@@ -41,7 +41,7 @@ def _states(
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state before each chunk of a segment and behind its last; each program has one tile of C.
+    """Compute the state before each chunk of a segment and after its last; each program has one tile of C.
 
     Grid: 64 features, 64 columns, rows times segments. 135 MB: 37 us, and more by 128 chunks one after another.
     """
@@ -163,7 +163,7 @@ class _Layout:
         return torch.empty(shape, dtype=torch.float32, device=self.igate.device)
 
     def states(self, k, v, state=None, ends=None):
-        """Return C, z and m before each chunk and behind the last, segment after segment; by default there is one."""
+        """Return C, z and m before each chunk and after the last, segment after segment; by default there is one."""
         if ends is None:
             ends = torch.arange(2, dtype=torch.int32, device=self.igate.device) * self.chunks
         segments = len(ends) - 1
@@ -276,7 +276,7 @@ _run.register_autograd(_gradients, setup_context=_save)
 
 
 def mlstm_of_segments(weights, tokens, none, ends, state=None, read=None, segment_of=None):
-    """Return scores and the state behind each of some segments that lie one after another.
+    """Return scores and the state after each of some segments that lie one after another.
 
     Args:
         weights: the mLSTM scorer.

@@ -148,7 +148,7 @@ class _Prefill:
         return slot_of
 
     def in_steps(self, config, weights) -> None:
-        """Run decode steps for the tokens behind the prefixes, one after another in each request."""
+        """Run decode steps for the tokens after the prefixes, one after another in each request."""
         columns = (View(of, self.numbers.shape[1]) for of in self.numbers.T[1:7])
         protected, biased, windows, positions, tokens, counts = columns
         protected = View() if self.before.table is None else protected
@@ -168,7 +168,7 @@ class _Prefill:
         """Return numbers of each request, ``[R, 7 + H]`` int32.
 
         They are its start, p, the number of tokens that have a bias, w; the position of the first token of the chunk
-        behind the prefix, its index in the batch, the number of these tokens; and the budgets.
+        after the prefix, its index in the batch, the number of these tokens; and the budgets.
         """
         lines, first = [], 0
         of_chunks = self.chunks.starts, self.chunks.lengths, self.chunks.windows, self.chunks.budgets.tolist()

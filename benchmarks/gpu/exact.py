@@ -53,14 +53,14 @@ def serve_right(bench: Bench, name: str, steps: list[int], **options) -> Iterato
         kernel = Pool(on_device(p, bench.device))
     reference, copied, results = Pool(p), Pool(p), []
     for count in steps:
-        cuts = [slice(count_seen, count_seen + (count or 1)) for count_seen in reference.seen]
+        cuts = [slice(count_seen, count_seen + (count or 1)) for count_seen in reference.lengths]
         wide = zip(*((run.out[cut], run.lse[cut]) for run, cut in zip(exact, cuts, strict=True)), strict=True)
         with torch.device(bench.device):
             kernel_result = step(kernel, count, "triton")
         results.append((kernel_result, tuple(map(torch.cat, wide)), step(reference, count, "reference")))
-        copied.pages, copied.seen = p.layout.view(kernel.pages.raw.cpu()), kernel.seen
-        for r, count_seen in enumerate(copied.seen):
-            assert torch.equal(copied.held(r), exact[r].held[:, count_seen - 1, :count_seen]), (
+        copied.pages, copied.lengths = p.layout.view(kernel.pages.raw.cpu()), kernel.lengths
+        for r, count_seen in enumerate(copied.lengths):
+            assert torch.equal(copied.retained(r), exact[r].retained[:, count_seen - 1, :count_seen]), (
                 f"request {r}, {count_seen} tokens"
             )
     yield bench.row("steps with equal sets", len(steps), "count")

@@ -34,14 +34,14 @@ def worst_case_batches(
 ) -> Iterator[tuple[Pages, StepBatch, int]]:
     """Yield the steps of one layer that take the most memory.
 
-    The first step decodes up to ``requests`` rows of padding together. The second is a prefill chunk behind a
+    The first step decodes up to ``requests`` rows of padding together. The second is a prefill chunk after a
     full cache. If the rule processes tokens one by one, this chunk has two tokens, which represent all, and
     without a prefix it starts at position 0.
 
     Another step has as many chunks of :data:`SHORT` tokens as fit, because each chunk has a state of its own.
 
     With protected prompts, all requests have a prefix, which consists of the same block. The chunk lies
-    behind the longest prefix that fits. A third step is a chunk that lies in the prefix except for its last
+    after the longest prefix that fits. A third step is a chunk that lies in the prefix except for its last
     two tokens.
 
     Args:

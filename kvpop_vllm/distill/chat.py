@@ -1,6 +1,6 @@
 """Conversations, read from records and written as text in the model's own chat format, without omissions.
 
-A list of available tools beside the messages is not part of the conversation and is not read.
+A list of available tools next to the messages is not part of the conversation and is not read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from kvpop_vllm.config import ConfigError
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields beside ``content`` or ``response`` that may hold a reasoning trace."""
+"""Fields next to ``content`` or ``response`` that may hold a reasoning trace."""
 FIELDS = ("text", "messages", "prompt", "response", *REASONING)
 """Fields of a record that may hold content."""
 

@@ -276,7 +276,7 @@ class Recipe:
 
     @property
     def shortest_row(self) -> int:
-        """Minimum tokens of a row, behind a protected prompt, from which something is evicted."""
+        """Minimum tokens of a row, after a protected prompt, from which something is evicted."""
         return 2 if self.phase == "uptrain" else self.sinks + max(map(sum, self.trained)) + 1
 
     @property
@@ -292,7 +292,7 @@ class Recipe:
         return low, high
 
     def scorer_options(self) -> dict:
-        """Return the fields of a :class:`~kvpop_vllm.scorers.ScorerConfig` beside the model's shape."""
+        """Return the fields of a :class:`~kvpop_vllm.scorers.ScorerConfig` apart from the model's shape."""
         window, topk = self.trained[0]
         kind = self.phase if self.trains_gates else self.scorer
         options = {"scorer": kind, "sinks": self.sinks, "window": window, "topk": topk}

@@ -28,7 +28,7 @@ def by_age(ages: torch.Tensor) -> torch.Tensor:
 
 
 def after(window: int) -> Weigh:
-    """Return a :data:`Weigh` in which a token has weight ``exp(term)`` behind the window, 1 within it (DMS).
+    """Return a :data:`Weigh` in which a token has weight ``exp(term)`` past the window, 1 within it (DMS).
 
     Args:
         window: tokens of the window.

@@ -71,7 +71,7 @@ def compress(
         row: ``[H, P]`` int32 pages of the tail, state blocks first; the state holds the queries. If heads
             divide their slots, the regions of the tail's blocks as for equal heads.
         prefix: prefix of this request (R = 1), with all p tokens written and its ``tokens`` on the CPU.
-        budgets: ``[H]`` int32, slots of each head's tail behind the prompt's end.
+        budgets: ``[H]`` int32, slots of each head's tail after the prompt's end.
         after: what the request is after the prompt's end.
         made_row: ``[F]`` int32, blocks of the slots that are made of the prompt.
         group: query heads per KV head of this layer.
@@ -171,7 +171,7 @@ def make_slots(
     near = p - after.shift - after.made_slots
     slots, newest = torch.arange(after.made_slots), torch.arange(near)
     places = made_row.long()[slots // n], slots % n
-    for h in range(len(keys)):  # one by one: a fit must not depend on the heads beside it
+    for h in range(len(keys)):  # one by one: a fit must not depend on other heads
         q, k, v = (x[h].flatten(0, -2).unsqueeze(0) for x in (queries, keys[:, : p - near], values[:, : p - near]))
         sinks = None if sink_logits is None else sink_logits[h].repeat(queries.shape[1]).unsqueeze(0)
         (chosen,), (value,), (bias,) = fit(q, k, v, after.made_slots, scale, Matching(), sinks)

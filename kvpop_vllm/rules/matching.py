@@ -2,7 +2,7 @@
 
 A cache of T keys is replaced by P of its own keys, with a bias b that is added to the scaled logits and with new
 values, so that for given queries both the mass ``sum exp(q.k * scale + b)`` and the attention output are kept.
-Caches with the same mass and output are interchangeable beside any other keys.
+Caches with the same mass and output are interchangeable next to any other keys.
 
 Source: *Fast KV Compaction via Attention Matching*, arXiv:2602.16284. Two things differ from it. Masses are
 matched relative to the full mass, which is 1 for every query of a model without attention sinks. Values are pulled
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 NO_WEIGHT = -1e30
-"""Bias of a slot that pads a head: finite in float32, and without weight beside any other key."""
+"""Bias of a slot that pads a head: finite in float32, and without weight next to any other key."""
 OMP_STEPS = 256
 """Steps in which orthogonal matching pursuit chooses its keys, several keys a step."""
 

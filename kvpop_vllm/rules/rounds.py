@@ -240,7 +240,7 @@ def _run_round(
 
 
 def _first_word(rule: RetentionRule, head_size: int) -> int:
-    """Return the offset of the queries in a head's state; they lie behind scorer state and moments."""
+    """Return the offset of the queries in a head's state; they lie after scorer state and moments."""
     return rule.state_floats(head_size) - rule.rounds.state_floats(head_size)
 
 

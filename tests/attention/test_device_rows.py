@@ -31,18 +31,18 @@ STEPS = [
 ]
 """Tokens and length of each request. The third step has a prompt of one token after a longer chunk."""
 PROTECTED = [[20, 0, 3], [0, 39, 41, 50], [76, 40, 1, 150], [32, 90]]
-"""p of each of these requests: inside a prefix, at its end and behind it, in decode rows and in chunks."""
+"""p of each of these requests: inside a prefix, at its end and after it, in decode rows and in chunks."""
 LONGEST = 200
 
 
-def rows_of(kept, state=0, longest=0, most=None):
-    most, layout = most or kept.budget, PageLayout(HEADS, SIZE, torch.float32, 16, state)
-    slots = RequestSlots(0, 0, kept.budget, kept.window)
-    return DeviceRows(layout, slots, MOST, layout.blocks(most, most), None, "cpu", longest)
+def rows_of(rule, state=0, longest=0, most_tokens=None):
+    most_tokens, layout = most_tokens or rule.budget, PageLayout(HEADS, SIZE, torch.float32, 16, state)
+    slots = RequestSlots(0, 0, rule.budget, rule.window)
+    return DeviceRows(layout, slots, MOST, layout.blocks(most_tokens, most_tokens), None, "cpu", longest)
 
 
 def engine_tables(rows, lens, seed=0):
-    """Return a block table with foreign blocks behind a request's own, and the slots of its tokens."""
+    """Return a block table with foreign blocks after a request's own, and the slots of its tokens."""
     g = torch.Generator().manual_seed(seed)
     width = rows.table.shape[1] + rows.prefix_table.shape[1]
     table = 1 + torch.randperm(BLOCKS - 1, generator=g)[: MOST * width].int().view(MOST, -1)
@@ -75,7 +75,7 @@ def same_chunks(batch, expected, layout):
     for name in ("starts", "lengths", "windows", "firsts", "slots"):
         assert [getattr(ours, name)[i] for i in long] == list(getattr(theirs, name)), name
     for i, r in zip(long, range(len(theirs)), strict=True):
-        pages = layout.blocks(most := int(ours.budgets[i].max()), most)
+        pages = layout.blocks(most_tokens := int(ours.budgets[i].max()), most_tokens)
         assert torch.equal(ours.budgets[i], theirs.budgets[r])
         assert torch.equal(ours.table[i, :, :pages], theirs.table[r, :, :pages])
         if theirs.slots[r].prefix:
@@ -98,8 +98,8 @@ def same_protection(batch, expected, table, protected):
     tokens, blocks, slots = batch.writes
     assert tokens[:d].tolist() == list(range(d)) and (slots[blocks == 0] == 0).all()
     written = [] if expected.writes is None else list(zip(*(x.tolist() for x in expected.writes), strict=True))
-    found = zip(*(x[blocks != 0].tolist() for x in batch.writes), strict=True)
-    assert sorted(found) == sorted(written)
+    actual = zip(*(x[blocks != 0].tolist() for x in batch.writes), strict=True)
+    assert sorted(actual) == sorted(written)
     in_rows = sum(0 < protected[r] == int(expected.positions[r]) for r in range(d))
     theirs = [] if expected.begun is None else expected.begun.prefix.tokens.tolist()
     ours = [] if batch.begun is None else batch.begun.prefix.tokens.tolist()
@@ -120,31 +120,31 @@ def test_equal_to_batches_made_anew(name, kind, state):
     Budgets lie below and above the server's. The next step keeps nothing of them: a second turn runs the same
     steps with the server's budgets and windows.
     """
-    kept, own = KEPT[name], kind == "own sizes"
+    rule, own_sizes = KEPT[name], kind == "own sizes"
     longest = 0 if kind == "server's sizes" else LONGEST
-    rows = rows_of(kept, state=state, longest=longest, most=2 * kept.budget if own else None)
-    for turn, (number, (lens, lengths)) in itertools.product(range(1 + own), enumerate(STEPS)):
+    rows = rows_of(rule, state=state, longest=longest, most_tokens=2 * rule.budget if own_sizes else None)
+    for turn, (number, (lens, lengths)) in itertools.product(range(1 + own_sizes), enumerate(STEPS)):
         draw, protected = random.Random(number), PROTECTED[number] if longest else [0] * len(lens)
-        budgets, windows = [kept.budget] * len(lens), [kept.window] * len(lens)
-        if own and turn == 0:
-            budgets = [draw.randint(kept.first_long + 4, 2 * kept.budget) for _ in lens]
-            windows = [draw.randint(1, kept.window + 2) for _ in lens]
-        slots = [RequestSlots(*each) for each in zip(protected, [0] * len(lens), budgets, windows, strict=True)]
-        send = [*(["prefix"] if longest else []), *(["budget", "window"] if own else [])]
+        budgets, windows = [rule.budget] * len(lens), [rule.window] * len(lens)
+        if own_sizes and turn == 0:
+            budgets = [draw.randint(rule.first_long + 4, 2 * rule.budget) for _ in lens]
+            windows = [draw.randint(1, rule.window + 2) for _ in lens]
+        slots = [RequestSlots(*numbers) for numbers in zip(protected, [0] * len(lens), budgets, windows, strict=True)]
+        send = [*(["prefix"] if longest else []), *(["budget", "window"] if own_sizes else [])]
         batch, d = filled(rows, lens, lengths, slots, send), leading_decodes(lens)
         table = engine_tables(rows, lens)[0][: len(lens)]
         expected = plan_batch(rows.layout, slots, lens, lengths, table).batch(EQUAL)
         assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.first_pages is None
-        for each in ("positions", "budgets", "windows") if d else ():
-            assert torch.equal(getattr(batch, each), getattr(expected, each)[:d]), each
+        for field in ("positions", "budgets", "windows") if d else ():
+            assert torch.equal(getattr(batch, field), getattr(expected, field)[:d]), field
         assert not d or batch.budgets[:, 0].tolist() == budgets[:d] and batch.windows.tolist() == windows[:d]
         for r in range(d):
-            behind = lengths[r] - protected[r]
-            held = replace(kept, budget=budgets[r]).behind(protected[r]).budget
-            held = rows.layout.blocks(behind, held) if behind > 0 else 0
-            assert torch.equal(batch.table[r, :, :held], expected.table[r, :, :held])
-            assert (batch.table[r, :, held + (longest > 0) :] == 0).all()
-            assert held > 0 or (batch.table[r] == 0).all()
+            tail = lengths[r] - protected[r]
+            block_count = replace(rule, budget=budgets[r]).behind(protected[r]).budget
+            block_count = rows.layout.blocks(tail, block_count) if tail > 0 else 0
+            assert torch.equal(batch.table[r, :, :block_count], expected.table[r, :, :block_count])
+            assert (batch.table[r, :, block_count + (longest > 0) :] == 0).all()
+            assert block_count > 0 or (batch.table[r] == 0).all()
         same_chunks(batch, expected, rows.layout)
         if longest:
             same_protection(batch, expected, table, protected)
@@ -152,9 +152,9 @@ def test_equal_to_batches_made_anew(name, kind, state):
 
 @pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
 def test_rows_of_padding_behind_a_prefix(cause):
-    """A row behind a prefix is padding if it has no length, no slot or no block.
+    """A row after a prefix is padding if it has no length, no slot or no block.
 
-    Rows 1 to 3 lie inside the prefix, at its end and behind it. The missing block is that of the token, or
+    Rows 1 to 3 lie inside the prefix, at its end and after it. The missing block is that of the token, or
     the first one of the tail.
     """
     rows, protected = rows_of(KEPT["every step"], state=5000, longest=LONGEST), torch.tensor([0, 20, 20, 20, 0, 0])

@@ -182,7 +182,7 @@ class CountedOps(TorchDispatchMode):
 @pytest.mark.parametrize("chunks", [0, 2])
 def test_operations_of_a_plan_do_not_depend_on_the_number_of_requests(layer, protected, chunks):
     """Decode rows are described together: as many operations for 3 as for 100, for the plan and for each layer."""
-    found = []
+    counts = []
     for requests in (3, 100):
         count, slots = requests + chunks, SLOTS._replace(prefix=protected)
         table, step = torch.zeros(count, 12, dtype=torch.int32), ([1] * requests + [4] * chunks, [90] * count)
@@ -190,5 +190,5 @@ def test_operations_of_a_plan_do_not_depend_on_the_number_of_requests(layer, pro
             plan = plan_batch(layer[0].layout, [slots] * count, *step, table)
         with CountedOps() as placing:
             assert plan.batch(EQUAL).decodes == requests
-        found.append((planning.count, placing.count))
-    assert found[0] == found[1]
+        counts.append((planning.count, placing.count))
+    assert counts[0] == counts[1]

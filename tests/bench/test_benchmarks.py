@@ -76,19 +76,8 @@ def test_near_ties_everywhere_prove_nothing():
 
 
 def options_of(**more):
-    common = dict(
-        no_csv=False,
-        load_format="auto",
-        threads=1,
-        eager=False,
-        budget=1024,
-        rounds=3,
-        steps=2,
-        starts=1,
-        speculative=0,
-        dtype="bfloat16",
-        history=None,
-    )
+    common = dict(no_csv=False, eager=False, history=None, load_format="auto", dtype="bfloat16", speculative=0)
+    common |= dict(threads=1, budget=1024, rounds=3, steps=2, starts=1)
     return argparse.Namespace(**common | more)
 
 
@@ -290,15 +279,8 @@ def test_tokens_are_timed_with_drafts(monkeypatch, capsys, tmp_path):
     }
     monkeypatch.setattr(harness, "engines", lambda options: nullcontext(started))
     monkeypatch.setattr(decode, "texts_of", lambda kind, model, lengths, end: [[0] * end for _ in lengths])
-    options = options_of(
-        context=[500],
-        requests=[2],
-        most_requests=2,
-        speculative=4,
-        texts=["json"],
-        written=60,
-        model="m",
-    )
+    drafts = dict(speculative=4, texts=["json"], written=60)
+    options = options_of(context=[500], requests=[2], most_requests=2, model="m", **drafts)
     monkeypatch.setattr(decode, "parse_arguments", lambda arguments: options)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     assert decode.main() == 0

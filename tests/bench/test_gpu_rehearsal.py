@@ -15,14 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "gpu"
-NEEDED = (
-    "benchmarks/gpu",
-    "kvpop_vllm",
-    "triton_kernels",
-    "tests/kernels",
-    "examples/reasoner/model",
-    "examples/scorers",
-)
+NEEDED = "benchmarks/gpu kvpop_vllm triton_kernels tests/kernels examples/reasoner/model examples/scorers".split()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(

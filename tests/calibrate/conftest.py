@@ -30,13 +30,6 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def kvpop(folder, run_kvpop, monkeypatch):
-    """Function that runs a command line in the folder; see ``run_kvpop``."""
-    monkeypatch.chdir(folder)
-    return run_kvpop
-
-
-@pytest.fixture
 def calibrated(folder, kvpop):
     """Function that returns the report of a model and the output."""
 

@@ -38,19 +38,8 @@ def corpus(tmp_path_factory):
 
 
 def compact(model, corpus, out, *options):
-    arguments = [
-        "compact",
-        str(model),
-        "--data",
-        str(corpus),
-        "--out",
-        str(out),
-        "--slots",
-        str(SLOTS),
-        "--threads",
-        "1",
-    ]
-    assert main([*arguments, *options]) == 0
+    words = f"compact {model} --data {corpus} --out {out} --slots {SLOTS} --threads 1"
+    assert main([*words.split(), *options]) == 0
     return read_cartridge(out)
 
 
@@ -231,9 +220,7 @@ def test_the_rotation_of_every_layer_is_checked(tmp_path):
     rope = rope_of(model.config.to_dict())
     check_rotation(model, rope)
     for wrong, layer in (({"unrotated_layers": []}, 3), ({"unrotated_layers": [2, 3]}, 2), ({"rope_theta": 500.0}, 0)):
-        with pytest.raises(
-            ConfigError, match=f"layer {layer} of the model does not rotate queries and keys as its config says"
-        ):
+        with pytest.raises(ConfigError, match=f"layer {layer} of .* does not rotate .* as its config says"):
             check_rotation(model, rope | wrong)
 
 

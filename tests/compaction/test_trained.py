@@ -326,14 +326,8 @@ def test_chunks_fit_into_the_positions(corpus, tmp_path, capsys):
 
 
 def test_rate_rises_and_falls():
-    trainer = CacheTrainer(
-        None,
-        TrainedCache([(torch.zeros(1, 4, 2), torch.zeros(1, 4, 2), None)]),
-        [],
-        None,
-        Training(steps=40, lr=1.0),
-        4,
-    )
+    cache = TrainedCache([(torch.zeros(1, 4, 2), torch.zeros(1, 4, 2), None)])
+    trainer = CacheTrainer(None, cache, [], None, Training(steps=40, lr=1.0), 4)
     rates = [trainer.rate(step) for step in range(40)]
     assert (
         rates[:3] == [0.5, 1.0, 1.0]

@@ -13,7 +13,7 @@ from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers import Signals, checkpoint, from_tensors
 from kvpop_vllm.scorers.untrained import init_scorer
-from kvpop_vllm.testing import raw_scores, read_scorer, write_random_scorer, write_tiny_model
+from kvpop_vllm.testing import raw_scores, read_scorer, write_random_scorer
 
 KINDS = {
     "rg": ("trimkv", {}),
@@ -27,11 +27,6 @@ KINDS = {
     "kvzap-linear": ("kvzap", {"linear": True}),
 }
 SHAPE = ModelShape("qwen3", 2, 2, 32, 256, hidden_size=64)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", layers=2)
 
 
 @pytest.fixture

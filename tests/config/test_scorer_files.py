@@ -7,14 +7,9 @@ import torch
 
 from kvpop_vllm.scorers import checkpoint, from_tensors
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME
-from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+from kvpop_vllm.testing import write_random_scorer
 
 KINDS = ("mlstm", "mlp", "linear", "trimkv", "dms", "kvzap")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", layers=2)
 
 
 @pytest.fixture

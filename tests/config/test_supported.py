@@ -156,16 +156,12 @@ def test_the_oracle_has_the_families_that_equal_it():
 def test_families_are_served_or_refused_as_the_table_says(tmp_path, capsys, kind):
     """`kvpop plan` takes what engines serve. Some model types have defaults of sizes that no engine serves."""
     (family,) = (family for family in FAMILIES if kind in family.model_types)
-    sizes = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "hidden_size": 256,
-        "dtype": "bfloat16",
-    }
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256}
     layers = STATES.get(kind) or (LAYERS if family.served and family.layers != "all" else {})
     depth = {"num_hidden_layers": 2} if layers else {}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | sizes | depth | layers))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": kind, "dtype": "bfloat16"} | sizes | depth | layers)
+    )
     options = ["--kv-memory", "1GiB", "--budget", "256", "--max-model-len", "4096"]
     assert (main(["plan", "--model", str(tmp_path), *options]) == 0) == family.served, capsys.readouterr()
     error = capsys.readouterr().err

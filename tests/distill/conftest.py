@@ -20,18 +20,6 @@ def folder(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture
-def kvpop(folder, run_kvpop, monkeypatch):
-    """Function that runs a command line in the folder; see ``run_kvpop``."""
-    monkeypatch.chdir(folder)
-    return run_kvpop
-
-
 @pytest.fixture(autouse=True)
 def leave_group():
     """Leave the group that a process that is alone joins to train in mixed precision."""

@@ -50,9 +50,9 @@ def test_bad_rows_of_tables_are_named(tmp_path):
 
 def test_damaged_tables_are_refused(tmp_path):
     path = write(tmp_path, "a", "parquet", records(texts(40)))
-    whole = path.read_bytes()
-    footer = 8 + int.from_bytes(whole[-8:-4], "little")
-    path.write_bytes(whole[:4] + bytes(len(whole) - 4 - footer) + whole[-footer:])
+    table = path.read_bytes()
+    footer = 8 + int.from_bytes(table[-8:-4], "little")
+    path.write_bytes(table[:4] + bytes(len(table) - 4 - footer) + table[-footer:])
     with pytest.raises(ConfigError, match="a.parquet is not a whole Parquet file .*: leave it out") as caught:
         pack(path)[0]
     assert "\n" not in str(caught.value)

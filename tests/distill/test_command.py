@@ -40,12 +40,12 @@ def test_every_option_of_the_mlstm_is_trained_as_it_is_written(kvpop):
     distill(kvpop, "options", "--steps=3", "--batch=2", *ALL_OPTIONS)
     config, layers = read_scorer("options")
     assert (config.feature_map, config.gate_softcap, config.norm, config.skip) == ("softmax", 3.0, True, True)
-    assert all("v_proj" not in own and own["q_proj"].shape[-1] == 9 for own in layers)
-    assert all(own[name].abs().max() > 0 for own in layers for name in ("out.weight", "skip.weight")), "not trained"
+    assert all("v_proj" not in layer and layer["q_proj"].shape[-1] == 9 for layer in layers)
+    assert all(layer[name].abs().max() > 0 for layer in layers for name in ("out.weight", "skip.weight")), "not trained"
     distill(kvpop, "wide", "--steps=1", "--value-size=7", "--features=5")
-    assert all(own["v_proj"].shape[-1] == own["out.weight"].shape[-1] == 7 for own in read_scorer("wide")[1])
+    assert all(layer["v_proj"].shape[-1] == layer["out.weight"].shape[-1] == 7 for layer in read_scorer("wide")[1])
     distill(kvpop, "hidden", "--steps=1", "--scorer=mlp", "--hidden=6")
-    assert all(own["fc1.weight"].shape[-1] == 6 for own in read_scorer("hidden")[1])
+    assert all(layer["fc1.weight"].shape[-1] == 6 for layer in read_scorer("hidden")[1])
 
 
 @pytest.mark.parametrize("kind", ["mlstm", "immediate", "mlp", "linear"])
@@ -88,12 +88,12 @@ def test_a_kill_changes_nothing(kvpop, folder):
     (folder / "text.txt").write_text(text)
     words = "distill --model=qwen3 --data text.jsonl text.txt --steps=120 --batch=2 --save-every=50 --threads=1".split()
     assert kvpop(*words, *RECIPE, "--out=whole")[0] in (0, None)
-    run, whole = Path("cut/run"), Path("whole")
+    run, uncut = Path("cut/run"), Path("whole")
     kill_after([*words, *RECIPE, "--out=cut"], run / "metrics.jsonl", step=53)
     assert list(run.glob("step-*")) and not Path("cut/kvpop_config.json").exists()
     assert kvpop(*words, *RECIPE, "--out=cut")[0] in (0, None)
     for name in ("run/metrics.jsonl", "kvpop_scorer.safetensors", "kvpop_config.json"):
-        assert Path("cut", name).read_bytes() == (whole / name).read_bytes(), name
+        assert Path("cut", name).read_bytes() == (uncut / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -148,12 +148,10 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
     scorers = [from_tensors(config, tensors) for tensors in layers]
     model = load_model("both/model", torch.float32).eval()
     recipe = Recipe(length=2048, sinks=config.sinks, window=[config.window], topk=[config.topk], pack=False)
-    # behind a long prompt, a scorer's state begins in its middle
+    # after a long prompt, a scorer's state begins in its middle
     for protects, length in ((False, 150), (True, 50), (True, REPLAY + 100)):
-        prompt, own = (
-            random_prompt(length, VOCABULARY - 1),
-            Student(model, scorers, replace(recipe, protect_prompt=protects)),
-        )
+        prompt = random_prompt(length, VOCABULARY - 1)
+        student = Student(model, scorers, replace(recipe, protect_prompt=protects))
         with quick():
             llm = start("full", {"policy": "kvpop", "protect_prompt": protects}, max_model_len=2048)
             try:
@@ -161,9 +159,9 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
                 answer = llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)[0].outputs[0].token_ids
             finally:
                 stop(llm)
-        tokens, roles = torch.tensor([[*prompt, *answer]]), own.roles(0, length)
+        tokens, roles = torch.tensor([[*prompt, *answer]]), student.roles(0, length)
         with torch.inference_mode():
-            sparse = model(tokens, attend=Sparse(own.score, roles)).logits[0].log_softmax(-1)
+            sparse = model(tokens, attend=Sparse(student.score, roles)).logits[0].log_softmax(-1)
             dense = model(tokens, attend=Dense()).logits[0].log_softmax(-1)
         assert (sparse - dense)[length + 60 :].abs().max() > 0.1, "the budget shows in nothing"
         best = sparse[length - 1 : -1].topk(2)
@@ -172,7 +170,7 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
 
 
 @pytest.fixture(scope="module")
-def others(folder):
+def unusable(folder):
     """Models, texts and a scorer that cannot be used."""
     for name in ("damaged", "holed", "mixed"):
         write_byte_tokenizer(write_tiny_model(folder / name, vocab=VOCABULARY))
@@ -196,8 +194,8 @@ def others(folder):
     for name in ("spelled", "brief"):
         write_byte_tokenizer(write_tiny_model(folder / name, vocab=VOCABULARY))
     tokenizer = json.loads((folder / "spelled/tokenizer.json").read_text())
-    known = tokenizer["model"]["vocab"]
-    known["a"], known["b"] = known["b"], known["a"]
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "spelled/tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((folder / "brief/config.json").read_text()) | {"max_position_embeddings": 100}
     (folder / "brief/config.json").write_text(json.dumps(config))
@@ -338,6 +336,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_bad_input_is_refused_in_one_line(kvpop, others, line):
+def test_bad_input_is_refused_in_one_line(kvpop, unusable, line):
     refused(kvpop, line, REFUSED[line])
     assert not Path("x/kvpop_config.json").exists()

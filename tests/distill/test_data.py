@@ -21,13 +21,13 @@ from kvpop_vllm.distill.sources import documents_of, find_sources
 @pytest.fixture
 def mixed(tmp_path):
     """Text in four formats and several files, some of it duplicated."""
-    own = texts(70)
-    write(tmp_path, "a", "jsonl", records(own[:30]))
-    write(tmp_path, "b", "parquet", records(own[30:50]))
-    write(tmp_path, "c", "saved", records([*own[50:60], *own[:7], *own[30:33]]))
-    for i, text in enumerate(own[60:]):
+    corpus = texts(70)
+    write(tmp_path, "a", "jsonl", records(corpus[:30]))
+    write(tmp_path, "b", "parquet", records(corpus[30:50]))
+    write(tmp_path, "c", "saved", records([*corpus[50:60], *corpus[:7], *corpus[30:33]]))
+    for i, text in enumerate(corpus[60:]):
         write(tmp_path / "texts", str(i), "txt", records([text]))
-    return tmp_path, own
+    return tmp_path, corpus
 
 
 # formats
@@ -37,8 +37,8 @@ def test_a_document_per_file_gives_the_same_rows_in_every_format(tmp_path):
     for kind in ("txt", *TABLES):
         for i in range(12):
             write(tmp_path / kind, f"{i:02}", kind, records([f"{i:02} " + "x\r\ny" * 20]))
-    plain, *others = (list(islice(pack(tmp_path / kind), 80)) for kind in ("txt", *TABLES))
-    assert all(equal(plain, other) for other in others)
+    plain, *tables = (list(islice(pack(tmp_path / kind), 80)) for kind in ("txt", *TABLES))
+    assert all(equal(plain, other) for other in tables)
 
 
 MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.", "reasoning": "Hm. "}]
@@ -70,8 +70,8 @@ def test_tables_give_the_same_rows_in_every_format(tmp_path, contents):
         write(tmp_path, "table", kind, [dict(record) for record in CONTENTS[contents]])
     names = ("table.jsonl", "table.parquet", "table")
     options = {"split": "all", "tokenizer": tokenizer}
-    found = [list(islice(pack(tmp_path / name, 16, **options), 60)) for name in names]
-    assert equal(found[0], found[1]) and equal(found[0], found[2])
+    rows = [list(islice(pack(tmp_path / name, 16, **options), 60)) for name in names]
+    assert equal(rows[0], rows[1]) and equal(rows[0], rows[2])
 
 
 def test_byte_order_marks_and_blank_documents_are_left_out(tmp_path):
@@ -88,8 +88,8 @@ def test_folders_are_searched_and_nothing_is_read_twice(tmp_path, capsys):
         write(tmp_path / folder, "own", "txt", records([f"text {i}"]))
     (tmp_path / "notes.md").write_text("not text")
     (tmp_path / "link.txt").symlink_to(tmp_path / "other/own.txt")
-    found = find_sources([tmp_path, tmp_path / "other", tmp_path / "deep/../other/own.txt"])
-    assert sorted(source.path.parent.name for source in found) in (["deeper", "other"], ["deeper", tmp_path.name])
+    files = find_sources([tmp_path, tmp_path / "other", tmp_path / "deep/../other/own.txt"])
+    assert sorted(source.path.parent.name for source in files) in (["deeper", "other"], ["deeper", tmp_path.name])
     assert capsys.readouterr().err == f"{tmp_path}: 1 files of other kinds are passed over (.md)\n"
 
 
@@ -98,9 +98,9 @@ def test_folders_are_searched_and_nothing_is_read_twice(tmp_path, capsys):
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_every_pass_holds_every_document_once(mixed, bos):
-    folder, own = mixed
+    folder, corpus = mixed
     length, longest, expected = 32, 64, []
-    for text in own:
+    for text in corpus:
         ids = [BOS] * bos + list(text.encode())
         while ids:
             expected.append([*ids[: longest - 1], EOS])
@@ -108,11 +108,11 @@ def test_every_pass_holds_every_document_once(mixed, bos):
     expected.sort()
     total = sum(map(len, expected))
     rows = pack(folder, length, split="all", piece_rows=2, tokenizer=byte_tokenizer(bos=bos))
-    found = stream(islice(rows, -(-3 * total // length)))
-    passes = [pieces(found[i * total : (i + 1) * total]) for i in range(3)]
+    tokens = stream(islice(rows, -(-3 * total // length)))
+    passes = [pieces(tokens[i * total : (i + 1) * total]) for i in range(3)]
     assert all(sorted(pass_) == expected for pass_ in passes)
     assert passes[0] != passes[1] != passes[2]
-    assert stream(rows.one_pass()) == found[: total // length * length]
+    assert stream(rows.one_pass()) == tokens[: total // length * length]
 
 
 def test_a_document_that_ends_with_eos_gets_no_second_one(tmp_path):
@@ -153,8 +153,8 @@ def test_a_big_file_is_not_held_in_memory(tmp_path):
 
 
 def test_long_texts_are_tokenised_in_stretches(tmp_path, monkeypatch):
-    own = [*texts(12, longest=90), "y" * 400, "z " * 300]
-    write(tmp_path, "a", "jsonl", records(own))
+    corpus = [*texts(12, longest=90), "y" * 400, "z " * 300]
+    write(tmp_path, "a", "jsonl", records(corpus))
     expected = list(pack(tmp_path, split="all").one_pass())
     monkeypatch.setattr(tokens, "STRETCH", 100)
     assert equal(pack(tmp_path, split="all").one_pass(), expected)
@@ -170,8 +170,8 @@ def test_files_are_closed(tmp_path):
         paths = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
         return {path for path in paths if path.startswith(folder)}
 
-    most = [len(still_open()) for _ in documents_of(find_sources(tmp_path))]
-    assert len(most) == 400 and 1 < max(most) <= sources.LANES and not still_open()
+    open_counts = [len(still_open()) for _ in documents_of(find_sources(tmp_path))]
+    assert len(open_counts) == 400 and 1 < max(open_counts) <= sources.LANES and not still_open()
 
 
 # splits
@@ -185,44 +185,45 @@ def splits(paths, **options):
 
 def test_splits_are_disjoint_and_complete(mixed):
     """Training rows of several passes hold nothing of the other splits."""
-    folder, own = mixed
-    found = splits(folder)
-    assert sorted(sum(found.values(), [])) == sorted(own) and all(found.values())
-    assert sorted(documents(folder, split="all")) == sorted(own)
+    folder, corpus = mixed
+    by_split = splits(folder)
+    assert sorted(sum(by_split.values(), [])) == sorted(corpus) and all(by_split.values())
+    assert sorted(documents(folder, split="all")) == sorted(corpus)
     rows = pack(folder, validation=0.2, test=0.3, piece_rows=100)
-    seen = {bytes(piece[:-1]).decode() for piece in pieces(stream(islice(rows, 800)))[:-1]}
-    assert seen == set(found["train"]) and 800 * rows.length > 2 * rows.pass_tokens
+    drawn = {bytes(piece[:-1]).decode() for piece in pieces(stream(islice(rows, 800)))[:-1]}
+    assert drawn == set(by_split["train"]) and 800 * rows.length > 2 * rows.pass_tokens
 
 
 def test_documents_keep_their_split_when_others_are_added(mixed):
-    folder, own = mixed
+    folder, corpus = mixed
     before = splits(folder)
     write(folder, "0", "jsonl", records(texts(40, seed=1)))
     write(folder, "z", "parquet", records(texts(40, seed=2)))
     after = splits(folder)
-    assert all(set(before[split]) == set(after[split]) & set(own) for split in SPLITS)
+    assert all(set(before[split]) == set(after[split]) & set(corpus) for split in SPLITS)
     assert sum(map(len, after.values())) == 150
 
 
 @pytest.mark.parametrize("group", [False, True])
 def test_duplicates_of_a_text_are_used_once(tmp_path, group):
-    own = texts(40)
+    corpus = texts(40)
     for i, kind in enumerate(("jsonl", "parquet", "saved")):
-        write(tmp_path, str(i), kind, [{"text": t, "group": f"{i}/{j}" if group else None} for j, t in enumerate(own)])
-    assert sorted(sum(splits(tmp_path).values(), [])) == sorted(own)
+        rows = [{"text": t, "group": f"{i}/{j}" if group else None} for j, t in enumerate(corpus)]
+        write(tmp_path, str(i), kind, rows)
+    assert sorted(sum(splits(tmp_path).values(), [])) == sorted(corpus)
 
 
 def test_documents_of_one_group_stay_together(tmp_path):
-    own = texts(90)
-    write(tmp_path, "a", "jsonl", [{"text": text, "group": i % 9} for i, text in enumerate(own[:45])])
-    write(tmp_path, "b", "parquet", [{"text": text, "group": str(i % 9)} for i, text in enumerate(own[45:])])
-    found = {split: {own.index(text) % 9 for text in texts} for split, texts in splits(tmp_path).items()}
-    assert sum(map(len, found.values())) == 9 == len(set().union(*found.values()))
+    corpus = texts(90)
+    write(tmp_path, "a", "jsonl", [{"text": text, "group": i % 9} for i, text in enumerate(corpus[:45])])
+    write(tmp_path, "b", "parquet", [{"text": text, "group": str(i % 9)} for i, text in enumerate(corpus[45:])])
+    groups = {split: {corpus.index(text) % 9 for text in texts} for split, texts in splits(tmp_path).items()}
+    assert sum(map(len, groups.values())) == 9 == len(set().union(*groups.values()))
 
 
 def test_shares_are_as_asked():
-    found = {split: [in_split(share_of(str(i)), split, 0.1, 0.3) for i in range(4000)] for split in SPLITS}
-    assert [round(sum(own) / 4000, 1) for own in found.values()] == [0.6, 0.1, 0.3]
+    membership = {split: [in_split(share_of(str(i)), split, 0.1, 0.3) for i in range(4000)] for split in SPLITS}
+    assert [round(sum(members) / 4000, 1) for members in membership.values()] == [0.6, 0.1, 0.3]
 
 
 # the file of tokens
@@ -232,8 +233,8 @@ def test_text_is_tokenised_once_for_all_rows(mixed, tmp_path, monkeypatch):
     """Seeds, splits and lengths need no other file; another process that has to wait finds it."""
     folder, stored = mixed[0], tmp_path / "stored"
     expected = list(islice(pack(folder, 16, seed=3, split="validation", validation=0.2), 20))
-    with ThreadPoolExecutor(2) as both:
-        first, second = both.map(lambda i: pack(folder, folder=stored)[i], range(2))
+    with ThreadPoolExecutor(2) as executor:
+        first, second = executor.map(lambda i: pack(folder, folder=stored)[i], range(2))
     assert equal([first, second], islice(pack(folder), 2))
     assert sorted(path.name for path in stored.iterdir()) == ["tokens.bin", "tokens.json", "tokens.lock"]
     with monkeypatch.context() as patch:
@@ -260,17 +261,17 @@ def test_a_file_that_was_not_written_whole_is_written_again(mixed, tmp_path, mon
 def test_rows_may_be_asked_for_in_any_order(mixed):
     """A pass has 447 rows and ends within a row."""
     rows, again = pack(mixed[0], split="all"), pack(mixed[0], split="all")
-    whole = list(islice(rows, 1000))
+    expected = list(islice(rows, 1000))
     order = [0, 1, 2, 77, 446, 447, 448, 900, 447, 446, 0]
     assert rows.pass_tokens // 32 == 447 and rows.pass_tokens % 32
-    assert equal([again[row] for row in order], [whole[row] for row in order])
+    assert equal([again[row] for row in order], [expected[row] for row in order])
 
 
 def test_the_order_is_that_of_any_machine(tmp_path):
     """A run may be continued with another version of NumPy, which has to draw the same order."""
     write(tmp_path, "a", "jsonl", records(list("abcdefgh")))
-    found = "".join(chr(token) for token in stream(islice(pack(tmp_path, 2, split="all", seed=5), 16)) if token < EOS)
-    assert found == "dbfeghcaaegbcfhd"
+    text = "".join(chr(token) for token in stream(islice(pack(tmp_path, 2, split="all", seed=5), 16)) if token < EOS)
+    assert text == "dbfeghcaaegbcfhd"
 
 
 OTHER = {"length": 33, "split": "all", "seed": 1, "test": 0.1, "piece_rows": 3, "tokenizer": byte_tokenizer(bos=True)}
@@ -283,8 +284,8 @@ def test_other_rows_have_another_fingerprint(mixed, name):
 
 @pytest.mark.parametrize("kind", ["txt", *TABLES])
 def test_rows_of_a_changed_file_have_another_fingerprint(tmp_path, kind):
-    found = set()
+    fingerprints = set()
     for end in "!?":
         write(tmp_path, "a", kind, records(["x" * 5000 + end]))
-        found.add(pack(tmp_path).fingerprint)
-    assert len(found) == 2
+        fingerprints.add(pack(tmp_path).fingerprint)
+    assert len(fingerprints) == 2

@@ -26,14 +26,14 @@ def evicted_mass(q, k, score, log_gamma, roles, positions, scale):
         score: ``[S]``.
     """
     q, k, score = q.double(), k.double(), score.double()
-    kept, gone, lost = [], [], {}
+    retained, gone, lost = [], [], {}
     for p in range(len(k)):
         leaves = p - roles.window
         if leaves >= roles.sinks:
-            kept.append(leaves)
-            if len(kept) > roles.topk:
-                worst = min(kept, key=lambda t: (score[t] + (p - t) * log_gamma, t))
-                kept.remove(worst)
+            retained.append(leaves)
+            if len(retained) > roles.topk:
+                worst = min(retained, key=lambda t: (score[t] + (p - t) * log_gamma, t))
+                retained.remove(worst)
                 gone.append(worst)
         if p in positions:
             weights = torch.softmax(q[:, p] @ k[: p + 1].T * scale, -1)
@@ -67,9 +67,9 @@ def test_lost_mass_is_what_evicted_tokens_would_have_got():
     _, lse = ops.sparse_attention(
         q, k, k, *[torch.zeros(1, 2, 50, dtype=torch.int32)] * 2, sinks=0, window=1, scale=0.7
     )
-    found = lost_mass(q, k, lse, scores, grid, budgets, torch.tensor(positions), 0.7)
+    actual = lost_mass(q, k, lse, scores, grid, budgets, torch.tensor(positions), 0.7)
     expected = brute_force(q[0], k[0], scores[:, 0], grid, budgets, positions, 0.7)
-    assert (found - expected).abs().max() < 1e-5
+    assert (actual - expected).abs().max() < 1e-5
     assert expected.amin() > 0.01 and expected.amax(1).sub(expected.amin(1)).min() > 0.02  # decays do matter here
 
 
@@ -77,11 +77,11 @@ class Recorder:
     """Dense attention that records the inputs of every layer."""
 
     def __init__(self, student):
-        self.student, self.seen = student, {}
+        self.student, self.inputs = student, {}
 
     def __call__(self, layer, q, k, v, scale):
         scores = [self.student.scorers[layer](k, v, window=window)[0][0] for window in (8, 12)]
-        self.seen[layer] = (q[0], k[0], scores, scale)
+        self.inputs[layer] = (q[0], k[0], scores, scale)
         rank = torch.zeros(k.shape[:3], dtype=torch.int32)
         return ops.sparse_attention(q, k, v, rank, rank, sinks=0, window=1, scale=scale, impl="reference")[0]
 
@@ -96,7 +96,7 @@ def test_every_head_gets_the_decay_that_loses_least(model):
                 p.mul_(8)  # a tiny random model attends to all tokens alike, and no decay is better
     rows = Rows(LENGTH)
     rows = [rows[0], rows[1]]
-    logits, least = fit_decays(student, rows, decay)
+    logits, lowest_loss = fit_decays(student, rows, decay)
 
     grid, budgets = decay_grid(decay), [student.roles(0), student.roles(1)]
     positions = list(range(budgets[0].budget, LENGTH))
@@ -105,17 +105,17 @@ def test_every_head_gets_the_decay_that_loses_least(model):
         recorder = Recorder(student)
         with torch.no_grad():
             student.read(row.unsqueeze(0), recorder, number)
-        for layer, (q, k, scores, scale) in recorder.seen.items():
+        for layer, (q, k, scores, scale) in recorder.inputs.items():
             lost[layer] += brute_force(q, k, scores, grid, budgets, positions, scale) / 2
-    chosen = torch.stack([log_gamma(own, decay) for own in logits])
+    chosen = torch.stack([log_gamma(layer_logits, decay) for layer_logits in logits])
     index = (chosen.unsqueeze(-1) - grid).abs().argmin(-1)
     assert (chosen - grid[index]).abs().max() < 1e-6
     judged = lost.log().mean(1)
     assert judged.amax(1).sub(judged.amin(1)).min() > 0.01 and len(index.unique()) > 1
     best = judged.amin(1)
     assert (judged.gather(1, index.unsqueeze(1))[:, 0] - best).abs().max() < 1e-5
-    kept = lost.gather(2, index[:, None, None, :].expand(-1, 2, 1, -1))
-    assert least == pytest.approx(kept.mean().item(), rel=1e-4)
+    chosen_loss = lost.gather(2, index[:, None, None, :].expand(-1, 2, 1, -1))
+    assert lowest_loss == pytest.approx(chosen_loss.mean().item(), rel=1e-4)
 
 
 def test_heads_that_lose_nothing_get_the_slowest_decay(model, tmp_path):
@@ -125,5 +125,5 @@ def test_heads_that_lose_nothing_get_the_slowest_decay(model, tmp_path):
     sink[:, :, 0, 0] = 1.0  # all attention goes to the first token, which is never evicted
     student.read = lambda tokens, observe, row: [observe(layer, q, sink, sink, 1.0) for layer in range(2)]
     logits, lost = fit_decays(student, [Rows(LENGTH)[0]], decay)
-    chosen = torch.stack([log_gamma(own, decay) for own in logits])
+    chosen = torch.stack([log_gamma(layer_logits, decay) for layer_logits in logits])
     assert lost < 1e-6 and (chosen - decay_grid(decay)[-1]).abs().max() < 1e-6

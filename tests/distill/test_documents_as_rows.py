@@ -21,7 +21,7 @@ from kvpop_vllm.distill.data import DocumentRows
 from kvpop_vllm.distill.gates import TrimKVAttend, capacity_loss
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.model_hook import load_model
-from kvpop_vllm.testing import random_prompt, write_tiny_model
+from kvpop_vllm.testing import random_prompt
 
 TALKS = [{"prompt": "Why? " * i, "response": f"{i} " + "So. " * (3 * i)} for i in range(1, 40)]
 FULL = [f"<user>{t['prompt']}</user>\n<assistant>{t['response']}</assistant>\n" for t in TALKS]
@@ -46,7 +46,7 @@ def test_a_row_is_a_document_up_to_its_length(tmp_path, behind_prompt):
     count = len(expected)
     assert 5 < count < 40
     passes = [[tuple(rows[j].tolist()) for j in range(n * count, (n + 1) * count)] for n in (0, 1)]
-    assert all({*own} == {*expected} for own in passes) and passes[0] != passes[1]
+    assert all({*rows} == {*expected} for rows in passes) and passes[0] != passes[1]
     assert [rows.prompt_length(j) for j in range(count)] == [expected[row] for row in passes[0]]
     other = rows.in_other_order()
     assert {tuple(other[j].tolist()) for j in range(count)} == {*expected}
@@ -58,11 +58,6 @@ def test_documents_from_which_nothing_is_evicted_are_refused(tmp_path):
     path = write(tmp_path, "talks", "jsonl", TALKS[:5])
     with pytest.raises(ConfigError, match="no document of 150 tokens behind its prompt: give longer documents"):
         rows_of(path, shortest=150, behind_prompt=True)[0]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "model", "qwen3")
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 37, 700])
@@ -91,9 +86,9 @@ def test_a_protected_prompt_has_no_gates():
     log_beta = -torch.rand(1, 30, 2)
     attend = TrimKVAttend(lambda layer, signals: log_beta, 1, protected=11)
     out = attend(0, q, k, v, 0.3)
-    own = torch.cat([torch.zeros(1, 2, 11), log_beta.transpose(1, 2)[..., 11:]], -1).repeat_interleave(2, 1)
+    bias = torch.cat([torch.zeros(1, 2, 11), log_beta.transpose(1, 2)[..., 11:]], -1).repeat_interleave(2, 1)
     t = torch.arange(30)
-    logits = q @ k.repeat_interleave(2, 1).mT * 0.3 + own[:, :, None] * (t[:, None] - t)
+    logits = q @ k.repeat_interleave(2, 1).mT * 0.3 + bias[:, :, None] * (t[:, None] - t)
     expected = logits.masked_fill(t > t[:, None], float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert attend.losses[0] == capacity_loss(log_beta.transpose(1, 2)[..., 11:], 1) > 0

@@ -29,8 +29,8 @@ def test_eval_takes_the_windows_that_a_scorer_was_trained_with(kvpop):
     distill(kvpop, "several", "--steps=2", "--window", "8", "16", "--topk", "20", "44")
     words = "--data text.jsonl --policies streaming-llm --length 128 --share 2 4 --rows=1 --equal k --scorer="
     done = evaluated(kvpop, f"{words}several")
-    found = done.records
-    settings = {(r["policy"], r["budget"], r["window"], r["topk"]) for r in found if r["policy"] != "dense"}
+    records = done.records
+    settings = {(r["policy"], r["budget"], r["window"], r["topk"]) for r in records if r["policy"] != "dense"}
     assert settings == {(name, *t) for name in ("several", "streaming-llm") for t in ((64, 16, 44), (32, 8, 20))}
     assert done.lines[0][4] == "window"
     config, layers = read_scorer("several")
@@ -39,7 +39,7 @@ def test_eval_takes_the_windows_that_a_scorer_was_trained_with(kvpop):
         write_scorer(f"only{window}", dataclasses.replace(config, window=window, trained=()), layers)
         for record in evaluated(kvpop, f"{words}only{window}").records:
             by_hand[record.get("window"), record.get("budget")] = record["nll"], record.get("hindsight")
-    for record in found:
+    for record in records:
         if record["policy"] == "several":
             assert by_hand[record["window"], record["budget"]] == (record["nll"], record["hindsight"])
     message = "only8 was trained with window 8 at a budget of 64, several with 16: give --window"
@@ -57,7 +57,7 @@ def test_records_of_before_stay_until_the_new_ones_are_there(kvpop, monkeypatch)
     )
     assert Path("kept.jsonl").read_text() == "before\n" and not list(Path().glob("*.draft"))
 
-    def fails(*given, **options):
+    def fails(*args, **options):
         yield {"row": 0, "policy": "dense"}
         raise OSError("gone")
 
@@ -80,11 +80,11 @@ def test_allocators_go_with_any_policy_that_can_be_served(kvpop):
         "--data text.jsonl --length 160 --budget 56 --window 9 --rows=1 --policies",
         ["h2o", "tova", "random"],
     )
-    own = {r["policy"]: r["nll"] for r in evaluated(kvpop, f"{words} {' '.join(names)}").records}
-    found = evaluated(kvpop, f"{words} {' '.join(names)} --allocator uniform pyramid").records
-    shared = {r["policy"]: r["nll"] for r in found}
-    assert shared.keys() == {*own, *(f"{name}+pyramid" for name in names)} and own.keys() == {*names, "dense"}
-    assert own == {name: shared[name] for name in own} and len(set(shared.values())) == len(shared)
+    uniform = {r["policy"]: r["nll"] for r in evaluated(kvpop, f"{words} {' '.join(names)}").records}
+    records = evaluated(kvpop, f"{words} {' '.join(names)} --allocator uniform pyramid").records
+    shared = {r["policy"]: r["nll"] for r in records}
+    assert shared.keys() == {*uniform, *(f"{name}+pyramid" for name in names)} and uniform.keys() == {*names, "dense"}
+    assert uniform == {name: shared[name] for name in uniform} and len(set(shared.values())) == len(shared)
     refused(kvpop, f"eval --model=qwen3 --split=all {words} h2o --allocator=ada", "ada")
     nowhere = "--calibration nowhere has neither shares.json nor queries.json"
     refused(kvpop, f"eval --model=qwen3 --split=all {words} h2o --calibration nowhere", nowhere)
@@ -94,15 +94,15 @@ def test_policies_that_follow_attention_and_corrections(kvpop):
     distill(kvpop, "corrected", "--steps=2")
     words = "--data text.jsonl --length 128 --share 3 --rows=1 --scorer=corrected"
     names = ["streaming-llm", "h2o", "tova", "momentkv"]
-    found = evaluated(kvpop, f"{words} --correction=moment --policies {' '.join(names)}").records
-    moments = {r["policy"]: r for r in found}
+    records = evaluated(kvpop, f"{words} --correction=moment --policies {' '.join(names)}").records
+    moments = {r["policy"]: r for r in records}
     assert moments.keys() == {"dense", "corrected", *names, *(f"{name}+moment" for name in (*names, "corrected"))}
     for name in ("streaming-llm", "corrected"):  # the same tokens stay, and outputs change
         plain, more = moments[name], moments[f"{name}+moment"]
         assert plain["nll"] != more["nll"]
         assert all(plain[measure] == more[measure] for measure in ("teacher", "hindsight", "mass"))
-    found = evaluated(kvpop, f"{words} --policies random momentkv --correction=none").records
-    none = {r["policy"]: r["nll"] for r in found}
+    records = evaluated(kvpop, f"{words} --policies random momentkv --correction=none").records
+    none = {r["policy"]: r["nll"] for r in records}
     assert none.keys() == {"dense", "random", "momentkv", "corrected"}
     assert none["momentkv"] == moments["momentkv"]["nll"] != moments["momentkv+moment"]["nll"]
     assert "random+moment" in evaluated(kvpop, f"{words} --correction=moment").table, "the default policies"

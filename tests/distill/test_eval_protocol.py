@@ -1,4 +1,4 @@
-"""`kvpop eval`: teachers, documents as units, equal bytes beside equal k, and records that can be repeated."""
+"""`kvpop eval`: teachers, documents as units, equal bytes next to equal k, and records that can be repeated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH, B, W = 120, 40, 16
 
 
 @pytest.fixture(autouse=True, scope="module")
-def others(folder):
+def teacher_and_groups(folder):
     """A teacher of another depth, and documents of which two thirds are of two groups."""
     write_byte_tokenizer(write_tiny_model(folder / "teacher", "llama", layers=3, vocab=VOCABULARY, seed=5))
     write_text(folder / "long.jsonl", documents=120)
@@ -51,10 +51,10 @@ def test_a_teacher_is_what_policies_are_compared_with(kvpop, task):
         runs = {name: OracleModel(m).run(row.tokens.tolist(), policy) for name, (m, policy) in models.items()}
         exact = runs["dense"].logprobs[:-1]
         for name, run in runs.items():
-            record, own = by_row[name, number], run.logprobs[:-1]
-            nll = -float(own.gather(-1, row.tokens[1:, None]).mean())
+            record, logprobs = by_row[name, number], run.logprobs[:-1]
+            nll = -float(logprobs.gather(-1, row.tokens[1:, None]).mean())
             assert record["nll"] == pytest.approx(nll, rel=1e-4) and record["tokens"] == LENGTH - 1
-            kl = float((exact.exp() * (exact - own)).sum(-1).mean())
+            kl = float((exact.exp() * (exact - logprobs)).sum(-1).mean())
             assert record.get("kl", 0) == pytest.approx(kl, rel=1e-3, abs=1e-6), name
     before = {(r["policy"], r["row"]): r for r in alone.records}
     for row in (0, 1):
@@ -76,8 +76,8 @@ def test_a_teacher_answers_questions_as_the_dense_model(kvpop):
         status, _, errors = kvpop(*f"eval --split=all --dtype=float32 --out=a.jsonl {words} --model {model}".split())
         assert status in (0, None), errors
         answers[model] = [r["answer"] for r in read_records("a.jsonl")[1] if r["policy"] == "dense"]
-    found = {name: [r["answer"] for r in taught if r["policy"] == name] for name in ("dense", "dense (own)")}
-    assert found == {"dense": answers["teacher"], "dense (own)": answers["qwen3"]} != answers["qwen3"]
+    by_name = {name: [r["answer"] for r in taught if r["policy"] == name] for name in ("dense", "dense (own)")}
+    assert by_name == {"dense": answers["teacher"], "dense (own)": answers["qwen3"]} != answers["qwen3"]
 
 
 def test_a_trained_base_is_judged_against_the_model_it_was_trained_from(kvpop):
@@ -105,17 +105,17 @@ def test_records_say_how_to_repeat_them(kvpop, task):
     lines = Path("books.jsonl").read_text().splitlines()
     groups = {}
     for row in about["rows"]:
-        for where in row["documents"]:
-            line = json.loads(lines[int(where.rpartition(":")[2]) - 1])
-            assert groups.setdefault(line.get("group", where), row["unit"]) == row["unit"]
+        for place in row["documents"]:
+            line = json.loads(lines[int(place.rpartition(":")[2]) - 1])
+            assert groups.setdefault(line.get("group", place), row["unit"]) == row["unit"]
     units = [row["unit"] for row in about["rows"]]
     assert len(units) == 9 > len(set(units)) > 1
     assert all(record["unit"] == units[record["row"]] for record in done.records)
     assert f"intervals need at least 8 documents or examples, got {len(set(units))}" in done.notes
     for record in done.records:
         if record["policy"] == "random":
-            own = {"policy": "random", "budget": B, "window": W, "protect_prompt": 0}
-            assert own.items() <= record["settings"].items() and record["sinks"] == 4
+            expected = {"policy": "random", "budget": B, "window": W, "protect_prompt": 0}
+            assert expected.items() <= record["settings"].items() and record["sinks"] == 4
 
 
 def test_a_table_with_intervals(kvpop):
@@ -125,9 +125,9 @@ def test_a_table_with_intervals(kvpop):
     columns = {name: [one[heading.index(name)] for one in (dense, reference, line)] for name in heading}
     assert columns["policy"] == ["dense", "streaming-llm", "h2o"] and columns["rows"] == ["8"] * 3
     assert columns["kl ratio"][:2] == ["", "1.000"] and " to " in columns["kl ratio"][2]
-    own = {name: [r["kl"] for r in done.records if r["policy"] == name] for name in ("h2o", "streaming-llm")}
-    assert columns["kl"][2].split()[0] == f"{sum(own['h2o']) / 8:.4f}" and columns["kl"][2].count("(") == 1
-    assert columns["kl ratio"][2].split()[0] == f"{sum(own['h2o']) / sum(own['streaming-llm']):.3f}"
+    losses = {name: [r["kl"] for r in done.records if r["policy"] == name] for name in ("h2o", "streaming-llm")}
+    assert columns["kl"][2].split()[0] == f"{sum(losses['h2o']) / 8:.4f}" and columns["kl"][2].count("(") == 1
+    assert columns["kl ratio"][2].split()[0] == f"{sum(losses['h2o']) / sum(losses['streaming-llm']):.3f}"
     assert "intervals need" not in done.notes
 
 
@@ -144,8 +144,8 @@ def test_equal_k_and_equal_bytes_stand_in_one_table(kvpop, task):
     one, other = (by_name["momentkv", equal] for equal in ("k", "bytes"))
     assert one["allocated"] > other["allocated"] == k["allocated"] and one["topk"] - other["topk"] == 64
     assert one["kl"] != other["kl"] and other["settings"]["budget"] == 64
-    found = evaluated(kvpop, f"{words} --policies streaming-llm momentkv --equal bytes").records
-    same = {r["policy"]: r["kl"] for r in found if r["policy"] != "dense"}
+    records = evaluated(kvpop, f"{words} --policies streaming-llm momentkv --equal bytes").records
+    same = {r["policy"]: r["kl"] for r in records if r["policy"] != "dense"}
     assert same == pytest.approx({"streaming-llm": in_bytes["kl"], "momentkv": other["kl"]})
 
 
@@ -158,24 +158,24 @@ def test_what_equal_bytes_cannot_compare_is_said_and_left_out(kvpop):
     assert (
         "left out at equal bytes: a budget of 72 (64 in as many bytes for 700 tokens) leaves momentkv no" in small.notes
     )
-    asked = evaluated(kvpop, f"{words} 80 --task retrieval --kinds needle --policies h2o random")
-    assert {r.get("equal") for r in asked.records if r["policy"] != "dense"} == {"k", "bytes"}
+    both_ways = evaluated(kvpop, f"{words} 80 --task retrieval --kinds needle --policies h2o random")
+    assert {r.get("equal") for r in both_ways.records if r["policy"] != "dense"} == {"k", "bytes"}
 
 
 def test_equal_bytes_behind_a_protected_prompt():
     """A protected prompt takes as many bytes at equal k and at equal bytes; the state is taken from the tail."""
     shape = ModelShape("llama", 2, 2, 32, 600)
-    found = {}
+    sizes = {}
     for protect in (0, True):
         for equal in ("k", "bytes"):
             spec = replace(training_free("momentkv"), protect=protect)
             resolved = Setting(600, 256, 4, 16, equal, prompt=100).resolve(spec, shape, torch.float32)
-            found[protect, equal] = resolved, resolved.request_bytes(600, torch.float32, 100).allocated
+            sizes[protect, equal] = resolved, resolved.request_bytes(600, torch.float32, 100).allocated
     page = 64 * (2 * 32 * 4 + 8) * 2 * 2
-    assert found[True, "k"][1] - found[0, "k"][1] == found[True, "bytes"][1] - found[0, "bytes"][1] == 2 * page
+    assert sizes[True, "k"][1] - sizes[0, "k"][1] == sizes[True, "bytes"][1] - sizes[0, "bytes"][1] == 2 * page
     for protect in (0, True):
-        (k, most), (in_bytes, allocated) = found[protect, "k"], found[protect, "bytes"]
-        assert most - allocated >= page
+        (k, by_k), (in_bytes, allocated) = sizes[protect, "k"], sizes[protect, "bytes"]
+        assert by_k - allocated >= page
         assert k.roles.topk - in_bytes.roles.topk == (60 if protect else 64)  # a tail has no sinks
 
 
@@ -183,4 +183,4 @@ def test_settings_that_mean_the_same_are_one_run():
     shape, settings = ModelShape("llama", 2, 2, 32, 600), [Setting(600, 256, 4, 16, equal) for equal in ("k", "bytes")]
     for name, count in (("h2o", 1), ("momentkv", 2)):
         runs = resolve_all([(training_free(name), setting) for setting in settings], shape, torch.float32)
-        assert len(runs) == count and sum((own for _, own in runs), []) == settings
+        assert len(runs) == count and sum((run_settings for _, run_settings in runs), []) == settings

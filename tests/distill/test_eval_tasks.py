@@ -25,12 +25,12 @@ def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     distill(kvpop, "replayed", "--steps=2")
     words = "--task=replay --data long.jsonl --length 160 120 --budget 80 --rows=2 --bucket=30 --equal k"
     done = evaluated(kvpop, f"{words} --scorer=replayed --report=replay")
-    found = done.records
+    results = done.records
     names = {*EVICTING, "replayed"}
-    assert {r["policy"] for r in found} == names | {"dense"} and len(found) == 4 * (1 + len(names))
-    windows = {r["policy"]: r["window"] for r in found if r["policy"] != "dense"}
+    assert {r["policy"] for r in results} == names | {"dense"} and len(results) == 4 * (1 + len(names))
+    windows = {r["policy"]: r["window"] for r in results if r["policy"] != "dense"}
     assert (windows["h2o"], windows["tova"], windows["streaming-llm"], windows["replayed"]) == (40, 1, 75, 8)
-    for record in found:
+    for record in results:
         assert record["task"] == "replay" and record["backend"] == "transformers" and record["bucket"] == 30
         assert len(record["kl_by_position"]) == -(-(record["length"] - 1) // 30)
         early, late = record["kl_by_position"][0], record["kl_by_position"][-1]
@@ -42,8 +42,8 @@ def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     for m in maps:
         if m["policy"] in ("h2o", "tova", "streaming-llm", "replayed"):
             assert all(sum(layer) * m["tokens_per_bin"] == pytest.approx(80, abs=4) for layer in m["held"])
-    found = evaluated(kvpop, f"{words} --policies tova --window=5 --sinks=3").records
-    assert {r.get("window") for r in found} == {None, 5}
+    results = evaluated(kvpop, f"{words} --policies tova --window=5 --sinks=3").records
+    assert {r.get("window") for r in results} == {None, 5}
 
 
 def test_what_the_registry_cannot_run_is_left_out_unless_it_is_named(kvpop, monkeypatch):
@@ -68,13 +68,13 @@ def test_retrieval_with_a_report(kvpop):
     words = "--task=retrieval --data long.jsonl --length 700 --share 4 8 --rows=2 --kinds needle --digits 3 --equal k"
     done = evaluated(kvpop, f"{words} --policies h2o --correction=moment --report=retrieval")
     assert "qwen3 has no chat template: prompts are plain text" in done.notes
-    found = done.records
+    results = done.records
     budgets = [(name, budget) for name in ("h2o", "h2o+moment") for budget in (175, 87)]
-    assert [(r["policy"], r.get("budget")) for r in found[::2]] == [("dense", None), *budgets]
-    for record in found:
+    assert [(r["policy"], r.get("budget")) for r in results[::2]] == [("dense", None), *budgets]
+    for record in results:
         assert record["kind"] == "needle" and not record["chat"] and len(record["expected"][0]) == 3
         assert 0 <= record["partial"] <= 1 and record["tokens"] + 16 <= 700 and record["depth"] in (0.25, 0.75)
-    assert {tuple(r["expected"]) for r in found if r["example"] == 0} == {tuple(found[0]["expected"])}
+    assert {tuple(r["expected"]) for r in results if r["example"] == 0} == {tuple(results[0]["expected"])}
     written = sorted(path.name for path in Path("retrieval").iterdir())
     assert written == ["figure.png", "retained.jsonl", "retained.png", "table.md"]
 
@@ -88,11 +88,11 @@ def test_reasoning_from_problems_to_a_table(kvpop):
     done = evaluated(kvpop, f"{words} --report reasoning --samples 2 --temperature 0.7 --top-p 0.9")
     assert {r["policy"] for r in done.records} == {"dense", "h2o", "random"}
     by_policy = {name: [r for r in done.records if r["policy"] == name] for name in ("dense", "h2o", "random")}
-    assert [len(own) for own in by_policy.values()] == [16, 32, 160]  # two samples, k and bytes, five seeds
+    assert [len(results) for results in by_policy.values()] == [16, 32, 160]  # two samples, k and bytes, five seeds
     problems = {r["unit"] for r in by_policy["dense"]}
     assert len(problems) == 8 and min(problems) >= 2 * 10**9
-    for own in by_policy.values():
-        assert {r["unit"] for r in own} == problems and {r["sample"] for r in own} == {0, 1}
+    for results in by_policy.values():
+        assert {r["unit"] for r in results} == problems and {r["sample"] for r in results} == {0, 1}
     assert {r["settings"]["budget"] for r in by_policy["h2o"]} == {r["budget"] for r in by_policy["random"]}
     assert {r["protect"] for r in by_policy["h2o"]} == {"all"}
     heading, *lines = done.lines

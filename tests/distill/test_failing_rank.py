@@ -36,20 +36,12 @@ def start(folder: Path, limit: int) -> subprocess.CompletedProcess:
     """Train the model by two processes, whose outputs go to ``folder/logs``."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--log-dir=logs", "--redirects=3"]
     script = [str(TESTS / "distill/limited_rank.py"), str(limit), "distill", "--model=model", "--data=text.jsonl"]
-    words = [
-        "--out=out",
-        *RECIPE,
-        "--train-base",
-        "--no-fit-decays",
-        "--batch=2",
-        "--steps=6",
-        "--save-every=2",
-        "--threads=1",
-        "--tracker=spy:track",
-    ]
+    words = "--train-base --no-fit-decays --batch=2 --steps=6 --save-every=2 --threads=1 --tracker=spy:track".split()
     imports = os.pathsep.join([str(folder), IMPORTS])
     options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": imports}, "timeout": 500}
-    return subprocess.run([sys.executable, *torchrun, *script, *words], capture_output=True, text=True, **options)
+    return subprocess.run(
+        [sys.executable, *torchrun, *script, "--out=out", *RECIPE, *words], capture_output=True, text=True, **options
+    )
 
 
 def processes_in(folder: Path) -> list[str]:

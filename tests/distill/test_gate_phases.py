@@ -60,7 +60,7 @@ def test_gates_are_trained_written_and_served(kvpop, folder, name):
     assert (config.scorer, config.reads) == (name.partition("-")[0], reads)
     roles = {"dms": (1, 8, 23), "kvzap": (4, 8, 23), "trimkv": (0, 1, 23)}[config.scorer]
     assert (config.sinks, config.window, config.topk) == roles
-    assert all(t.abs().max() > 0 for own in layers for t in own.values()), "a tensor was not trained"
+    assert all(t.abs().max() > 0 for layer in layers for t in layer.values()), "a tensor was not trained"
 
     judge = Judge(str(model), OraclePolicy.from_scorer(folder / name))
     with watched(model, {"policy": config.scorer, "scorer": str(folder / name)}, judge) as engine:

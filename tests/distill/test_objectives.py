@@ -42,7 +42,7 @@ def layer():
 def test_targets_token_by_token(layer, lookahead, normalise, groups):
     """The target is KVpop's equations 13 to 17: queries t + w to S - 1, with look-ahead L the first L + 1."""
     q, k, lse = layer
-    found = retention_target(
+    target = retention_target(
         q, k, lse, window=WINDOW, scale=SCALE, lookahead=lookahead, normalise=normalise, groups=groups
     )
     for h in range(2):
@@ -57,7 +57,7 @@ def test_targets_token_by_token(layer, lookahead, normalise, groups):
             if normalise:  # by the number of queries within L + 1 in a row of any length
                 count = max(1, S - WINDOW - t)
                 mass /= count if lookahead is None else min(count, lookahead + 1)
-            assert float(found[0, h, t]) == pytest.approx(math.log(mass + 1e-8), abs=2e-4)
+            assert float(target[0, h, t]) == pytest.approx(math.log(mass + 1e-8), abs=2e-4)
 
 
 @pytest.mark.parametrize("groups", ["max", "mean"])
@@ -100,27 +100,27 @@ def test_regression_token_by_token(layer, groups):
 def test_listwise_loss_token_by_token(layer, groups, step):
     """At each position: the shares of the attention from there on, against the softmax of effective scores."""
     q, k, lse = layer
-    roles, where = Retention(2 + WINDOW + 6, 2, WINDOW, step=step), [13, 20, 39]
+    roles, queries = Retention(2 + WINDOW + 6, 2, WINDOW, step=step), [13, 20, 39]
     score = torch.randn(1, 2, S, generator=torch.Generator().manual_seed(1))
     log_gamma = torch.tensor([-0.1, -0.3])
     terms = []
     for h in range(2):
-        for at in where:
-            tokens = range(2, at - WINDOW + 1)
+        for query in queries:
+            tokens = range(2, query - WINDOW + 1)
             mass = []
             for t in tokens:
                 heads = [
-                    sum(math.exp(float(q[0, g, j] @ k[0, h, t]) * SCALE - float(lse[0, g, j])) for j in range(at, S))
+                    sum(math.exp(float(q[0, g, j] @ k[0, h, t]) * SCALE - float(lse[0, g, j])) for j in range(query, S))
                     for g in (2 * h, 2 * h + 1)
                 ]
                 mass.append((max(heads) if groups == "max" else sum(heads) / 2) + 1e-8)
-            weight = [math.exp(float(score[0, h, t]) + (at - t) // step * float(log_gamma[h])) for t in tokens]
+            weight = [math.exp(float(score[0, h, t]) + (query - t) // step * float(log_gamma[h])) for t in tokens]
             shares = [(m / sum(mass), w / sum(weight)) for m, w in zip(mass, weight, strict=True)]
             terms.append(sum(p * math.log(p / other) for p, other in shares))
-    found = listwise_loss(score, log_gamma, q, k, lse, where, roles, scale=SCALE, groups=groups)
-    assert float(found) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
+    loss = listwise_loss(score, log_gamma, q, k, lse, queries, roles, scale=SCALE, groups=groups)
+    assert float(loss) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
     options = {"scale": SCALE, "groups": groups, "begins": [13, 21]}  # the second head has more slots
-    late = listwise_loss(score, log_gamma, q, k, lse, where, roles, **options)
+    late = listwise_loss(score, log_gamma, q, k, lse, queries, roles, **options)
     assert float(late) == pytest.approx((sum(terms[:3]) + terms[5]) / 4, rel=1e-4)
 
 
@@ -179,25 +179,25 @@ def test_listwise_loss_takes_memory_for_its_tokens_alone(monkeypatch):
 def test_listwise_loss_teaches_scores_and_decays_what_is_kept_with_hindsight(layer):
     """Scores and decays fitted to it lose less of the coming attention than recency does."""
     q, k, lse = layer
-    roles, where = Retention(2 + WINDOW + 6, 2, WINDOW), list(range(13, S))
-    coming = attention_from(q, k, lse, where).amax(2)
+    roles, queries = Retention(2 + WINDOW + 6, 2, WINDOW), list(range(13, S))
+    coming = attention_from(q, k, lse, queries).amax(2)
     score, log_gamma = torch.zeros(1, 2, S, requires_grad=True), torch.full((2,), -0.2, requires_grad=True)
-    before = listwise_loss(score, log_gamma, q, k, lse, where, roles, scale=SCALE)
+    before = listwise_loss(score, log_gamma, q, k, lse, queries, roles, scale=SCALE)
     before.backward()
     assert log_gamma.grad.abs().min() > 0 and not score.grad[..., :2].any() and not score.grad[..., -WINDOW + 1 :].any()
     optimiser = torch.optim.Adam([score, log_gamma], lr=0.05)
     for _ in range(200):
         optimiser.zero_grad()
-        loss = listwise_loss(score, log_gamma, q, k, lse, where, roles, scale=SCALE)
+        loss = listwise_loss(score, log_gamma, q, k, lse, queries, roles, scale=SCALE)
         loss.backward()
         optimiser.step()
 
     def lost(score, log_gamma):
         rank, cutoff = running_cutoffs(score, log_gamma, roles)
         out = 0.0
-        for i, at in enumerate(where):
-            kept = kept_at(rank, cutoff, at, roles)
-            out += float((coming[:, :, i, 2 : at - WINDOW + 1] * ~kept).sum())
+        for i, query in enumerate(queries):
+            retained = kept_at(rank, cutoff, query, roles)
+            out += float((coming[:, :, i, 2 : query - WINDOW + 1] * ~retained).sum())
         return out
 
     assert lost(score, log_gamma) < 0.6 * lost(torch.zeros(1, 2, S), torch.full((2,), -0.2))
@@ -309,15 +309,15 @@ def test_streaming_plus_attends_to_sinks_and_the_newest(model, tmp_path):
 @pytest.mark.parametrize("exact", [False, True])
 def test_targets_from_the_sparse_pass_or_from_dense_attention(layer, monkeypatch, exact):
     q, k, dense_lse = layer
-    seen = []
+    lses = []
     monkeypatch.setattr(
-        "kvpop_vllm.distill.losses.retention_target", lambda q, k, lse, **o: seen.append(lse) or lse[:, :2]
+        "kvpop_vllm.distill.losses.retention_target", lambda q, k, lse, **o: lses.append(lse) or lse[:, :2]
     )
     roles = Retention(2 + WINDOW + 6, 2, WINDOW)
     loss = RetentionLoss(roles, dataclasses.replace(RECIPE, exact_targets=exact, samples=4), seed=0)
     score, zeros = torch.randn(1, 2, S, requires_grad=True), torch.zeros(2)
     Sparse(lambda *a: (score, zeros), roles, loss)(0, q, k, k, SCALE)
-    assert torch.allclose(seen[0], dense_lse, atol=1e-5) == exact
+    assert torch.allclose(lses[0], dense_lse, atol=1e-5) == exact
 
 
 @pytest.mark.parametrize("step", [1, 3])

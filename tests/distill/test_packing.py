@@ -47,12 +47,12 @@ def student(request, model, folder, tmp_path):
 
 def hidden_of(student, row):
     """Return the student's hidden states ``[1, S, hidden]`` of a row that it is trained on."""
-    seen = []
-    hook = student.base.get_decoder().register_forward_hook(lambda m, args, out: seen.append(out.last_hidden_state))
+    outputs = []
+    hook = student.base.get_decoder().register_forward_hook(lambda m, args, out: outputs.append(out.last_hidden_state))
     student(row, 0, (torch.zeros(1, LENGTH, 1), torch.zeros(1, LENGTH, 1)))
     hook.remove()
-    assert len(seen) == 1
-    return seen[0]
+    assert len(outputs) == 1
+    return outputs[0]
 
 
 def test_students_see_the_documents_before(student):

@@ -29,22 +29,22 @@ def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
 
     The first window is the scorer's own.
     """
-    seen, begun = [], []
+    roles_used, begun = [], []
     plain = Sparse.__init__
 
     def watched(self, score, roles, observe, topk):
-        seen.extend((roles, observe.roles))
-        plain(self, lambda *values: seen.append(values[3]) or score(*values), roles, observe, topk)
+        roles_used.extend((roles, observe.roles))
+        plain(self, lambda *values: roles_used.append(values[3]) or score(*values), roles, observe, topk)
 
     monkeypatch.setattr(Sparse, "__init__", watched)
     recipe = dataclasses.replace(RECIPE, window=[8, 12, 5], topk=[20, 9, 10], steps=2, positions=900)
     run = train(model, tmp_path, recipe)
     run.student.base.get_decoder().register_forward_pre_hook(
-        lambda module, args, given: begun.append(int(given["position_ids"][0, 0])), with_kwargs=True
+        lambda module, args, kwargs: begun.append(int(kwargs["position_ids"][0, 0])), with_kwargs=True
     )
     run.run()
     turns = [(8, 20), (12, 9), (5, 10), (8, 20)]
-    assert seen == [Retention(4 + w + k, 4, w) for w, k in turns for _ in range(4)]  # mask, loss, and two layers
+    assert roles_used == [Retention(4 + w + k, 4, w) for w, k in turns for _ in range(4)]  # mask, loss, and two layers
     assert begun == [run.student.first_position(row) for row in (0, 1, 2, 3, 0, 1)]  # and two to fit decays on
     assert len(set(begun)) > 2
     config, _ = read_scorer(str(tmp_path))
@@ -66,8 +66,8 @@ def test_rows_begin_at_random_positions(model, tmp_path):
         assert train(model, tmp_path / "at-zero", at_zero).student.first_position(7) == 0
     tokens, keys, plain = Rows(LENGTH)[0].unsqueeze(0), [], []
 
-    def watched(kept):
-        return lambda layer, q, k, v, scale: kept.append(k) or Dense()(layer, q, k, v, scale)
+    def watched(keys):
+        return lambda layer, q, k, v, scale: keys.append(k) or Dense()(layer, q, k, v, scale)
 
     with torch.no_grad():
         hidden = student.read(tokens, watched(keys), 3)

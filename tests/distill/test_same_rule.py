@@ -18,12 +18,12 @@ from kvpop_vllm.testing import retained_sets
 HEADS, SIZE, LENGTH = 2, 32, 400
 
 
-def positions_held(pages, table, layout, rule, budgets, seen):
+def positions_held(pages, table, layout, rule, budgets, length):
     """Return each head's retained positions: sinks and ring by role, long-range ones by position words."""
     first, n = rule.sinks + rule.window, layout.block_slots
     blocks = table[0, 0, layout.state_blocks :].long()
-    near = {t for t in range(seen) if t < rule.sinks or t >= seen - rule.window}
-    slots = [torch.arange(first, max(first, min(seen, budget))) for budget in budgets]
+    near = {t for t in range(length) if t < rule.sinks or t >= length - rule.window}
+    slots = [torch.arange(first, max(first, min(length, budget))) for budget in budgets]
     return [near | set(pages.position[blocks[slot // n], h, slot % n].tolist()) for h, slot in enumerate(slots)]
 
 
@@ -50,20 +50,20 @@ def check_the_same_rule(q, k, v, log_gamma, roles, chunks, topk=None):
     assert torch.equal(mask, oracle)
 
     layout = PageLayout(heads, size, torch.float32, 16)
-    budgets, seen, i = torch.tensor([roles.first_long + k for k in slots], dtype=torch.int32), 0, 0
+    budgets, start, i = torch.tensor([roles.first_long + k for k in slots], dtype=torch.int32), 0, 0
     pages, table = random_page_table(layout, 1, int(budgets.max()), torch.Generator().manual_seed(0))
-    while seen < length:
-        count = min(chunks[i % len(chunks)], length - seen)
-        cut = slice(seen, seen + count)
+    while start < length:
+        count = min(chunks[i % len(chunks)], length - start)
+        cut = slice(start, start + count)
         if count == 1:
-            at = torch.tensor([seen])
-            ops.decode_step(q[cut], k[cut], v[cut], pages, table, at, budgets[None], rule=rule, scale=0.2)
+            position = torch.tensor([start])
+            ops.decode_step(q[cut], k[cut], v[cut], pages, table, position, budgets[None], rule=rule, scale=0.2)
         else:
-            chunk = Chunks.of_request(seen, count, budgets, rule.window)
+            chunk = Chunks.of_request(start, count, budgets, rule.window)
             ops.prefill_chunk(q[cut], k[cut], v[cut], pages, table, chunk, rule=rule, scale=0.2)
-        seen, i = seen + count, i + 1
-        for h, held in enumerate(positions_held(pages, table, layout, rule, budgets.tolist(), seen)):
-            assert held == set(mask[h, seen - 1].nonzero().flatten().tolist())
+        start, i = start + count, i + 1
+        for h, retained in enumerate(positions_held(pages, table, layout, rule, budgets.tolist(), start)):
+            assert retained == set(mask[h, start - 1].nonzero().flatten().tolist())
 
 
 @pytest.mark.parametrize("step", [1, 3])

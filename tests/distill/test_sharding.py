@@ -15,15 +15,8 @@ from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.testing import write_tiny_model
 
 CPU = torch.device("cpu")
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 256,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 256}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48, "global_head_dim": 32}
 GEMMA |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 256}
 

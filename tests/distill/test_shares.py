@@ -34,13 +34,13 @@ def test_a_scorers_shares_serve_every_policy(kvpop, folder):
     assert config == dataclasses.replace(before, shares=SHARES) and before.shares == ()
     assert Path("measured/kvpop_scorer.safetensors").read_bytes() == tensors
     network = load_model("qwen3", torch.float32)
-    own = KVpopCache(network, "kvpop-mlp", scorer="measured", budget=24).policy.shares()
-    assert (own - 8).tolist() == [[8, 24], [20, 12]]
+    budgets = KVpopCache(network, "kvpop-mlp", scorer="measured", budget=24).policy.shares()
+    assert (budgets - 8).tolist() == [[8, 24], [20, 12]]
     resolved = learned("measured", "qwen3")[0].resolve(ModelShape.of("qwen3", 256), 24)
-    assert torch.equal(KVpopCache(network, **resolved.settings).policy.shares(), own)
-    asked = {"budget": 24, "sinks": 2, "window": 6}
-    other = KVpopCache(network, "h2o", calibration="measured/kvpop_config.json", **asked).policy.shares()
-    assert torch.equal(own, other)
+    assert torch.equal(KVpopCache(network, **resolved.settings).policy.shares(), budgets)
+    options = {"budget": 24, "sinks": 2, "window": 6}
+    other = KVpopCache(network, "h2o", calibration="measured/kvpop_config.json", **options).policy.shares()
+    assert torch.equal(budgets, other)
     equal = KVpopCache(network, "kvpop-mlp", scorer="measured", budget=24, allocator="uniform").policy.shares()
     assert (equal == 24).all()
     words = (
@@ -48,23 +48,15 @@ def test_a_scorers_shares_serve_every_policy(kvpop, folder):
         " --equal k"
     )
     records = evaluated(kvpop, f"--data text.jsonl --policies h2o {words}").records
-    names = {
-        "dense",
-        "h2o",
-        "h2o+measured/kvpop_config.json",
-        "measured+uniform",
-        "measured+measured/kvpop_config.json",
-    }
-    assert {record["policy"] for record in records} == names
+    names = "dense h2o h2o+measured/kvpop_config.json measured+uniform measured+measured/kvpop_config.json"
+    assert {record["policy"] for record in records} == {*names.split()}
     kl = {record["policy"]: record["kl"] for record in records if "kl" in record}
     assert kl["h2o"] != kl["h2o+measured/kvpop_config.json"]
     start = "eval --model qwen3 --data text.jsonl --policies h2o"
     refused(kvpop, f"{start} {words.replace('uniform', 'cone')}", "must be one of uniform, pyramid, ada, got 'cone'")
     file = "measured/kvpop_config.json"
     refused(kvpop, f"{start} {words.replace('uniform', file)}", f"got '{file}': give --calibration {file} instead")
-    with pytest.raises(
-        ValueError, match="is a file of shares and recommends nothing: give policy the name of a policy"
-    ):
+    with pytest.raises(ValueError, match="is a file of shares and recommends nothing: give policy"):
         KVpopCache(network, "auto", calibration=file)
 
 
@@ -108,16 +100,8 @@ def test_the_former_command_names_the_new_one(kvpop, folder):
 @pytest.mark.parametrize(
     "shares",
     [
-        [],
-        [[1e308, 1e308], [1e308, 1e308]],
-        [[10**400, 1], [1, 1]],
-        [[1.0, 1.0]],
-        [[1.0], [1.0]],
-        [[1, -1], [1, 1]],
-        [[0, 0], [0, 0]],
-        [[1, "1"], [1, 1]],
-        "no",
-        [[1, True], [1, 1]],
+        *([], "no", [[1.0, 1.0]], [[1.0], [1.0]], [[0, 0], [0, 0]], [[1e308, 1e308], [1e308, 1e308]]),
+        *([[number, 1], [1, 1]] for number in (10**400, -1, "1", True)),
     ],
 )
 def test_files_with_other_shares_are_refused(kvpop, folder, shares):

@@ -61,8 +61,8 @@ def test_the_capacity_loss_is_the_papers_double_sum(capacity):
     for b in range(beta.shape[0]):
         for h in range(HEADS):
             for t in range(1, LENGTH + 1):
-                held = sum(float(beta[b, h, i - 1]) ** (t - i) for i in range(1, t + 1))
-                total += max(0.0, held - capacity) / t / LENGTH
+                occupancy = sum(float(beta[b, h, i - 1]) ** (t - i) for i in range(1, t + 1))
+                total += max(0.0, occupancy - capacity) / t / LENGTH
     assert float(capacity_loss(beta.log(), capacity)) == pytest.approx(total / beta.shape[0] / HEADS, rel=1e-12)
     assert float(capacity_loss(beta.log(), capacity)) > 0
 
@@ -86,26 +86,26 @@ def test_low_precision_is_computed_in_float32():
 
 def given(scores):
     """Return a gate that gives every sequence the same scores, ``[B, S, H]``."""
-    return lambda layer, seen: scores.transpose(1, 2)
+    return lambda layer, signals: scores.transpose(1, 2)
 
 
 def test_a_layer_sees_what_goes_into_its_attention_once():
     q, k, v, beta = drawn()
-    seen = {}
+    signals_by_layer = {}
 
     def gate(layer, signals):
-        seen[layer] = signals
+        signals_by_layer[layer] = signals
         return beta.log().transpose(1, 2)
 
     attend, hidden = TrimKVAttend(gate, 4), torch.randn(2, LENGTH, 5)
     attend.see(3, hidden)
     out = attend(3, q, k, v, SCALE)
     torch.testing.assert_close(out, soft_attention(q, k, v, beta.log(), by_age, SCALE))
-    assert seen[3].hidden is hidden and torch.equal(seen[3].k, k.transpose(1, 2))
+    assert signals_by_layer[3].hidden is hidden and torch.equal(signals_by_layer[3].k, k.transpose(1, 2))
     loss, parts = attend.loss()
     assert loss == capacity_loss(beta.log(), 4) and parts == {"capacity": loss.item()}
     attend(3, q, k, v, SCALE)
-    assert seen[3].hidden is None
+    assert signals_by_layer[3].hidden is None
 
 
 def dms(keep, target=0.5, tau=0.1, sinks=1, window=6, seed=0):
@@ -114,10 +114,10 @@ def dms(keep, target=0.5, tau=0.1, sinks=1, window=6, seed=0):
     return attend
 
 
-def masked(q, k, v, seen):
+def masked(q, k, v, visible):
     """Return dense attention over the tokens in the mask ``seen [B, H, S, S]``."""
     logits = q.unflatten(1, (HEADS, GROUP)) @ k.unsqueeze(2).transpose(-1, -2) * SCALE
-    weights = logits.masked_fill(~seen.unsqueeze(2), -math.inf).softmax(-1)
+    weights = logits.masked_fill(~visible.unsqueeze(2), -math.inf).softmax(-1)
     return (weights @ v.unsqueeze(2)).flatten(1, 2)
 
 
@@ -127,15 +127,15 @@ def test_sure_decisions_are_a_mask_delayed_by_the_window():
     Logits far from 0 make noise and temperature irrelevant.
     """
     q, k, v, beta = drawn()
-    kept = beta > 0.5
-    attend = dms(torch.where(kept, 1e3, -1e3).double(), sinks=2)
+    retained = beta > 0.5
+    attend = dms(torch.where(retained, 1e3, -1e3).double(), sinks=2)
     out = attend(0, q, k, v, SCALE)
     t, query = torch.arange(LENGTH), torch.arange(LENGTH).unsqueeze(1)
-    stays = kept | (t < 2)
-    seen = (t <= query) & ((query - t < 6) | stays.unsqueeze(2))
-    torch.testing.assert_close(out, masked(q, k, v, seen))
+    stays = retained | (t < 2)
+    visible = (t <= query) & ((query - t < 6) | stays.unsqueeze(2))
+    torch.testing.assert_close(out, masked(q, k, v, visible))
     loss, parts = attend.loss()
-    share = float((~kept[..., 2:]).double().mean())
+    share = float((~retained[..., 2:]).double().mean())
     assert parts["evicted"] == pytest.approx(share) and 0 < share < 1
     assert float(loss) == pytest.approx(max(0.0, 0.5 - share))
 
@@ -160,13 +160,13 @@ def test_noise_is_that_of_a_binary_gumbel_softmax():
 def test_the_compression_loss_is_one_sided_and_straight_through():
     q, k, v, beta = drawn()
     keep = (beta - 0.5).requires_grad_()
-    for target, there in ((0.9, True), (0.1, False)):
+    for target, penalised in ((0.9, True), (0.1, False)):
         attend = dms(keep, target=target, tau=1.0)
         attend(0, q, k, v, SCALE)
         loss, parts = attend.loss()
-        assert parts["evicted"] == pytest.approx(0.5, abs=0.1) and (loss.item() > 0) == there
+        assert parts["evicted"] == pytest.approx(0.5, abs=0.1) and (loss.item() > 0) == penalised
         (gradient,) = torch.autograd.grad(loss, keep)
-        if not there:
+        if not penalised:
             assert not gradient.any()
             continue
         alpha = torch.sigmoid(attend._noise(0, keep) - keep)

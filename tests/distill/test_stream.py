@@ -229,15 +229,8 @@ def test_an_error_of_one_of_several_processes_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-OTHER = {
-    "length": 33,
-    "split": "all",
-    "seed": 1,
-    "piece_rows": 3,
-    "select": ["effort=low"],
-    "longest": 99,
-    "pack": False,
-}
+OTHER = {"length": 33, "split": "all", "seed": 1, "piece_rows": 3, "longest": 99, "pack": False}
+OTHER |= {"select": ["effort=low"]}
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -279,9 +272,7 @@ def test_streams_that_cannot_be_read_are_refused_in_one_line(data, case):
 
 def test_files_without_the_selected_fields_are_refused(tmp_path):
     write(tmp_path, "a", "txt", records(["plain text"]))
-    with pytest.raises(
-        ConfigError, match="a.txt has no fields for --select effort=high: leave the file or --select out"
-    ):
+    with pytest.raises(ConfigError, match="a.txt has no fields for --select .*: leave the file or --select out"):
         pack(tmp_path, select=["effort=high"])
     write(tmp_path / "b", "b", "jsonl", records(["no effort"]))
     with pytest.raises(ConfigError, match="there are no documents in .*: none fits --select effort=high"):
@@ -305,9 +296,7 @@ def test_a_record_that_cannot_be_read_is_refused_where_it_is_met(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "begun\n')
     rows = StreamedRows([f"hf:{tmp_path}"], byte_tokenizer(), 32)
     assert len(rows[0]) == 32
-    with pytest.raises(
-        ConfigError, match=f"^hf:{tmp_path} cannot be read from row 2000 on .JSON.*: mend the data"
-    ) as caught:
+    with pytest.raises(ConfigError, match=f"^hf:{tmp_path} cannot .* from row 2000 on .JSON.*: mend") as caught:
         rows[100_000]
     assert "\n" not in str(caught.value)
 

@@ -62,16 +62,9 @@ def settings(folder, packed):
 
 def write(model, rows, out, settings, count=ROWS, vocab_size=VOCAB):
     """Write logits, three rows to a file."""
-    size = {"vocab_size": vocab_size, "shard_bytes": 3 * ROW_BYTES + 1}
-    write_rows(
-        lambda tokens: top_logits(model, tokens, settings["top"], attend=Dense()),
-        rows,
-        out,
-        settings,
-        count,
-        **size,
-        quiet=True,
-    )
+    options = {"vocab_size": vocab_size, "shard_bytes": 3 * ROW_BYTES + 1, "quiet": True}
+    logits = partial(top_logits, model, top=settings["top"], attend=Dense())
+    write_rows(logits, rows, out, settings, count, **options)
 
 
 def contents(folder):
@@ -79,10 +72,10 @@ def contents(folder):
 
 
 @pytest.fixture
-def whole(model, rows, settings, tmp_path):
+def complete(model, rows, settings, tmp_path):
     """Files that an uninterrupted run writes."""
-    write(model, rows, tmp_path / "whole", settings)
-    return contents(tmp_path / "whole")
+    write(model, rows, tmp_path / "complete", settings)
+    return contents(tmp_path / "complete")
 
 
 def own_log_probabilities(model, row):
@@ -143,25 +136,25 @@ def test_logits_are_computed_in_slices(model, rows, monkeypatch, positions):
 
 
 @pytest.mark.parametrize("done", range(ROWS))
-def test_a_kill_changes_nothing(model, rows, settings, tmp_path, whole, done):
+def test_a_kill_changes_nothing(model, rows, settings, tmp_path, complete, done):
     with pytest.raises(IndexError):
         write(model, rows[:done], tmp_path / "out", settings)
     (tmp_path / "out/.rows-00001.safetensors.partial").write_bytes(b"cut off")
     assert done < 3 or read_index(tmp_path / "out")["rows"] == done // 3 * 3
     write(model, rows, tmp_path / "out", settings)
     (tmp_path / "out/.rows-00001.safetensors.partial").unlink(missing_ok=True)
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == complete
 
 
 @pytest.mark.parametrize("first", [1, 3, 5, ROWS])
-def test_a_folder_is_extended_and_never_cut(model, rows, settings, tmp_path, whole, first):
+def test_a_folder_is_extended_and_never_cut(model, rows, settings, tmp_path, complete, first):
     for count in (first, ROWS, 2):
         write(model, rows, tmp_path / "out", settings, count)
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == complete
 
 
 @pytest.mark.parametrize("failing", range(1, 9))
-def test_a_full_disk_loses_nothing(model, rows, settings, tmp_path, whole, monkeypatch, failing):
+def test_a_full_disk_loses_nothing(model, rows, settings, tmp_path, complete, monkeypatch, failing):
     calls = []
 
     def full(descriptor):
@@ -178,10 +171,10 @@ def test_a_full_disk_loses_nothing(model, rows, settings, tmp_path, whole, monke
     assert "\n" not in str(caught.value) and not list((tmp_path / "out").glob(".*.partial"))
     for number in range(safe):
         part = f"rows-{number // 3:05d}.safetensors"
-        assert (tmp_path / "out" / part).read_bytes() == whole[part]
+        assert (tmp_path / "out" / part).read_bytes() == complete[part]
         TeacherReader(tmp_path / "out", settings)(rows[number].unsqueeze(0), number)
     write(model, rows, tmp_path / "out", settings)
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == complete
 
 
 @pytest.mark.slow
@@ -205,14 +198,14 @@ def test_a_folder_of_other_settings_is_refused(folder, model, packed, rows, sett
     other_model = write_tiny_model(tmp_path / "other", "qwen3", vocab=VOCAB, seed=1)
     (tmp_path / "other.jsonl").write_text((folder / "text.jsonl").read_text().replace("words", "Words"))
     other_text = PackedTokens(tmp_path / "other.jsonl", byte_tokenizer(), LENGTH, vocab_size=VOCAB)
-    others = {
+    other_settings = {
         "length": settings | {"length": 25},
         "seed": settings | {"seed": 1},
         "top": settings_of(folder / "model", packed, TOP + 1),
         "model": settings_of(other_model, packed, TOP),
         "data": settings_of(folder / "model", other_text, TOP),
     }
-    for name, other in others.items():
+    for name, other in other_settings.items():
         for use in (TeacherReader, partial(write, model, rows)):
             with pytest.raises(ConfigError, match=f"with {name} = .*, not .*: use the same {name}, or another folder"):
                 use(tmp_path, other)

@@ -53,20 +53,20 @@ def stream(rows):
 
 def pieces(stream):
     """Return the parts of a stream of tokens, each up to and with its EOS."""
-    found, start = [], 0
+    documents, start = [], 0
     for end, token in enumerate(stream):
         if token == EOS:
-            found.append(stream[start : end + 1])
+            documents.append(stream[start : end + 1])
             start = end + 1
-    return found + [stream[start:]] * (start < len(stream))
+    return documents + [stream[start:]] * (start < len(stream))
 
 
 def documents(paths, **options):
     """Return all texts of a split, each in one piece; rows of two tokens omit at most the last EOS."""
-    found = pieces(stream(pack(paths, 2, piece_rows=10**6, **options).one_pass()))
-    return [bytes(token for token in piece if token != EOS).decode() for piece in found]
+    parts = pieces(stream(pack(paths, 2, piece_rows=10**6, **options).one_pass()))
+    return [bytes(token for token in piece if token != EOS).decode() for piece in parts]
 
 
-def equal(rows, others):
-    rows, others = list(rows), list(others)
-    return len(rows) == len(others) > 0 and all(map(torch.equal, rows, others))
+def equal(rows, expected):
+    rows, expected = list(rows), list(expected)
+    return len(rows) == len(expected) > 0 and all(map(torch.equal, rows, expected))

@@ -22,20 +22,9 @@ from kvpop_vllm.model_hook import load_model
 LENGTH = 96
 RECIPE = dataclasses.replace(
     DEMO,
-    batch=2,
-    length=LENGTH,
-    positions=300,
-    window=[8, 12],
-    topk=[20, 10],
-    steps=8,
-    boundary=1.0,
-    listwise=0.0,
-    samples=32,
-    warmup=2,
+    **{"batch": 2, "length": LENGTH, "positions": 300, "window": [8, 12], "topk": [20, 10], "steps": 8, "warmup": 2},
+    **{"boundary": 1.0, "listwise": 0.0, "samples": 32, "lr_new": 1e-2, "fit_decays": True, "fit_decay_rows": 2},
     dtype="float32",
-    lr_new=1e-2,
-    fit_decays=True,
-    fit_decay_rows=2,
 )
 RECIPES = {
     "frozen": RECIPE,
@@ -77,17 +66,8 @@ def main(model, out, kind, die_at=None, sent="SIGKILL", to="process"):
     rows.last, rows.signal = None if die_at is None else int(die_at) * recipe.batch, signal.Signals[sent]
     teacher = teacher_of(load_model(model, torch.float32)) if recipe.distils else None
     rows.launcher = to == "launcher"
-    rows.trainer = Trainer(
-        model,
-        recipe,
-        out,
-        rows,
-        teacher=teacher,
-        process=process,
-        save_every=3,
-        validation=VALIDATION,
-        quiet=True,
-    )
+    options = {"teacher": teacher, "process": process, "validation": VALIDATION}
+    rows.trainer = Trainer(model, recipe, out, rows, save_every=3, quiet=True, **options)
     result = rows.trainer.run()
     if process.rank == 0:
         print("RESULT", repr(result["loss"]), flush=True)

@@ -48,12 +48,12 @@ def evaluated(kvpop, words) -> Evaluated:
     split = [] if "--split" in words else ["--split=all"]
     status, output, errors = kvpop(*common, *split, *words.split())
     assert status in (0, None), errors
-    about, found = read_records("records.jsonl")
-    return Evaluated(output, found, about, errors)
+    about, records = read_records("records.jsonl")
+    return Evaluated(output, records, about, errors)
 
 
 def refused(kvpop, words, message):
     """Check that a command line is refused with one line that contains the message."""
     status, _, errors = kvpop(*words.split())
-    own = [text for text in errors.splitlines() if text.startswith("kvpop: ") or ": error: " in text]
-    assert status == 2 and len(own) == 1 and message in own[0], errors
+    messages = [text for text in errors.splitlines() if text.startswith("kvpop: ") or ": error: " in text]
+    assert status == 2 and len(messages) == 1 and message in messages[0], errors

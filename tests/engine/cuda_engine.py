@@ -62,7 +62,7 @@ def attention_of(config, layer: int, heads=HEADS, cache=None, dtype=torch.float3
 
 
 def load_weights(impl, dtype=torch.float32) -> None:
-    """Build the rule of a layer as vLLM does behind its loader."""
+    """Build the rule of a layer as vLLM does after its loader."""
     with only_rank(impl.vllm_config), set_default_torch_dtype(dtype):
         impl.process_weights_after_loading(dtype)
 

@@ -149,7 +149,7 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int
         impl: the layer's attention.
         kv_cache: the layer's cache.
         metadata: the step's metadata.
-        last: index behind the request's last token in the flat batch.
+        last: index after the request's last token in the flat batch.
         seen: tokens of the request, this step included.
 
     Returns:

@@ -86,7 +86,7 @@ def test_hits_end_before_the_stored_queries(served):
 
 @pytest.mark.parametrize("emptied", [True, False])
 def test_preemption_makes_the_same_slots(served, emptied):
-    """A preempted request makes its slots anew, from a prompt that is hit or not, also in a chunk that goes on behind it."""
+    """A preempted request makes its slots again, whether its prompt is hit or not, also in a chunk that goes beyond it."""
 
     def interrupt(step):
         if step in (9, 30):
@@ -115,7 +115,7 @@ def test_a_small_pool_and_aborts(served):
 
 
 def test_a_request_gives_up_prompt_and_state(served):
-    """In the step behind the prompt's end a request holds made slots and ring only, at most a block above those of B."""
+    """In the step after the prompt's end a request holds made slots and ring only, at most a block above those of B."""
     engine = served[0]
     engine.serve([Job(new=5, prompt=TEXT[:150], scored=False)])
     held = [sum(map(bool, row)) for step in engine.recorder.blocks for *_, row in step.running.values()]

@@ -203,7 +203,7 @@ def named(*names: str, **more) -> dict:
 
 
 def test_one_cartridge(served):
-    """Requests behind a cartridge are the oracle's, with biases and without, and so are those of the base model."""
+    """Requests after a cartridge are the oracle's, with biases and without, and so are those of the base model."""
     jobs = [Job(40, new=70, asks=named("plain")), Job(40, new=70, asks=named("biased")), Job(40, new=70)]
     answers = served.serve(jobs)
     assert [len(answers[i].prompt_token_ids) for i in range(3)] == [104, 168, 40]
@@ -215,7 +215,7 @@ def test_one_cartridge(served):
 
 @FEW
 def test_what_a_cartridge_holds_of_a_prompt_is_left_out(served, monkeypatch):
-    """A prompt that begins with the head is what stands behind it; another prompt is refused."""
+    """A prompt that begins with the head is what stands after it; another prompt is refused."""
     names, head = names_of(served.engine.engine.vllm_config), (5, 9, 7)
     for name in ("biased", "plain"):
         monkeypatch.setitem(names.served, f"{name} headed", replace(names.served[name], head=head))
@@ -252,7 +252,7 @@ def test_short_and_long_prompts(served, length):
 
 
 def test_several_cartridges_in_one_request(served):
-    """Cartridges stand one behind another in the order of the request, and copies live as long as requests."""
+    """Cartridges stand one after another in the order of the request, and copies live as long as requests."""
     orders = [("plain", "biased"), ("biased", "plain"), ("later", "plain", "biased"), ("later",)]
     first = served.serve([Job(30, new=30, asks=named(*order)) for order in orders])
     again = served.serve([Job(30, new=30, asks=named(*order)) for order in orders[::-1]])
@@ -277,7 +277,7 @@ def test_sixteen_requests_with_different_cartridges(served):
 
 
 def test_preemption(served):
-    """Preempted requests come back behind the same cartridges."""
+    """Preempted requests come back after the same cartridges."""
     jobs = [Job(60, new=50, asks=named("biased")), Job(20, new=50, asks=named("later", "biased")), Job(45, new=50)]
     served.serve(jobs, lambda i: preempt_all(served.engine.recorder.scheduler) if i in (3, 30) else None)
     assert min(served.engine.recorder.preemptions.values()) > 0
@@ -285,7 +285,7 @@ def test_preemption(served):
 
 @FEW
 def test_the_prefix_cache_is_reset_while_cartridges_are_loaded(served):
-    """Requests in flight begin anew behind the same cartridges, whose blocks stay where they are."""
+    """Requests in flight begin again after the same cartridges, whose blocks stay where they are."""
     engine, scheduler = served.engine.engine, served.engine.recorder.scheduler
     loaded = manager_of(scheduler).cartridges.loaded
     before = {digest: [block.block_id for block in each.blocks] for digest, each in loaded.items()}
@@ -353,7 +353,7 @@ def test_a_request_that_waits_holds_no_copies(served):
 
 
 def test_prefixes_behind_a_cartridge_are_shared(served):
-    """The prefix cache tells cartridges apart, and shares protected prompts behind the same ones, and no others."""
+    """The prefix cache tells cartridges apart, and shares protected prompts after the same ones, and no others."""
     text = random_prompt(100, seed=3)
     jobs = [Job(prompt=text, new=4, asks=named(*names)) for names in (("plain",), ("later",), ("biased",))]
     cold, warm = served.serve(jobs), served.serve(jobs)

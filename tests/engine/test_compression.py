@@ -40,7 +40,7 @@ def test_hits(engine):
 
 
 def test_a_resumed_chunk_may_cross_the_end(engine):
-    """A chunk may contain the end of the prompt and all tokens that were generated behind it."""
+    """A chunk may contain the end of the prompt and all tokens that were generated after it."""
 
     def interrupt(step):
         if step == 30:

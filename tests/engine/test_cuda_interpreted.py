@@ -232,8 +232,8 @@ def test_equal_to_the_cpus_path(serve, name, version):
 def test_protected_prompts(serve, name, version):
     """The paths are equal for protected prompts.
 
-    Chunks lie inside a prompt, across its end and behind it. The last token of a prompt is a row of a graph, and so are
-    the protected tokens of an answer. Tails begin in decode rows, in a graph and beside chunks.
+    Chunks lie inside a prompt, across its end and after it. The last token of a prompt is a row of a graph, and so are
+    the protected tokens of an answer. Tails begin in decode rows, in a graph and next to chunks.
     """
     served = serve(name, {"a": 9, "b": 30, "c": 21, "d": 10}, version)
     assert (served.layers.gpu[:, 1:] == 255).all(), "recording has written"
@@ -273,7 +273,7 @@ def test_requests_with_sizes_of_their_own(serve, version):
 def test_requests_share_a_prefix_that_one_of_them_computes(serve):
     """A request may share prefix blocks that another one computes in the same step.
 
-    It has hit these blocks and runs chunks or a decode row behind them.
+    It has hit these blocks and runs chunks or a decode row after them.
     """
     served = serve("kvpop, prompts", {"a": 33, "b": 33, "c": 33})
     served.check(a=15)

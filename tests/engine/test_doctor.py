@@ -88,7 +88,7 @@ def test_there_is_a_command_vllm(monkeypatch, tmp_path):
 
 
 def test_options_and_signals_reach_vllm(tmp_path):
-    """`kvpop serve` becomes the ``vllm`` beside it: the same process, with the arguments as they were."""
+    """`kvpop serve` becomes the ``vllm`` next to it: the same process, with the arguments as they were."""
     kvpop, vllm = tmp_path / "kvpop", tmp_path / "vllm"
     kvpop.write_text(f"#!{sys.executable}\nimport sys\nfrom kvpop_vllm.cli import main\nsys.exit(main())\n")
     listens = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))"

@@ -141,7 +141,7 @@ PROMPTS = [TEXT[:3], TEXT[:40], TEXT[:BUDGET], TEXT[:33] + random_prompt(57, see
 
 
 def few(engine) -> list[Job]:
-    """Return six requests. Behind wholly protected prompts only answers are evicted, so the first one is long.
+    """Return six requests. After wholly protected prompts only answers are evicted, so the first one is long.
 
     Long answers repeat themselves, and equal tokens of a first layer tie, so it is short elsewhere.
     """

@@ -13,7 +13,7 @@ from engine.tiny_engine import configure
 def test_prefixes_are_cached(tiny_model, monkeypatch, protect, asked):
     """One log line says that a prompt costs its new tokens.
 
-    caplog is not used, because the first config sets up vLLM's loggers anew.
+    caplog is not used, because the first config sets up vLLM's loggers again.
     """
     said, caches = [], asked is not False
     line = (

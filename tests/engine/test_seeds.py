@@ -1,4 +1,4 @@
-"""Requests with seeds beside others, in chunks: the engine of vLLM 0.32 stops there on a CPU without the plugin's mend."""
+"""Requests with seeds among others, in chunks: the engine of vLLM 0.32 stops there on a CPU without the plugin's mend."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_two_ranks_equal_one(case, monkeypatch, policy, options):
 
 @pytest.mark.slow
 def test_two_ranks_with_cartridges_equal_one(case, tmp_path, monkeypatch):
-    """Each rank holds the slots of its heads, and copies behind other cartridges."""
+    """Each rank holds the slots of its heads, and copies after other cartridges."""
     from vllm import SamplingParams
 
     cores = sorted(os.sched_getaffinity(0))

@@ -49,69 +49,35 @@ def test_the_last_whole_box_is_the_answer(utils, text, inside):
     assert utils.boxed(text) == inside
 
 
-@pytest.mark.parametrize(
-    "expected, answer",
-    [
-        ("42", "42"),
-        ("42", "042"),
-        ("042", "42"),
-        ("42", " 42. "),
-        ("42", r"42\%"),
-        ("42", r"\text{42}"),
-        ("42", r"42^\circ"),
-        ("42", r"42\text{ cm}"),
-        ("42", r"\$42"),
-        ("42", "x = 42"),
-        ("42", r"\left(42\right)"),
-        ("1234", "1,234"),
-        ("1000", "10^3"),
-        (r"\frac{1}{2}", "0.5"),
-        (r"\frac{1}{2}", r"\dfrac12"),
-        (r"9\sqrt{23}", r"9 \sqrt{23}"),
-        (r"\{1,2\}", "2, 1"),
-        ("(1,2)", "(1, 2)"),
-        ("B", r"\text{B}"),
-        ("B", "(B)"),
-    ],
-)
-def test_equal_answers_are_right(utils, expected, answer):
-    assert utils.is_right(expected, answer)
+RIGHT = {
+    "42": ["42", "042", " 42. ", "x = 42", r"42\text{ cm}", *r"42\% \text{42} 42^\circ \$42 \left(42\right)".split()],
+    "042": ["42"],
+    "1234": ["1,234"],
+    "1000": ["10^3"],
+    r"\frac{1}{2}": ["0.5", r"\dfrac12"],
+    r"9\sqrt{23}": [r"9 \sqrt{23}"],
+    r"\{1,2\}": ["2, 1"],
+    "(1,2)": ["(1, 2)"],
+    "B": [r"\text{B}", "(B)"],
+}
+WRONG = {
+    "42": ["41", "-42", "420", "4 2", "42, 43", r"42\text{ or }43", "forty-two", "", ".", r"\frac{"],
+    "(1,2)": ["(2,1)"],
+    r"\frac{2}{3}": ["0.67"],
+    "B": ["C", "A, B"],
+}
+"""Equal answers and others, by the expected one."""
 
 
-@pytest.mark.parametrize(
-    "expected, answer",
-    [
-        ("42", "41"),
-        ("42", "-42"),
-        ("42", "420"),
-        ("42", "4 2"),
-        ("42", "42, 43"),
-        ("42", r"42\text{ or }43"),
-        ("42", "forty-two"),
-        ("42", ""),
-        ("42", "."),
-        ("42", r"\frac{"),
-        ("(1,2)", "(2,1)"),
-        (r"\frac{2}{3}", "0.67"),
-        ("B", "C"),
-        ("B", "A, B"),
-    ],
-)
-def test_other_answers_are_wrong(utils, expected, answer):
-    assert not utils.is_right(expected, answer)
+@pytest.mark.parametrize("right, answers", [(True, RIGHT), (False, WRONG)], ids=["right", "wrong"])
+def test_equal_answers_are_right_and_others_wrong(utils, right, answers):
+    for expected, texts in answers.items():
+        assert [utils.is_right(expected, text) for text in texts] == [right] * len(texts), expected
 
 
 def test_metrics_are_means_over_the_answers_of_a_problem(utils):
-    texts = [
-        r"\boxed{42}",
-        r"it is 42",
-        r"\boxed{41}",
-        r"hence \boxed{42.}",
-        r"\boxed{42",
-        r"\boxed{}",
-        "",
-        r"\boxed{0}",
-    ]
+    texts = [rf"\boxed{{{answer}}}" for answer in ("42", "41", "", "0")]
+    texts += [r"it is 42", r"hence \boxed{42.}", r"\boxed{42", ""]
     assert utils.process_results({"answer": 42}, [texts]) == {"avg_score": 2 / 8, "no_answer_rate": 4 / 8}
 
 

@@ -115,26 +115,25 @@ def test_models_that_are_served(kind):
         torch.testing.assert_close(torch.cat(logits, 1), model(inputs).logits)
 
 
-def test_a_sliding_window_that_no_text_outgrows():
-    """A model with sliding windows is served up to their length, where they hide nothing."""
-    model, inputs = small("mistral", sliding_window=32, pad_token_id=0).eval(), torch.tensor([PROMPT]) % 64
-    cache = KVpopCache(model, "streaming-llm", budget=64, max_length=32)
+def check_served_up_to_32_tokens(model, **options):
+    model, inputs = model.eval(), torch.tensor([PROMPT]) % 64
+    cache = KVpopCache(model, "streaming-llm", budget=64, **options)
     with torch.no_grad():
         torch.testing.assert_close(model(inputs, past_key_values=cache).logits, model(inputs).logits)
         with pytest.raises(ValueError, match="33 tokens are more than max_length 32, up to which the model attends"):
             model(inputs[:, :3], past_key_values=cache)
+
+
+def test_a_sliding_window_that_no_text_outgrows():
+    """A model with sliding windows is served up to their length, where they hide nothing."""
+    check_served_up_to_32_tokens(small("mistral", sliding_window=32, pad_token_id=0), max_length=32)
 
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen2"])
 def test_a_sliding_window_as_long_as_the_models_positions(kind):
     """It is full attention, up to the positions. One token less is refused."""
     windows = {"use_sliding_window": True, "max_window_layers": 1, "max_position_embeddings": 32, "pad_token_id": 0}
-    model, inputs = small(kind, sliding_window=32, **windows).eval(), torch.tensor([PROMPT]) % 64
-    cache = KVpopCache(model, "streaming-llm", budget=64)
-    with torch.no_grad():
-        torch.testing.assert_close(model(inputs, past_key_values=cache).logits, model(inputs).logits)
-        with pytest.raises(ValueError, match="33 tokens are more than max_length 32, up to which the model attends"):
-            model(inputs[:, :3], past_key_values=cache)
+    check_served_up_to_32_tokens(small(kind, sliding_window=32, **windows))
     if kind == "phi3":  # all its layers have windows; of the other's one has full attention
         with pytest.raises(ConfigError, match="layers other than full attention"):
             KVpopCache(small(kind, sliding_window=31, **windows), **STREAMING)
@@ -149,9 +148,7 @@ def test_attention_that_is_not_given_the_step(model, monkeypatch):
     forward = kind.forward
     cache = KVpopCache(model, **STREAMING)
     monkeypatch.setattr(kind, "forward", lambda self, hidden, attend=None, **more: forward(self, hidden, **more))
-    with pytest.raises(
-        TypeError, match="nor with one, if its layers do not hand keyword arguments on to their attention$"
-    ):
+    with pytest.raises(TypeError, match="if its layers do not hand keyword arguments on to .*$"):
         generate(model, cache, [PROMPT])
     assert cache.lengths == [] and model.config._attn_implementation == "sdpa"
 
@@ -189,9 +186,7 @@ def test_longrope(kind, more):
     longer, message = torch.cat([ids, ids], 1), "generate.. went on without its KVpopCache, which has seen"
     for text, new, lengths in ((ids, 4, [32]), (longer[:, :33], 1, []), (longer, 1, [])):
         cache.reset()
-        with pytest.raises(
-            ConfigError, match=f"^{message} {sum(lengths)} of {max(33, text.shape[1])} tokens; .* LongRoPE"
-        ):
+        with pytest.raises(ConfigError, match=f"^{message} {sum(lengths)} of {max(33, text.shape[1])} .* LongRoPE"):
             model.generate(text, cache=cache, max_new_tokens=new, do_sample=False)
         assert cache.lengths == lengths
     limit = "33 tokens are more than max_length 32, up to which the model attends alike"
@@ -265,9 +260,7 @@ def test_what_is_no_model(model):
         (torch.compile(model), r"the model in it, model\._orig_mod"),
     ):
         kind = type(wrapper).__name__
-        with pytest.raises(
-            ConfigError, match=f"^{kind} is not a causal language model of transformers: give {remedy}$"
-        ):
+        with pytest.raises(ConfigError, match=f"^{kind} is not a causal language model .*: give {remedy}$"):
             KVpopCache(wrapper, **STREAMING)
 
 
@@ -338,9 +331,7 @@ def test_another_text(model, protect):
     if protect is None:
         refused.append([*tokens[:36], tokens[36] ^ 1, *other])
     for text in refused:
-        with pytest.raises(
-            ValueError, match=f"the text does not begin with the {columns} tokens .* or reset.. the cache"
-        ):
+        with pytest.raises(ValueError, match=f"not begin with the {columns} tokens .* or reset.. the cache"):
             generate(model, cache, [text])
         assert cache.lengths == [37]
     longer = [*tokens[:columns], *other]
@@ -441,38 +432,23 @@ def test_gradients_and_attention_weights(model):
     "place, changes, message",
     [
         ("xpu", {}, "no kernels of a fixed-size cache for xpu: move the model to a GPU or the CPU"),
-        (
-            "cuda",
-            {"dtype": torch.float64},
-            "no GPU kernels for keys of torch.float64 and size 64: .* change the model's",
-        ),
+        ("cuda", {"dtype": torch.float64}, "no GPU kernels for keys of .*float64 and size 64: .* change the model's"),
         ("cuda", {"size": 1024}, "no GPU kernels for keys of torch.bfloat16 and size 1024"),
         ("cuda", {"capability": (7, 5)}, "GPU kernels are for NVIDIA's from compute capability 8.0 on"),
         (
             "cuda",
             {"rounds": Redundancy(2)},
-            "recomputes its scores in rounds, which only a CPU does: move the model to the CPU",
+            "recomputes .* in rounds, which only a CPU does: move the model to the CPU",
         ),
-        (
-            "cuda",
-            {"compression": PromptVotes(2)},
-            "compresses prompts at their end, which only a CPU does: move the model",
-        ),
+        ("cuda", {"compression": PromptVotes(2)}, "compresses .* end, which only a CPU does: move the model"),
         ("cuda", {"dtype": torch.float16, "size": 80}, None),
     ],
 )
 def test_devices_without_kernels(model, monkeypatch, place, changes, message):
-    settings = {
-        "dtype": torch.bfloat16,
-        "size": 64,
-        "capability": (8, 0),
-        "rounds": None,
-        "compression": None,
-    } | changes
+    settings = {"dtype": torch.bfloat16, "size": 64, "capability": (8, 0)} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: settings["capability"])
-    rule = RetentionRule(
-        4, 8, torch.zeros(2, dtype=torch.float64), rounds=settings["rounds"], compression=settings["compression"]
-    )
+    options = {name: settings.get(name) for name in ("rounds", "compression")}
+    rule = RetentionRule(4, 8, torch.zeros(2, dtype=torch.float64), **options)
     shape = (1, 2, 5, settings["size"])
     keys = SimpleNamespace(device=torch.device(place), dtype=settings["dtype"], shape=shape, requires_grad=False)
     with torch.no_grad(), pytest.raises(ConfigError, match=message) if message else nullcontext():

@@ -35,21 +35,8 @@ def test_imports_cold(module):
     assert outcome.returncode == 0, outcome.stderr
 
 
-PACKAGES = (
-    "attention",
-    "cache",
-    "calibrate",
-    "calibration",
-    "compaction",
-    "distill",
-    "evaluation",
-    "hf",
-    "kernels",
-    "policies",
-    "rules",
-    "scorers",
-    "testing",
-)
+PACKAGES = "attention cache calibrate calibration compaction distill evaluation hf".split()
+PACKAGES += "kernels policies rules scorers testing".split()
 
 
 def test_engine_neutral_packages_import_cold():

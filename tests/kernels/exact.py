@@ -124,8 +124,8 @@ class Exact:
     def below(self, t, leaving):
         """Return whether a token left the window with too low a score to stay, even if slots are free."""
         scorer, sinks = self.rule.scorer, self.rule.sinks
-        least = scorer.threshold if isinstance(scorer, ops.GateScore) else None
-        return least is not None and sinks <= t <= leaving and self.score[t] < least
+        threshold = scorer.threshold if isinstance(scorer, ops.GateScore) else None
+        return threshold is not None and sinks <= t <= leaving and self.score[t] < threshold
 
     def evicted(self):
         """Return number, mean key, mean value and value-key covariance ``[D, D]`` of all evicted tokens."""

@@ -1,4 +1,4 @@
-"""Requests served under one rule, some behind protected prefixes, by any implementation."""
+"""Requests served under one rule, some after protected prefixes, by any implementation."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class ExactRun(NamedTuple):
         out: ``[L, Hq, D]``.
         lse: ``[L, Hq]``.
         magnitude: ``[L, Hq, D]``, weighted mean of the values' magnitudes.
-        held: ``[H, L, L]``, mask of the tokens that each head holds after each token.
+        retained: ``[H, L, L]``, mask of the tokens that each head holds after each token.
         margin: smallest margin of all decisions.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     magnitude: torch.Tensor
-    held: torch.Tensor
+    retained: torch.Tensor
     margin: float
 
 
@@ -135,10 +135,10 @@ class Problem:
         else:
             shares = torch.full(shape, self.topk, dtype=torch.int32)
         self.budgets = self.sinks + self.windows.unsqueeze(1) + shares
-        most = self.sinks + int(self.windows.max()) + self.topk
-        pages, self.table = random_page_table(self.layout, self.requests, most, self.generator)
+        most_tokens = self.sinks + int(self.windows.max()) + self.topk
+        pages, self.table = random_page_table(self.layout, self.requests, most_tokens, self.generator)
         if self.unequal:
-            width = self.layout.state_blocks + cdiv(most, self.slots)
+            width = self.layout.state_blocks + cdiv(most_tokens, self.slots)
             blocks = self.requests * self.heads * width
             self.table = torch.randperm(blocks + 3, generator=self.generator)[:blocks].int().view(*shape, width)
             pages = poisoned_pages(self.layout, blocks + 3)
@@ -191,24 +191,24 @@ class Problem:
         """Write the protected tokens among these into their slots, with their biases."""
         for i, (r, t) in enumerate(zip(active, positions, strict=True)):
             if 0 <= t < self.protects(r):
-                at = self.prefix_table[r, [t // self.slots]].long(), torch.tensor([t % self.slots])
-                pages.write(k[i : i + 1], v[i : i + 1], *at)
+                slot = self.prefix_table[r, [t // self.slots]].long(), torch.tensor([t % self.slots])
+                pages.write(k[i : i + 1], v[i : i + 1], *slot)
                 if t < self.bias(r).shape[1]:
-                    pages.score[at[0], :, at[1]] = self.bias(r)[:, t]
+                    pages.score[slot[0], :, slot[1]] = self.bias(r)[:, t]
 
     def begin(self, pages, active, impl):
-        """Build the scorer's states behind the prefixes of these requests."""
+        """Build the scorer's states after the prefixes of these requests."""
         ops.begin_tail(pages, self.table[active], self.prefix(pages, active), rule=self.rule, impl=impl)
 
     def exact(self, r, h):
         """Return the float64 loop of a head; protected tokens are its sinks."""
-        protects, own = self.protects(r), replace(self.rule, window=int(self.windows[r]))
-        sinks = protects or own.sinks
-        budget = int(self.budgets[r, h]) - own.sinks + sinks
+        protects, rule = self.protects(r), replace(self.rule, window=int(self.windows[r]))
+        sinks = protects or rule.sinks
+        budget = int(self.budgets[r, h]) - rule.sinks + sinks
         bias = tuple(self.bias(r)[h].tolist())
-        begins = max(len(bias), protects - own.replay)  # no state knows slots of cartridges
+        begins = max(len(bias), protects - rule.replay)  # no state knows slots of cartridges
         of_sinks = () if self.sink_logits is None else tuple(self.sink_logits.view(self.heads, -1)[h].tolist())
-        return Exact(replace(own, sinks=sinks), h, budget, begins=begins, bias=bias, sinks=of_sinks)
+        return Exact(replace(rule, sinks=sinks), h, budget, begins=begins, bias=bias, sinks=of_sinks)
 
     def exact_step(self, loops, active, positions, q, k, v):
         """Advance ``loops[r][h]`` by one token of each active request.
@@ -229,54 +229,54 @@ class Problem:
 
     def exact_run(self, r=0) -> ExactRun:
         """Return the results of a whole request."""
-        loops, found, margin = {r: [self.exact(r, h) for h in range(self.heads)]}, [], torch.inf
-        held = torch.zeros(self.heads, self.length, self.length, dtype=torch.bool)
+        loops, results_of_steps, margin = {r: [self.exact(r, h) for h in range(self.heads)]}, [], torch.inf
+        retained = torch.zeros(self.heads, self.length, self.length, dtype=torch.bool)
         for t in range(self.length):
             *results, margins = self.exact_step(loops, [r], [t], *(x[r][t : t + 1] for x in self.texts))
-            found.append(results)
+            results_of_steps.append(results)
             margin = min(margin, *margins.values())
             for h, loop in enumerate(loops[r]):
-                held[h, t, list(loop.tokens)] = True
-        return ExactRun(*(torch.cat(x) for x in zip(*found, strict=True)), held, margin)
+                retained[h, t, list(loop.tokens)] = True
+        return ExactRun(*(torch.cat(x) for x in zip(*results_of_steps, strict=True)), retained, margin)
 
-    def lse(self, held, r=0) -> torch.Tensor:
-        """Return log-sum-exps ``[L, Hq]`` of a request in float32 over the tokens ``held [H, L, L]``."""
+    def lse(self, retained, r=0) -> torch.Tensor:
+        """Return log-sum-exps ``[L, Hq]`` of a request in float32 over the tokens ``retained [H, L, L]``."""
         q, k, _ = (x[r].transpose(0, 1).float() for x in self.texts)
-        return masked_lse(q, k, held, self.bias(r) if self.biased else None, self.sink_logits)
+        return masked_lse(q, k, retained, self.bias(r) if self.biased else None, self.sink_logits)
 
     def run(self, pages, active, positions, q, k, v, impl):
         """Run a decode step; protected tokens are written first, and tails begin where they are due."""
         self.write(pages, active, positions, k, v)
         if begun := [r for r, t in zip(active, positions, strict=True) if self.protected and t == self.protected[r]]:
             self.begin(pages, begun, impl)
-        at = self.table[active], torch.tensor(positions), self.budgets[active]
-        own = dict(rule=self.rule, scale=self.scale, gate_scores=given_scores(self.rule, k), impl=impl)
-        own["sink_logits"] = self.sink_logits
+        step_args = self.table[active], torch.tensor(positions), self.budgets[active]
+        options = dict(rule=self.rule, scale=self.scale, gate_scores=given_scores(self.rule, k), impl=impl)
+        options["sink_logits"] = self.sink_logits
         return ops.decode_step(
-            q, k, v, pages, *at, windows=self.windows[active], prefix=self.prefix(pages, active), **own
+            q, k, v, pages, *step_args, windows=self.windows[active], prefix=self.prefix(pages, active), **options
         )
 
     def long_range(self, pages, r, h, position):
         """Return ``{position: score}`` of the long-range slots after the step at ``position``."""
-        own, since = (
+        rule, since = (
             replace(self.rule, window=int(self.windows[r])).behind(self.protects(r)),
             position - self.protects(r),
         )
         row = self.table[r, h, self.layout.state_blocks :].long()
-        end = min(since + 1, int(self.budgets[r, h]) - self.rule.sinks + own.sinks)
+        end = min(since + 1, int(self.budgets[r, h]) - self.rule.sinks + rule.sinks)
         if self.rule.threshold is not None and since >= 0:
-            end = own.first_long + int(pages.position[row[0], h, 1])
-        slots = torch.arange(own.first_long, max(own.first_long, end))
-        at = row[slots // self.slots], h, slots % self.slots
-        return dict(zip(pages.position[at].tolist(), pages.score[at].tolist(), strict=True))
+            end = rule.first_long + int(pages.position[row[0], h, 1])
+        slots = torch.arange(rule.first_long, max(rule.first_long, end))
+        places = row[slots // self.slots], h, slots % self.slots
+        return dict(zip(pages.position[places].tolist(), pages.score[places].tolist(), strict=True))
 
     def foreign(self) -> torch.Tensor:
         """Return the mask ``[blocks]`` of blocks that belong to no request."""
-        others = torch.ones(self.num_blocks, dtype=torch.bool)
-        others[self.table.flatten().long()] = False
+        foreign = torch.ones(self.num_blocks, dtype=torch.bool)
+        foreign[self.table.flatten().long()] = False
         if self.protected:
-            others[self.prefix_blocks.long()] = False
-        return others
+            foreign[self.prefix_blocks.long()] = False
+        return foreign
 
 
 def problem(case: str, *protected: int, roles: tuple[int, int, int] = ROLES, **options) -> Problem:

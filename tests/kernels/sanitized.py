@@ -30,10 +30,10 @@ def runtime(extension: Path = EXTENSION) -> list[str]:
     """
     linked = subprocess.run(["ldd", extension], capture_output=True, text=True, check=True).stdout
     paths = [line.split()[2] for line in linked.splitlines() if " => /" in line]
-    found = [path for name in ("libasan.", "libubsan.", "libstdc++.") for path in paths if name in path]
-    if len(found) != 3:
+    runtimes = [path for name in ("libasan.", "libubsan.", "libstdc++.") for path in paths if name in path]
+    if len(runtimes) != 3:
         raise SystemExit(f"{extension} is not linked with AddressSanitizer and UBSan: {linked}")
-    return found
+    return runtimes
 
 
 def main() -> None:

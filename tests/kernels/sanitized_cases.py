@@ -102,7 +102,7 @@ SHAPES = {
 
 def shapes(cases):
     """Return a row for each case, with its options."""
-    rows = zip(*(itertools.islice(itertools.cycle(each), len(cases)) for each in SHAPES.values()), strict=True)
+    rows = zip(*(itertools.islice(itertools.cycle(values), len(cases)) for values in SHAPES.values()), strict=True)
     return [
         pytest.param(case, dict(zip(SHAPES, row, strict=True)), id=case) for case, row in zip(cases, rows, strict=True)
     ]
@@ -205,9 +205,9 @@ def report(run):
                 os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         file.seek(0)
-        said = file.read()
+        report_text = file.read()
     assert status, "nothing was reported"
-    return said
+    return report_text
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -217,8 +217,8 @@ def test_forbidden_value_is_reported(isa):
     row = pages.v[p.table[0, 0, 0], 0, 7]
     poison(row.data_ptr() + row.nbytes - 8, 8)
     _C.set_isa(isa)
-    said = report(lambda: p.run(pages, active, [9], *inputs, "cpp"))
-    assert "ERROR: AddressSanitizer" in said and f"kvpop::{isa}::attend" in said, said
+    error_text = report(lambda: p.run(pages, active, [9], *inputs, "cpp"))
+    assert "ERROR: AddressSanitizer" in error_text and f"kvpop::{isa}::attend" in error_text, error_text
 
 
 def test_forbidden_query_is_reported():
@@ -226,20 +226,20 @@ def test_forbidden_query_is_reported():
     q, k, v = (x[0] for x in pool.p.texts)
     poison(q.data_ptr() + q.nbytes - 8, 8)
     chunk = q, k, v, pool.pages, pool.table[:1], Chunks.of_request(0, len(q), pool.budgets[0], pool.p.rule.window)
-    said = report(lambda: ops.serving.prefill_chunk(*chunk, rule=pool.p.rule, scale=1.0, impl="cpp"))
-    assert "ERROR: AddressSanitizer" in said and "::prefill_attend" in said, said
+    error_text = report(lambda: ops.serving.prefill_chunk(*chunk, rule=pool.p.rule, scale=1.0, impl="cpp"))
+    assert "ERROR: AddressSanitizer" in error_text and "::prefill_attend" in error_text, error_text
 
 
 def test_odd_address_is_reported():
     p = Problem("none")
     pages, active, (q, k, v) = decode.served(p, 9)
     odd = torch.frombuffer(bytearray(q.nbytes + 1), dtype=F32, offset=1).view(q.shape)
-    said = report(lambda: p.run(pages, active, [9, 9], odd, k, v, "cpp"))
-    assert "load of misaligned address" in said, said
+    error_text = report(lambda: p.run(pages, active, [9, 9], odd, k, v, "cpp"))
+    assert "load of misaligned address" in error_text, error_text
 
 
 def test_overflow_is_reported():
     """The window is one that the op itself refuses."""
     token, gamma = (torch.zeros(1, 2), torch.arange(2)[None]), torch.zeros(1, dtype=torch.float64)
-    said = report(lambda: _C.online_topk(*token, 0, 1, 2**63 - 1, gamma, 1, False, None))
-    assert "signed integer overflow" in said, said
+    error_text = report(lambda: _C.online_topk(*token, 0, 1, 2**63 - 1, gamma, 1, False, None))
+    assert "signed integer overflow" in error_text, error_text

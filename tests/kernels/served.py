@@ -41,26 +41,26 @@ class Served(NamedTuple):
     Attributes:
         out: ``[L, Hq, D]``.
         lse: ``[L, Hq]``.
-        held: by number of tokens seen, the mask ``[H, seen]`` of the tokens held.
+        retained: by length, the mask ``[H, length]`` of the retained tokens.
         in_cpp_chunks: ``[L]``, mask of the tokens that came in chunks of the C++ kernel.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
-    held: dict[int, torch.Tensor]
+    retained: dict[int, torch.Tensor]
     in_cpp_chunks: torch.Tensor
 
-    def after(self, seen: int) -> Served:
-        """Return the results of the tokens from ``seen`` on."""
-        held = {count: tokens for count, tokens in self.held.items() if count > seen}
-        return Served(self.out[seen:], self.lse[seen:], held, self.in_cpp_chunks[seen:])
+    def after(self, start: int) -> Served:
+        """Return the results of the tokens from ``start`` on."""
+        retained = {count: tokens for count, tokens in self.retained.items() if count > start}
+        return Served(self.out[start:], self.lse[start:], retained, self.in_cpp_chunks[start:])
 
 
 class Pool:
     """Pages of a problem's requests, which begin with all bytes equal, and the tokens that they have seen."""
 
     def __init__(self, p: Problem, byte: int = 255):
-        self.p, self.byte, self.seen = p, byte, [0] * p.requests
+        self.p, self.byte, self.lengths = p, byte, [0] * p.requests
         self.pages = poisoned_pages(p.layout, p.num_blocks)
         self.pages.raw.fill_(byte)
         self.table, self.budgets = p.table, p.budgets
@@ -71,15 +71,15 @@ class Pool:
 
     def begin(self, r: int, count: int, impl: str) -> slice:
         """Write protected tokens and build the scorer's state, as before a step; return the step's tokens."""
-        p, cut = self.p, slice(self.seen[r], self.seen[r] + count)
+        p, cut = self.p, slice(self.lengths[r], self.lengths[r] + count)
         _, k, v = (x[r][cut] for x in p.texts)
         p.write(self.pages, [r] * len(k), range(cut.start, cut.start + len(k)), k, v)
         if p.protects(r) and cut.start <= p.protects(r) < cut.stop:
             p.begin(self.pages, [r], use(impl))
-        self.seen[r] = cut.stop
+        self.lengths[r] = cut.stop
         return cut
 
-    def told(self, r: int, impl: str) -> dict:
+    def common_args(self, r: int, impl: str) -> dict:
         """Return the arguments of any step; the rule has another window than the requests, whose own counts."""
         rule = replace(self.p.rule, window=self.p.rule.window + 3)
         return dict(rule=rule, scale=self.p.scale, sink_logits=self.p.sink_logits, impl=use(impl))
@@ -93,27 +93,27 @@ class Pool:
         p, requests = self.p, list(counts)
         cuts = [self.begin(r, count, impl) for r, count in counts.items()]
         q, k, v = (torch.cat([x[r][cut] for r, cut in zip(requests, cuts, strict=True)]) for x in p.texts)
-        own = dict(gate_scores=given_scores(p.rule, k), prefix=self.prefix(requests))
+        options = dict(gate_scores=given_scores(p.rule, k), prefix=self.prefix(requests))
         if p.rule.draws:
-            own["seeds"] = p.seeds[requests]
-        told = (
+            options["seeds"] = p.seeds[requests]
+        chunk_args = (
             [cut.start for cut in cuts],
             list(counts.values()),
             self.budgets.cpu()[requests],
             p.windows.cpu()[requests].tolist(),
         )
-        where = self.pages, self.table[requests], Chunks(*told)
-        return ops.prefill_chunk(q, k, v, *where, **own, **self.told(requests[0], impl))
+        place = self.pages, self.table[requests], Chunks(*chunk_args)
+        return ops.prefill_chunk(q, k, v, *place, **options, **self.common_args(requests[0], impl))
 
     def decode(self, requests: list[int], impl: str):
         """Advance these requests by one token each, in one step."""
-        p, at = self.p, [self.begin(r, 1, impl).start for r in requests]
-        q, k, v = (torch.stack([x[r][t] for r, t in zip(requests, at, strict=True)]) for x in p.texts)
-        own = dict(gate_scores=given_scores(p.rule, k), windows=p.windows[requests], prefix=self.prefix(requests))
+        p, positions = self.p, [self.begin(r, 1, impl).start for r in requests]
+        q, k, v = (torch.stack([x[r][t] for r, t in zip(requests, positions, strict=True)]) for x in p.texts)
+        options = dict(gate_scores=given_scores(p.rule, k), windows=p.windows[requests], prefix=self.prefix(requests))
         if p.rule.draws:
-            own["seeds"] = p.seeds[requests]
-        where = self.pages, self.table[requests], torch.tensor(at), self.budgets[requests]
-        return ops.decode_step(q, k, v, *where, **own, **self.told(requests[0], impl))
+            options["seeds"] = p.seeds[requests]
+        place = self.pages, self.table[requests], torch.tensor(positions), self.budgets[requests]
+        return ops.decode_step(q, k, v, *place, **options, **self.common_args(requests[0], impl))
 
     def verify(self, counts: dict[int, int], impl: str, right: dict[int, int] | None = None):
         """Advance these requests by one token each and verify so many drafts, or with -1 commit staged ones alone.
@@ -125,20 +125,20 @@ class Pool:
         """
         p, requests, tokens = self.p, list(counts), []
         for r, count in counts.items():
-            cut = slice(self.seen[r], self.seen[r] + count + 1)
+            cut = slice(self.lengths[r], self.lengths[r] + count + 1)
             tokens.append(self.drafted(r, cut, count if right is None else right[r]))
             if p.protects(r) and cut.start <= p.protects(r) < cut.stop:
                 p.begin(self.pages, [r], use(impl))
-            self.seen[r] += count >= 0
+            self.lengths[r] += count >= 0
         q, k, v = (torch.cat(x) for x in zip(*tokens, strict=True))
         options = dict(gate_scores=given_scores(p.rule, k), windows=p.windows[requests], prefix=self.prefix(requests))
         if p.rule.draws:
             options["seeds"] = p.seeds[requests]
         lengths = torch.tensor([len(token[0]) for token in tokens])
-        starts = torch.tensor([self.seen[r] - (count >= 0) for r, count in counts.items()])
+        starts = torch.tensor([self.lengths[r] - (count >= 0) for r, count in counts.items()])
         drafts = torch.tensor(list(counts.values()), dtype=torch.int32)
         place = self.pages, self.table[requests], starts, lengths.cumsum(0) - lengths, drafts, self.budgets[requests]
-        return *ops.verify_step(q, k, v, *place, **options, **self.told(requests[0], impl)), (q, k, v)
+        return *ops.verify_step(q, k, v, *place, **options, **self.common_args(requests[0], impl)), (q, k, v)
 
     def drafted(self, r: int, cut: slice, right: int) -> list[torch.Tensor]:
         """Return the tokens ``cut`` of a request, of which only the first and ``right`` more are right, and write them."""
@@ -150,9 +150,9 @@ class Pool:
 
     def accept(self, r: int, count: int) -> None:
         """Go on after so many of the drafts that have been verified, which are right then, also in a prefix."""
-        cut = slice(self.seen[r], self.seen[r] + count)
+        cut = slice(self.lengths[r], self.lengths[r] + count)
         self.p.write(self.pages, [r] * count, range(cut.start, cut.stop), *(x[r][cut] for x in self.p.texts[1:]))
-        self.seen[r] += count
+        self.lengths[r] += count
 
     def staging(self, r: int) -> torch.Tensor:
         """Return the mask ``[blocks, H, bytes]`` of the bytes of a request's pages where drafts are staged."""
@@ -163,10 +163,10 @@ class Pool:
                 mask[int(self.table[r, h, column]), h, byte : byte + layout.draft_bytes] = True
         return mask
 
-    def held(self, r: int) -> torch.Tensor:
-        """Return the mask of retained tokens, ``[H, seen]``."""
+    def retained(self, r: int) -> torch.Tensor:
+        """Return the mask of retained tokens, ``[H, length]``."""
         p, rule = self.p, replace(self.p.rule, window=int(self.p.windows[r]))
-        return held_tokens(self.pages, self.table[r], self.seen[r], rule, self.budgets[r], p.protects(r))
+        return held_tokens(self.pages, self.table[r], self.lengths[r], rule, self.budgets[r], p.protects(r))
 
     def untouched(self) -> bool:
         """Return whether blocks of no request are as they were."""
@@ -174,16 +174,16 @@ class Pool:
 
     def serve(self, chunks: list[int], impl: str, r: int = 0) -> Served:
         """Serve the rest of a request in ``chunks``, where 0 is a decode step and the last entry is repeated."""
-        rows, held, in_cpp_chunks, i = [], {}, [], 0
-        while (left := self.p.length - self.seen[r]) > 0:
+        rows, retained, in_cpp_chunks, i = [], {}, [], 0
+        while (left := self.p.length - self.lengths[r]) > 0:
             count = min(chunks[min(i, len(chunks) - 1)], left)
             rows.append(self.chunk(r, count, impl) if count else self.decode([r], impl))
-            held[self.seen[r]] = self.held(r)
+            retained[self.lengths[r]] = self.retained(r)
             in_cpp_chunks += [bool(count) and use(impl) == "cpp"] * len(rows[-1][0])
             i += 1
         assert self.untouched(), "foreign blocks have changed"
         out, lse = (torch.cat(x) for x in zip(*rows, strict=True))
-        return Served(out, lse, held, torch.tensor(in_cpp_chunks))
+        return Served(out, lse, retained, torch.tensor(in_cpp_chunks))
 
 
 def serve(p: Problem, chunks: list[int], impl: str = "reference") -> Served:
@@ -193,22 +193,22 @@ def serve(p: Problem, chunks: list[int], impl: str = "reference") -> Served:
 
 def check_same(actual: Served, expected: Served, atol: float = 2e-5) -> None:
     """Check that two ways of serving hold the same tokens, and give the same up to rounding."""
-    common = actual.held.keys() & expected.held.keys()
-    assert common and all(torch.equal(actual.held[seen], expected.held[seen]) for seen in common)
+    common = actual.retained.keys() & expected.retained.keys()
+    assert common and all(torch.equal(actual.retained[length], expected.retained[length]) for length in common)
     for a, b in zip(actual[:2], expected[:2], strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=atol)
 
 
-def check_exact(p: Problem, exact: ExactRun, eager, found: Served) -> None:
+def check_exact(p: Problem, exact: ExactRun, eager, served: Served) -> None:
     """Check that retained tokens are exact and outputs and log-sum-exps within their error budgets.
 
     Outputs are within their roundings (:func:`check_roundings`). In bfloat16 the log-sum-exps of tokens in
     chunks of the C++ kernel may be off by up to 2^-13.
     """
-    out, lse, held, fast = found
-    for seen, tokens in held.items():
-        assert torch.equal(tokens, exact.held[:, seen - 1, :seen]), f"after {seen} tokens"
+    out, lse, retained, fast = served
+    for length, tokens in retained.items():
+        assert torch.equal(tokens, exact.retained[:, length - 1, :length]), f"after {length} tokens"
     check_roundings(p.dtype, out, exact.out, exact.magnitude, merged=fast if merges(p) else None)
     if p.dtype == torch.bfloat16 and fast.any():
         assert (lse[fast].double() - exact.lse[fast]).abs().max() <= 2.0**-13
@@ -261,7 +261,7 @@ class Lockstep:
         for impl in impls:  # a clone would lie without the gaps of the sanitized cases
             self.pages[impl] = poisoned_pages(p.layout, p.num_blocks)
             self.pages[impl].raw.copy_(begun)
-        self.roundings, self.found = DisturbedSums(0), {name: [] for name in ("exact", *self.pages)}
+        self.roundings, self.outcomes = DisturbedSums(0), {name: [] for name in ("exact", *self.pages)}
 
     def step(self, active: list[int]) -> float | None:
         """Advance requests by one token and check the tokens that each implementation holds.
@@ -277,19 +277,19 @@ class Lockstep:
                 outcomes[name] = p.run(pages, active, now, *inputs, use(name))
         *outcomes["exact"], margins = p.exact_step(self.loops, active, now, *inputs)
         for (r, h), margin in margins.items():
-            at = self.positions[r]
-            expected = self.loops[r][h].long_range(at).keys()
-            wrong = {name for name, pages in self.pages.items() if p.long_range(pages, r, h, at).keys() != expected}
+            q = self.positions[r]
+            expected = self.loops[r][h].long_range(q).keys()
+            wrong = {name for name, pages in self.pages.items() if p.long_range(pages, r, h, q).keys() != expected}
             if wrong:
-                least = CLOSE_MASS if p.rule.coupled else CLOSE
-                assert margin < least, f"{wrong} retained other tokens at {at}, margin {margin}"
+                close = CLOSE_MASS if p.rule.coupled else CLOSE
+                assert margin < close, f"{wrong} retained other tokens at {q}, margin {margin}"
                 self.comparable = False
                 return margin
         for r in active:
             self.positions[r] += 1
         if isinstance(self.roundings, DisturbedSums):
             for name, outcome in outcomes.items():
-                self.found[name].append(outcome)
+                self.outcomes[name].append(outcome)
         return None
 
     def check(self) -> int:
@@ -298,34 +298,34 @@ class Lockstep:
         Returns:
             Number of scores that were compared.
         """
-        p, exact, foreign = self.p, self.found["exact"], self.p.foreign()
+        p, exact, foreign = self.p, self.outcomes["exact"], self.p.foreign()
         impls = [name for name in self.pages if name != "reference"]
         for name in impls:
-            assert torch.equal(self.seen(name), self.seen("reference"))
+            assert torch.equal(self.tokens_seen(name), self.tokens_seen("reference"))
             if self.comparable:  # states that were not written are NaN
-                found, expected = self.states(name), self.states("reference")
-                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
+                actual, expected = self.states(name), self.states("reference")
+                torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
             assert (self.pages[name].raw[foreign] == 255).all()
-            for (out, _), (wide, _, magnitude) in zip(self.found[name], exact, strict=True):
+            for (out, _), (wide, _, magnitude) in zip(self.outcomes[name], exact, strict=True):
                 check_roundings(p.dtype, out, wide, magnitude)
-            for i, what in enumerate(("out", "lse") if exact else ()):
-                of = {each: flat(found[i] for found in self.found[each]) for each in (name, "exact", "reference")}
-                assert of[name].dtype == of["reference"].dtype
-                assert_within_budget(of[name], of["exact"], of["reference"], name=f"{name} {what}")
-        scores = {name: [] for name in self.found}
+            for i, output in enumerate(("out", "lse") if exact else ()):
+                values = {impl: flat(step[i] for step in self.outcomes[impl]) for impl in (name, "exact", "reference")}
+                assert values[name].dtype == values["reference"].dtype
+                assert_within_budget(values[name], values["exact"], values["reference"], name=f"{name} {output}")
+        scores = {name: [] for name in self.outcomes}
         for r, h in ((r, h) for r in range(p.requests) for h in range(p.heads)):
             wide = self.loops[r][h].long_range(self.positions[r] - 1)
-            held = {name: p.long_range(pages, r, h, self.positions[r] - 1) for name, pages in self.pages.items()}
-            if all(found.keys() == wide.keys() for found in held.values()):  # else a close decision
-                for name, found in (held | {"exact": wide}).items():
-                    scores[name] += [found[t] for t in wide]
+            long_range = {name: p.long_range(pages, r, h, self.positions[r] - 1) for name, pages in self.pages.items()}
+            if all(slots.keys() == wide.keys() for slots in long_range.values()):  # else a close decision
+                for name, actual in (long_range | {"exact": wide}).items():
+                    scores[name] += [actual[t] for t in wide]
         for name in impls if scores["exact"] else ():
             wide = torch.tensor(scores["exact"], dtype=torch.float64)
             eager = torch.tensor(scores["reference"])
             assert_within_budget(torch.tensor(scores[name]), wide, eager, name=f"{name} score")
         return len(scores["exact"])
 
-    def seen(self, name: str) -> torch.Tensor:
+    def tokens_seen(self, name: str) -> torch.Tensor:
         """Return the numbers of tokens seen, ``[R, H]``, as the pages say."""
         rows, pages = self.p.table[:, :, self.p.layout.state_blocks].long(), self.pages[name]
         return pages.position[rows, torch.arange(self.p.heads), 0]

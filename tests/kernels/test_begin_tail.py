@@ -16,7 +16,7 @@ from kvpop_vllm.kernels.reference.begin_tail import begin_tail
 @pytest.mark.parametrize("case, size", [("mlstm-softmax-cap", 32), ("mlstm-direct-values", 64)])
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])
 def test_equals_the_reference(impl, case, size, replay):
-    """R is smaller or larger than p and than a chunk; only states behind a prefix change."""
+    """R is smaller or larger than p and than a chunk; only states after a prefix change."""
     p = Problem(case, size=size, protected=(0, 90, 17), replay=replay).prepare()
     pages, blocks = poisoned_pages(p.layout, p.num_blocks), p.prefix_blocks.long()
     pages.k[blocks], pages.v[blocks] = (torch.randn(len(blocks), 2, p.slots, size, generator=p.generator) for _ in "kv")
@@ -25,11 +25,11 @@ def test_equals_the_reference(impl, case, size, replay):
     for _ in range(2):  # the second time changes nothing
         p.begin(other, [0, 1, 2], use(impl))
     states, words = p.table[1:, 0, : p.layout.state_blocks].long(), p.rule.scorer.state_floats
-    found, expected = (x.state[states].transpose(1, 2).flatten(2)[..., :words] for x in (other, pages))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    others = torch.ones(p.num_blocks, dtype=torch.bool)
-    others[states.flatten()] = False
-    assert torch.equal(pages.raw[others], before[others]) and torch.equal(other.raw[others], before[others])
+    actual, expected = (x.state[states].transpose(1, 2).flatten(2)[..., :words] for x in (other, pages))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    foreign = torch.ones(p.num_blocks, dtype=torch.bool)
+    foreign[states.flatten()] = False
+    assert torch.equal(pages.raw[foreign], before[foreign]) and torch.equal(other.raw[foreign], before[foreign])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

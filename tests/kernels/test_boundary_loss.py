@@ -53,16 +53,16 @@ def test_the_first_decision_compares_with_a_token_that_was_there():
 
 def held_by_teacher(target, log_gamma, q, step, sinks, window, topk):
     """Return the positions retained at q, worst first, and the one evicted at q; simulated per query."""
-    held, left = [], None
+    retained, left = [], None
 
-    def effective(t, at):
-        return target[t] + (at - t) // step * log_gamma
+    def effective(t, query):
+        return target[t] + (query - t) // step * log_gamma
 
-    for at in range(sinks + window, q + 1):
-        held.append(at - window)
-        held.sort(key=lambda t: (effective(t, at), t))
-        left = held.pop(0) if len(held) > topk else None
-    return held, left
+    for query in range(sinks + window, q + 1):
+        retained.append(query - window)
+        retained.sort(key=lambda t: (effective(t, query), t))
+        left = retained.pop(0) if len(retained) > topk else None
+    return retained, left
 
 
 def naive(pred, target, log_gamma, positions, step, margin, balance, roles=(SINKS, WINDOW, TOPK)):
@@ -73,15 +73,15 @@ def naive(pred, target, log_gamma, positions, step, margin, balance, roles=(SINK
             for q in positions:
                 new, gamma = q - window, float(log_gamma[h].detach())
                 own_roles = (*roles[:2], topk[h])
-                held, left = held_by_teacher(
+                retained, left = held_by_teacher(
                     [float(x) for x in target[b, h].detach().float()], gamma, q, step, *own_roles
                 )
-                kept, bound = new in held, held[0] if held[0] != new else left
+                stays, bound = new in retained, retained[0] if retained[0] != new else left
 
                 def gap(score, gamma, new=new, bound=bound, q=q):
                     return score[new] - score[bound] + ((q - new) // step - (q - bound) // step) * gamma
 
-                y = 1.0 if kept else -1.0
+                y = 1.0 if stays else -1.0
                 loss = torch.nn.functional.softplus(-y * gap(pred[b, h], log_gamma[h]) / OPTIONS["tau"])
                 rows.append((y, y * float(gap(target[b, h].detach(), gamma)), loss))
             terms.append((h, rows))
@@ -159,20 +159,20 @@ def test_heads_that_never_evict_do_not_count(topk, step):
 
 def test_the_reference_runs_references(monkeypatch):
     """The reference orders tokens by a reference op, and "auto" by the fastest op for the order it needs."""
-    asked = []
+    resolved = []
     find = training.resolve
 
     def resolve(op, impl, tensor):
-        asked.append((op, impl))
+        resolved.append((op, impl))
         return find(op, impl, tensor)
 
     for module in (training, serving):
         monkeypatch.setattr(module, "resolve", resolve)
     for step, op in ((1, "running_topk"), (5, "online_topk")):
         for impl in ("reference", "auto"):
-            asked.clear()
+            resolved.clear()
             loss_of(*inputs(), step=step, impl=impl)
-            assert asked == [("boundary_loss", impl), (op, impl)]
+            assert resolved == [("boundary_loss", impl), (op, impl)]
 
 
 @pytest.mark.parametrize(

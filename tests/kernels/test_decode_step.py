@@ -82,7 +82,7 @@ def test_several_tiles_and_blocks(dtype, slots):
     ],
 )
 def test_biases_of_some_prefixes(case, size, group, slots, dtypes):
-    """One step holds requests without a prefix, within theirs, at its end and behind it, with a bias and without.
+    """One step holds requests without a prefix, within theirs, at its end and after it, with a bias and without.
 
     Heads of five queries have attention sinks.
     """
@@ -145,9 +145,9 @@ def test_one_head_is_shared_among_threads(dtype, threads, protected, roles):
     if dtype == torch.float32:  # rounded outputs beyond 1 could differ by 2^-7
         sizes["biased"] = tuple(count // 2 for count in protected)
     p = problem("mlstm", *protected, roles=roles, dtype=dtype, **sizes)
-    (out, lse, pages), (shared, shared_lse, others) = (served_by(number, p, 60) for number in (1, threads))
+    (out, lse, pages), (shared, shared_lse, shared_pages) = (served_by(number, p, 60) for number in (1, threads))
     decoded = slice(-60 * p.requests, None)
-    assert torch.equal(pages, others)
+    assert torch.equal(pages, shared_pages)
     assert not (torch.equal(out[decoded], shared[decoded]) and torch.equal(lse, shared_lse)), "no head was cut"
     atol = 2e-5 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(shared.float(), out.float(), rtol=0, atol=atol)
@@ -175,11 +175,11 @@ def test_victim_far_out_and_ties(impl, decay_step, cut):
     pages, q0, slots = poisoned_pages(p.layout, p.num_blocks), 200_000, torch.arange(int(p.budgets[0, 0]))
     heads, active = [(r, h) for r in range(p.requests) for h in range(p.heads)], list(range(p.requests))
     for r, h in heads:
-        at = p.table[r, h, slots // p.slots].long(), h, slots % p.slots
-        pages.k[at], pages.v[at] = 0.0, 0.0
-        pages.score[at] = torch.randint(0 if h == 2 else -2, 3, slots.shape, generator=p.generator).float() / 4
+        places = p.table[r, h, slots // p.slots].long(), h, slots % p.slots
+        pages.k[places], pages.v[places] = 0.0, 0.0
+        pages.score[places] = torch.randint(0 if h == 2 else -2, 3, slots.shape, generator=p.generator).float() / 4
         near = torch.randperm(60, generator=p.generator)[: len(slots)]
-        pages.position[at] = (q0 - p.window - 1 - near).int()
+        pages.position[places] = (q0 - p.window - 1 - near).int()
         pages.position[p.table[r, h, 0], h, 0] = q0
     before = {head: p.long_range(pages, *head, q0) for head in heads}
     p.run(pages, active, [q0] * p.requests, *p.inputs(active), use(impl))
@@ -258,7 +258,7 @@ def test_strided_inputs_equal_contiguous_ones(impl):
     pages, active, (q, k, v) = served(p, 19)
     other, packed, values = p.layout.view(pages.raw.clone()), torch.cat([q, k], 1), torch.cat([k, v], 1)
     strided = packed[:, :4], packed[:, 4:], values[:, 2:]
-    expected, got = (p.run(own, active, [19, 19], *x, impl) for own, x in ((pages, (q, k, v)), (other, strided)))
+    expected, got = (p.run(cache, active, [19, 19], *x, impl) for cache, x in ((pages, (q, k, v)), (other, strided)))
     assert torch.equal(expected[0], got[0]) and torch.equal(expected[1], got[1]) and torch.equal(pages.raw, other.raw)
 
 

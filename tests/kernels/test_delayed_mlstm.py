@@ -98,9 +98,9 @@ def test_any_shape(delay, chunk, **shape):
 
 
 def test_continues_from_a_state():
-    whole = inputs(90, width=20)
-    _, state = ops.delayed_mlstm(*(t[:, :, :37] for t in whole), delay=0, chunk=16, impl=IMPL)
-    check([t[:, :, 37:] for t in whole], delay=0, chunk=32, start=state)
+    sequence = inputs(90, width=20)
+    _, state = ops.delayed_mlstm(*(t[:, :, :37] for t in sequence), delay=0, chunk=16, impl=IMPL)
+    check([t[:, :, 37:] for t in sequence], delay=0, chunk=32, start=state)
 
 
 def test_large_gates_stay_finite():

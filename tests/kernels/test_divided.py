@@ -21,14 +21,14 @@ def naive(votes: list[list[float]], budget: int, first: int, safe: float) -> lis
     room = budget - first
     if count <= room:
         return [budget] * heads
-    kept = []
+    retained = []
     for h in range(heads):
         best = sorted(range(count), key=lambda t: (-votes[h][t], -t))
-        kept.append(set(best[: max(0, int(safe * budget) - first)]))
-    others = [(-votes[h][t], -t, h) for h in range(heads) for t in range(count) if t not in kept[h]]
-    for _, minus_t, h in sorted(others)[: heads * room - sum(map(len, kept))]:
-        kept[h].add(-minus_t)
-    return [first + len(mine) for mine in kept]
+        retained.append(set(best[: max(0, int(safe * budget) - first)]))
+    candidates = [(-votes[h][t], -t, h) for h in range(heads) for t in range(count) if t not in retained[h]]
+    for _, minus_t, h in sorted(candidates)[: heads * room - sum(map(len, retained))]:
+        retained[h].add(-minus_t)
+    return [first + len(mine) for mine in retained]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -46,9 +46,9 @@ def test_division(heads, count, first, room, levels, safe, seed):
     draw = torch.Generator().manual_seed(seed)
     votes = torch.randint(0, levels, (heads, count), generator=draw).float() / 64
     budget = first + room
-    found = divide(votes, budget, first, safe)
-    assert found.tolist() == naive(votes.tolist(), budget, first, safe)
-    assert found.dtype == torch.int32 and int(found.sum()) == heads * budget and int(found.min()) >= first
+    counts = divide(votes, budget, first, safe)
+    assert counts.tolist() == naive(votes.tolist(), budget, first, safe)
+    assert counts.dtype == torch.int32 and int(counts.sum()) == heads * budget and int(counts.min()) >= first
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -61,16 +61,16 @@ def test_pages_are_a_requests_own(heads, budget, state, seed):
     budgets = (ends.diff() + 1).int().unsqueeze(0)
     assert int(budgets.sum()) == heads * budget
     layout = PageLayout(heads, SIZE, torch.float32, N, state)
-    held = layout.state_blocks + divided_blocks(heads, budget, N)
-    blocks = torch.randperm(held + 3, generator=draw)[:held]
+    needed = layout.state_blocks + divided_blocks(heads, budget, N)
+    blocks = torch.randperm(needed + 3, generator=draw)[:needed]
     natural = blocks * heads + torch.arange(heads).unsqueeze(1)
     _, (row,) = build_page_table(layout, natural.unsqueeze(0), budgets)
-    seen = []
+    used_pages = []
     for h in range(heads):
         pages = layout.state_blocks + cdiv(int(budgets[0, h]), N)
-        seen += row[h, :pages].tolist()
+        used_pages += row[h, :pages].tolist()
         assert row[h, : layout.state_blocks].tolist() == natural[h, : layout.state_blocks].tolist()
-    assert len(set(seen)) == len(seen) and set(seen) <= set(natural.flatten().tolist())
+    assert len(set(used_pages)) == len(used_pages) and set(used_pages) <= set(natural.flatten().tolist())
 
 
 def test_what_was_divided_is_read_back():

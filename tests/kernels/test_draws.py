@@ -34,25 +34,25 @@ def drawn(seed: int, layer: int, head: int, q: int, t: int) -> int:
 def held_by_definition(seed: int, head: int, sinks: int, budget: int) -> list[set[int]]:
     """Return the tokens that a head retains after each step.
 
-    If there are too many, the token behind the window with the lowest draw is evicted.
+    If there are too many, the token with the lowest draw among those older than the window is evicted.
     """
-    held, after = [], []
+    retained, after = [], []
     for q in range(LENGTH):
-        held.append(q)
-        behind = [t for t in held if sinks <= t <= q - WINDOW]
-        if len(behind) > budget - sinks - WINDOW:
-            held.remove(min(behind, key=lambda t: (drawn(seed, LAYER, head, q, t), t)))
-        after.append(set(held))
+        retained.append(q)
+        evictable = [t for t in retained if sinks <= t <= q - WINDOW]
+        if len(evictable) > budget - sinks - WINDOW:
+            retained.remove(min(evictable, key=lambda t: (drawn(seed, LAYER, head, q, t), t)))
+        after.append(set(retained))
     return after
 
 
 def test_splitmix64_is_itself():
     """The first numbers of SplitMix64 with seed 1234567 are those that its authors' program prints."""
-    golden, state, found = 0x9E3779B97F4A7C15, 1234567, []
+    golden, state, numbers = 0x9E3779B97F4A7C15, 1234567, []
     for _ in range(3):
         state = (state + golden) & WORD
-        found.append(int(draws.mix(torch.tensor(state - (1 << 64) if state >> 63 else state))) & WORD)
-    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+        numbers.append(int(draws.mix(torch.tensor(state - (1 << 64) if state >> 63 else state))) & WORD)
+    assert numbers == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**62, -(2**63)])
@@ -62,8 +62,8 @@ def test_draws_are_those_of_the_definition(seed):
     t = torch.tensor([0, 1, 2**31 - 1, 131_072])
     for q in (0, 77, 2**31 - 2):
         for h in range(2):
-            found = draws.draw(keys[0, h], q, t).tolist()
-            assert found == [float(drawn(seed, LAYER, 1 + h, q, each)) for each in t.tolist()]
+            numbers = draws.draw(keys[0, h], q, t).tolist()
+            assert numbers == [float(drawn(seed, LAYER, 1 + h, q, token)) for token in t.tolist()]
     assert draws.head_keys(torch.tensor([seed]), lanes).tolist() == keys[:1].tolist()
 
 
@@ -96,20 +96,20 @@ def held_at_the_end(seed: int, protected: int) -> list[set[int]]:
     return [held_by_definition(seed, head, sinks, budget)[-1] for head in range(HEADS)]
 
 
-def sets(found: Served) -> list[set[int]]:
-    return [set(row.nonzero().flatten().tolist()) for row in found.held[LENGTH]]
+def sets(served: Served) -> list[set[int]]:
+    return [set(row.nonzero().flatten().tolist()) for row in served.retained[LENGTH]]
 
 
 @pytest.mark.parametrize("protected", [0, 1, 16, 21, 40])
 @pytest.mark.parametrize("seed", [0, 12345])
 def test_every_implementation_holds_what_the_definition_says(seed, protected):
     expected, p, outs = held_at_the_end(seed, protected), request(seed, protected), []
-    assert len({frozenset(each) for each in expected}) == HEADS, "every head draws for itself"
+    assert len({frozenset(tokens) for tokens in expected}) == HEADS, "every head draws for itself"
     for impl in ("reference", "cpp"):
         for chunks in ([LENGTH], [7, 0, 56, LENGTH], [21, 0, LENGTH], [0]):
-            found = serve(p, chunks, impl)
-            assert sets(found) == expected, (impl, chunks)
-            outs.append(found.out)
+            served = serve(p, chunks, impl)
+            assert sets(served) == expected, (impl, chunks)
+            outs.append(served.out)
     assert max(float((out - outs[0]).abs().max()) for out in outs) < 1e-5
 
 
@@ -130,8 +130,8 @@ class TestTriton:
 def test_seeds_are_asked_for():
     p = request(0, 0)
     with pytest.raises(ValueError, match="seeds must be .1,. for RandomDraw, got None"):
-        token, at = (x[0][:1] for x in p.texts), (p.table, torch.tensor([0]), p.budgets)
-        ops.decode_step(*token, Pool(p).pages, *at, rule=p.rule, scale=1.0)
+        token, place = (x[0][:1] for x in p.texts), (p.table, torch.tensor([0]), p.budgets)
+        ops.decode_step(*token, Pool(p).pages, *place, rule=p.rule, scale=1.0)
 
 
 @pytest.mark.parametrize("seed", [2**63, 2**63 + 5, 2**64 - 1, -(2**63), 7])

@@ -50,12 +50,12 @@ SHAPES = [
 def eager(case: str, protect: int, **options):
     """Return the eager log-sum-exps of a problem of one request."""
     p, (exact,) = decided(case, protect, **options)
-    return eager_runs(functools.partial(p.lse, exact.held))
+    return eager_runs(functools.partial(p.lse, exact.retained))
 
 
 def cuts(protect: int) -> dict[str, list[int]]:
     """Return chunks of a request by name; 0 is a decode step, and the last entry is used for all the rest."""
-    found = {
+    chunks = {
         "whole": [10_000],
         "decode": DECODE,
         "sevens": [7],
@@ -63,13 +63,13 @@ def cuts(protect: int) -> dict[str, list[int]]:
         "ends": [protect, 11, 0],
     }
     if protect > 1:
-        found["last-of-one"] = [protect - 1, 0, 0, 6, 64]
-        found["short-of-it"] = [protect - 1, 64]
-    return found
+        chunks["last-of-one"] = [protect - 1, 0, 0, 6, 64]
+        chunks["short-of-it"] = [protect - 1, 64]
+    return chunks
 
 
 OF_REFERENCE = ("sevens", 0), ("crosses", 17), ("ends", 1), ("ends", 32)
-"""Cuts, beside whole requests, that the slow reference serves."""
+"""Cuts, apart from whole requests, that the slow reference serves."""
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -124,14 +124,14 @@ def test_attention_sinks_count_however_a_request_is_cut(case, protect, impl):
 def test_attention_sinks_change_what_is_retained():
     """The test above would not pass without them: outputs differ, and what masses retain."""
     with_sinks, without = (problem("mass-newest", has_sinks=sinks).exact_run() for sinks in (True, False))
-    assert not torch.equal(with_sinks.held, without.held)
+    assert not torch.equal(with_sinks.retained, without.retained)
     assert ((with_sinks.out - without.out).abs().amax((1, 2)) > 1e-2).all()
 
 
 def test_biases_change_what_attention_retains():
     """The test above would not pass without them."""
     runs = [problem("mass-newest", 17, biased=biased).exact_run() for biased in ((), (9,))]
-    assert not torch.equal(runs[0].held, runs[1].held)
+    assert not torch.equal(runs[0].retained, runs[1].retained)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -216,10 +216,10 @@ def test_bfloat16_with_biases_is_within_its_roundings(isa, size, group, q_dtype,
 def check_roundings_of(impl, chunks, protect=0, **options):
     """Check that errors are within the roundings of weights and outputs to 16 bits."""
     p, (exact,) = decided("linear", protect, close=10 * SCORE_NOISE, **options)
-    found = serve(p, chunks, impl)
-    assert found.out.dtype == p.q_dtype and torch.equal(found.held[p.length], exact.held[:, -1])
-    check_roundings(p.dtype, found.out, exact.out, exact.magnitude, merged=found.in_cpp_chunks if merges(p) else None)
-    torch.testing.assert_close(found.lse.double(), exact.lse, rtol=0, atol=2e-5)
+    served = serve(p, chunks, impl)
+    assert served.out.dtype == p.q_dtype and torch.equal(served.retained[p.length], exact.retained[:, -1])
+    check_roundings(p.dtype, served.out, exact.out, exact.magnitude, merged=served.in_cpp_chunks if merges(p) else None)
+    torch.testing.assert_close(served.lse.double(), exact.lse, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -250,15 +250,15 @@ def test_chunks_change_nothing_token_by_token(case, impl):
     They continue another implementation's request.
     """
     length = 23 if INTERPRETED else 130
-    p, found = problem(case, roles=(2, 4, 9), length=length, seed=len(case)), []
+    p, runs = problem(case, roles=(2, 4, 9), length=length, seed=len(case)), []
     for chunks in ([length], [1, 13, 0]):
         pool = Pool(p)
         pool.chunk(0, 20, ISAS[0])
-        found.append((pool.serve(chunks, impl), pool.pages.raw))
-    (whole, pages), *others = found
-    assert all(torch.equal(pages, raw) and torch.equal(whole.out, other.out) for other, raw in others)
-    assert all(torch.equal(whole.lse, other.lse) for other, _ in others)
-    check_same(whole, serve(p, DECODE).after(20))
+        runs.append((pool.serve(chunks, impl), pool.pages.raw))
+    (first, pages), *rest = runs
+    assert all(torch.equal(pages, raw) and torch.equal(first.out, other.out) for other, raw in rest)
+    assert all(torch.equal(first.lse, other.lse) for other, _ in rest)
+    check_same(first, serve(p, DECODE).after(20))
 
 
 TOGETHER = [{0: 26, 1: 40, 2: 7, 3: 30}, {0: 1, 2: 30, 3: 9}, {0: 40, 1: 27, 2: 30, 3: 28}]
@@ -283,15 +283,15 @@ def test_requests_are_prefilled_together(case, impl, request):
     p = problem("none" if kind == "draws" else kind, 0, 18, 5, 35, **options)
     if kind == "draws":
         p.rule, p.seeds = replace(p.rule, scorer=ops.RandomDraw(head_lanes(1, slice(None), 2))), torch.arange(4)
-    pool, found = Pool(p), {r: [] for r in range(4)}
+    pool, outputs = Pool(p), {r: [] for r in range(4)}
     for counts in TOGETHER:
         out, lse = pool.chunks(counts, impl)
         for r, *parts in zip(counts, out.split([*counts.values()]), lse.split([*counts.values()]), strict=True):
-            found[r].append((*parts, pool.held(r)))
-    for r, parts in found.items():
-        outs, lses, held = zip(*parts, strict=True)
-        seen = torch.tensor([len(out) for out in outs]).cumsum(0).tolist()
-        served = Served(torch.cat(outs), torch.cat(lses), dict(zip(seen, held, strict=True)), torch.zeros(67))
+            outputs[r].append((*parts, pool.retained(r)))
+    for r, parts in outputs.items():
+        outs, lses, retained = zip(*parts, strict=True)
+        lengths = torch.tensor([len(out) for out in outs]).cumsum(0).tolist()
+        served = Served(torch.cat(outs), torch.cat(lses), dict(zip(lengths, retained, strict=True)), torch.zeros(67))
         check_same(served, Pool(p).serve(DECODE, "reference", r))
     assert pool.untouched()
 
@@ -302,9 +302,9 @@ def test_a_wrong_start_among_others(case, impl):
     """In Triton that request alone gets NaN and keeps its pages; elsewhere its chunk is refused."""
     p = problem(case, 0, 0, 0, length=40)
     pool, alone = Pool(p), Pool(p)
-    for each in (pool, alone):
-        each.chunks(dict.fromkeys(range(3), 20), "cpp" if ISAS else impl)
-    pool.seen[1], before = 19, pool.pages.raw.clone()
+    for filled_pool in (pool, alone):
+        filled_pool.chunks(dict.fromkeys(range(3), 20), "cpp" if ISAS else impl)
+    pool.lengths[1], before = 19, pool.pages.raw.clone()
     if impl != "triton":
         with pytest.raises(StepOrderError, match="step starts at position 19, but its cache has seen 20 tokens"):
             pool.chunks({1: 4}, impl)
@@ -312,8 +312,8 @@ def test_a_wrong_start_among_others(case, impl):
         return
     out, lse = pool.chunks(dict.fromkeys(range(3), 4), impl)
     assert out[4:8].isnan().all() and lse[4:8].isnan().all()
-    own, _ = alone.chunks({0: 4, 2: 4}, impl)
-    torch.testing.assert_close(out[[0, 1, 2, 3, 8, 9, 10, 11]], own, rtol=0, atol=1e-6)
+    alone_out, _ = alone.chunks({0: 4, 2: 4}, impl)
+    torch.testing.assert_close(out[[0, 1, 2, 3, 8, 9, 10, 11]], alone_out, rtol=0, atol=1e-6)
     alone.pages.raw[p.table[1].flatten().long()] = before[p.table[1].flatten().long()]
     torch.testing.assert_close(pool.pages.raw, alone.pages.raw)
 
@@ -323,8 +323,8 @@ def test_strided_inputs_equal_contiguous_ones(impl):
     p = problem("mlstm-direct-values", length=45, seed=2)
     expected, packed = serve(p, [45], impl), torch.cat([x[0] for x in p.texts], 1)
     p.texts = [[packed[:, :4]], [packed[:, 4:6]], [packed[:, 6:]]]
-    found = serve(p, [45], impl)
-    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    served = serve(p, [45], impl)
+    assert torch.equal(served.out, expected.out) and torch.equal(served.lse, expected.lse)
 
 
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])

@@ -1,4 +1,4 @@
-"""Protected prefixes in serving kernels, beside what test_prefill_chunk proves of whole requests."""
+"""Protected prefixes in serving kernels, apart from what test_prefill_chunk proves of whole requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpop_vllm.kernels import ops
     "case", ["none", "mass-mean", "moment-corrected", "gate_scores-threshold", "mlstm", "mlstm-short"]
 )
 def test_several_requests_in_one_step(case, biased, impl):
-    """Requests without a prefix, at its end, below it and behind it are right in one step, with a bias and without.
+    """Requests without a prefix, at its end, below it and after it are right in one step, with a bias and without.
 
     Each gives the same as alone, to the bit.
     """
@@ -30,10 +30,10 @@ def test_several_requests_in_one_step(case, biased, impl):
     for _ in range(6 if impl == "reference" else 15):
         out, lse = together.decode([*requests], impl)
         for r in requests:
-            one, least = alone.decode([r], impl)
-            assert torch.equal(out[r : r + 1], one) and torch.equal(lse[r : r + 1], least)
-            t = together.seen[r] - 1
-            assert torch.equal(together.held(r), exact[r].held[:, t, : t + 1])
+            one, one_lse = alone.decode([r], impl)
+            assert torch.equal(out[r : r + 1], one) and torch.equal(lse[r : r + 1], one_lse)
+            t = together.lengths[r] - 1
+            assert torch.equal(together.retained(r), exact[r].retained[:, t, : t + 1])
             check_roundings(p.dtype, out[r], exact[r].out[t], exact[r].magnitude[t])
     assert torch.equal(together.pages.raw, alone.pages.raw)
     assert (together.pages.raw[p.foreign()] == 255).all() and (together.pages.raw[0] == 255).all()
@@ -42,18 +42,18 @@ def test_several_requests_in_one_step(case, biased, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("chunks", [[0], [40], [11, 3, 0, 20]], ids=str)
 def test_any_finite_bias_counts(chunks, impl):
-    """Tokens of the least bias are not seen beside others, and equal where there are no others."""
-    least, p = torch.finfo(torch.float32).min, problem("none", 21, biased=(19,), group=3)
+    """Tokens of the least bias have no weight next to others, and equal weights where there are no others."""
+    lowest, p = torch.finfo(torch.float32).min, problem("none", 21, biased=(19,), group=3)
     p.biases = [
-        torch.tensor([[least, least, least, 0.0, -1e30, -500.0, 30.0], [least, 3.0, -1e4, least, 0.5, 40.0, 1e5]])
+        torch.tensor([[lowest, lowest, lowest, 0.0, -1e30, -500.0, 30.0], [lowest, 3.0, -1e4, lowest, 0.5, 40.0, 1e5]])
     ]
-    p.biases[0] = torch.cat([p.biases[0], torch.full((2, 12), least)], 1)
-    exact, found = p.exact_run(), serve(p, chunks, impl)
-    check_roundings(p.dtype, found.out, exact.out, exact.magnitude)
+    p.biases[0] = torch.cat([p.biases[0], torch.full((2, 12), lowest)], 1)
+    exact, served = p.exact_run(), serve(p, chunks, impl)
+    check_roundings(p.dtype, served.out, exact.out, exact.magnitude)
     usual = exact.lse.abs() < 1e3
-    torch.testing.assert_close(found.lse[usual].double(), exact.lse[usual], rtol=0, atol=2e-5)
+    torch.testing.assert_close(served.lse[usual].double(), exact.lse[usual], rtol=0, atol=2e-5)
     torch.testing.assert_close(
-        found.lse[~usual].double(), exact.lse[~usual], rtol=1e-6 if impl in ISAS else 0.5, atol=0
+        served.lse[~usual].double(), exact.lse[~usual], rtol=1e-6 if impl in ISAS else 0.5, atol=0
     )
 
 
@@ -78,20 +78,20 @@ def test_nothing_is_taken_from_the_bytes_that_lay_there(case, protect, impl):
     stepped back to its prefix's end or below.
     """
     p, chunks = decided(case, protect)[0], [20, 0]
-    found = [Pool(p, byte).serve(chunks, impl) for byte in ((0, 255) if impl == "reference" else (0, 1, 127, 255))]
+    runs = [Pool(p, byte).serve(chunks, impl) for byte in ((0, 255) if impl == "reference" else (0, 1, 127, 255))]
     used, texts = Pool(p), p.texts
     p.texts = [[x[0].flip(0)] for x in texts]
     used.serve([11], impl)
-    p.texts, used.seen = texts, [0]
-    found.append(used.serve(chunks, impl))
-    for out, lse, held, _ in found[1:]:
-        assert torch.equal(out, found[0].out) and torch.equal(lse, found[0].lse)
-        assert all(torch.equal(held[seen], tokens) for seen, tokens in found[0].held.items())
+    p.texts, used.lengths = texts, [0]
+    runs.append(used.serve(chunks, impl))
+    for out, lse, retained, _ in runs[1:]:
+        assert torch.equal(out, runs[0].out) and torch.equal(lse, runs[0].lse)
+        assert all(torch.equal(retained[length], tokens) for length, tokens in runs[0].retained.items())
     for back in [protect] if impl == "reference" or not protect else (17, 16, 3):
         again = Pool(p)
         again.serve(chunks, impl)
-        again.seen = [back]
-        check_same(again.serve([20 - back, 0], impl), found[0].after(back))
+        again.lengths = [back]
+        check_same(again.serve([20 - back, 0], impl), runs[0].after(back))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -121,7 +121,7 @@ def test_a_step_out_of_order_is_refused(impl, case, protect, start):
     pool.chunk(0, 30, "reference" if INTERPRETED else impl)
     before = pool.pages.raw.clone()
     for step in (lambda: pool.chunk(0, 4, impl), lambda: pool.decode([0], impl)):
-        pool.seen = [start]
+        pool.lengths = [start]
         if INTERPRETED:
             assert all(bool(x.isnan().all()) for x in step())
             continue
@@ -137,8 +137,8 @@ def test_bad_prefixes_are_refused_before_anything_is_written():
     before, (blocks, right) = pool.pages.raw.clone(), (p.prefix_table, p.tokens)
 
     def step(prefix, table=p.table):
-        at = torch.tensor([20]), p.budgets
-        ops.decode_step(*token, pool.pages, table, *at, rule=p.rule, scale=p.scale, prefix=prefix, impl="cpp")
+        place = torch.tensor([20]), p.budgets
+        ops.decode_step(*token, pool.pages, table, *place, rule=p.rule, scale=p.scale, prefix=prefix, impl="cpp")
 
     far = blocks.clone()
     far[0, 1] = len(before)
@@ -172,15 +172,15 @@ def test_bad_prefixes_are_refused_before_anything_is_written():
 def test_a_step_below_the_end_needs_the_blocks_up_to_it_only(impl):
     """A prompt in chunks has blocks only as far as it is scheduled, and none of its tail's."""
     p = problem("mlstm", 33)
-    pool, whole = Pool(p), serve(p, [17, 0], impl)
+    pool, expected = Pool(p), serve(p, [17, 0], impl)
     blocks, p.prefix_table = p.prefix_table, p.prefix_table.clone()
     p.prefix_table[0, 2:] = -1
     pool.table = torch.full_like(p.table, -1)
     for count in (17, 0):
         out, _ = pool.chunk(0, count, impl) if count else pool.decode([0], impl)
-        torch.testing.assert_close(out, whole.out[pool.seen[0] - len(out) : pool.seen[0]], rtol=0, atol=2e-5)
+        torch.testing.assert_close(out, expected.out[pool.lengths[0] - len(out) : pool.lengths[0]], rtol=0, atol=2e-5)
     p.prefix_table, pool.table = blocks, p.table
-    check_same(pool.serve([0], impl), whole.after(18))
+    check_same(pool.serve([0], impl), expected.after(18))
 
 
 def test_attention_that_would_overrun_a_prefix_is_refused():

@@ -42,7 +42,7 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
     regions = RegionShares(shares, layout, num_blocks)
     rows = [regions.place(layer, blocks.int(), (), NUMBERS, ())[1] for layer in range(layers)]
     for length in [*range(1, 140), 10_000]:
-        held, seen = shares.blocks(state, N, length), set()
+        block_count, used_regions = shares.blocks(state, N, length), set()
         used = 0
         for layer in range(layers):
             for h in range(heads):
@@ -51,10 +51,10 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
                 for r in range(3):
                     for region in rows[layer][r, h, :pages].tolist():
                         block = region % (num_blocks * heads) // heads
-                        assert block in blocks[r, :held].tolist() and region < layers * num_blocks * heads
-                        seen.add(region)
-        assert len(seen) == 3 * used
-        assert 0 <= held * layers * heads - used < layers * heads
+                        assert block in blocks[r, :block_count].tolist() and region < layers * num_blocks * heads
+                        used_regions.add(region)
+        assert len(used_regions) == 3 * used
+        assert 0 <= block_count * layers * heads - used < layers * heads
 
 
 @pytest.mark.parametrize("layers, heads", [((0, 4), (0, 2)), ((0, 4), (1, 2)), ((1, 3), (0, 2)), ((2, 4), (0, 1))])
@@ -131,8 +131,8 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
     """
     length = 72
     for shared, alone in pools(kind, 1 if INTERPRETED else 3, length):
-        found, expected = (pool.serve([40, 1, length], impl) for pool in (shared, alone))
-        assert torch.equal(found.out, expected.out) and torch.equal(found.held[length], expected.held[length])
+        actual, expected = (pool.serve([40, 1, length], impl) for pool in (shared, alone))
+        assert torch.equal(actual.out, expected.out) and torch.equal(actual.retained[length], expected.retained[length])
 
 
 @pytest.mark.parametrize("kind", ["mlstm", "mass-mean"])
@@ -147,7 +147,7 @@ def test_drafts_do_not_care_where_pages_lie(kind, impl):
                 results[-1].append(pool.verify({0: 3}, impl, {0: accepted})[0])
                 pool.accept(0, accepted)
             pool.verify({0: -1}, impl)
-            results[-1].append(pool.held(0))
+            results[-1].append(pool.retained(0))
         assert all(map(torch.equal, *results))
 
 

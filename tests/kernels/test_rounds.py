@@ -26,8 +26,8 @@ LANES = torch.arange(HEADS)
 
 
 def rule_of(kind: str, sinks: int = 2, window: int = 6, **options) -> RetentionRule:
-    found = SampledMass(GROUP, LANES, **options) if kind == "vase" else Redundancy(GROUP, **options)
-    return RetentionRule(sinks, window, torch.zeros(HEADS, dtype=torch.float64), rounds=found)
+    scorer = SampledMass(GROUP, LANES, **options) if kind == "vase" else Redundancy(GROUP, **options)
+    return RetentionRule(sinks, window, torch.zeros(HEADS, dtype=torch.float64), rounds=scorer)
 
 
 MEASURED = Path(__file__).parents[2] / "examples/scorers/smollm2-135m-kvpop/kvpop_config.json"
@@ -68,7 +68,7 @@ def test_unequal_heads_have_rounds_by_their_own_slots():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [300, 512, 1024])
 def test_measured_shares_cut_a_prompt_into_few_chunks(method, budget):
-    """A prompt of 7,500 tokens has at most twice the rounds of equal heads in any layer, also behind a prefix.
+    """A prompt of 7,500 tokens has at most twice the rounds of equal heads in any layer, also after a prefix.
 
     With a distance of half of each head's own slots there were 768 chunks at B = 300, where equal heads have 115.
     """
@@ -109,12 +109,12 @@ def test_values_of_the_widest_range_are_above_all_others():
     wide = torch.tensor([7, 8, 20, 33])
     values[wide] *= 10
     values[38:, 0] = 100.0  # tokens 38 and 39 are the last two before the window
-    found = sampled_mass(
+    mass = sampled_mass(
         tokens_of(keys, values, torch.zeros(4, GROUP, SIZE), 4), SampledMass(GROUP, LANES), 1.0, LANES[:1], 43
     )
-    best = found[0].argsort(descending=True)[:6] + 4
+    best = mass[0].argsort(descending=True)[:6] + 4
     assert set(best.tolist()) == {*wide.tolist(), 38, 39} and set(best[:2].tolist()) == {38, 39}
-    assert bool((found[0].sort().values[:-6] < 100).all())
+    assert bool((mass[0].sort().values[:-6] < 100).all())
 
 
 def test_a_sample_is_weighted_with_attention():
@@ -125,10 +125,9 @@ def test_a_sample_is_weighted_with_attention():
     queries[..., 0] = 1.0
     kind = SampledMass(GROUP, LANES, neighbours=1, large=100)
     lanes, seeds = torch.zeros(1, dtype=torch.int64), torch.arange(1500).unsqueeze(1) * 7919
-    told = tokens_of(keys, torch.zeros(28, SIZE), queries)
+    tokens = tokens_of(keys, torch.zeros(28, SIZE), queries)
     above = [
-        bool(found[0, 3] > found[0, 17])
-        for found in (sampled_mass(told, kind, 1.0, lanes + seed, 27) for seed in seeds)
+        bool(mass[0, 3] > mass[0, 17]) for mass in (sampled_mass(tokens, kind, 1.0, lanes + seed, 27) for seed in seeds)
     ]
     expected = math.e / (1 + math.e)
     assert abs(sum(above) / len(above) - expected) < 4 * math.sqrt(expected * (1 - expected) / len(above))
@@ -142,12 +141,12 @@ def test_of_tokens_that_resemble_one_another_the_newest_is_spared():
     """
     keys = torch.eye(SIZE)[:28].clone()
     keys[[3, 9, 17, 21]] = keys[3].clone()
-    found = without_redundancy(tokens_of(keys, keys, torch.zeros(8, GROUP, SIZE)), Redundancy(GROUP), 1.0)[0]
+    scores = without_redundancy(tokens_of(keys, keys, torch.zeros(8, GROUP, SIZE)), Redundancy(GROUP), 1.0)[0]
     shares = torch.zeros(28)
     shares[3] = shares[9] = 3 / 28
     shares[17] = 2 / 28
     expected = 0.1 / 24 - 0.9 * shares.softmax(0)[:24]
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(scores, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("protected", [0, 20])
@@ -158,8 +157,8 @@ def test_nothing_is_ranked_where_there_is_nothing_to_rank(kind, protected):
     rows = LayerRows(rule_of(kind), 8, k[None], 1.0, protected=protected)
     for a, b in ((0, 50), (50, 51), (51, 90)):
         rows.append(*(x[None, :, a:b] for x in (k.repeat(2, 1, 1), k, k)))
-    kept = rows.held_by_rows()[0].nonzero()[:, 1].view(HEADS, -1)
-    assert kept.tolist() == [[*range(protected or 2), *range(84, 90)]] * HEADS
+    positions = rows.held_by_rows()[0].nonzero()[:, 1].view(HEADS, -1)
+    assert positions.tolist() == [[*range(protected or 2), *range(84, 90)]] * HEADS
 
 
 @pytest.mark.parametrize("kind, budget", [("vase", 300), ("rkv", 420)])
@@ -180,11 +179,11 @@ def test_at_sizes_of_serving(kind, budget, protected):
     exact = (x.double() for x in (q, k, v))
     visible, margins, _, _ = retained_by_rounds(*exact, how, 0, seeds, protected, sinks, window, topk)
     assert float(margins.min()) > 5e-9, "a near-tie: choose another seed"
-    rows, at = LayerRows(rule, budget, k[None], SIZE**-0.5, protected=protected, seed=3), 0
+    rows, start = LayerRows(rule, budget, k[None], SIZE**-0.5, protected=protected, seed=3), 0
     for count in (budget, 1, 63, 64, 1, 100, length - budget - 229):
-        rows.append(*(x[None, :, at : at + count] for x in (q, k, v)))
-        at += count
-        assert torch.equal(rows.held_by_rows()[0], visible[:, at - 1, :at]), f"after {at} tokens"
+        rows.append(*(x[None, :, start : start + count] for x in (q, k, v)))
+        start += count
+        assert torch.equal(rows.held_by_rows()[0], visible[:, start - 1, :start]), f"after {start} tokens"
     assert not torch.equal(visible[0, -1], visible[1, -1])
 
 
@@ -212,6 +211,6 @@ def test_heads_of_unequal_shares_at_sizes_of_serving(tmp_path, protected, seed):
 
 def test_cosines_in_blocks_are_those_of_all_pairs(monkeypatch):
     unit = torch.nn.functional.normalize(torch.randn(100, 6, generator=torch.Generator().manual_seed(7)), dim=-1)
-    whole = rounds._redundancy(unit, 0.5)
+    expected = rounds._redundancy(unit, 0.5)
     monkeypatch.setattr(rounds, "BLOCK", 7)
-    assert torch.allclose(rounds._redundancy(unit, 0.5), whole, atol=1e-7)
+    assert torch.allclose(rounds._redundancy(unit, 0.5), expected, atol=1e-7)

@@ -47,7 +47,7 @@ def test_several_blocks_and_differences_below_float32(impl):
     priority = torch.stack([fine, torch.randn(2100, generator=torch.Generator().manual_seed(1)).double()])[None]
     priority[0, 1, ::7] = -torch.inf
     options = dict(sinks=4, window=40, topk=300)
-    actual, expected = (ops.running_topk(priority, **options, impl=each) for each in (impl, "reference"))
+    actual, expected = (ops.running_topk(priority, **options, impl=name) for name in (impl, "reference"))
     assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
@@ -92,22 +92,22 @@ class TestTriton:
         ranks = torch.stack([torch.randperm(length, generator=draw) for _ in range(2)]).int()
         count = torch.randint(1, length + 1, (2, 40), generator=draw).int()
         left = (torch.rand(2, 40, generator=draw) * count).int() + 1
-        expected = [[sorted(row[:n])[i - 1] for n, i in zip(*of, strict=True)] for row, *of in
+        expected = [[sorted(row[:n])[i - 1] for n, i in zip(*counts, strict=True)] for row, *counts in
                     zip(ranks.tolist(), count.tolist(), left.tolist(), strict=True)]  # fmt: skip
         assert module.kth_smallest(ranks, left, count).tolist() == expected
 
-    @pytest.mark.parametrize("length, most", [(500, 2), (1024, 2), (8192, 8), (131072, 16)])
-    def test_launches(self, length, most, monkeypatch):
+    @pytest.mark.parametrize("length, launches", [(500, 2), (1024, 2), (8192, 8), (131072, 16)])
+    def test_launches(self, length, launches, monkeypatch):
         """Two launches find the last ten digits of all answers, and two more each digit above."""
         from kvpop_vllm.kernels.triton import running_topk as module
         from triton.runtime.interpreter import InterpretedFunction
 
-        found = []
+        grids = []
         monkeypatch.setattr(
-            InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **more: found.append(grid)
+            InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **more: grids.append(grid)
         )
         module.kth_smallest(*torch.ones(3, 1, length, dtype=torch.int32))
-        assert len(found) == most and set(found) == {(1, -(-length // 1024))}
+        assert len(grids) == launches and set(grids) == {(1, -(-length // 1024))}
 
 
 @pytest.mark.parametrize("impl", IMPLS)

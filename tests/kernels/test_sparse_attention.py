@@ -143,27 +143,27 @@ class TestTriton:
         """Lists name the keys that some query of a block sees; ranges of queries are few times what sees their keys."""
         from kvpop_vllm.kernels.triton import sparse_attention as module
 
-        found, keys = [], []
+        listings, keys = [], []
         lists, run = module.key_lists, module._backward_keys.run
-        monkeypatch.setattr(module, "key_lists", lambda *args: (found.append(got[1]) or got for got in lists(*args)))
+        monkeypatch.setattr(module, "key_lists", lambda *args: (listings.append(got[1]) or got for got in lists(*args)))
         monkeypatch.setattr(module._backward_keys, "run", lambda *args, **more: keys.append(args) or run(*args, **more))
         length, options = 512, dict(sinks=4, window=80, topk=30)
         *tokens, priority = inputs(length, dtype=F32)
         if best == "oldest":  # the first k stay and later ones are seen in the window only
             priority = -torch.arange(float(length)).expand(1, 2, -1)
         check(*tokens, priority, **options)
-        seen = visible_keys(*ops.running_topk(priority, **options, impl="reference"), 4, 80)[0]
-        ((_, listed, counts, *_),) = found
+        visible = visible_keys(*ops.running_topk(priority, **options, impl="reference"), 4, 80)[0]
+        ((_, listed, counts, *_),) = listings
         for head in range(2):
-            for block, some in enumerate(seen[head].split(32)):
-                wanted = some.any(0).nonzero().flatten().tolist()
-                assert listed[head, block, 0, : counts[head, block, 1]].tolist() == wanted
+            for block, query_block in enumerate(visible[head].split(32)):
+                expected = query_block.any(0).nonzero().flatten().tolist()
+                assert listed[head, block, 0, : counts[head, block, 1]].tolist() == expected
         ((_, _, _, order, gone, *_),) = keys
         ends = gone.gather(1, order[:, 0].long()).clamp_max(length).split(32, 1)
         ranges = sum(
             (end.amax(1) - born.amin(1)).sum() for born, end in zip(order[:, 0].split(32, 1), ends, strict=True)
         )
-        assert seen.sum() < 32 * ranges <= 2.5 * seen.sum(), (ranges, seen.sum())
+        assert visible.sum() < 32 * ranges <= 2.5 * visible.sum(), (ranges, visible.sum())
 
     def test_checkpointing_may_free_what_backward_needs(self):
         """Nothing but saved tensors, which checkpointing and offloading take over, keeps keys and values."""

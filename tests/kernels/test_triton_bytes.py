@@ -33,8 +33,8 @@ def counted():
     """Yield a dict that gets the bytes that each kernel loads and stores, by its name."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    found, running = {}, []
-    kept = {name: getattr(InterpreterBuilder, name) for name in ("create_masked_load", "create_masked_store")}
+    moved, running = {}, []
+    originals = {name: getattr(InterpreterBuilder, name) for name in ("create_masked_load", "create_masked_store")}
     call = GridExecutor.__call__
 
     def noted(name):
@@ -42,8 +42,8 @@ def counted():
             mask = arguments[0 if name == "create_masked_load" else 1]
             size = ptrs.get_element_ty().primitive_bitwidth // 8
             addresses = np.unique(ptrs.data[mask.data])  # lanes that ask for the same word get it once
-            found[running[-1]] = found.get(running[-1], 0) + len(addresses) * size
-            return kept[name](self, ptrs, *arguments)
+            moved[running[-1]] = moved.get(running[-1], 0) + len(addresses) * size
+            return originals[name](self, ptrs, *arguments)
 
         return access
 
@@ -55,10 +55,10 @@ def counted():
             running.pop()
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in kept:
+        for name in originals:
             patch.setattr(InterpreterBuilder, name, noted(name))
         patch.setattr(GridExecutor, "__call__", launch)
-        yield found
+        yield moved
 
 
 def full_pages(p: Problem, q: int):
@@ -86,40 +86,40 @@ if INTERPRETED:
         sizes = dict(heads=2, group=2, size=64, slots=64, sinks=4, window=60)
         p = Problem("mlstm", requests, topk=960, **sizes).prepare()
         pages, (q, k, v) = full_pages(p, 5000), p.inputs(range(requests))
-        own = dict(rule=p.rule, scale=p.scale, windows=p.windows)
-        with counted() as found:
-            decode_step(q, k, v, pages, p.table, torch.full((requests,), 5000), p.budgets, **own)
+        options = dict(rule=p.rule, scale=p.scale, windows=p.windows)
+        with counted() as moved:
+            decode_step(q, k, v, pages, p.table, torch.full((requests,), 5000), p.budgets, **options)
         scorer = p.rule.scorer
-        least = floors(64, scorer.features, scorer.value_size, 1024, 960, 2, 4)
-        least["_cells"] += least.pop("search")
-        assert found.keys() == {"_project", "_cells", "_evict_and_insert", "_attend"}
-        for kernel, floor in least.items():
+        lower_bounds = floors(64, scorer.features, scorer.value_size, 1024, 960, 2, 4)
+        lower_bounds["_cells"] += lower_bounds.pop("search")
+        assert moved.keys() == {"_project", "_cells", "_evict_and_insert", "_attend"}
+        for kernel, floor in lower_bounds.items():
             floor *= 1 if kernel == "_project" else requests
-            assert floor <= found[kernel] <= 1.15 * floor, (kernel, found[kernel], floor)
-        assert found["_evict_and_insert"] <= 0.1 * sum(least.values()) * requests
+            assert floor <= moved[kernel] <= 1.15 * floor, (kernel, moved[kernel], floor)
+        assert moved["_evict_and_insert"] <= 0.1 * sum(lower_bounds.values()) * requests
 
 
 def test_the_floors_of_the_page_are_those_of_the_formula():
-    least, text = floors(**QWEN), PAGE.read_text()
+    expected, text = floors(**QWEN), PAGE.read_text()
     rows = re.findall(r"(?m)^\| `(\w+)`(, search)? \| ([\d.]+) MB of", text[text.index("## Floors") :])
-    told = {"search" if search else kernel: float(megabytes) for kernel, search, megabytes in rows}
-    assert told == pytest.approx({kernel: floor / 1e6 for kernel, floor in least.items()}, rel=0.02)
+    page_floors = {"search" if search else kernel: float(megabytes) for kernel, search, megabytes in rows}
+    assert page_floors == pytest.approx({kernel: floor / 1e6 for kernel, floor in expected.items()}, rel=0.02)
 
 
 def test_the_step_of_the_page_follows_from_its_floors():
     """A step reads its weights, and in each of 36 layers the cache of all requests; a dense one all tokens."""
     text = PAGE.read_text()
-    rate, weights, each = 2.8e12, 15.1e9, floors(**QWEN)
-    once = each.pop("_project")
+    rate, weights, floor_bytes = 2.8e12, 15.1e9, floors(**QWEN)
+    once = floor_bytes.pop("_project")
     rows = re.findall(
         r"(?m)^\| (\d+) \| (.+) \|$", text[text.index("36 layers of a step") : text.index("## Compression")]
     )
     assert [int(batch) for batch, _ in rows] == [1, 8, 64, 256]
     for batch, cells in rows:
-        told = [float(cell.replace(",", "")) for cell in re.split(r" \| |, ", cells)]
-        own = 36 * (once + int(batch) * sum(each.values()))
+        page_numbers = [float(cell.replace(",", "")) for cell in re.split(r" \| |, ", cells)]
+        cache_bytes = 36 * (once + int(batch) * sum(floor_bytes.values()))
         dense = [36 * int(batch) * 8 * 2 * 128 * 2 * tokens for tokens in (16384, 65536)]
-        read = own, *dense
+        read = cache_bytes, *dense
         expected = [x for number in read for x in (number / 1e9, number / rate * 1e3)]
         expected += [(weights + number) / rate * 1e3 for number in read]
-        assert told == pytest.approx(expected, rel=0.08, abs=0.05), batch
+        assert page_numbers == pytest.approx(expected, rel=0.08, abs=0.05), batch

@@ -38,24 +38,24 @@ def test_every_kernel_compiles(compiled):
     launched = [
         re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text()) for file in (ROOT / "triton_kernels").glob("*.py")
     ]
-    written = {kernel for kernels in launched for kernel in kernels}
+    written = {kernel for names in launched for kernel in names}
     assert len(written) == 10 + 8 + 7 + 9
     rows = [row for row in compiled["rows"] if row["op"] not in ("biased", "large")]
-    found = {(row["arch"], row["dtype"], row["size"]): set() for row in rows}
+    kernels = {(row["arch"], row["dtype"], row["size"]): set() for row in rows}
     for row in rows:
-        found[row["arch"], row["dtype"], row["size"]].add(row["kernel"])
-    assert found.keys() == {(90, "bfloat16", 128), (80, "float32", 128), (90, "float16", 64)}
-    assert found[90, "bfloat16", 128] == found[80, "float32", 128] == written
-    assert found[90, "float16", 64] == {"_project", "_cells", "_evict_and_insert", "_attend"}, "of an mLSTM"
+        kernels[row["arch"], row["dtype"], row["size"]].add(row["kernel"])
+    assert kernels.keys() == {(90, "bfloat16", 128), (80, "float32", 128), (90, "float16", 64)}
+    assert kernels[90, "bfloat16", 128] == kernels[80, "float32", 128] == written
+    assert kernels[90, "float16", 64] == {"_project", "_cells", "_evict_and_insert", "_attend"}, "of an mLSTM"
 
 
 def test_attention_with_biases_and_sinks_compiles(compiled):
     """It compiles for three generations of GPUs, and decoding with attention masses and without."""
     rows = [row for row in compiled["rows"] if row["op"] == "biased"]
-    found = {(row["arch"], row["dtype"], row["kernel"], row["scorer"]) for row in rows}
+    variants = {(row["arch"], row["dtype"], row["kernel"], row["scorer"]) for row in rows}
     kinds = ("_attend", "stored"), ("_attend", "mlstm"), ("_attend_keys", "any"), ("_steps", "stored")
     targets = (80, "float32"), (90, "bfloat16"), (90, "float16"), (100, "bfloat16")
-    assert found == {(*target, *kind) for target in targets for kind in kinds}
+    assert variants == {(*target, *kind) for target in targets for kind in kinds}
     decode = [row for row in rows if row["kernel"] == "_attend"]
     assert [row for row in decode if row["stack"] > 64 or 2 * row["shared"] > SHARED[row["arch"]]] == []
 
@@ -98,11 +98,11 @@ def test_kernels_fit_a_multiprocessor(compiled, op, stack, programs):
     """
     rows = [row for row in compiled["rows"] if row["op"] == op]
     assert rows
-    most = {"_steps": max(stack, 256), "_plan": max(stack, 320)}
+    limits = {"_steps": max(stack, 256), "_plan": max(stack, 320)}
     wrong = [
         row
         for row in rows
-        if row["stack"] > most.get(row["kernel"], stack) or programs * row["shared"] > SHARED[row["arch"]]
+        if row["stack"] > limits.get(row["kernel"], stack) or programs * row["shared"] > SHARED[row["arch"]]
     ]
     assert wrong == []
 
@@ -110,8 +110,8 @@ def test_kernels_fit_a_multiprocessor(compiled, op, stack, programs):
 def test_loads_of_attention_overlap_its_products(compiled):
     """No wait in the loops of attention is for all loads: those of the next block are still under way."""
     rows = [row for row in compiled["rows"] if row["kernel"] in ("_attend", "_attend_keys")]
-    found = {(row["kernel"], row["op"], row["arch"]) for row in rows}
-    assert found == {
+    variants = {(row["kernel"], row["op"], row["arch"]) for row in rows}
+    assert variants == {
         *(("_attend", op, arch) for op in ("decode_step", "prefix") for arch in (80, 90)),
         *(("_attend_keys", op, arch) for op in ("prefill_chunk", "training") for arch in (80, 90)),
         *(
@@ -160,17 +160,17 @@ def test_scores_round_as_in_the_reference(compiled):
 
 def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
     """No tensor value is read, torch only allocates, and padding is launched like any other step."""
-    most = {"mlstm": (4, 7), "mlstm-corrected": (6, 9), "moment": (5, 8)}
+    limits = {"mlstm": (4, 7), "mlstm-corrected": (6, 9), "moment": (5, 8)}
     assert {(step["op"], step["case"]) for step in compiled["steps"]} == {
-        *(("decode_step", case) for case in most),
-        *(("prefix", case) for case in most if case != "mlstm"),
-        *(("biased", case) for case in most if case != "mlstm-corrected"),
+        *(("decode_step", case) for case in limits),
+        *(("prefix", case) for case in limits if case != "mlstm"),
+        *(("biased", case) for case in limits if case != "mlstm-corrected"),
     }
     for step in compiled["steps"]:
         padding, tokens = step["found"]
         assert padding == tokens and padding["launches"]
         assert {op for op, _ in padding["ops"]} == {"aten.empty.memory_format", "aten.empty_like.default"}
-        launches, ops = most[step["case"]]
+        launches, ops = limits[step["case"]]
         assert len(padding["launches"]) == launches and len(padding["ops"]) <= ops, (step["case"], padding)
 
 
@@ -194,18 +194,18 @@ def test_a_prefill_does_not_wait_for_the_device(compiled):
 
 def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(compiled):
     """As many tokens of five requests take what those of one take, but for a sort of candidates by request."""
-    found, most = {}, {"mlstm": (10, 220), "mlp": (8, 80), "gate_scores-ages": (7, 30)}
-    most |= dict.fromkeys(("mass-mean", "moment-corrected", "mlstm-corrected"), (1, 25))  # for three tokens of each
+    chunks, limits = {}, {"mlstm": (10, 220), "mlp": (8, 80), "gate_scores-ages": (7, 30)}
+    limits |= dict.fromkeys(("mass-mean", "moment-corrected", "mlstm-corrected"), (1, 25))  # for three tokens of each
     for chunk in compiled["chunks"]:
         about = chunk["case"], chunk["protected"], chunk["biased"]
-        found.setdefault(about, {}).setdefault(chunk["requests"], chunk["layers"])
-    assert len(found) == 10
-    for (case, *_), layers in found.items():
+        chunks.setdefault(about, {}).setdefault(chunk["requests"], chunk["layers"])
+    assert len(chunks) == 10
+    for (case, *_), layers in chunks.items():
         for one, five in zip(layers[1], layers[5], strict=True):
             assert five["launches"] == one["launches"], case
             assert abs(len(five["ops"]) - len(one["ops"])) <= 12, case
         for layer in (layers[1][1], layers[5][1]):
-            assert len(layer["launches"]) <= most[case][0] and len(layer["ops"]) <= most[case][1], case
+            assert len(layer["launches"]) <= limits[case][0] and len(layer["ops"]) <= limits[case][1], case
 
 
 def test_a_tail_begins_without_waiting(compiled):

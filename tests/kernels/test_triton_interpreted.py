@@ -59,5 +59,5 @@ def test_all_classes_are_named():
     named = [test.partition("::") for test in TESTS]
     for file in (ROOT / "tests/kernels").glob("test_*.py"):
         written = set(re.findall(r"^class (Test\w+)", file.read_text(), re.M))
-        found = {name for path, _, name in named if path == file.name}
-        assert written <= found or "" in found, file.name
+        classes = {name for path, _, name in named if path == file.name}
+        assert written <= classes or "" in classes, file.name

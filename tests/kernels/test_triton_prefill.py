@@ -52,7 +52,7 @@ TURNS = "mlstm", "mlstm-immediate", "gate_scores-ages"
 
 
 def before_a_forbidden_page(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of an int32 tensor behind which the process ends if it reads."""
+    """Return a copy of an int32 tensor. A read past its end stops the process."""
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -82,12 +82,12 @@ class TestPrefillChunk:
         pools, atol = (Pool(p), Pool(p)), 2e-3 if p.dtype == F16 else 2e-5
         check_same(pools[0].serve(chunks, "triton"), pools[1].serve(DECODE, "reference"), atol)
         for h in range(p.heads):
-            held = [p.long_range(pool.pages, 0, h, p.length - 1) for pool in pools]
-            scores = (torch.tensor([x[t] for t in held[1]]) for x in held)
+            long_range = [p.long_range(pool.pages, 0, h, p.length - 1) for pool in pools]
+            scores = (torch.tensor([x[t] for t in long_range[1]]) for x in long_range)
             torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-3 if p.dtype == F16 else 1e-4)
 
     def test_a_table_is_not_read_beyond_its_end(self):
-        """Without long-range slots, and with a budget of whole blocks, there is no page for the slot behind the ring."""
+        """Without long-range slots, and with a budget of whole blocks, there is no page for the slot after the ring."""
         p = problem("none", roles=(4, 12, 0), length=40, heads=1)
         pool = Pool(p)
         assert p.table.numel() == 1
@@ -105,9 +105,9 @@ class TestPrefillChunk:
         counts, impls = (26, 3, 0, 0, 9, 0, 13), ("reference", "triton", "cpp", "cpp", "triton", "reference", "triton")
         for count, impl in zip(counts, impls, strict=True):
             outs.append(pool.chunk(0, count, impl) if count else pool.decode([0], impl))
-        found, expected = pool.serve([9], "cpp"), serve(p, DECODE)
-        check_same(found, expected.after(p.length - len(found.out)))
-        out = torch.cat([each for each, _ in outs])
+        actual, expected = pool.serve([9], "cpp"), serve(p, DECODE)
+        check_same(actual, expected.after(p.length - len(actual.out)))
+        out = torch.cat([part for part, _ in outs])
         torch.testing.assert_close(out, expected.out[: len(out)], rtol=0, atol=2e-5)
 
     @pytest.mark.parametrize("size, group", [(64, 4), (80, 1)])
@@ -118,10 +118,10 @@ class TestPrefillChunk:
     def test_queries_wider_than_the_cache(self):
         """Products are then those of float32."""
         p = problem("none", roles=(2, 8, 10), length=40, group=3, dtype=F16, q_dtype=torch.float32)
-        found, exact = serve(p, [40], "triton"), p.exact_run()
+        served, exact = serve(p, [40], "triton"), p.exact_run()
         eager = eager_runs(lambda: tuple(serve(p, [40])[:2]))
-        assert found.out.dtype == torch.float32 and torch.equal(found.held[40], exact.held[:, 39])
-        for name, actual, wide, low in zip(("out", "lse"), found, exact, eager, strict=False):
+        assert served.out.dtype == torch.float32 and torch.equal(served.retained[40], exact.retained[:, 39])
+        for name, actual, wide, low in zip(("out", "lse"), served, exact, eager, strict=False):
             assert_within_budget(actual, wide, low, name=name)
 
     def test_what_it_does_not_take_is_refused(self):

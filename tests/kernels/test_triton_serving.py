@@ -83,7 +83,7 @@ class TestDecodeStep:
         """One batch holds requests at all places relative to their prefixes.
 
         Two have nothing protected, one of which starts on dirty pages and one has an almost full budget. One
-        is at its last protected token and then the tail's first, one has an almost full tail behind whole
+        is at its last protected token and then the tail's first, one has an almost full tail after whole
         blocks, and one is within its prefix.
         """
         p = problem(**SERVED[name], protected=(0, 0, 18, 16, 33), replay=9)
@@ -109,11 +109,11 @@ class TestDecodeStep:
         p = problem(case="mlstm-corrected", protected=(17,), topk=2)
         pages, before = begun(p, 24)
         inputs, outputs, blocks = [p.inputs([0]) for _ in range(4)], [], p.prefix_blocks.long()
-        for each in (pages, p.layout.view(torch.full_like(before.raw, 255))):
-            each.raw[blocks] = before.raw[blocks]
-            outputs.append([p.run(each, [0], [17 + i], *token, "triton") for i, token in enumerate(inputs)])
-        for found, expected in zip(*outputs, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and found[0].isfinite().all()
+        for filled in (pages, p.layout.view(torch.full_like(before.raw, 255))):
+            filled.raw[blocks] = before.raw[blocks]
+            outputs.append([p.run(filled, [0], [17 + i], *token, "triton") for i, token in enumerate(inputs)])
+        for actual, expected in zip(*outputs, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)) and actual[0].isfinite().all()
         assert p.long_range(pages, 0, 0, 20).keys() == {17}
 
     @pytest.mark.parametrize("protected", [(), (17, 16, 0, 20)])
@@ -127,14 +127,14 @@ class TestDecodeStep:
         starts, now = ((23, 16, 0, 24), [22, -1, -1, 24]) if protected else ((6, 0, 12, 12), [5, -1, 12, 0])
         pages, reference = begun(p, *starts)
         (q, k, v), right = p.inputs(range(4)), [3] if protected else [2, 3]
-        own = p.run(reference, right, [now[r] for r in right], q[right], k[right], v[right], "reference")
+        right_outputs = p.run(reference, right, [now[r] for r in right], q[right], k[right], v[right], "reference")
         expected, table, budgets, prefix = (
             pages.raw.clone(),
             p.table.clone(),
             p.budgets.clone(),
             p.prefix(pages, range(4)),
         )
-        padding = [i for i, at in enumerate(now) if at < 0]
+        padding = [i for i, position in enumerate(now) if position < 0]
         table[padding], budgets[padding] = 2**30, 2**30
         if protected:
             prefix = replace(prefix, table=prefix.table.clone())
@@ -144,7 +144,7 @@ class TestDecodeStep:
         )
         assert out[0].isnan().all() and lse[0].isnan().all()
         assert (out[padding] == 0).all() and (lse[padding] == -torch.inf).all()
-        torch.testing.assert_close((out[right], lse[right]), own, rtol=0, atol=1e-5)
+        torch.testing.assert_close((out[right], lse[right]), right_outputs, rtol=0, atol=1e-5)
         changed = p.table[right].flatten().long()
         expected[changed] = pages.raw[changed]
         assert torch.equal(pages.raw, expected)
@@ -154,9 +154,9 @@ class TestDecodeStep:
         p = problem(case="gate_scores")
         pages, _ = begun(p, 20)
         pages.score.fill_(torch.nan)
-        held = p.long_range(pages, 0, 0, 19).keys()
+        retained = p.long_range(pages, 0, 0, 19).keys()
         p.run(pages, [0], [20], *p.inputs([0]), "triton")
-        assert p.long_range(pages, 0, 0, 20).keys() == held
+        assert p.long_range(pages, 0, 0, 20).keys() == retained
 
     def test_what_it_does_not_take_is_refused(self):
         p = problem(case="none")

@@ -3,8 +3,8 @@
 The process compiles the kernels through their own launches. ``python tests/kernels/triton_resources.py``
 prints registers, bytes of stack and of shared memory, whether products and sums may be fused, and the waits for
 loads within loops, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints
-one op alone (of prefill its own kernels only; ``prefix`` is a decode step behind a protected prefix, ``biased`` are
-attention's kernels behind a prefix with biases, for sm_100 too, ``large`` kernels with heads of 512), ``--json few``
+one op alone (of prefill its own kernels only; ``prefix`` is a decode step after a protected prefix, ``biased`` are
+attention's kernels after a prefix with biases, for sm_100 too, ``large`` kernels with heads of 512), ``--json few``
 what tests look at. For a decode step and a prefill it also records launches and the torch ops that ran, and for these
 and the beginning of a tail the reads of a tensor's values.
 """
@@ -41,7 +41,7 @@ ALL = dict.fromkeys(itertools.product((90, 80), DTYPES, (64, 128)), STEPS)
 FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16", 64): ("mlstm",)}
 """Cases of decode steps by GPU, dtype and head size."""
 BIASED = dict.fromkeys(((100, "bfloat16", 128), *FEW), ("moment", "mlstm"))
-"""Cases behind prefixes with biases."""
+"""Cases after prefixes with biases."""
 LARGE = dict.fromkeys(((80, "bfloat16", 512), (90, "bfloat16", 512), (100, "bfloat16", 512)), STEPS)
 """Cases with heads of 512."""
 TRAINED = "_backward_queries", "_backward_keys", "_mass"
@@ -61,7 +61,7 @@ VERIFIED = dict.fromkeys(FEW, ("mlstm", "mlp"))
 """Cases of verifying steps, of :data:`DRAFTS` drafts."""
 DRAFTS = 3
 BEHIND = "mlstm", "mass-mean"
-"""Cases that are also prefilled behind a prefix of :data:`PREFIX` tokens."""
+"""Cases that are also prefilled after a prefix of :data:`PREFIX` tokens."""
 PREFIX = 200
 OPS = "decode_step", "prefix", "biased", "large", "verify_step", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
@@ -106,11 +106,11 @@ def resources(kernel) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        told = subprocess.run(
+        dump = subprocess.run(
             [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         )
     registers, stack, _, local = map(
-        int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told.stdout).groups()
+        int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", dump.stdout).groups()
     )
     used = {"registers": registers, "stack": stack + local, "shared": kernel.metadata.shared}
     ptx = kernel.asm["ptx"]
@@ -123,7 +123,7 @@ def resources(kernel) -> dict:
 def awaits(ptx: str) -> bool:
     """Return True if a kernel lets the next launch begin, and waits for the one before ahead of all its loads and stores."""
     allows, waits, touches = (
-        found.start() if (found := re.search(pattern, ptx)) else -1
+        match.start() if (match := re.search(pattern, ptx)) else -1
         for pattern in (
             r"griddepcontrol\.launch_dependents\s*;",
             r"griddepcontrol\.wait\s*;",
@@ -139,18 +139,18 @@ def loads_ahead(ttgir: str) -> int:
 
 
 def waits(ptx: str) -> list[int]:
-    """Return how many groups of asynchronous copies are still under way behind each wait within a loop."""
-    lines, labels, found = ptx.splitlines(), {}, set()
+    """Return how many groups of asynchronous copies are still under way after each wait within a loop."""
+    lines, labels, loop_lines = ptx.splitlines(), {}, set()
     for number, line in enumerate(lines):
         if label := re.match(r"(\$L__BB\w+):", line):
             labels[label[1]] = number
         elif (jump := re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", line)) and jump[1] in labels:
-            found |= set(range(labels[jump[1]], number))
-    counts = (re.search(r"\bcp\.async\.wait_group\s+(\d+);", lines[number]) for number in sorted(found))
+            loop_lines |= set(range(labels[jump[1]], number))
+    counts = (re.search(r"\bcp\.async\.wait_group\s+(\d+);", lines[number]) for number in sorted(loop_lines))
     return [int(count[1]) for count in counts if count]
 
 
-class Asked(TorchDispatchMode):
+class CountedOps(TorchDispatchMode):
     """Mode that records torch's own ops and the shapes of their results."""
 
     def __init__(self):
@@ -173,20 +173,20 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
     sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900)
     p = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare()
     pages, (q, k, v) = poisoned_pages(p.layout, p.num_blocks), p.inputs(range(3))
-    found, gate_scores = [], given_scores(p.rule, k)
+    steps, gate_scores = [], given_scores(p.rule, k)
     for start in (-1, 8):
         positions, prefix = torch.full((3,), start), None
         if op in ("prefix", "biased"):
             ends = torch.tensor([0, 2 * start, 2500])
             prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), ends, ends if op == "biased" else None)
         launches.clear()
-        own = dict(rule=p.rule, scale=p.scale, gate_scores=gate_scores, prefix=prefix, windows=p.windows)
-        own["sink_logits"] = sinks_of(q)
-        with noted_reads() as reads, Asked() as asked:
-            decode_step(q, k, v, pages, p.table, positions, p.budgets, **own)
+        options = dict(rule=p.rule, scale=p.scale, gate_scores=gate_scores, prefix=prefix, windows=p.windows)
+        options["sink_logits"] = sinks_of(q)
+        with noted_reads() as reads, CountedOps() as counted:
+            decode_step(q, k, v, pages, p.table, positions, p.budgets, **options)
         assert not reads, f"Tensor.{reads[0]} waits for the device"
-        found.append({"launches": list(launches), "ops": asked.ops})
-    return found
+        steps.append({"launches": list(launches), "ops": counted.ops})
+    return steps
 
 
 def verify(case: str, dtype: torch.dtype, size: int) -> list:
@@ -204,7 +204,7 @@ def verify(case: str, dtype: torch.dtype, size: int) -> list:
         positions = torch.full((3,), start)
         launches.clear()
         options = dict(rule=p.rule, scale=p.scale, prefix=prefix, windows=p.windows)
-        with noted_reads() as reads, Asked() as torch_ops:
+        with noted_reads() as reads, CountedOps() as torch_ops:
             verify_step(q, k, v, pages, p.table, positions, firsts, drafts, p.budgets, **options)
         assert not reads, f"Tensor.{reads[0]} waits for the device"
         results.append({"launches": list(launches), "ops": torch_ops.ops})
@@ -219,23 +219,23 @@ def sinks_of(q: torch.Tensor) -> torch.Tensor | None:
 @contextmanager
 def noted_reads(*of_host: torch.Tensor):
     """Yield a list that receives the names of the reads of tensors, but for those that are on the host on a GPU too."""
-    found, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
+    read_names, originals = [], {name: getattr(torch.Tensor, name) for name in READS}
     host = {tensor.untyped_storage().data_ptr() for tensor in of_host}
 
     def noted(name):
         def read(tensor, *args, **kwargs):
             if tensor.untyped_storage().data_ptr() not in host:
-                found.append(name)
-            return kept[name](tensor, *args, **kwargs)
+                read_names.append(name)
+            return originals[name](tensor, *args, **kwargs)
 
         return read
 
-    for name in kept:
+    for name in originals:
         setattr(torch.Tensor, name, noted(name))
     try:
-        yield found
+        yield read_names
     finally:
-        for name, method in kept.items():
+        for name, method in originals.items():
             setattr(torch.Tensor, name, method)
 
 
@@ -249,13 +249,13 @@ def begin(case: str, dtype: torch.dtype, size: int, requests: int) -> dict:
     pages, ends = poisoned_pages(p.layout, p.num_blocks), torch.tensor([PREFIX] * (requests - 1) + [2500])
     prefix = Prefix(pages, torch.zeros(requests, 40, dtype=torch.int32), ends)
     launches.clear()
-    with noted_reads(ends) as found, Asked() as asked:
+    with noted_reads(ends) as read_names, CountedOps() as counted:
         begin_tail(pages, p.table, prefix, rule=p.rule)
-    return {"launches": [n for n, _ in launches], "ops": [n for n, _ in asked.ops], "reads": list(found)}
+    return {"launches": [n for n, _ in launches], "ops": [n for n, _ in counted.ops], "reads": list(read_names)}
 
 
 def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: int = 0) -> dict:
-    """Prefill chunks of some requests behind 8 tokens, and ``protected`` ones, in two layers of one step.
+    """Prefill chunks of some requests after 8 tokens, and ``protected`` ones, in two layers of one step.
 
     Returns:
         The case, its requests and protected tokens, whether these have a bias, the kernels and ops of each layer, and
@@ -274,16 +274,16 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
         prefix = Prefix(pages, torch.zeros(requests, 4, dtype=torch.int32), tokens, biased)
     q, k, v = (x.repeat(count, 1, 1) for x in p.inputs(range(requests)))
     chunks = Chunks([start] * requests, [count] * requests, p.budgets, [2] * requests)
-    own, layers = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix), []
-    own["sink_logits"] = sinks_of(q)
-    with noted_reads(p.budgets, tokens) as found:
+    options, layers = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix), []
+    options["sink_logits"] = sinks_of(q)
+    with noted_reads(p.budgets, tokens) as read_names:
         for _ in range(2):
             launches.clear()
-            with Asked() as asked:
-                prefill_chunk(q, k, v, pages, p.table, chunks, **own)
-            layers.append({"launches": [name for name, _ in launches], "ops": [name for name, _ in asked.ops]})
+            with CountedOps() as counted:
+                prefill_chunk(q, k, v, pages, p.table, chunks, **options)
+            layers.append({"launches": [name for name, _ in launches], "ops": [name for name, _ in counted.ops]})
     about = {"case": case, "requests": requests, "protected": protected, "biased": op == "biased"}
-    return about | {"layers": layers, "reads": found}
+    return about | {"layers": layers, "reads": read_names}
 
 
 def train(dtype: torch.dtype, size: int, length: int) -> None:
@@ -337,13 +337,13 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
     return [about | {"kernel": n, "scorer": s} | resources(kernel) for (n, s), kernel in compiled.items()]
 
 
-def cases_of(wanted: str | None) -> dict:
+def cases_of(choice: str | None) -> dict:
     """Return the cases of the current op, by GPU, dtype and head size."""
     if op in ("biased", "large"):
         return BIASED if op == "biased" else LARGE
     if op == "verify_step":
-        return VERIFIED if wanted == "few" else dict.fromkeys(ALL, VERIFIED[90, "bfloat16", 128])
-    return FEW if wanted == "few" else ALL
+        return VERIFIED if choice == "few" else dict.fromkeys(ALL, VERIFIED[90, "bfloat16", 128])
+    return FEW if choice == "few" else ALL
 
 
 def main():
@@ -354,17 +354,17 @@ def main():
     options = parser.parse_args()
     driver.set_active(Target())
     JITFunction.run = compile_only
-    found = {"rows": [], "steps": [], "verified": [], "chunks": [], "begun": []}
+    report = {"rows": [], "steps": [], "verified": [], "chunks": [], "begun": []}
     for op in [options.op] if options.op else OPS:  # noqa: B007  (read by compile_only, as arch by Target)
         for (arch, dtype, size), steps in cases_of(options.json).items():  # noqa: B007
             if options.json == "few" and op not in ("decode_step", "biased") and size == 64:
                 continue
-            rows = rows_of(dtype, size, steps, found)
-            found["rows"] += rows
+            rows = rows_of(dtype, size, steps, report)
+            report["rows"] += rows
             for row in () if options.json else rows:
                 print(*row.values(), sep="\t", flush=True)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -34,11 +34,6 @@ def model_dir(request, tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"), request.param, hidden=hidden)
 
 
-@pytest.fixture(scope="module")
-def qwen3_dir(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
 def random_scores(seed, heads=2, length=80):
     generator = np.random.default_rng(seed)
     return generator.normal(size=(heads, length)), -generator.uniform(0.0, 0.1, size=heads)
@@ -199,8 +194,8 @@ def readout_by_definition(scorer, head, x, values, u, q):
 
 
 @pytest.mark.parametrize("options", MLSTM_OPTIONS)
-def test_mlstm_equals_its_unrolled_definition(qwen3_dir, tmp_path, options):
-    scorer = read_scorer(write_random_scorer(tmp_path, qwen3_dir, **options))
+def test_mlstm_equals_its_unrolled_definition(model, tmp_path, options):
+    scorer = read_scorer(write_random_scorer(tmp_path, model, **options))
     (keys, values), window = key_values(30), 5
     scores = raw_scores(scorer, 0, keys, values, window)
     x = torch.cat([keys, values], -1).numpy()
@@ -212,15 +207,15 @@ def test_mlstm_equals_its_unrolled_definition(qwen3_dir, tmp_path, options):
 
 
 @pytest.mark.parametrize("gate_bias", [-200.0, 200.0])
-def test_mlstm_survives_extreme_input_gates(qwen3_dir, tmp_path, gate_bias):
-    scorer = read_scorer(write_random_scorer(tmp_path, qwen3_dir))
+def test_mlstm_survives_extreme_input_gates(model, tmp_path, gate_bias):
+    scorer = read_scorer(write_random_scorer(tmp_path, model))
     scorer["layers"][0]["igate.bias"] += gate_bias
     for dtype in (torch.float32, torch.float64):
         keys, values = key_values(20).to(dtype)
         assert raw_scores(scorer, 0, keys, values, 4)[:, :16].isfinite().all()
 
 
-def test_stateless_scorers_by_hand(qwen3_dir, tmp_path):
+def test_stateless_scorers_by_hand(model, tmp_path):
     keys, values = key_values(9)
     x = torch.cat([keys, values], -1).numpy()[1, 4]
     by_hand = {
@@ -228,18 +223,18 @@ def test_stateless_scorers_by_hand(qwen3_dir, tmp_path):
         "mlp": lambda p: silu(x @ p["fc1.weight"] + p["fc1.bias"]) @ p["fc2.weight"] + p["fc2.bias"],
     }
     for kind, expected in by_hand.items():
-        scorer = read_scorer(write_random_scorer(tmp_path / kind, qwen3_dir, kind))
+        scorer = read_scorer(write_random_scorer(tmp_path / kind, model, kind))
         p = {name: t[1].numpy() for name, t in scorer["layers"][1].items()}
         assert float(raw_scores(scorer, 1, keys, values, 3)[1, 4]) == pytest.approx(expected(p), abs=1e-12)
 
 
-def test_zero_output_scorer_is_the_sliding_window(qwen3_dir, tmp_path):
-    write_random_scorer(tmp_path, qwen3_dir, sinks=4, window=8, topk=20)
+def test_zero_output_scorer_is_the_sliding_window(model, tmp_path):
+    write_random_scorer(tmp_path, model, sinks=4, window=8, topk=20)
     path = tmp_path / "kvpop_scorer.safetensors"
     weights = {name: t * (".out." not in name) for name, t in load_file(path).items()}
     save_file(weights, path)
     tokens = random_prompt(100)
-    model = OracleModel(qwen3_dir)
+    model = OracleModel(model)
     run = model.run(tokens, OraclePolicy.from_scorer(tmp_path))
     streaming = model.run(tokens, OraclePolicy.streaming(4, 8, 20))
     assert all(map(torch.equal, run.visible, streaming.visible))
@@ -276,9 +271,9 @@ def test_budgets_are_tight_and_near_ties_rare(model_dir, tmp_path, monkeypatch, 
     assert fault > 5 * budget, "one key that one query of one head does not see"
 
 
-def test_prefix_of_a_run_is_the_run_of_the_prefix(qwen3_dir, tmp_path):
-    policy = OraclePolicy.from_scorer(write_random_scorer(tmp_path, qwen3_dir))
-    model, tokens = OracleModel(qwen3_dir), random_prompt(130)
+def test_prefix_of_a_run_is_the_run_of_the_prefix(model, tmp_path):
+    policy = OraclePolicy.from_scorer(write_random_scorer(tmp_path, model))
+    model, tokens = OracleModel(model), random_prompt(130)
     tokens += model.greedy(tokens, 3, policy)
     long, short = model.run(tokens, policy), model.run(tokens[:131], policy)
     torch.testing.assert_close(long.logprobs[:131], short.logprobs, rtol=0, atol=1e-10)

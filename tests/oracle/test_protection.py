@@ -7,14 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpop_vllm.testing import OraclePolicy, raw_scores, read_scorer, write_random_scorer, write_tiny_model
+from kvpop_vllm.testing import OraclePolicy, raw_scores, read_scorer, write_random_scorer
 
 LENGTH, SHAPE = 90, {"sinks": 3, "window": 6, "topk": 12}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture(params=["recency", "key norm", "newest mass", "mean mass", "moment residual", "mlstm", "linear"])

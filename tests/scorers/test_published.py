@@ -257,8 +257,8 @@ def test_dms_with_a_borrowed_channel(run, tmp_path, capsys):
     assert (config.reads, config.scale, config.shifted) == ("query", 100.0, True)
     assert (config.sinks, config.window, config.topk) == (4, 513, 1000)
     channel = torch.tensor([[0.04, 0.06]])
-    score = from_tensors(config, layers[1])(Signals(channel=channel))
-    torch.testing.assert_close(score, -(100 * channel - 5))
+    actual = from_tensors(config, layers[1])(Signals(channel=channel))
+    torch.testing.assert_close(actual, -(100 * channel - 5))
 
 
 def test_dms_with_a_separate_projection(run, tmp_path):
@@ -283,8 +283,8 @@ def test_dms_with_a_separate_projection(run, tmp_path):
         name = f"model.layers.{layer}.self_attn.dms_proj_alpha"
         theirs = 100 * (normed * weights[f"{name}_norm.weight"]) @ weights[f"{name}.weight"].T - 5
         hidden = normed * weights[f"model.layers.{layer}.input_layernorm.weight"]
-        score = from_tensors(config, layers[layer])(Signals(hidden))
-        torch.testing.assert_close(-score, theirs, rtol=1e-4, atol=1e-4)
+        actual = from_tensors(config, layers[layer])(Signals(hidden))
+        torch.testing.assert_close(-actual, theirs, rtol=1e-4, atol=1e-4)
     assert config.reads == "hidden" and config.shifted
 
 

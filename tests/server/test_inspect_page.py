@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from server.browser import chromium, fetched, required
 from serving import Server
 
-from kvpop_vllm.testing import write_tiny_model
 from kvpop_vllm.vllm_glue.extras import cartridge_routes, inspect_routes
 
 ROOT = Path(__file__).parents[2]
@@ -96,11 +95,6 @@ def test_names_and_pages_of_others_are_refused(served):
         assert refused.status_code == 403 and LINE in refused.json()["error"]["message"]
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
-
-
 def statuses(vllm_config, requests: list[tuple], address: str = "::1") -> list[int]:
     """Return the status of each request to an app whose engine has a config, with all routes of this package."""
     app = FastAPI()
@@ -117,22 +111,22 @@ def statuses(vllm_config, requests: list[tuple], address: str = "::1") -> list[i
 
 
 @pytest.mark.parametrize("address, status", [("192.0.2.1", 403), ("::2", 403), ("::ffff:127.0.0.1", 200), ("::1", 200)])
-def test_other_machines_are_refused(tiny_model, address, status):
+def test_other_machines_are_refused(model, address, status):
     requests = [("GET", path, None) for path in ("/inspect", "/inspect/inspect.js")]
-    assert statuses(configure(tiny_model, POLICY | {"inspect": True}), requests, address) == [status, status]
+    assert statuses(configure(model, POLICY | {"inspect": True}), requests, address) == [status, status]
 
 
 @pytest.mark.parametrize("policy", [None, POLICY], ids=["stock", "no page"])
-def test_an_app_of_another_engine_has_no_page(tiny_model, policy):
+def test_an_app_of_another_engine_has_no_page(model, policy):
     """A process may serve an engine with the page and one without it."""
     requests = [("GET", path, None) for path in ("/inspect", "/v1/kv_inspect", "/v1/kv_inspect/x")]
-    assert statuses(configure(tiny_model, policy), requests) == [404, 404, 404]
+    assert statuses(configure(model, policy), requests) == [404, 404, 404]
 
 
-def test_an_app_of_a_stock_engine_loads_no_cartridges(tiny_model):
+def test_an_app_of_a_stock_engine_loads_no_cartridges(model):
     bodies = {"load": {"name": "a", "path": "b"}, "unload": {"name": "a"}}
     requests = [("POST", f"/v1/{verb}_kv_cartridge", body) for verb, body in bodies.items()]
-    assert statuses(configure(tiny_model, None), requests) == [404, 404]
+    assert statuses(configure(model, None), requests) == [404, 404]
 
 
 @pytest.mark.slow

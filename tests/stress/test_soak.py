@@ -10,16 +10,8 @@ from compaction.test_trained import write_model
 from stress import soak
 
 OPTIONS = "--kv-policy streaming-llm --kv-budget 64 --kv-max-budget 128 --kv-max-protect all --max-model-len 512"
-OPTIONS = [
-    *OPTIONS.split(),
-    "--max-num-seqs",
-    "4",
-    "--max-num-batched-tokens",
-    "64",
-    "--kv-cache-memory-bytes",
-    str(4 << 20),
-    "--enforce-eager",
-]
+OPTIONS += f" --max-num-seqs 4 --max-num-batched-tokens 64 --kv-cache-memory-bytes {4 << 20} --enforce-eager"
+OPTIONS = OPTIONS.split()
 
 
 @pytest.mark.slow
@@ -42,15 +34,8 @@ def test_more_requests_at_once_than_the_server_admits(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 4096}')
     load = soak.load_of(soak.parse_arguments(["--model", str(tmp_path), "--", *OPTIONS]))
     assert load["threads"] * soak.PROCESSES == 2 * 4
-    options = {name: load[name] for name in ("budgets", "protects", "draws", "policy", "length", "step")}
-    assert options == {
-        "budgets": [32, 128],
-        "protects": True,
-        "draws": False,
-        "policy": True,
-        "length": 512,
-        "step": 64,
-    }
+    expected = {"budgets": [32, 128], "protects": True, "draws": False, "policy": True, "length": 512, "step": 64}
+    assert {name: load[name] for name in expected} == expected
 
 
 def test_options_are_read_as_vllm_reads_them(tmp_path, capsys):
@@ -68,12 +53,8 @@ def test_options_are_read_as_vllm_reads_them(tmp_path, capsys):
 
 def row(number: int, **changes) -> dict:
     values = {"round": number, "time": 60.0 * number, "canaries": [True, True], "running": 0, "blocks": 2}
-    values |= dict.fromkeys(soak.OUTCOMES, 5) | {
-        "lost": 0,
-        "preemptions": 0,
-        "cached": 0,
-        "memory": {"engine 7": 1000 << 20},
-    }
+    values |= dict.fromkeys(soak.OUTCOMES, 5) | {"memory": {"engine 7": 1000 << 20}}
+    values |= dict.fromkeys(("lost", "preemptions", "cached"), 0)
     return values | {"details": [], "waiting": 3, "in_batch": [True, False]} | changes
 
 

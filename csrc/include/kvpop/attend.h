@@ -124,7 +124,7 @@ KVPOP_INLINE void tile_logits(const T* k, const RowShape<T>& shape, const Softma
     }
 }
 
-// Adds the biases of slots [0, n) to their logits. What lies behind them in the block is not used. Not inlined, so that
+// Adds the biases of slots [0, n) to their logits. What lies after them in the block is not used. Not inlined, so that
 // attention without biases is compiled as if there were none.
 template <int GT>
 __attribute__((noinline)) void add_bias(const float* bias, int n, float (&logits)[GT][TILE]) {

@@ -168,7 +168,7 @@ struct DecodeStep {
     int32_t* slot_positions(uint8_t* region) const {
         return reinterpret_cast<int32_t*>(scores(region) + block_slots);
     }
-    // Slots of a head; behind a prefix without the sinks.
+    // Slots of a head; after a prefix without the sinks.
     int64_t budget(int64_t r, int64_t h) const {
         return budgets[r * budgets_stride[0] + h * budgets_stride[1]] - (roles.sinks - roles_of(r).sinks);
     }
@@ -176,7 +176,7 @@ struct DecodeStep {
         const int64_t block = prefix_table[r * prefix_table_stride[0] + token / block_slots * prefix_table_stride[1]];
         return prefix_raw + block * prefix_block_stride_bytes + h * prefix_head_stride_bytes;
     }
-    // Bias of a token's logit, the score field of its slot. Those of the tokens behind it in the block follow.
+    // Bias of a token's logit, the score field of its slot. Those of the tokens after it in the block follow.
     const float* prefix_bias(int64_t r, int64_t h, int64_t token) const {
         const uint8_t* scores = prefix_region(r, h, token) + 2 * block_slots * size * item_bytes();
         return reinterpret_cast<const float*>(scores) + token % block_slots;

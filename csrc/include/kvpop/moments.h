@@ -1,6 +1,6 @@
 // Moments of a head's evicted tokens, residuals of token values, and corrections of outputs (MomentKV;
 // DESIGN "Scores from attention, and corrections"). The moments are mean key [D], mean value [D], and the sum of products of their
-// deviations [D, D] with one row per key channel, all float32, behind the scorer's state. The number of
+// deviations [D, D] with one row per key channel, all float32, after the scorer's state. The number of
 // evicted tokens follows from the position.
 
 #pragma once

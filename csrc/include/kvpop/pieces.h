@@ -13,7 +13,7 @@ namespace kvpop {
 
 // With AddressSanitizer there are gaps between the pieces, and access to the gaps is an error.
 #if defined(__SANITIZE_ADDRESS__)
-constexpr int64_t FORBIDDEN = 16;  // floats behind every piece
+constexpr int64_t FORBIDDEN = 16;  // floats after every piece
 inline void forbid(const float* from, int64_t floats) { ASAN_POISON_MEMORY_REGION(from, size_t(floats) * 4); }
 inline void allow(const float* from, int64_t floats) { ASAN_UNPOISON_MEMORY_REGION(from, size_t(floats) * 4); }
 #else

@@ -40,7 +40,7 @@ class TokenScorer:
     Attributes:
         kernel: name of the kind in the C++ and Triton kernels, or None.
         coupled: True if scores depend on the attention of earlier queries.
-        draws: True if scores are drawn anew at every eviction.
+        draws: True if each eviction draws new scores.
         ages: True if each token decays at its own rate, given by its score.
         threshold: score below which a token is evicted even if slots are free, or None.
         takes_gate_scores: True if the score of each token is passed to the ops.
@@ -155,7 +155,7 @@ class GateScore(TokenScorer):
 
 @dataclass(frozen=True)
 class RandomDraw(TokenScorer):
-    """Score drawn anew at every eviction, so that a uniformly random token is evicted.
+    """Score drawn again at every eviction, so that a uniformly random token is evicted.
 
     Source: Random Attention, arXiv:2609.03430. Formula: :mod:`kvpop_vllm.kernels.draws`.
 
@@ -232,7 +232,7 @@ class PromptMatching(_StoresQueries):
         group: largest number G of query heads per KV head.
         queries: largest number of queries of the fit; the number used is at most the window size.
         adaptive_head_budgets: False, since all heads have as many slots.
-        makes_slots: True. Nothing reads the state behind the prompt's end.
+        makes_slots: True. Nothing reads the state after the prompt's end.
     """
 
     adaptive_head_budgets: ClassVar[bool] = False
@@ -342,7 +342,7 @@ class RetentionRule(Retention):
     float64. Of equal scores the older token is evicted. For the roles of slots see :class:`Retention`. A rule
     has no budget, which each request and head has of its own.
 
-    Behind a protected prefix of p tokens the rule is that of the tail (:meth:`behind`).
+    After a protected prefix of p tokens the rule is that of the tail (:meth:`behind`).
 
     Attributes:
         sinks: s.
@@ -430,7 +430,7 @@ class RetentionRule(Retention):
 
     @property
     def draws(self) -> bool:
-        """True if scores are drawn anew at every eviction."""
+        """True if each eviction draws new scores."""
         return self.scorer.draws
 
     @property
@@ -445,7 +445,7 @@ class RetentionRule(Retention):
 
     @property
     def keeps_moments(self) -> bool:
-        """True if the state holds moments of evicted tokens behind the scorer's state.
+        """True if the state holds moments of evicted tokens after the scorer's state.
 
         See :func:`kvpop_vllm.cache.pages.moment_floats`.
         """
@@ -458,7 +458,7 @@ class RetentionRule(Retention):
 
     @property
     def replays(self) -> bool:
-        """True if a scorer's state must be built when a tail begins behind a protected prefix."""
+        """True if a scorer's state must be built when a tail begins after a protected prefix."""
         return self.scorer.recurrent
 
     def state_floats(self, head_size: int) -> int:

@@ -169,7 +169,7 @@ class _Heads:
             return torch.zeros(len(self.heads), len(leaving)), stored, None
         if not scorer.recurrent:
             return scorer.scores(keys[:, leaving_index], values[:, leaving_index]), stored, None
-        state = retained.state if a > 0 else None  # behind a prefix, begin_tail has built the state
+        state = retained.state if a > 0 else None  # after a prefix, begin_tail has built the state
         x, x_new = (torch.cat([keys[:, index], values[:, index]], -1).float() for index in (leaving_index, arrived))
         score, state = self._score_mlstm(scorer, x, x_new, state)
         if scorer.delayed:

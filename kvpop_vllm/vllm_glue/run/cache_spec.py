@@ -164,7 +164,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         return max(slots.made_slots, slots.prefix - (1 if compression is None else compression.queries))
 
     def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
-        """Free what a prompt that has been compressed leaves behind; its full blocks stay in the prefix cache."""
+        """Free the blocks that a compressed prompt no longer needs; full ones stay in the prefix cache."""
         slots = self.requests.get(request_id)
         compresses = slots is not None and self.kv_cache_spec.compression is not None
         if compresses and 0 < slots.prefix <= processed_computed_tokens:
@@ -211,7 +211,7 @@ class FixedBudgetSpec(AttentionSpec):
     """Cache spec of one layer.
 
     A request of n tokens, p of them protected, holds ``cdiv(min(n, p), N)`` prefix blocks and, once n exceeds
-    p, ``state_blocks + cdiv(min(n - p, T), N)`` blocks of its own; T = B - s behind a prefix, B without.
+    p, ``state_blocks + cdiv(min(n - p, T), N)`` blocks of its own; T = B - s after a prefix, B without.
     Where heads have unequal shares, tails are counted by those of the rank that needs most, rounded up
     (:class:`kvpop_vllm.cache.ranks.Division`).
 
@@ -303,7 +303,7 @@ class FixedBudgetSpec(AttentionSpec):
         return dropped_columns(slots, self.block_size, self.state_blocks, self.compression)
 
     def most_blocks(self, length: int) -> int:
-        """Return the most blocks that a request of ``length`` tokens can hold, beside those of cartridges.
+        """Return the most blocks that a request of ``length`` tokens can hold, without those of cartridges.
 
         The prompt may have any length up to ``length``, and the request may ask for anything that is allowed.
         """

@@ -3,7 +3,7 @@
 vLLM's attention op takes q, k and v after RoPE and is an opaque part of the compiled graph. Gate scores must
 reach it as a further argument: the compiler orders a graph by its tensors alone, so that a buffer or an
 attribute could be written at another time than it is read. Attention modules of a model with a gate therefore
-call an op of this module, which equals vLLM's with ``gate_scores`` beside q, k and v.
+call an op of this module, which equals vLLM's with ``gate_scores`` next to q, k and v.
 
 The modules are vLLM's own with another ``forward``. The class of an instance is exchanged after its model has
 been built, which leaves its parameters, names and registration unchanged.

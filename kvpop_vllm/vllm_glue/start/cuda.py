@@ -19,7 +19,7 @@ BACKEND = "kvpop_vllm.vllm_glue.start.backend_choice.CudaBackend"
 ATTENTION_OP = "kvpop_vllm::attention_with_gate_scores"
 """Name of the op of :mod:`kvpop_vllm.vllm_glue.run.gated_attention`."""
 PHASE_SECONDS = 15e-6
-"""Time that a token takes in one layer where prompts are prefilled token by token, beside reading keys and values.
+"""Time that a token takes in one layer where prompts are prefilled token by token, apart from reading keys and values.
 
 One program for each head goes through the phases of a decode step. By reckoning these are some 25 loads and barriers
 that wait for each other.
