@@ -79,6 +79,7 @@ NIGHTLY = {
     "engine/test_executors.py": ["[h2o", "[streaming-llm", "[kvpop-options2"],
     "engine/test_first_tokens.py": ["[vase", "[random", "[h2o-pyramid"],
     "engine/test_kinds.py": ["qwen3_5_text-kvpop", "qwen3_5_text-h2o"],
+    "engine/test_kinds_policies.py": ["[gemma4_text-"],
     "engine/test_speculation.py": [
         "[stateless]",
         "[recency]",

@@ -125,6 +125,24 @@ def test_stages_of_layers_of_several_kinds(planned):
     ]
 
 
+def test_blocks_as_large_as_a_recurrent_state(planned):
+    """Nemotron-H 8B: a block of four layers has the least multiple of 16 slots that holds a state; the waste is printed."""
+    model = json.loads((ROOT / "docs/configs/Nemotron-H-8B-Base-8K/config.json").read_text())
+    options = "--max-model-len", "8000", "--kv-memory", "16GiB", "--budget", "1500"
+    lines, rows = planned(model, *options, "--mamba-ssm-cache-dtype", "float32")
+    state = 128 * 64 * 128 * 4 + 3 * (128 * 64 + 2 * 8 * 128) * 2  # in float32, and the convolution's in bfloat16
+    slot, mib = 8 * (2 * 2 * 128 + 8), 2**20
+    slots = -(-state // (16 * slot)) * 16
+    block, blocks, canonical = 4 * slots * slot, 2 + 24 // 4, 4 * 1500 * 2 * 8 * 128 * 2 + 24 * state
+    assert rows["streaming-llm", 1500][:2] == [f"{canonical / mib:.1f} MiB", f"{blocks * block / mib:.1f} MiB"]
+    (line,) = (line for line in lines if line.startswith("kvpop-mlp, kvpop-linear, streaming-llm,"))
+    assert line.endswith(
+        f"1500 tokens: blocks are as large as a recurrent state ({slots} slots, {block / mib:.1f} MiB); a request holds 2 for"
+        f" slots and 6 for other layers, {100 * (1 - canonical / (blocks * block)):.0f}% of them unused; {2 * slots} tokens"
+        " cost the same"
+    )
+
+
 def test_positions_of_gemma_3(planned):
     """Its positions are those of the stretched rotation already, as in vLLM."""
     text = dict(model_type="gemma3_text", num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256, dtype="bfloat16", sliding_window=512)  # fmt: skip

@@ -67,16 +67,19 @@ def read_query_statistics(folder: str | Path) -> list[LayerStatistics]:
     """Return the statistics of every layer in a folder.
 
     Raises:
-        ValueError: the rotation is another than the default one.
+        ValueError: the rotation is another than the default one, or that of Gemma 4.
     """
     folder = Path(folder)
     config = json.loads((folder / "queries.json").read_text())
     tensors = load_file(folder / "queries.safetensors")
     rope, size = config["rope"], config["head_dim"]
-    if rope["rope_type"] != "default":
+    if rope["rope_type"] not in ("default", "proportional"):
         raise ValueError(f"the oracle knows no rotation of type {rope['rope_type']}")
     width = int(size * rope.get("partial_rotary_factor", 1.0))
-    angles = [rope["rope_theta"] ** (-2 * i / width) for i in range(width // 2)]
+    if rope["rope_type"] == "proportional":  # all channels are pairs; those beyond the part turn by nothing
+        angles = [rope["rope_theta"] ** (-2 * i / size) if 2 * i < width else 0.0 for i in range(size // 2)]
+    else:
+        angles = [rope["rope_theta"] ** (-2 * i / width) for i in range(width // 2)]
     layers = []
     for i in range(config["num_layers"]):
         mean, norm = (tensors[f"layers.{i}.{name}"].double() for name in ("mean", "norm"))

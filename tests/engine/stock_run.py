@@ -21,26 +21,28 @@ def functions_of_ours_in_vllm() -> list[str]:
 
     Only modules that are loaded are searched.
     """
-    found = set()
+    functions = set()
     for name, module in list(sys.modules.items()):
         if module is None or name.split(".")[0] != "vllm":
             continue
         classes = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == name]
-        owners = [(f"{name}:", module), *((f"{name}:{each.__qualname__}.", each) for each in classes)]
+        owners = [(f"{name}:", module), *((f"{name}:{cls.__qualname__}.", cls) for cls in classes)]
         for prefix, owner in owners:
             for attribute, value in list(vars(owner).items()):
                 if isinstance(value, staticmethod | classmethod):
                     value = value.__func__
                 if inspect.isfunction(value) and value.__code__.co_filename.startswith(OURS):
-                    found.add(prefix + attribute)
-    return sorted(found)
+                    functions.add(prefix + attribute)
+    return sorted(functions)
 
 
 def main(out: str, model: str, *more: str) -> None:
     """Write greedy outputs of models, the backend's name, imported modules, wrapped functions of vLLM and metrics as JSON."""
     outputs = []
     for folder in more:
-        with running(folder, None, enable_prefix_caching=False) as llm:  # vLLM has none of Mamba2 layers on a CPU
+        dtype = json.loads((Path(folder) / "config.json").read_text())["dtype"]
+        options = {"dtype": dtype, "enable_prefix_caching": False}  # vLLM has none of Mamba2 layers on a CPU
+        with running(folder, None, **options) as llm:
             outputs.append(complete(llm, 24))
     with running(model, None, disable_log_stats=False) as llm:
         outputs.append(complete(llm, 24))

@@ -80,21 +80,26 @@ def test_a_name_that_moved_is_in_either_module(tmp_path):
     relied = {(module, "get_kv_cache_groups") for module in contract.MOVED}
     assert relied <= set(contract.imported_names())
     (place,) = (module for module, name in relied if contract.defines(VLLM, module, name))
-    file = f"{place.removeprefix('vllm.').replace('.', '/')}.py"
+    (other,) = {*contract.MOVED} - {place}
+    file, moved = (f"{module.removeprefix('vllm.').replace('.', '/')}.py" for module in (place, other))
     folder = copy(tmp_path, {file: ("get_kv_cache_groups", "get_groups_of_layers")}) / "vllm"
     assert contract.missing_names(VLLM) == []
     assert contract.missing_names(folder) == sorted(f"{module}.{name}" for module, name in relied)
+    code = (folder / moved).read_text() if (folder / moved).exists() else ""
+    (folder / moved).unlink(missing_ok=True)  # a link to the installed file
+    (folder / moved).write_text(f"{code}\ndef get_kv_cache_groups(vllm_config, kv_cache_spec): ...\n")
+    assert contract.missing_names(folder) == []
 
 
 SPEC = "v1.attention.backend:AttentionBackend.customize_spec"
 
 
 @pytest.mark.parametrize(
-    "now, found", [("adjust_spec(cls, spec", ""), ("customize_spec(cls, spec, layer", "(cls, spec)")]
+    "now, parameters", [("adjust_spec(cls, spec", ""), ("customize_spec(cls, spec, layer", "(cls, spec)")]
 )
-def test_a_method_that_vllm_calls_in_another_way_is_found(now, found, tmp_path):
+def test_a_method_that_vllm_calls_in_another_way_is_found(now, parameters, tmp_path):
     folder = copy(tmp_path, {"v1/attention/backend.py": ("customize_spec(cls, spec", now)}) / "vllm"
-    assert compare_vllm.missing_overrides(folder) == [f"vllm.{SPEC}{found}"]
+    assert compare_vllm.missing_overrides(folder) == [f"vllm.{SPEC}{parameters}"]
 
 
 @pytest.mark.parametrize("patch", FUNCTIONS, ids=lambda patch: patch.target)
@@ -154,7 +159,7 @@ def test_rows_of_the_ledger(row):
     module, name = row.wrapper.split(":")
     ours = getattr(importlib.import_module(f"kvpop_vllm.vllm_glue.{module}"), name)
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [each.name for each in inspect.signature(ours).parameters.values() if each.kind not in kinds]
+    named = [name for name, parameter in inspect.signature(ours).parameters.items() if parameter.kind not in kinds]
     leading = {ADDED: ["self"], REGISTERED: []}.get(row.kind, ["install"] * bool(row.opens) + ["original"])
     if row.process != FALLBACK and row.kind != ADDED:
         assert named == leading + contract.split(row.takes)[0]
@@ -262,7 +267,7 @@ def test_the_cpu_platform_may_ask_for_cache_dtypes(tmp_path):
     with set_current_vllm_config(configure(model, {"policy": "streaming-llm", "budget": 64})):
         backend = AttentionBackendEnum.CPU_ATTN.get_class()
         assert backend.policy.retention.budget == 64
-        assert [backend.supports_kv_cache_dtype(each) for each in (None, "auto", "bfloat16", "fp8")] == [True] * 3 + [
+        assert [backend.supports_kv_cache_dtype(dtype) for dtype in (None, "auto", "bfloat16", "fp8")] == [True] * 3 + [
             False
         ]
     with set_current_vllm_config(configure(model, None)):

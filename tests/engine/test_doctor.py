@@ -19,7 +19,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.supported import TRANSFORMERS
-from kvpop_vllm.testing import write_tiny_model
+from kvpop_vllm.testing import write_mixed_model, write_tiny_model
 from kvpop_vllm.vllm_glue.start import contract, doctor, fallback
 
 ROOT = Path(__file__).parents[2]
@@ -196,6 +196,16 @@ def test_doctor_says_what_a_policy_would_keep(options, code, text, model, capsys
     said = lines(capsys)
     assert said["policy"] == text
     assert "model" not in said if code else said["model"] == f"Qwen3ForCausalLM, {model}"
+
+
+def test_doctor_names_the_layers(capsys, monkeypatch, tmp_path):
+    """The layers that a policy acts on, and what the others are."""
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+    folder = write_mixed_model(tmp_path, "gemma3_text")
+    options = ["--kv-policy", "streaming-llm", "--kv-budget", "64", "--skip-tokenizer-init", "--max-model-len", "256"]
+    assert cli.main(["doctor", str(folder), *options]) == 0
+    acts = "it acts on 2 of 6 layers, those with full attention (2, 5); 4 of sliding_attention are as without a policy"
+    assert acts in lines(capsys)["policy"].splitlines()
 
 
 @pytest.mark.parametrize("calibrated", [False, True])

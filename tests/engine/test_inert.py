@@ -53,12 +53,16 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """Write a model whose first layer has a sliding window and one with recurrent layers, and return their folders."""
+    """Write a model whose first layer has a sliding window, one with Mamba2 layers and one with a gated delta net.
+
+    Their folders are returned.
+    """
     folder = write_tiny_model(tmp_path_factory.mktemp("model") / "mixed")
     kinds = {"model_type": "ministral", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | kinds | {"architectures": ["MistralForCausalLM"]}))
-    return folder, write_mixed_model(tmp_path_factory.mktemp("model") / "recurrent", "nemotron_h")
+    recurrent = (write_mixed_model(tmp_path_factory.mktemp(kind), kind) for kind in ("nemotron_h", "qwen3_next"))
+    return folder, *recurrent
 
 
 @pytest.fixture(scope="module")
@@ -217,11 +221,11 @@ def test_a_wrapper_of_another_plugin_around_the_choice_of_a_backend(model, monke
     def theirs(*args, **kwargs):
         return cached(*args, **kwargs)
 
-    for found, methods in ((theirs, False), (cached, True)):
-        monkeypatch.setattr(selector, "_cached_get_attn_backend", found)
+    for function, methods in ((theirs, False), (cached, True)):
+        monkeypatch.setattr(selector, "_cached_get_attn_backend", function)
         plugin.register()
         ours = selector._cached_get_attn_backend
-        assert ours is not found
+        assert ours is not function
         assert [hasattr(ours, name) for name in ("cache_clear", "cache_info")] == [methods] * 2
         for budget in (64, 96):
             with set_current_vllm_config(configure(model, {"policy": "streaming-llm", "budget": budget})):
@@ -237,7 +241,7 @@ def test_add_cli_args_adds_only_the_group():
     assert EngineArgs.add_cli_args(ours) is ours
     unwrapped("add_cli_args")(stock)
     extra = set(ours._option_string_actions) - set(stock._option_string_actions)
-    switches = {each.flag for each in flags.settings_of(flags.ENGINE).values() if each.kind is bool}
+    switches = {setting.flag for setting in flags.settings_of(flags.ENGINE).values() if setting.kind is bool}
     expected = {*flags.FLAGS.values(), *(flag.replace("--", "--no-", 1) for flag in switches)}
     assert {option for option in extra if "-" in option} == expected
     count = len(ours._actions)
@@ -256,8 +260,8 @@ def test_from_cli_args_returns_what_the_original_returns():
 
 
 def test_flags_reach_additional_config_and_win():
-    given = '{"other": 1, "kv_policy": {"policy": "full", "sinks": 2}}'
-    args = parsed("--model", "m", "--additional-config", given, "--kv-policy", "kvpop", "--kv-budget", "64")
+    config = '{"other": 1, "kv_policy": {"policy": "full", "sinks": 2}}'
+    args = parsed("--model", "m", "--additional-config", config, "--kv-policy", "kvpop", "--kv-budget", "64")
     merged = EngineArgs.from_cli_args(args).additional_config
     assert merged == {"other": 1, "kv_policy": {"policy": "kvpop", "sinks": 2, "budget": 64}}
     wrong = {

@@ -1,4 +1,4 @@
-"""All policies that are served, on the full attention of a model with windows and of one with Mamba2 layers (docs/models.md).
+"""All policies that are served, on the full attention of models with windows and of one with Mamba2 layers (docs/models.md).
 
 test_sinks.py has them on one with attention sinks.
 """
@@ -17,7 +17,7 @@ from policies.matrix import ROPE, ROWS, random_statistics_folder
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_shape import ModelShape
 
-FAMILIES = {"gemma3_text": False, "nemotron_h": True}
+FAMILIES = {"gemma3_text": False, "gemma4_text": False, "nemotron_h": True}
 """Models, and whether they have recurrent layers, next to which attention does not rotate."""
 ROTATED = {"triattention"}
 GATES = {"trimkv", "dms", "kvzap"}
