@@ -234,22 +234,22 @@ FAULTS = {
     f"{TRITON}/_prefill_attend.py": [
         # protected tokens get no bias
         (
-            "bias = tl.load(words, mask=t < «tl.minimum(own.biased, end)→0»",
+            "bias = tl.load(words, mask=t < «tl.minimum(numbers.biased, end)→0»",
             f"{TRITON_PREFILL} -k 'shapes and biases and within'",
         ),
         # seen by one query alone
-        ("seen = (until > first«→ + 1») & inside", f"{TRITON_PREFILL} -k 'shapes and window'"),
+        ("visible = (until > first«→ + 1») & inside", f"{TRITON_PREFILL} -k 'shapes and window'"),
         # a block loads protected keys that a later chunk writes
-        ("own.position + «queries→first + BLOCK_Q»)", f"{TRITON_PREFILL} -k 'shapes and blocks'"),
+        ("numbers.position + «queries→first + BLOCK_Q»)", f"{TRITON_PREFILL} -k 'shapes and blocks'"),
     ],
     f"{TRITON}/_prefill_slots.py": [
-        ("key = own.held + index - window«→ + 1»", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+        ("key = numbers.used + index - window«→ + 1»", f"{TRITON_PREFILL} -k 'shapes and norm'"),
         # the oldest token of the ring is not written
-        ("(index >«=→» length - own.window))", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+        ("(index >«=→» length - numbers.window))", f"{TRITON_PREFILL} -k 'shapes and norm'"),
     ],
     f"{TRITON}/_prefill_plan.py": [
         # requests after the first one in a piece
-        ("key += part.held + part.length«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
+        ("key += part.used + part.length«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
     ],
     f"{TRITON}/_serving_scores.py": [
         ("log_f.to(tl.float32) + «tl.where(q > 0, m, -1e30)→m»", f"{SERVING} -k 'holds and once'"),
