@@ -104,8 +104,8 @@ class Watched:
     def add(self, name: str, job: Job) -> str:
         """Queue a request, also while others are served, and return its internal id."""
         prompt = {"prompt_token_ids": job.tokens} | ({"cache_salt": job.salt} if job.salt else {})
-        told = {"priority": job.priority, "lora_request": job.adapter}
-        self.names[name] = self.engine.add_request(name, prompt, _parameters(job), **told)
+        options = {"priority": job.priority, "lora_request": job.adapter}
+        self.names[name] = self.engine.add_request(name, prompt, _parameters(job), **options)
         return self.names[name]
 
     def serve(self, jobs: list[Job], each_step: Callable[[int], None] | None = None) -> dict:
@@ -145,9 +145,9 @@ class Watched:
         free, get = pool.free_blocks, pool.get_new_blocks
 
         def spoil(blocks):
-            at = torch.tensor([block.block_id for block in blocks], dtype=torch.int64)
-            for cache in self.recorder.runner.kv_caches if len(at) and self.poisons else ():
-                cache.view(torch.uint8)[at] = 255
+            ids = torch.tensor([block.block_id for block in blocks], dtype=torch.int64)
+            for cache in self.recorder.runner.kv_caches if len(ids) and self.poisons else ():
+                cache.view(torch.uint8)[ids] = 255
 
         def poisoning_free(blocks):
             blocks = list(blocks)
@@ -165,14 +165,14 @@ class Watched:
     def leaks(self) -> list[str]:
         """Return what is still held although nothing runs."""
         pool, manager = self.recorder.pool, self.recorder.manager
-        held = [block.block_id for block in pool.blocks if block.ref_cnt != 0 and not block.is_null]
-        found = {"blocks": held, "requests": list(manager.req_to_blocks), "counts": list(manager.num_cached_block)}
-        found |= {
+        used = [block.block_id for block in pool.blocks if block.ref_cnt != 0 and not block.is_null]
+        leaked = {"blocks": used, "requests": list(manager.req_to_blocks), "counts": list(manager.num_cached_block)}
+        leaked |= {
             "asked": list(getattr(manager, "requests", ())),
             "bounds": list(getattr(manager, "bounds", ())),
             "lost": range(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1),
         }
-        return [f"{what}: {list(which)}" for what, which in found.items() if len(which)]
+        return [f"{what}: {list(which)}" for what, which in leaked.items() if len(which)]
 
     def check(self, answers: dict, judge: Judge | None = None) -> None:
         """Compare answers with the oracle, and check the blocks of all requests at every step."""
@@ -188,7 +188,7 @@ class Watched:
         total = self.recorder.pool.num_gpu_blocks - 1 - self.withheld  # vLLM never hands out the null block
         late, cuts = Counter(), self.spec.drafts if self.spec.rounds else 0
         for step in self.recorder.blocks:
-            own, shared = [], set()
+            unshared, shared = [], set()
             for name, (tokens, last, (protected, *sizes), row) in step.running.items():
                 counted = last if self.spec.reserve else tokens
                 # drafts that a round cuts had blocks
@@ -207,35 +207,35 @@ class Watched:
                     row, full = [block for column, block in enumerate(row) if column not in dropped], 0
                 elif self.votes and tokens > protected:  # a resumed chunk may hold the prompt's end
                     late[name] += 1
-                own += row[full:]
+                unshared += row[full:]
                 shared |= set(row[:full])
-            assert len(set(own)) == len(own) and 0 not in own and not shared & set(own)
-            assert len(own) + len(shared) == total - step.free
+            assert len(set(unshared)) == len(unshared) and 0 not in unshared and not shared & set(unshared)
+            assert len(unshared) + len(shared) == total - step.free
         assert all(often <= self.recorder.preemptions[name] for name, often in late.items()), "held for too long"
 
     @contextmanager
     def small_pool(self, blocks: int) -> Iterator[None]:
         """Leave only this many blocks to requests."""
         pool = self.recorder.pool
-        held = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
-        self.withheld = len(held)
+        withheld = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+        self.withheld = len(withheld)
         try:
             yield
         finally:
             self.withheld = 0
-            pool.free_blocks(held)
+            pool.free_blocks(withheld)
 
     def chunks(self, name: str) -> list[int]:
         """Return the number of tokens in each step of one request."""
-        return [held.new for held in self.recorder.held[name][0]]
+        return [step.new for step in self.recorder.held[name][0]]
 
 
 def _each_sample(name: str, answer) -> dict:
     """Return an answer by its internal id, or one entry for each of several samples."""
     if len(answer.outputs) == 1:
         return {name: answer}
-    told = {"request_id": name, "prompt_token_ids": answer.prompt_token_ids, "prompt_logprobs": None, "sampled": True}
-    return {f"{out.index}_{name}": SimpleNamespace(**told, outputs=[out]) for out in answer.outputs}
+    fields = {"request_id": name, "prompt_token_ids": answer.prompt_token_ids, "prompt_logprobs": None, "sampled": True}
+    return {f"{out.index}_{name}": SimpleNamespace(**fields, outputs=[out]) for out in answer.outputs}
 
 
 def _parameters(job: Job):
@@ -265,9 +265,9 @@ def preempt_all(scheduler) -> None:
 
 
 @contextmanager
-def serving(found: Case, poisoned: bool = True, **options) -> Iterator[Watched]:
+def serving(case: Case, poisoned: bool = True, **options) -> Iterator[Watched]:
     """Yield a watched engine of a case whose freed blocks are overwritten, and check that it leaks nothing."""
-    with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **options) as engine:
+    with pytest.MonkeyPatch.context() as patch, watched(case.model, case.settings, case.judge, **options) as engine:
         if poisoned:
             engine.poison(patch)
         yield engine
@@ -313,13 +313,13 @@ class Judges:
         if key not in self.known:
             plain = self.case.judge.policy
             budget = asks.get("kv_budget", plain.budget)
-            own = replace(plain, seeds=(0, asks.get("kv_seed", job.seed or 0)))
+            policy = replace(plain, seeds=(0, asks.get("kv_seed", job.seed or 0)))
             if "kv_budget" in asks:
                 window = self.window(budget)
-                own = replace(own, window=window, topk=budget - own.sinks - window)
-                own = allocated(own, self.case.allocator)
+                policy = replace(policy, window=window, topk=budget - policy.sinks - window)
+                policy = allocated(policy, self.case.allocator)
             protect = asks.get("kv_protect_prompt", self.case.judge.protect)
-            self.known[key] = Judge(self.case.model, own, protect=True if protect == "all" else protect)
+            self.known[key] = Judge(self.case.model, policy, protect=True if protect == "all" else protect)
         return self.known[key]
 
     def check_near_ties(self) -> None:

@@ -79,8 +79,8 @@ class Recorder:
         def recorded_forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs):
             result = forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
             if metadata is not None and impl.vllm_config is self.llm.llm_engine.vllm_config:
-                given = {"query": query, "key": key, "value": value, "out": output}
-                self._after_layer(impl, kv_cache, metadata, given)
+                tensors = {"query": query, "key": key, "value": value, "out": output}
+                self._after_layer(impl, kv_cache, metadata, tensors)
             return result
 
         def recorded_schedule(*args, **kwargs):
@@ -102,7 +102,7 @@ class Recorder:
         for key in [key for key in self.tensors if key[0] == name]:
             del self.tensors[key]
 
-    def _after_layer(self, impl, kv_cache, metadata, given: dict[str, torch.Tensor]) -> None:
+    def _after_layer(self, impl, kv_cache, metadata, tensors: dict[str, torch.Tensor]) -> None:
         """Record every request of the batch, which is read from the runner's own ids and lengths."""
         batch, starts = self.runner.input_batch, self.runner.query_start_loc.np.tolist()
         for i, name in enumerate(batch.req_ids):
@@ -110,33 +110,33 @@ class Recorder:
             if self.runner.speculative_config is not None:  # drafts are taken back
                 last -= max(0, int(self.runner.num_decode_draft_tokens.np[i]))
             seen = int(batch.num_computed_tokens_cpu[i]) + last - first
-            for part, tensor in given.items():
+            for part, tensor in tensors.items():
                 self.tensors[name, impl.layer, part].append(tensor[first:last].clone())
-            held = held_by_request(impl, kv_cache, metadata, last, seen)
+            retained = held_by_request(impl, kv_cache, metadata, last, seen)
             if impl.policy.compresses and seen == self.scheduler.requests[name].num_prompt_tokens:
-                held[:] = True  # the last token of a prompt has seen all of it
-            positions = [head.nonzero().flatten().tolist() for head in held]
+                retained[:] = True  # the last token of a prompt has seen all of it
+            positions = [head.nonzero().flatten().tolist() for head in retained]
             self.held[name][impl.layer].append(Held(seen, last - first, positions))
 
     def _sizes(self, request) -> tuple[int, int, int] | None:
         """Return p, B and w of a request from what it asks for, independently of the block manager."""
-        config, asked = self.llm.llm_engine.vllm_config, request.sampling_params.extra_args or {}
+        config, asks = self.llm.llm_engine.vllm_config, request.sampling_params.extra_args or {}
         if not requested(config):
             return None
         policy = engine_policy(config)
-        protect = asked.get("kv_protect_prompt", policy.protect)
-        made = sum(self.slots[name] for name in asked.get("kv_cartridges", ()))
-        protected = made + protected_tokens(True if protect == "all" else protect, request.num_prompt_tokens - made)
-        kept = policy.retention_of(asked["kv_budget"]) if "kv_budget" in asked else policy.retention
-        return protected, kept.budget, kept.window
+        protect = asks.get("kv_protect_prompt", policy.protect)
+        slots = sum(self.slots[name] for name in asks.get("kv_cartridges", ()))
+        protected = slots + protected_tokens(True if protect == "all" else protect, request.num_prompt_tokens - slots)
+        retention = policy.retention_of(asks["kv_budget"]) if "kv_budget" in asks else policy.retention
+        return protected, retention.budget, retention.window
 
     def _after_schedule(self) -> None:
         running = {}
         for request in self.scheduler.running:
             name = request.request_id
-            held = [block.block_id for block in self.manager.req_to_blocks[name]]
+            blocks = [block.block_id for block in self.manager.req_to_blocks[name]]
             last = request.num_prompt_tokens + request.max_tokens + self.scheduler.num_spec_tokens
-            running[name] = request.num_computed_tokens, last, self._sizes(request), held
+            running[name] = request.num_computed_tokens, last, self._sizes(request), blocks
         for request in self.scheduler.requests.values():
             self.preemptions[request.request_id] = request.num_preemptions
         self.blocks.append(Blocks(running, self.pool.get_num_free_blocks()))

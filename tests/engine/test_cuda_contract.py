@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,18 +25,21 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 
 from kvpop_vllm.cache.accounting import MOST_PADDING
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import ModelShape
+from kvpop_vllm.supported import FULL, RECURRENT, SLIDING
 from kvpop_vllm.testing import write_mixed_model, write_random_scorer
 from kvpop_vllm.vllm_glue import plugin
 from kvpop_vllm.vllm_glue.run import gated_attention
-from kvpop_vllm.vllm_glue.run.cache_groups import with_block_sizes
+from kvpop_vllm.vllm_glue.run.cache_groups import get_kv_cache_groups, with_block_sizes
 from kvpop_vllm.vllm_glue.start import backend_choice, cuda
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -141,6 +145,46 @@ def test_models_with_attention_sinks(tmp_path, kind):
     assert "--kv-policy snapkv" in refusal(folder, {"policy": "snapkv", "budget": 64})
 
 
+def groups_of_layers(config, spec_of) -> list[tuple[str, int]]:
+    """Return kind and number of layers of the groups that vLLM forms of a model's layers, whose blocks it zeroes first.
+
+    Args:
+        config: the engine's config.
+        spec_of: cache spec of a layer, by kind of the layer; layers of other kinds have no cache.
+    """
+    kinds = engine_policy(config).model.kinds
+    layers = {f"layers.{i}.attn": spec_of[kind] for i, kind in enumerate(kinds) if kind in spec_of}
+    (specs,) = with_block_sizes([layers], config)
+    config.cache_config.kv_cache_layout = "LBHNC"  # the engine core sets it later
+    groups = get_kv_cache_groups(config, specs)
+    assert len({group.kv_cache_spec.page_size_bytes for group in groups}) == 1
+    cache = KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=groups)
+    assert cache.needs_kv_cache_zeroing, "windows would read scores and positions as keys"
+    placed = {name: type(group.kv_cache_spec) for group in groups for name in group.layer_names}
+    assert placed == {name: type(spec) for name, spec in layers.items()}
+    return [(type(group.kv_cache_spec).__name__, len(group.layer_names)) for group in groups]
+
+
+def test_groups_of_gpt_oss(tmp_path):
+    """By the published shape: windows and full attention form a group each, of 12 layers, whose pages have equal bytes."""
+    shutil.copy(ROOT / "docs/configs/gpt-oss-20b/config.json", tmp_path)
+    config = configure(tmp_path, max_model_len=4096, block_size=None)
+    model, sizes = engine_policy(config).model, {"num_kv_heads": 8, "head_size": 64, "dtype": torch.bfloat16}
+    assert (model.layers, model.num_kv_heads, model.head_dim) == (tuple(range(1, 24, 2)), 8, 64)
+    backend = chosen(config, size=64, dtype=torch.bfloat16, has_sink=True)
+    assert backend.get_name() == "CUSTOM"
+    with only_rank(config):
+        ours = backend.customize_spec(FullAttentionSpec(block_size=16, **sizes))
+    windows = SlidingWindowSpec(block_size=16, sliding_window=128, **sizes)
+    groups = groups_of_layers(config, {SLIDING: windows, FULL: ours})
+    assert sorted(groups) == [("FixedBudgetSpec", 12), ("SlidingWindowSpec", 12)]
+    (specs,) = with_block_sizes([{"layers.0.attn": windows, "layers.1.attn": ours}], config)
+    page, largest = sorted(spec.page_size_bytes for spec in specs.values())
+    assert page > (1 - MOST_PADDING) * largest == (1 - MOST_PADDING) * specs["layers.1.attn"].page_size_bytes
+    message = refusal(tmp_path, STREAMING, max_model_len=4096, disable_hybrid_kv_cache_manager=True)
+    assert "leave --disable-hybrid-kv-cache-manager out" in message
+
+
 @pytest.mark.parametrize("newer", [False, True])
 def test_gemma_4(tmp_path, monkeypatch, newer):
     """Heads of 512 ask for CUSTOM; windows have the backend that the model's config chooses, or the user, but CUSTOM."""
@@ -167,6 +211,8 @@ def test_gemma_4(tmp_path, monkeypatch, newer):
     assert (
         0 <= specs["layers.5.attn"].page_size_bytes - windows.page_size_bytes < MOST_PADDING * windows.page_size_bytes
     )
+    groups = groups_of_layers(config, {SLIDING: windows, FULL: ours})
+    assert sorted(groups) == [("FixedBudgetSpec", 10)] + [("SlidingWindowSpec", 10)] * 5
     config = configure(tmp_path, attention_backend="FLEX_ATTENTION", **options)
     assert chosen(config, dtype=torch.bfloat16, **window).get_name() == "FLEX_ATTENTION"
     assert chosen(config, size=512, dtype=torch.bfloat16).get_name() == "CUSTOM"
@@ -177,10 +223,11 @@ def test_gemma_4(tmp_path, monkeypatch, newer):
 
 
 @pytest.mark.parametrize(
-    "name, layers, slots", [("nemotron-h-8b", 4, 1024), ("qwen3-next-80b", 12, 544), ("qwen3.5-35b", 10, 1040)]
+    "name, layers, state_groups, slots",
+    [("nemotron-h-8b", 4, 6, 1024), ("qwen3-next-80b", 12, 3, 544), ("qwen3.5-35b", 10, 3, 1040)],
 )
 @pytest.mark.parametrize("hits", [False, True])
-def test_models_with_recurrent_layers(tmp_path, name, layers, slots, hits):
+def test_models_with_recurrent_layers(tmp_path, name, layers, state_groups, slots, hits):
     """VLLM chooses a block by the bytes of one slot, and a policy's page is the least of vLLM's that holds a state."""
     architectures = {"architectures": ["Qwen3_5MoeForCausalLM"]} if name == "qwen3.5-35b" else {}
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | {"dtype": "bfloat16"} | architectures))
@@ -209,6 +256,11 @@ def test_models_with_recurrent_layers(tmp_path, name, layers, slots, hits):
     (specs,) = with_block_sizes([{"layers.0.attn": ours, "layers.1.mixer": state}], config)
     assert specs["layers.0.attn"].block_size == slots
     assert {spec.page_size_bytes for spec in specs.values()} == {slots * slot.page_size_bytes}
+    groups = groups_of_layers(config, {RECURRENT: state, FULL: ours})
+    assert sorted(groups) == [("FixedBudgetSpec", layers)] + [("MambaSpec", layers)] * state_groups
+    with without_images():
+        message = refusal(tmp_path, STREAMING | {"cartridge": ["name=folder"]}, block_size=None)
+    assert "cannot be combined with a cartridge, which holds a text in every layer" in message
 
 
 def test_older_gpus_than_kernels_are_for(model, monkeypatch):
@@ -384,7 +436,7 @@ def test_single_tokens_are_what_is_declared(model):
 
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize(
-    "asked, becomes",
+    "option, becomes",
     [
         (None, "FULL_AND_PIECEWISE"),
         ("FULL", "FULL_AND_PIECEWISE"),
@@ -392,8 +444,8 @@ def test_single_tokens_are_what_is_declared(model):
         ("PIECEWISE", "PIECEWISE"),
     ],
 )
-def test_full_graphs_hold_no_mixed_batch(model, asked, becomes, v2):
-    config = configure(model, **({"compilation_config": {"cudagraph_mode": asked}} if asked else {}))
+def test_full_graphs_hold_no_mixed_batch(model, option, becomes, v2):
+    config = configure(model, **({"compilation_config": {"cudagraph_mode": option}} if option else {}))
     mode = resolved(config, v2)
     assert mode.name == becomes and mode.mixed_mode() is not CUDAGraphMode.FULL
 
@@ -412,9 +464,10 @@ def test_graphs_are_captured_for_all_requests_that_run_together(model):
     assert ours[: len(stock)] == stock and ours[len(stock) :] == [*range(544, 1000, 32), 1000]
     assert sizes(max_num_seqs=300) == sizes(None, max_num_seqs=300)
     assert sizes(max_num_seqs=1000, enforce_eager=True) == []
-    for asked in ({"cudagraph_capture_sizes": [1, 8]}, {"max_cudagraph_capture_size": 64}):
-        stock = sizes(None, max_num_seqs=1000, **asked)
-        assert sizes(max_num_seqs=1000, **asked) == sizes(max_num_seqs=1000, compilation_config=asked) == stock
+    for chosen_sizes in ({"cudagraph_capture_sizes": [1, 8]}, {"max_cudagraph_capture_size": 64}):
+        stock = sizes(None, max_num_seqs=1000, **chosen_sizes)
+        assert sizes(max_num_seqs=1000, **chosen_sizes) == stock
+        assert sizes(max_num_seqs=1000, compilation_config=chosen_sizes) == stock
 
 
 def test_breakable_graphs_end_where_vllms_attention_ends_them():

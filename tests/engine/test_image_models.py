@@ -51,13 +51,20 @@ def test_text_equals_the_oracle(image_model, kind):
             assert abs(float(row[token]) - score) <= TOLERANCE and float(row.max() - row[token]) <= 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
-def test_images_of_gemma_are_refused(image_model, kind):
+@pytest.mark.parametrize(
+    "kind, feature",
+    [
+        ("gemma3", "bidirectional image attention"),
+        ("gemma4", "bidirectional image attention"),
+        ("llama4", "images of Llama 4 on a CPU"),
+    ],
+)
+def test_images_that_are_refused(image_model, kind, feature):
     """The line names the flag with which text is served."""
     folder, _ = image_model(kind)
     with without_images(), pytest.raises(ConfigError, match="serve text alone with --language-model-only") as caught:
         configure(folder, POLICY)
-    assert "bidirectional image attention" in str(caught.value) and "\n" not in str(caught.value)
+    assert feature in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ QUICK = [("kvpop", 0), ("h2o", 0), ("streaming-llm", 40)]
 @contextmanager
 def chats(case, policy: str, protect: int):
     """Yield an engine of a policy that protects a number of tokens."""
-    found = case("qwen3", policy, protect_prompt=protect)
+    one = case("qwen3", policy, protect_prompt=protect)
     options = {"max_model_len": 1024, "num_gpu_blocks_override": 301, "enable_prefix_caching": True}
-    with serving(found._replace(settings=found.settings | {"protect_prompt": protect}), **options) as engine:
+    with serving(one._replace(settings=one.settings | {"protect_prompt": protect}), **options) as engine:
         yield engine
 
 
@@ -148,9 +148,9 @@ def test_other_requests_do_not_hit(engine):
     history = whole(first)
     before = len(live(engine))
     protected = engine.judge.protect // BLOCK * BLOCK
-    for asked in ({"salt": "b"}, {}, {"salt": "a", "asks": {"kv_budget": 40}}):
-        answers = engine.serve([Job(prompt=[*history, 5], new=2, scored=False, **asked)])
-        assert [answer.num_cached_tokens for answer in answers.values()] == [protected if "asks" in asked else 0]
+    for options in ({"salt": "b"}, {}, {"salt": "a", "asks": {"kv_budget": 40}}):
+        answers = engine.serve([Job(prompt=[*history, 5], new=2, scored=False, **options)])
+        assert [answer.num_cached_tokens for answer in answers.values()] == [protected if "asks" in options else 0]
     other = [*history[:-2], (history[-2] + 1) % 256, 5, 6]
     (answer,) = engine.serve([Job(prompt=other, new=2, scored=False, salt="a")]).values()
     assert answer.num_cached_tokens == len(first.prompt_token_ids), "the prompt's end"

@@ -134,6 +134,9 @@ def check_config(vllm_config: Any) -> None:
             f"{model_dtype} on a CPU: use --dtype {' or '.join(DTYPES['cpu'])}": (
                 platform == "cpu" and model_dtype not in DTYPES["cpu"]
             ),
+            "images of Llama 4 on a CPU, where vLLM stops at the first one: serve text alone with --language-model-only": (
+                platform == "cpu" and model.hf_text_config.model_type == "llama4_text" and _takes_images(model)
+            ),
             "a KV connector: leave --kv-transfer-config out": vllm_config.kv_transfer_config is not None,
             f"speculative decoding with {vllm_config.speculative_config and vllm_config.speculative_config.method}: {METHODS_SERVED}": (
                 vllm_config.speculative_config is not None
@@ -227,6 +230,11 @@ def _head_sizes(model: Any) -> list[int]:
     kinds, sizes = layer_kinds(model.hf_text_config, tokens=model.max_model_len), model.model_arch_config
     layers = [layer for layer, kind in enumerate(kinds) if kind in POLICY_LAYERS and len(kinds) > 1]
     return sorted({sizes[layer].head_size for layer in layers} or {model.get_head_size()})
+
+
+def _takes_images(model: Any) -> bool:
+    """Return whether requests may have images."""
+    return model.multimodal_config is not None and model.multimodal_config.get_limit_per_prompt("image") > 0
 
 
 def _has_other_layers(model: Any) -> bool:
