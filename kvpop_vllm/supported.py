@@ -394,7 +394,7 @@ FAMILIES = (
     Family("Mistral 7B v0.1, Phi-3 with a window", ("mistral", "phi3"), "MistralForCausalLM", "all", UNTESTED,
            "mistralai/Mistral-7B-v0.1", "--max-model-len 4096", "texts beyond the window"),
     Family("LFM2", ("lfm2",), "Lfm2ForCausalLM", "-", "recurrent", "LiquidAI/LFM2-2.6B",
-           read="On a CPU log-probabilities of vLLM 0.32 are off by 0.5, where its op that rotates is wrong for LFM2's shapes"),
+           read="On a CPU vLLM 0.32's op rotates its queries and keys wrongly, and log-probabilities are off by up to 1.6"),
     Family("Jamba, Bamba, Zamba2 and others", ("jamba",), "JambaForCausalLM", "-", "recurrent", "ai21labs/AI21-Jamba-Mini-1.7",
            read="On a CPU vLLM 0.32 has no kernel that reads Jamba's prompts (`selective_scan_fwd`)"),
     Family("Gemma 2", ("gemma2",), "Gemma2ForCausalLM", "-", "soft-capping", "google/gemma-2-9b-it"),
