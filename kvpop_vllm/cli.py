@@ -32,7 +32,7 @@ SERVING_PLAN = dict.fromkeys(
 ) | {"drafts": 0, "dense_block_size": 128, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 """Options of ``kvpop plan`` that are about serving, with their defaults."""
 TRAINING_PLAN = dict.fromkeys(
-    "recipe train_base length batch micro_batch steps boundary listwise stored_teacher gpus gpu_memory mfu tflops".split()
+    "recipe train_base length batch micro_batch steps stored_teacher gpus gpu_memory mfu tflops".split()
 )
 """Options of ``kvpop plan --train``, with their defaults."""
 
@@ -291,8 +291,6 @@ def add_training_plan(command: argparse.ArgumentParser) -> None:
     group.add_argument("--train-base", action=argparse.BooleanOptionalAction, default=None, help="as in kvpop distill")
     for name in ("length", "batch", "micro-batch", "steps"):
         group.add_argument(f"--{name}", type=positive, metavar="N", help="as in kvpop distill")
-    for name in ("boundary", "listwise"):
-        group.add_argument(f"--{name}", type=float, metavar="X", help="as in kvpop distill")
     group.add_argument("--stored-teacher", action="store_const", const=True, help="logits are read (--teacher DIR)")
     group.add_argument("--gpus", type=positive, metavar="N", help="GPUs, with a process each (default: 8)")
     group.add_argument("--gpu-memory", type=memory, metavar="SIZE", help="of a GPU (default: 80GB)")

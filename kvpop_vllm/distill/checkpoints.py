@@ -67,7 +67,10 @@ class Checkpoints:
         draft = self.folder / f"draft-{step}"
         random_state = draft / f"process-{rank()}.pt"
         if is_main():
-            shutil.rmtree(draft, ignore_errors=True)
+            for unfinished in self.folder.glob(
+                "draft-*"
+            ):  # a killed save of any step leaves one, as large as a checkpoint
+                shutil.rmtree(unfinished, ignore_errors=True)
             draft.mkdir(parents=True)
         barrier()
         try:
@@ -77,20 +80,21 @@ class Checkpoints:
             gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
             torch.save({"rng": torch.get_rng_state(), "cuda_rng": gpu}, random_state)
             to_disk(random_state)
+            barrier()
+            if is_main():
+                meta = {"step": step, "processes": _world(), "notes": notes or {}}
+                (draft / "meta.json").write_text(json.dumps(meta))
+                to_disk(draft / "meta.json")
+                to_disk(draft)
+                draft.rename(self.folder / f"step-{step}")
+                to_disk(self.folder)
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             shutil.rmtree(draft, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free >> 20
             raise OSError(
                 f"step {step} cannot be saved in {self.folder}, where {free} MiB are free: {_cause(error)}"
             ) from error
-        barrier()
         if is_main():
-            meta = {"step": step, "processes": _world(), "notes": notes or {}}
-            (draft / "meta.json").write_text(json.dumps(meta))
-            to_disk(draft / "meta.json")
-            to_disk(draft)
-            draft.rename(self.folder / f"step-{step}")
-            to_disk(self.folder)
             for old in self.steps()[:-KEEP]:
                 shutil.rmtree(self.folder / f"step-{old}")
         barrier()

@@ -63,7 +63,10 @@ class Metrics:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
         if self.track:
-            self.track(step, values)
+            try:
+                self.track(step, values)
+            except Exception as error:  # of any code
+                raise OSError(f"--tracker failed at step {step}: {error!r}") from error
 
     def last(self) -> dict[str, float]:
         """Return the metrics of the last step without its number, or an empty dictionary."""

@@ -237,8 +237,8 @@ class Loop(ABC):
                 with Metrics(self.folder, self.next_step, self.track) if is_main() else nullcontext() as metrics:
                     last = self._steps(metrics)
                 return self.finish(last)
-            except (OSError, SafetensorError, NotFinite) as error:
-                raise self._stopped(str(error)) from None
+            except (OSError, SafetensorError, NotFinite, torch.OutOfMemoryError) as error:
+                raise self._stopped(str(error).partition("\n")[0]) from None
             except ConfigError as error:  # a stream is read between steps
                 raise self._stopped(str(error), " with the same data") if self.checkpoints.steps() else error from None
             except AskedToStop:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.memory import Run, Sizes
 from kvpop_vllm.distill.recipes import RECIPES
 from kvpop_vllm.files import size_text
+from kvpop_vllm.model_shape import check_length, positions_of, read_model_config
 
 GPUS, GPU_MEMORY, MFU, TFLOPS = 8, 80 * 10**9, 0.35, 989
 """Defaults: GPUs, bytes of one, share of the peak, and an H100's peak in bfloat16."""
-RECIPE = "train_base", "length", "batch", "micro_batch", "steps", "boundary", "listwise"
+RECIPE = "train_base", "length", "batch", "micro_batch", "steps"
 """Fields of a recipe that the command takes."""
 LOGITS = "teacher's logits"
+ROW = 1024
+"""Tokens by which the length of the longest row that fits is rounded down."""
 CHECKPOINTS = 3
 """Checkpoints on the disk while one is written."""
 
@@ -34,11 +38,13 @@ def lines_of(options) -> list[str]:
     """Return the lines that ``kvpop plan --train`` prints; raises as :func:`plan_training`."""
     changes = {name: value for name in RECIPE if (value := getattr(options, name)) is not None}
     recipe = dataclasses.replace(RECIPES[options.recipe or "paper"], **changes)
+    check_length(options.model, recipe.length)
     gpus = options.gpus or GPUS
     run = Run(Sizes.of(options.model, recipe), recipe, gpus, bool(options.stored_teacher))
     if run.stored and not run.has_kl:
         raise ConfigError("a frozen base has no teacher: leave --stored-teacher out, or give --train-base")
-    return [*_memory(run, options.gpu_memory or GPU_MEMORY), *_time(run, options), *_disk(run)]
+    room, positions = options.gpu_memory or GPU_MEMORY, positions_of(read_model_config(options.model))
+    return [*_memory(run, room), _longest_row(run, room, positions), *_time(run, options), *_disk(run)]
 
 
 def _memory(run: Run, room: int) -> list[str]:
@@ -53,6 +59,24 @@ def _memory(run: Run, room: int) -> list[str]:
         *_table({name: f"{count / 1e9:.2f} GB" for name, count in (parts | {"in all": peak}).items()}),
         f"most in the {moment}; {verdict} {room / 1e9:.0f} GB, before what CUDA, NCCL and fragments take",
     ]
+
+
+def _longest_row(run: Run, room: int, positions: int | None) -> str:
+    """Return the line on the longest row for which a GPU has ``room`` bytes; a process has whole rows."""
+    shortest = run.recipe.sinks + max(map(sum, run.recipe.trained)) + 1  # else nothing is evicted
+    lengths = range(-(-shortest // ROW) * ROW, (positions or run.recipe.length) + 1, ROW)
+
+    def exceeds(length: int) -> bool:
+        other = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, length=length))
+        return sum(other.peak()[1].values()) > room
+
+    fitting = bisect_left(lengths, True, key=exceeds)
+    of_all = ", all positions of the model" if fitting == len(lengths) and positions else ""
+    return (
+        f"rows of at most {lengths[fitting - 1]} tokens fit{of_all}"
+        if fitting
+        else f"no row of {lengths.start} tokens fits"
+    )
 
 
 def _time(run: Run, options) -> list[str]:

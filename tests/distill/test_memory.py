@@ -72,14 +72,21 @@ def test_the_model_is_what_a_step_of_the_trainer_takes(tmp_path, size, gpus, tra
     assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
 
 
+LISTWISE = {"train_base": False, "boundary": 0.0, "listwise": 1.0}
+
+
 @pytest.mark.slow
-def test_the_listwise_loss_is_counted(tmp_path):
-    """Four layers of Qwen3-8B: each layer but the embeddings and the output layer as in the whole model."""
+@pytest.mark.parametrize(
+    "size, gpus, changes",
+    [("8B", 1, LISTWISE), ("4B", 8, {}), ("8B", 8, {"micro_batch": 2}), ("8B", 1, {"train_base": False})],
+    ids=str,
+)
+def test_four_layers(tmp_path, size, gpus, changes):
+    """Each layer, the embeddings and the output layer are as in the whole model."""
     check_tracker()
-    folder = write_config(tmp_path / "8B", "8B", num_hidden_layers=4)
-    recipe = dataclasses.replace(PAPER, train_base=False, boundary=0.0, listwise=1.0)
-    measurement = measured(folder, tmp_path / "out", recipe, 1)
-    run = Run(Sizes.of(folder, recipe), recipe, 1)
+    folder, recipe = write_config(tmp_path / size, size, num_hidden_layers=4), dataclasses.replace(PAPER, **changes)
+    measurement = measured(folder, tmp_path / "out", recipe, gpus)
+    run = Run(Sizes.of(folder, recipe), recipe, gpus)
     compare(run, measurement)
     assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
 
@@ -131,6 +138,7 @@ def test_each_option_is_about_serving_or_training():
     ("--train --no-enable-prefix-caching", "--enable-prefix-caching is about serving: leave it out"),
     ("--train --kv-memory 8GiB", "--kv-memory is about serving: leave it out, or leave --train out"),
     ("", "kvpop plan needs --kv-memory, or --train for the memory of training"),
+    ("--train --length 65536", "the model has 40960 positions: lower --length 65536"),
     ("--train --gpus 3", "batch 128 cannot be shared by 3 GPUs with 1 rows a pass evenly: change one"),
     ("--train --no-train-base --stored-teacher", "a frozen base has no teacher: leave --stored-teacher out"),
     ("--train --model docs/configs/gpt-oss-20b", "has experts, whose training memory kvpop plan --train does not count"),

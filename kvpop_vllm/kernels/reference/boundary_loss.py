@@ -16,16 +16,15 @@ def boundary_loss(
 
     ``topk`` has a k for each head; ``order`` is the implementation of the ops that rank scores.
     """
-    length, slots = pred.shape[-1], torch.tensor(topk, dtype=torch.int64)
-    first = sinks + window + slots  # [H], the first query at which a head evicts
-    evicts = (slots > 0) & (first < length)
-    q = _positions(samples, pred.shape, first, generator, pred.device)
-    if q.numel() == 0 or not bool(evicts.any()):
+    length, firsts = pred.shape[-1], [sinks + window + k for k in topk]  # first queries at which heads evict
+    evicting = [k > 0 and first < length for k, first in zip(topk, firsts, strict=True)]
+    q = _positions(samples, pred.shape, firsts, generator, pred.device)
+    if q.numel() == 0 or not any(evicting):
         return pred.sum() * 0 + log_gamma.sum().to(pred.dtype) * 0
-    begin, counted = (to_device(x, pred.device).unsqueeze(1) for x in (first, evicts))
+    begin, counted = (to_device(torch.tensor(x), pred.device).unsqueeze(1) for x in (firsts, evicting))
     if isinstance(samples, torch.Tensor) and bool(((q < begin) | (q >= length)).any()):
-        raise ValueError(f"samples must lie in [{int(first.max())}, {length - 1}] = [s + w + k, S - 1]")
-    number = int(evicts.sum()) * q.shape[0] * q.shape[2]
+        raise ValueError(f"samples must lie in [{max(firsts)}, {length - 1}] = [s + w + k, S - 1]")
+    number = sum(evicting) * q.shape[0] * q.shape[2]
     with torch.no_grad():
         decay = log_gamma.detach().double()
         teacher = _static_teacher if step == 1 else _aged_teacher
@@ -37,14 +36,15 @@ def boundary_loss(
     return (counted * weight * F.softplus(-y * difference / tau)).sum() / number
 
 
-def _positions(samples, shape, first, generator, device):
+def _positions(samples, shape, firsts, generator, device):
     """Return the query positions ``[B, H, N]``; the last one for heads that never evict."""
     batch, heads, length = shape
     if isinstance(samples, torch.Tensor):
         return samples.to(device).long().expand(batch, heads, samples.shape[-1])
+    first = torch.tensor(firsts)
     span = (length - first).clamp_min(0).unsqueeze(1)
     source = device if generator is None else generator.device
-    count = samples if bool(span.any()) else 0
+    count = samples if min(firsts) < length else 0
     u = torch.rand(batch, heads, count, generator=generator, dtype=torch.float64, device=source)
     late = u[..., samples // 2 :].sqrt()
     u = torch.cat([u[..., : samples // 2], late], -1)
