@@ -78,31 +78,6 @@ Case does not matter, and a blank stands for a line break too.
 LOG = "docs/log/"
 """Folder of documents whose words are not counted."""
 COUNTS: dict[str, int] = {
-    "name asked": 4,
-    "name at": 5,
-    "name behind": 1,
-    "name both": 2,
-    "name each": 26,
-    "name found": 45,
-    "name given": 2,
-    "name held": 21,
-    "name kept": 9,
-    "name known": 2,
-    "name made": 8,
-    "name most": 5,
-    "name others": 1,
-    "name own": 10,
-    "name said": 9,
-    "name seen": 14,
-    "name some": 2,
-    "name taken": 3,
-    "name there": 3,
-    "name those": 1,
-    "name told": 10,
-    "name what": 1,
-    "name where": 1,
-    "name which": 3,
-    "name whole": 4,
     "prose behind": 1,
 }
 """Uses of each word and pattern today: names in Python files, words of docstrings, comments and documents, patterns of

@@ -121,17 +121,17 @@ def _static_order(piece: Piece, score, position, log_gamma, gone):
     return gone.scatter_(-1, order, evicted.int())
 
 
-def online_topk(score, position, filled, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
+def online_topk(score, position, retained, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.online_topk`."""
     (heads, total), device = score.shape, score.device
-    if total == filled:
+    if total == retained:
         return torch.full((heads, total), NEVER, dtype=torch.int64, device=device)
-    piece = Piece([segment([topk] * heads, total - filled, position=filled + window, window=window)], device)
+    piece = Piece([segment([topk] * heads, total - retained, position=retained + window, window=window)], device)
     unused = piece.entries - total
-    entry = torch.cat([torch.arange(filled, device=device), torch.arange(filled, total, device=device) + unused])
+    entry = torch.cat([torch.arange(retained, device=device), torch.arange(retained, total, device=device) + unused])
     scores = torch.full((heads, piece.entries), -torch.inf, device=device)
     positions = torch.full((heads, piece.entries), -1, dtype=torch.int32, device=device)
     scores[:, entry], positions[:, entry] = score.float(), position.int()
     order = {"log_gamma": log_gamma.contiguous(), "decay_step": decay_step, "ages": ages}
     gone = eviction_times(piece, scores, positions, keys=None if keys is None else keys.unsqueeze(0), **order)[:, entry]
-    return torch.where(gone == LAST.value, NEVER, position[:, filled : filled + 1] + window + gone)
+    return torch.where(gone == LAST.value, NEVER, position[:, retained : retained + 1] + window + gone)

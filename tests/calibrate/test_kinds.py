@@ -138,8 +138,8 @@ def test_budgets_of_requests_are_shared(calibrated, kind):
             slots = jobs[int(answer.request_id)].asks.get("kv_budget", 56) - 12
             exact = OraclePolicy("recency", 4, 8, shared_slots(calibration.shares, slots))
             Served(engine, oracle, exact, by_inputs=kind == "nemotron_h").check(name, answer)
-            for layer, steps in engine.recorder.held[name].items():
-                slots = [min(steps[-1].seen, 12 + k) for k in exact.topk[layer]]
+            for layer, steps in engine.recorder.retained[name].items():
+                slots = [min(steps[-1].tokens_seen, 12 + k) for k in exact.topk[layer]]
                 assert [len(head) for head in steps[-1].positions] == slots
 
 

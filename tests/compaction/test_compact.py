@@ -220,7 +220,9 @@ def test_the_rotation_of_every_layer_is_checked(tmp_path):
     rope = rope_of(model.config.to_dict())
     check_rotation(model, rope)
     for wrong, layer in (({"unrotated_layers": []}, 3), ({"unrotated_layers": [2, 3]}, 2), ({"rope_theta": 500.0}, 0)):
-        with pytest.raises(ConfigError, match=f"layer {layer} of .* does not rotate .* as its config says"):
+        with pytest.raises(
+            ConfigError, match=f"layer {layer} of the model does not rotate queries and keys as its config says"
+        ):
             check_rotation(model, rope | wrong)
 
 

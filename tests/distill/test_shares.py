@@ -56,7 +56,9 @@ def test_a_scorers_shares_serve_every_policy(kvpop, folder):
     refused(kvpop, f"{start} {words.replace('uniform', 'cone')}", "must be one of uniform, pyramid, ada, got 'cone'")
     file = "measured/kvpop_config.json"
     refused(kvpop, f"{start} {words.replace('uniform', file)}", f"got '{file}': give --calibration {file} instead")
-    with pytest.raises(ValueError, match="is a file of shares and recommends nothing: give policy"):
+    with pytest.raises(
+        ValueError, match="is a file of shares and recommends nothing: give policy the name of a policy"
+    ):
         KVpopCache(network, "auto", calibration=file)
 
 

@@ -234,7 +234,9 @@ def test_the_command_fails_if_a_kind_that_was_asked_for_is_missing(tmp_path, off
     parser = argparse.ArgumentParser()
     add_distill(parser.add_subparsers())
     command = ["distill", "texts", "--out", str(tmp_path)]
-    with pytest.raises(ConfigError, match="^no gsm8k, transcripts among the texts: to do without, name"):
+    with pytest.raises(
+        ConfigError, match="^no gsm8k, transcripts among the texts: to do without, name the other kinds"
+    ):
         distill(parser.parse_args(command))
     assert (tmp_path / "held-out/champ.jsonl").is_file() and "champ: " in capsys.readouterr().out
     distill(parser.parse_args([*command, "--data", "champ"]))

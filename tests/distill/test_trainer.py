@@ -374,7 +374,8 @@ def test_a_damaged_checkpoint_is_named_and_no_older_one_taken_unasked(model, tmp
     newest, older = (tmp_path / f"run/step-{step}" for step in (8, 6))
     (newest / name).write_bytes((newest / name).read_bytes()[:-40])
     with pytest.raises(
-        ConfigError, match="step-8 cannot be read .*: if it is damaged, remove it .* checkpoint of step 6"
+        ConfigError,
+        match="step-8 cannot be read .*: if it is damaged, remove it to go on from the checkpoint of step 6",
     ):
         train(model, tmp_path).run()
     shutil.rmtree(newest)

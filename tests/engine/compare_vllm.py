@@ -30,7 +30,9 @@ def missing_overrides(vllm: Path) -> list[str]:
             if not inspect.isfunction(ours) or contract.GLUE not in Path(ours.__code__.co_filename).parents:
                 continue
             takes = inspect.signature(ours).parameters
-            anything = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in takes.values())
+            anything = any(
+                parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in takes.values()
+            )
             for base in cls.__mro__:
                 if base.__module__.split(".")[0] == "vllm" and inspect.isroutine(vars(base).get(name)):
                     target = f"{base.__module__}:{base.__qualname__}.{name}"

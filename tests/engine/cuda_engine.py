@@ -29,8 +29,8 @@ def configure(model, policy=STREAMING, **options):
 @contextmanager
 def only_rank(config):
     """Act as the only tensor-parallel rank of an engine."""
-    there = {"get_tensor_model_parallel_rank": lambda: 0, "get_tensor_model_parallel_world_size": lambda: 1}
-    with set_current_vllm_config(config), mock.patch.multiple(glue, **there):
+    rank_functions = {"get_tensor_model_parallel_rank": lambda: 0, "get_tensor_model_parallel_world_size": lambda: 1}
+    with set_current_vllm_config(config), mock.patch.multiple(glue, **rank_functions):
         yield
 
 

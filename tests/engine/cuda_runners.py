@@ -94,18 +94,18 @@ class Runner:
         self.names = [f"{self.steps}-{i}" for i in range(len(counts))]
         output.num_scheduled_tokens = dict(zip(self.names, counts, strict=True))
         output.total_num_scheduled_tokens = sum(counts)
-        asks = [{} if each is None else {RESOLVED: each} for each in asks or [None] * len(counts)]
-        told = zip(self.names, counts, lengths, rows, prompts or lengths, asks, strict=True)
-        for i, (name, count, length, row, prompt, own) in enumerate(told):
-            told = {
+        asks = [{} if options is None else {RESOLVED: options} for options in asks or [None] * len(counts)]
+        requests = zip(self.names, counts, lengths, rows, prompts or lengths, asks, strict=True)
+        for i, (name, count, length, row, prompt, extra) in enumerate(requests):
+            fields = {
                 "mm_features": [],
                 "pooling_params": None,
                 "lora_request": None,
                 "prefill_token_ids": [1] * max(length, prompt),
             }
             new = NewRequestData(
-                name, [1] * prompt, sampling_params=SamplingParams(extra_args=own, seed=100 + i), block_ids=(row,),
-                num_computed_tokens=length - count, **told,
+                name, [1] * prompt, sampling_params=SamplingParams(extra_args=extra, seed=100 + i), block_ids=(row,),
+                num_computed_tokens=length - count, **fields,
             )  # fmt: skip
             output.scheduled_new_reqs.append(new)
         return self.built(lambda: self.runner.execute_model(output))

@@ -172,11 +172,11 @@ class Watched:
             "bounds": list(getattr(manager, "bounds", ())),
             "lost": range(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1),
         }
-        return [f"{what}: {list(which)}" for what, which in leaked.items() if len(which)]
+        return [f"{kind}: {list(leftovers)}" for kind, leftovers in leaked.items() if len(leftovers)]
 
     def check(self, answers: dict, judge: Judge | None = None) -> None:
         """Compare answers with the oracle, and check the blocks of all requests at every step."""
-        (judge or self.judge).check(answers, self.recorder.held)
+        (judge or self.judge).check(answers, self.recorder.retained)
         self.check_blocks()
 
     def check_blocks(self) -> None:
@@ -227,7 +227,7 @@ class Watched:
 
     def chunks(self, name: str) -> list[int]:
         """Return the number of tokens in each step of one request."""
-        return [step.new for step in self.recorder.held[name][0]]
+        return [step.new for step in self.recorder.retained[name][0]]
 
 
 def _each_sample(name: str, answer) -> dict:
@@ -296,7 +296,7 @@ class Judges:
     """One judge for each set of options that requests ask for."""
 
     def __init__(self, policy: str, case: Case):
-        self.policy, self.case, self.known = policy, case, {}
+        self.policy, self.case, self.by_options = policy, case, {}
 
     def window(self, budget: int) -> int:
         """Return w of a request's budget, by the policies' definitions."""
@@ -310,7 +310,7 @@ class Judges:
         """Return the judge of a request, by its options and by the seed that its draws follow."""
         asks = job.asks or {}
         key = job.seed, *sorted(asks.items())
-        if key not in self.known:
+        if key not in self.by_options:
             plain = self.case.judge.policy
             budget = asks.get("kv_budget", plain.budget)
             policy = replace(plain, seeds=(0, asks.get("kv_seed", job.seed or 0)))
@@ -319,10 +319,10 @@ class Judges:
                 policy = replace(policy, window=window, topk=budget - policy.sinks - window)
                 policy = allocated(policy, self.case.allocator)
             protect = asks.get("kv_protect_prompt", self.case.judge.protect)
-            self.known[key] = Judge(self.case.model, policy, protect=True if protect == "all" else protect)
-        return self.known[key]
+            self.by_options[key] = Judge(self.case.model, policy, protect=True if protect == "all" else protect)
+        return self.by_options[key]
 
     def check_near_ties(self) -> None:
         """Raise AssertionError if there is more than one near-tie and more than MOST_NEAR_TIES of all decisions."""
-        near = sum(judge.near_ties for judge in self.known.values())
-        assert near <= max(1, MOST_NEAR_TIES * sum(judge.decisions for judge in self.known.values()))
+        near = sum(judge.near_ties for judge in self.by_options.values())
+        assert near <= max(1, MOST_NEAR_TIES * sum(judge.decisions for judge in self.by_options.values()))

@@ -61,7 +61,7 @@ class Judge:
     policy: OraclePolicy
     decisions: int = 0
     near_ties: int = 0
-    known: dict = field(default_factory=dict, repr=False)
+    references: dict = field(default_factory=dict, repr=False)
     protect: bool | int = 0
 
     def __post_init__(self):
@@ -71,20 +71,20 @@ class Judge:
         """Return the oracle's run on ``tokens``, the first ``prompt`` of which are the prompt."""
         policy = self.policy.protecting(self.protect, prompt)
         key = tuple(tokens), nudges, policy.protect, policy.prompt
-        if key not in self.known:
+        if key not in self.references:
             exact, low = self.models
             run = exact.run(tokens, policy, bias=nudges)
             with DisturbedSums(0):
                 eager = low.run(tokens, policy, visible=run.visible)
-            self.known[key] = Reference(run, eager)
-        return self.known[key]
+            self.references[key] = Reference(run, eager)
+        return self.references[key]
 
-    def check(self, answers, held) -> None:
+    def check(self, answers, retained) -> None:
         """Compare all requests of a run with the oracle, with error budgets pooled over all positions.
 
         Args:
             answers: request id -> finished ``RequestOutput``.
-            held: request id -> layer -> the recorder's ``Held``.
+            retained: request id -> layer -> the recorder's ``Held``.
 
         Raises:
             AssertionError: a set, a log-probability or a token differs by more than rounding explains.
@@ -93,7 +93,7 @@ class Judge:
         prompts = {name: len(a.prompt_token_ids) for name, a in answers.items()}
         plain = [self.reference(tokens, prompt=prompts[name]) for name, tokens in fed.items()]
         bounds = [max(layer) for layer in zip(*(reference.bounds for reference in plain), strict=True)]
-        settled = {name: self.settle(fed[name], held[name], bounds, name, prompts[name]) for name in answers}
+        settled = {name: self.settle(fed[name], retained[name], bounds, name, prompts[name]) for name in answers}
         budget = max(reference.budget for reference, _ in settled.values())
         for name, answer in answers.items():
             reference, nudges = settled[name]
@@ -108,12 +108,12 @@ class Judge:
         print(f"{self.near_ties} near-ties in {self.decisions} decisions")
         assert self.near_ties <= max(1, MOST_NEAR_TIES * self.decisions)
 
-    def settle(self, tokens, held, bounds, name, prompt: int = 0) -> tuple[Reference, tuple[Nudge, ...]]:
+    def settle(self, tokens, retained, bounds, name, prompt: int = 0) -> tuple[Reference, tuple[Nudge, ...]]:
         """Return the oracle's run with its near-ties decided like the engine's, and these near-ties.
 
         Args:
             tokens: all tokens that were processed.
-            held: layer -> the recorder's ``Held``.
+            retained: layer -> the recorder's ``Held``.
             bounds: one per layer, see ``derived_margin_bound``.
             name: name of the request for messages.
             prompt: number of tokens that are the prompt.
@@ -122,19 +122,19 @@ class Judge:
             AssertionError: the engine retains other tokens, and no near-tie explains it.
         """
         nudges: tuple[Nudge, ...] = ()
-        assert sorted(held) == list(range(self.models[0].layers)), f"request {name}: a layer was never called"
+        assert sorted(retained) == list(range(self.models[0].layers)), f"request {name}: a layer was never called"
         while True:
             reference = self.reference(tokens, nudges, prompt)
-            found = _first_difference(reference.exact, held)
-            if found is None:
+            difference = _first_difference(reference.exact, retained)
+            if difference is None:
                 return reference, nudges
-            layer, head, first, last = found
+            layer, head, first, last = difference
             margins = reference.exact.margins[layer][head, first : last + 1]
             margins = margins.where(margins >= 0, math.inf)  # negative: a near-tie that is decided already
             margin, query = float(margins.min()), first + int(margins.argmin())
-            where = f"request {name}, layer {layer}, head {head}, queries {first} to {last}"
+            place = f"request {name}, layer {layer}, head {head}, queries {first} to {last}"
             assert margin < bounds[layer] and len(nudges) < 20, (
-                f"{where}: other tokens are retained than by the oracle, whose smallest margin is {margin:.2e} "
+                f"{place}: other tokens are retained than by the oracle, whose smallest margin is {margin:.2e} "
                 f"(near-tie below {bounds[layer]:.1e})"
             )
             nudges += (_nudge(reference.exact, layer, head, query),)
@@ -166,20 +166,23 @@ def _check_tokens(answer, run: OracleRun, budget: float) -> None:
         assert close or token == int(best[row]), f"request {answer.request_id}: token {token} after position {row}"
 
 
-def _first_difference(run: OracleRun, held) -> tuple[int, int, int, int] | None:
+def _first_difference(run: OracleRun, retained) -> tuple[int, int, int, int] | None:
     """Return layer, head, first and last query of the first decision that differs, or None.
 
     Differences in later layers follow from it.
     """
-    for layer in sorted(held):
+    for layer in sorted(retained):
         earliest = math.inf, None
         for head in range(len(run.visible[layer])):
             before = 0
-            for step in held[layer]:
-                if step.positions[head] != run.retained(layer, head, step.seen - 1):
-                    earliest = min(earliest, (step.seen, (layer, head, min(before, step.seen - 1), step.seen - 1)))
+            for step in retained[layer]:
+                if step.positions[head] != run.retained(layer, head, step.tokens_seen - 1):
+                    earliest = min(
+                        earliest,
+                        (step.tokens_seen, (layer, head, min(before, step.tokens_seen - 1), step.tokens_seen - 1)),
+                    )
                     break
-                before = step.seen
+                before = step.tokens_seen
         if earliest[1] is not None:
             return earliest[1]
     return None

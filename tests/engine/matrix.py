@@ -63,8 +63,8 @@ def policy_of(model: str, folder: Path, policy: str, **options) -> tuple[dict, O
     """
     row, protect, budget = ROWS[policy], options.pop("protect_prompt", 0), options.pop("budget", BUDGET)
     window = WINDOW * budget // BUDGET
-    own = row.own_allocator if row.allocator == "uniform" else row.allocator
-    allocator, correction = options.pop("allocator", own), options.pop("correction", None)
+    default_allocator = row.own_allocator if row.allocator == "uniform" else row.allocator
+    allocator, correction = options.pop("allocator", default_allocator), options.pop("correction", None)
     settings, statistics = {"policy": row.policy or policy}, None
     if row.calibrated:
         statistics = str(random_statistics_folder(folder, ModelShape.of(model, LONGEST)))

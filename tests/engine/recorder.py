@@ -17,9 +17,9 @@ from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 
 class Held(NamedTuple):
-    """Tokens held by a request after one layer call: after ``seen`` tokens, ``new`` of them in this step."""
+    """Tokens held by a request after one layer call: after ``tokens_seen`` tokens, ``new`` of them in this step."""
 
-    seen: int
+    tokens_seen: int
     new: int
     positions: list[list[int]]  # per head, sorted
 
@@ -42,7 +42,7 @@ class Recorder:
     """Recorder of an engine's requests while it is attached.
 
     Attributes:
-        held: request -> layer -> one :class:`Held` per step, in order.
+        retained: request -> layer -> one :class:`Held` per step, in order.
         tensors: (request, layer, "query" | "key" | "value" | "out") -> ``[tokens, heads, D]`` of each step.
         blocks: one entry per call of the scheduler.
         preemptions: request -> number of preemptions so far.
@@ -50,7 +50,7 @@ class Recorder:
     """
 
     llm: object
-    held: dict[str, dict[int, list[Held]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    retained: dict[str, dict[int, list[Held]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     tensors: dict[tuple, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     blocks: list[Blocks] = field(default_factory=list)
     preemptions: dict[str, int] = field(default_factory=dict)
@@ -92,12 +92,12 @@ class Recorder:
         patch.setattr(self.scheduler, "schedule", recorded_schedule)
 
     def clear(self) -> None:
-        for records in (self.held, self.tensors, self.blocks, self.preemptions):
+        for records in (self.retained, self.tensors, self.blocks, self.preemptions):
             records.clear()
 
     def forget(self, name: str) -> None:
         """Drop the records of a request."""
-        for records in (self.held, self.preemptions):
+        for records in (self.retained, self.preemptions):
             records.pop(name, None)
         for key in [key for key in self.tensors if key[0] == name]:
             del self.tensors[key]
@@ -109,14 +109,14 @@ class Recorder:
             first, last = starts[i], starts[i + 1]
             if self.runner.speculative_config is not None:  # drafts are taken back
                 last -= max(0, int(self.runner.num_decode_draft_tokens.np[i]))
-            seen = int(batch.num_computed_tokens_cpu[i]) + last - first
+            tokens_seen = int(batch.num_computed_tokens_cpu[i]) + last - first
             for part, tensor in tensors.items():
                 self.tensors[name, impl.layer, part].append(tensor[first:last].clone())
-            retained = held_by_request(impl, kv_cache, metadata, last, seen)
-            if impl.policy.compresses and seen == self.scheduler.requests[name].num_prompt_tokens:
+            retained = held_by_request(impl, kv_cache, metadata, last, tokens_seen)
+            if impl.policy.compresses and tokens_seen == self.scheduler.requests[name].num_prompt_tokens:
                 retained[:] = True  # the last token of a prompt has seen all of it
             positions = [head.nonzero().flatten().tolist() for head in retained]
-            self.held[name][impl.layer].append(Held(seen, last - first, positions))
+            self.retained[name][impl.layer].append(Held(tokens_seen, last - first, positions))
 
     def _sizes(self, request) -> tuple[int, int, int] | None:
         """Return p, B and w of a request from what it asks for, independently of the block manager."""
@@ -142,7 +142,7 @@ class Recorder:
         self.blocks.append(Blocks(running, self.pool.get_num_free_blocks()))
 
 
-def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int) -> torch.Tensor:
+def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, tokens_seen: int) -> torch.Tensor:
     """Return which tokens a request of the running step retains after a layer.
 
     Args:
@@ -150,10 +150,10 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int
         kv_cache: the layer's cache.
         metadata: the step's metadata.
         last: index after the request's last token in the flat batch.
-        seen: tokens of the request, this step included.
+        tokens_seen: tokens of the request, this step included.
 
     Returns:
-        ``[H, seen]`` booleans.
+        ``[H, tokens_seen]`` booleans.
     """
     rule, (pages, shares, blocks) = impl.attention.rule, impl._bind(kv_cache)
     batch, after, made_row = metadata.batch(impl.layer, shares), None, None
@@ -172,11 +172,12 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int
     tokens = 0 if prefix is None else int(prefix.tokens[row])
     if rule.compresses and (after is None or end == tokens):
         if after is None:
-            after, made_row = RequestSlots(tokens, tokens, 0, window, shift=seen - end), prefix and prefix.table[row]
+            after = RequestSlots(tokens, tokens, 0, window, shift=tokens_seen - end)
+            made_row = prefix and prefix.table[row]
         else:
             made_row = part.made_table[0]
         rule = replace(rule, window=after.window)
-        return held_after_prompt(pages, table, seen, rule, budgets, after, blocks, made_row)
+        return held_after_prompt(pages, table, tokens_seen, rule, budgets, after, blocks, made_row)
     if pages.raw.device.type != "cpu":
         pages = pages.layout.view(pages.raw.cpu())
-    return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), tokens)
+    return held_tokens(pages, table.cpu(), tokens_seen, replace(rule, window=window), budgets.cpu(), tokens)

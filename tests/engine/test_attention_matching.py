@@ -23,14 +23,14 @@ CLOSE = 2e-3
 @pytest.fixture(scope="module")
 def served(case):
     """Yield an engine whose freed blocks are overwritten, its model in transformers, and its settings."""
-    found = case("qwen3", "attention-matching")
+    matrix_case = case("qwen3", "attention-matching")
     options = {"max_model_len": 512, "num_gpu_blocks_override": 241}
     with (
         pytest.MonkeyPatch.context() as patch,
-        watched(found.model, found.settings | {"max_budget": MOST}, **options) as engine,
+        watched(matrix_case.model, matrix_case.settings | {"max_budget": MOST}, **options) as engine,
     ):
         engine.poison(patch)
-        yield engine, AutoModelForCausalLM.from_pretrained(found.model).eval(), found.settings
+        yield engine, AutoModelForCausalLM.from_pretrained(matrix_case.model).eval(), matrix_case.settings
         assert not engine.leaks()
 
 
@@ -53,10 +53,10 @@ def check(served, answers: dict, jobs: list[Job]) -> None:
         for row, entries in zip(exact, new.logprobs, strict=True):
             for token, entry in entries.items():
                 assert abs(entry.logprob - float(row[token])) < CLOSE, (name, len(prompt))
-        held = cache.held()
-        for layer, steps in engine.recorder.held[name].items():
-            assert steps[-1].seen == ids.shape[1] and max(map(len, steps[-1].positions)) <= budget
-            assert steps[-1].positions == [head.nonzero().flatten().tolist() for head in held[layer]]
+        retained = cache.held()
+        for layer, steps in engine.recorder.retained[name].items():
+            assert steps[-1].tokens_seen == ids.shape[1] and max(map(len, steps[-1].positions)) <= budget
+            assert steps[-1].positions == [head.nonzero().flatten().tolist() for head in retained[layer]]
     engine.check_blocks()
 
 
@@ -108,9 +108,9 @@ def test_a_small_pool_and_aborts(served):
     jobs = [Job(new=40, prompt=TEXT[i : i + 90 + i], scored=False) for i in range(5)]
     with engine.small_pool(2 + 2 * engine.spec.blocks(130, engine.spec.slots(130))):
         answers = engine.serve(jobs, lambda step: engine.engine.abort_request(["1"] if step == 8 else []))
-        whole = {name: answer for name, answer in answers.items() if answer.outputs[0].finish_reason == "length"}
-        assert {answer.request_id for answer in whole.values()} == {"0", "2", "3", "4"}
-        check(served, whole, jobs)
+        completed = {name: answer for name, answer in answers.items() if answer.outputs[0].finish_reason == "length"}
+        assert {answer.request_id for answer in completed.values()} == {"0", "2", "3", "4"}
+        check(served, completed, jobs)
     assert not engine.leaks()
 
 
@@ -118,7 +118,10 @@ def test_a_request_gives_up_prompt_and_state(served):
     """In the step after the prompt's end a request holds made slots and ring only, at most a block above those of B."""
     engine = served[0]
     engine.serve([Job(new=5, prompt=TEXT[:150], scored=False)])
-    held = [sum(map(bool, row)) for step in engine.recorder.blocks for *_, row in step.running.values()]
-    made = -(-(BUDGET - WINDOW) // BLOCK) + -(-WINDOW // BLOCK)
-    assert engine.spec.state_blocks > 0 and held[0] == -(-150 // BLOCK) + engine.spec.state_blocks + made
-    assert held[-1] == made <= -(-BUDGET // BLOCK) + 1 < held[0]
+    block_counts = [sum(map(bool, row)) for step in engine.recorder.blocks for *_, row in step.running.values()]
+    compacted_blocks = -(-(BUDGET - WINDOW) // BLOCK) + -(-WINDOW // BLOCK)
+    assert (
+        engine.spec.state_blocks > 0
+        and block_counts[0] == -(-150 // BLOCK) + engine.spec.state_blocks + compacted_blocks
+    )
+    assert block_counts[-1] == compacted_blocks <= -(-BUDGET // BLOCK) + 1 < block_counts[0]

@@ -48,8 +48,8 @@ def write(folder, model: str, name: str, *, slots: int | None = None, **changes)
         (torch.randn(shape), torch.randn(shape), torch.randn(shape[:2]) * 2 - 1 if bias else None)
         for _ in range(base["num_layers"])
     ]
-    told = base | {"slots": count, "next_position": TIMELINE[name], "method": "random", "provenance": {}}
-    write_cartridge(folder, CartridgeConfig(**(told | changes)), layers)
+    fields = base | {"slots": count, "next_position": TIMELINE[name], "method": "random", "provenance": {}}
+    write_cartridge(folder, CartridgeConfig(**(fields | changes)), layers)
     return str(folder)
 
 
@@ -87,15 +87,15 @@ class CartridgeJudge(Judge):
     def __init__(self, case, folders: list[str], protect: bool | int):
         super().__init__(case.model, case.judge.policy, protect=protect)
         self.rope = self.models[0].config
-        parts, at = [], 0
+        parts, offset = [], 0
         for folder in folders:
             config, layers, _ = read_cartridge(folder)
-            shift = at + config.slots - config.next_position
+            shift = offset + config.slots - config.next_position
             parts.append([self._placed(*layer, shift) for layer in layers])
-            at += config.slots
-        self.made = at
+            offset += config.slots
+        self.slots = offset
         self.cartridge = [
-            tuple(torch.cat(each, 1) for each in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)
+            tuple(torch.cat(tensors, 1) for tensors in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)
         ]
 
     def _placed(self, k, v, bias, shift):
@@ -104,15 +104,15 @@ class CartridgeJudge(Judge):
 
     def reference(self, tokens, nudges=(), prompt=0) -> Reference:
         """Return the oracle's run on ``tokens``, which begin with a placeholder for each slot."""
-        policy = self.policy.protecting(self.protect, prompt - self.made, self.made)
+        policy = self.policy.protecting(self.protect, prompt - self.slots, self.slots)
         key = tuple(tokens), nudges, policy.protect
-        if key not in self.known:
+        if key not in self.references:
             exact, low = self.models
             run = exact.run(tokens, policy, bias=nudges, cartridge=self.cartridge)
             with DisturbedSums(0):
                 eager = low.run(tokens, policy, visible=run.visible, cartridge=self.cartridge)
-            self.known[key] = Reference(run, eager)
-        return self.known[key]
+            self.references[key] = Reference(run, eager)
+        return self.references[key]
 
 
 CASES = {
@@ -166,8 +166,8 @@ class Served:
         for name, answer in answers.items():
             names = tuple((jobs[number[name]].asks or {}).get("kv_cartridges", ()))
             groups.setdefault(names, {})[name] = answer
-        for names, some in groups.items():
-            (self.judge(names) if names else self.case.judge).check(some, self.engine.recorder.held)
+        for names, group in groups.items():
+            (self.judge(names) if names else self.case.judge).check(group, self.engine.recorder.retained)
         return {number[name]: answer for name, answer in answers.items()}
 
 
@@ -175,14 +175,14 @@ class Served:
 def served(request, case, folders):
     """Yield an engine of one case with three cartridges."""
     kind, policy, options = CASES[request.param]
-    found, those = case(kind, policy, **options), folders(kind)
+    matrix_case, paths = case(kind, policy, **options), folders(kind)
     with pytest.MonkeyPatch.context() as patch:
         if request.param.endswith("GPU"):
             patch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
-        settings = found.settings | {"cartridge": [f"{name}={folder}" for name, folder in those.items()]}
-        with watched(found.model, settings, None, num_gpu_blocks_override=321) as engine:
+        settings = matrix_case.settings | {"cartridge": [f"{name}={folder}" for name, folder in paths.items()]}
+        with watched(matrix_case.model, settings, None, num_gpu_blocks_override=321) as engine:
             engine.poison(patch)
-            yield Served(engine, found, those)
+            yield Served(engine, matrix_case, paths)
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ def nothing_is_left(request):
         served = request.getfixturevalue("served")
         served.engine.chunk(None)
         pool, cartridges = served.engine.recorder.pool, served.engine.recorder.manager.cartridges
-        pinned = sorted(block.block_id for each in cartridges.loaded.values() for block in each.blocks)
+        pinned = sorted(block.block_id for cartridge in cartridges.loaded.values() for block in cartridge.blocks)
         assert pinned == [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
         assert len(pinned) == sum(SLOTS.values()) // BLOCK == 320 - pool.get_num_free_blocks()
         assert not cartridges.copies
@@ -221,18 +221,21 @@ def test_what_a_cartridge_holds_of_a_prompt_is_left_out(served, monkeypatch):
         monkeypatch.setitem(names.served, f"{name} headed", replace(names.served[name], head=head))
         monkeypatch.setitem(served.folders, f"{name} headed", served.folders[name])
         monkeypatch.setitem(SLOTS, f"{name} headed", SLOTS[name])
-    asked, both, own = named("biased headed"), named("plain headed", "biased headed"), random_prompt(40)
-    jobs = [Job(prompt=[*head, *own], new=30, asks=asked), Job(prompt=own, new=30, asks=named("biased"))]
-    jobs += [Job(prompt=[*head, *own], new=30, asks=both), Job(prompt=own, new=30, asks=named("plain", "biased"))]
+    headed, both_headed, tokens = named("biased headed"), named("plain headed", "biased headed"), random_prompt(40)
+    jobs = [Job(prompt=[*head, *tokens], new=30, asks=headed), Job(prompt=tokens, new=30, asks=named("biased"))]
+    jobs += [
+        Job(prompt=[*head, *tokens], new=30, asks=both_headed),
+        Job(prompt=tokens, new=30, asks=named("plain", "biased")),
+    ]
     answers = served.serve(jobs)
     for one, other in ((0, 1), (2, 3)):
         assert answers[one].prompt_token_ids == answers[other].prompt_token_ids
         assert answers[one].outputs[0].token_ids == answers[other].outputs[0].token_ids
     for prompt, asks, text in (
-        (own, asked, "'biased headed' stands in the first message of a chat: begin with a message of the user"),
-        ([*head], asked, "the prompt ends where the cartridge begins"),
+        (tokens, headed, "'biased headed' stands in the first message of a chat: begin with a message of the user"),
+        ([*head], headed, "the prompt ends where the cartridge begins"),
         (
-            [*head, *own],
+            [*head, *tokens],
             named("biased headed", "plain"),
             "biased headed and plain were made with different system messages or places",
         ),
@@ -269,7 +272,7 @@ def test_chunks(served):
 def test_sixteen_requests_with_different_cartridges(served):
     """MomentKV's tokens are drawn: if it repeats itself, the residuals of equal values are ties of more than two."""
     names = [("plain",), ("biased",), ("later",), ()]
-    asks = [named(*each) if each else None for each in names]
+    asks = [named(*cartridges) if cartridges else None for cartridges in names]
     heat = float(served.case.settings["policy"] == "momentkv")
     jobs = [Job(10 + 7 * i, new=20, temperature=heat, asks=asks[i % 4]) for i in range(16)]
     served.serve(jobs)
@@ -288,7 +291,7 @@ def test_the_prefix_cache_is_reset_while_cartridges_are_loaded(served):
     """Requests in flight begin again after the same cartridges, whose blocks stay where they are."""
     engine, scheduler = served.engine.engine, served.engine.recorder.scheduler
     loaded = manager_of(scheduler).cartridges.loaded
-    before = {digest: [block.block_id for block in each.blocks] for digest, each in loaded.items()}
+    before = {digest: [block.block_id for block in cartridge.blocks] for digest, cartridge in loaded.items()}
     resets = []
 
     def reset(i):
@@ -304,8 +307,8 @@ def test_the_prefix_cache_is_reset_while_cartridges_are_loaded(served):
     served.engine.poisons = False
     assert engine.reset_prefix_cache()
     served.engine.poisons = True
-    assert {digest: [block.block_id for block in each.blocks] for digest, each in loaded.items()} == before
-    assert all(block.ref_cnt == 1 for each in loaded.values() for block in each.blocks)
+    assert {digest: [block.block_id for block in cartridge.blocks] for digest, cartridge in loaded.items()} == before
+    assert all(block.ref_cnt == 1 for cartridge in loaded.values() for block in cartridge.blocks)
 
 
 @FEW

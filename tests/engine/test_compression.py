@@ -13,8 +13,8 @@ TEXT = random_prompt(260, seed=94)
 @pytest.fixture(scope="module", params=[pytest.param("snapkv", marks=pytest.mark.slow), "adakv"])
 def engine(request, case):
     options = {"max_model_len": 512, "num_gpu_blocks_override": 181}
-    with serving(case("qwen3", request.param, protect_prompt=True), **options) as made:
-        yield made
+    with serving(case("qwen3", request.param, protect_prompt=True), **options) as engine:
+        yield engine
 
 
 def test_hits(engine):

@@ -49,9 +49,9 @@ def check_pool(name: str, engine, count) -> float:
     total = sum(cache.nbytes for cache in engine.recorder.runner.kv_caches)
     for prompt in (LENGTH - 8, 639):  # plus one token: the second generated token never gets into the cache
         engine.serve([Job(prompt, new=2, scored=False)])
-        most = max(len(held) for step in engine.recorder.blocks for *_, held in step.running.values())
+        peak = max(len(row) for step in engine.recorder.blocks for *_, row in step.running.values())
         request = count(prompt + 1)
-        assert most == request.blocks and most * total == request.allocated * blocks
+        assert peak == request.blocks and peak * total == request.allocated * blocks
     pool = pool_bytes(count(LENGTH), blocks)
     assert pool.allocated == total
     assert pool.requests == pytest.approx(config.kv_cache_max_concurrency)

@@ -177,10 +177,10 @@ def test_rows_of_the_ledger(row):
 @pytest.fixture
 def warnings(monkeypatch):
     """Texts of warnings, in a process whose plugin may stand aside."""
-    said = []
-    monkeypatch.setattr(fallback.logger, "warning", lambda text, *values: said.append(text % values))
+    texts = []
+    monkeypatch.setattr(fallback.logger, "warning", lambda text, *values: texts.append(text % values))
     monkeypatch.setattr(fallback, "reason", None)
-    return said
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -284,17 +284,17 @@ def test_torchs_artefact_has_the_method_while_it_is_loaded():
     assert not hasattr(artefact, compile_cache._HOOK)
 
 
-@pytest.mark.parametrize("there", [None, int, 3], ids=str)
-def test_another_class_of_torch_costs_a_warning(there, monkeypatch):
+@pytest.mark.parametrize("replacement", [None, int, 3], ids=str)
+def test_another_class_of_torch_costs_a_warning(replacement, monkeypatch):
     """Without the private class, or with one that takes no methods, vLLM's own function runs as it is."""
     import torch._dynamo.aot_compile_types as types
 
-    said = []
-    monkeypatch.setattr(compile_cache.logger, "warning_once", lambda text, *values: said.append(text % values))
-    if there is None:
+    lines = []
+    monkeypatch.setattr(compile_cache.logger, "warning_once", lambda text, *values: lines.append(text % values))
+    if replacement is None:
         monkeypatch.delattr(types, "BundledAOTAutogradSerializableCallable")
     else:
-        monkeypatch.setattr(types, "BundledAOTAutogradSerializableCallable", there)
+        monkeypatch.setattr(types, "BundledAOTAutogradSerializableCallable", replacement)
     assert compile_cache.try_load(lambda model: "as it is", MODEL) == "as it is"
-    (line,) = said
+    (line,) = lines
     assert line.startswith("this torch is not the expected one, so that models are compiled at every start: ")

@@ -380,8 +380,8 @@ def test_others_than_nvidias(model, monkeypatch, rocm):
 @pytest.mark.parametrize("policy", ["h2o", "momentkv", "dms", "corrected", "trimkv", "streaming-llm"])
 def test_tokens_of_a_step(model, tmp_path, policy, monkeypatch):
     """Steps are bounded, and the server warns, where a token takes long; here 15 ms in each of two layers."""
-    said = []
-    monkeypatch.setattr(cuda.logger, "warning", lambda text, *values: said.append(text % values))
+    lines = []
+    monkeypatch.setattr(cuda.logger, "warning", lambda text, *values: lines.append(text % values))
     settings = {"policy": policy, "budget": 128}
     if policy == "corrected":
         settings |= {"policy": "streaming-llm", "correction": "moment"}
@@ -394,11 +394,11 @@ def test_tokens_of_a_step(model, tmp_path, policy, monkeypatch):
     def steps(**options):
         return configure(model, settings, **(sizes | options)).scheduler_config.max_num_scheduled_tokens
 
-    assert steps() is None and not said, "30 us are few"
+    assert steps() is None and not lines, "30 us are few"
     monkeypatch.setattr(cuda, "PHASE_SECONDS", 15e-3)
     assert steps() == (66 if one_by_one else None)
     slow = "prompts are prefilled token by token, by reckoning at 33 tokens a second"
-    assert len(said) == one_by_one and all(slow in line for line in said)
+    assert len(lines) == one_by_one and all(slow in line for line in lines)
     if policy == "h2o":
         assert steps(max_num_seqs=2000) == 2000 and steps(max_num_batched_tokens=64) is None
         assert steps(max_num_scheduled_tokens=3000) == 3000

@@ -112,7 +112,7 @@ class Requests:
     """
 
     def __init__(self, group, prompts=None):
-        self.spec, self.kept, self.prompts = group.kv_cache_spec, group.backend.policy.retention, prompts
+        self.spec, self.retention, self.prompts = group.kv_cache_spec, group.backend.policy.retention, prompts
         self.lengths, self.rows, self.asks = {}, {}, {}
         self.free = [int(b) for b in 1 + torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(1))]
 
@@ -121,15 +121,15 @@ class Requests:
         self.names = names = sorted(counts, key=counts.get)
         for name in names:
             self.lengths[name] = self.lengths.get(name, 0) + counts[name]
-            row, own = self.rows.setdefault(name, []), self.sizes(name)
-            blocks = self.spec.blocks(self.lengths[name], own)
+            row, sizes = self.rows.setdefault(name, []), self.sizes(name)
+            blocks = self.spec.blocks(self.lengths[name], sizes)
             row += [self.free.pop(0) for _ in range(blocks - len(row))]
         return [[x[name] for name in names] for x in (counts, self.lengths, self.rows)]
 
     def sizes(self, name) -> RequestSlots:
         prompt, protect = (self.prompts or self.lengths)[name], self.spec.protect
         protected = prompt if protect is True else int(protect)
-        return self.asks.get(name, RequestSlots(protected, 0, self.kept.budget, self.kept.window))
+        return self.asks.get(name, RequestSlots(protected, 0, self.retention.budget, self.retention.window))
 
     def finish(self, name):
         """End a request; its blocks are the next to be claimed."""
@@ -204,8 +204,8 @@ class Served:
         return out, expected
 
     def check(self, **step):
-        found, expected = self.step(**step)
-        torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
+        actual, expected = self.step(**step)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("version", RUNNERS)
@@ -314,8 +314,8 @@ def test_a_step_out_of_order_is_no_number(serve):
     served.requests.lengths["a"] += 1
     pages = served.layers.cpu.clone()
     served.layers.expected = lambda q, *rest: q
-    found, _ = served.step(graph=True, a=1, b=1)
-    assert found[:, 0].isnan().all() and found[:, 1].isfinite().all()
+    out, _ = served.step(graph=True, a=1, b=1)
+    assert out[:, 0].isnan().all() and out[:, 1].isfinite().all()
     changed = (served.layers.gpu != before).any(-1).any(-1).any(-1)[0]
     assert not changed[served.requests.rows["a"]].any() and changed[served.requests.rows["b"]].any()
     assert torch.equal(pages, served.layers.cpu)
@@ -339,8 +339,8 @@ def test_a_cache_that_vllm_drops_is_freed(model, policy):
 def tensors_of(impl) -> list[torch.Tensor]:
     """Return the tensors of a layer's rule and gates."""
     rule = impl.attention.rule
-    found = [x for x in (*vars(rule).values(), *vars(rule.scorer or rule).values()) if isinstance(x, torch.Tensor)]
-    return [*found, *impl.gates.state_dict().values()]
+    tensors = [x for x in (*vars(rule).values(), *vars(rule.scorer or rule).values()) if isinstance(x, torch.Tensor)]
+    return [*tensors, *impl.gates.state_dict().values()]
 
 
 @pytest.mark.parametrize("kind", ["kvpop", "trimkv"])
@@ -392,13 +392,13 @@ def test_a_layer_lies_on_its_device(model, policy, tmp_path):
     for gate in impl.gates:
         tokens = torch.empty(3, HEADS, SIZE, dtype=torch.bfloat16, device="meta")
         hidden = tokens.new_empty(3, impl.policy.model.hidden_size)
-        found = gate(Signals(hidden, tokens, tokens, tokens[..., 0] if gate.borrows else None))
-        assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (3, HEADS))
+        scores = gate(Signals(hidden, tokens, tokens, tokens[..., 0] if gate.borrows else None))
+        assert (scores.device.type, scores.dtype, scores.shape) == ("meta", torch.float32, (3, HEADS))
     cache = torch.empty(2, BLOCKS, HEADS, SLOTS, impl.attention.layout.slot_bytes, dtype=torch.uint8, device="meta")
     pages, shares, _ = impl._bind(cache[1])
     assert pages.k.device.type == "meta" and shares.by_layer == (policy == "pyramid")
     table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
-    assert {found.device.type for found in shares.place(1, table, (), table[:, 0], table[:, 0])} == {"meta"}
+    assert {tensor.device.type for tensor in shares.place(1, table, (), table[:, 0], table[:, 0])} == {"meta"}
 
 
 TOKENS, ROWS = 256, [[*range(1 + 6 * i, 7 + 6 * i)] for i in range(4)]
@@ -413,9 +413,9 @@ def profiled(model, tmp_path):
             more = {"shifted": True} if policy == "dms" else {}
             scorer = write_random_scorer(tmp_path / policy, model, SCORERS[policy], **ROLES, topk=74, **more)
             options = options | {"scorer": str(scorer)}
-        found = Layers(configure(model, {"policy": policy, "budget": 80} | options))
-        found.gpu.zero_()
-        return found
+        layers = Layers(configure(model, {"policy": policy, "budget": 80} | options))
+        layers.gpu.zero_()
+        return layers
 
     return start
 
@@ -442,24 +442,24 @@ def test_the_profiling_run_takes_no_less_than_steps(profiled, policy, options, m
         step = q[:n], k[:n], v[:n], cache, metadata
         return peak_bytes(lambda: impl.forward(None, *step, output=out[:n], gate_scores=gate_scores))
 
-    def of_a_step(counts, seen, prompt=None):
-        lengths = [seen + n for n in counts]
+    def of_a_step(counts, start, prompt=None):
+        lengths = [start + n for n in counts]
         rows = [5 * row if impl.policy.max_protect else row for row in ROWS[: len(counts)]]
         metadata = runner.step(counts, lengths, rows, prompt and [prompt] * len(counts))
-        impl._bind(layers.gpu[0])[0].position.fill_(seen)
+        impl._bind(layers.gpu[0])[0].position.fill_(start)
         return peak(sum(counts), layers.gpu[0], metadata)
 
-    seen = length - TOKENS
-    taken = max(of_a_step([1] * MOST, 400), of_a_step([TOKENS], seen))
-    taken = max(taken, of_a_step([TOKENS // 4] * 4, 0), of_a_step([2] * MOST, 0))
+    start = length - TOKENS
+    largest = max(of_a_step([1] * MOST, 400), of_a_step([TOKENS], start))
+    largest = max(largest, of_a_step([TOKENS // 4] * 4, 0), of_a_step([2] * MOST, 0))
     if impl.policy.max_protect:
-        behind = [of_a_step([TOKENS], seen, prompt) for prompt in (seen, seen - 80, seen + 100)]
+        protected = [of_a_step([TOKENS], start, prompt) for prompt in (start, start - 80, start + 100)]
         over_its_end = of_a_step([TOKENS], 0, TOKENS - 30)
-        taken = max(taken, of_a_step([1] * MOST, 400, 200), over_its_end, *behind)
-    found = peak(TOKENS, torch.tensor([]), None)
+        largest = max(largest, of_a_step([1] * MOST, 400, 200), over_its_end, *protected)
+    allocated = peak(TOKENS, torch.tensor([]), None)
     layout = impl.attention.layout
     pages = 2 * layout.blocks(80, 80) * layout.region_bytes  # some heads have more than others
-    assert taken <= found <= 1.05 * taken + pages
+    assert largest <= allocated <= 1.05 * largest + pages
     assert peak(TOKENS, layers.gpu[0], None) == 0 and (out == 0).all(), "a run of no requests, later on"
 
 

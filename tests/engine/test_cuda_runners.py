@@ -121,7 +121,7 @@ def test_the_warm_up_of_runner_v2(model, tmp_path, state, protect):
     policy = policy | {"protect_prompt": protect}
     config = configure(model, policy, compilation_config={"cudagraph_capture_sizes": [MOST]})
     runner, positions, starts = RUNNERS["V2"](config, group_of(config)), [], []
-    runner.group.get_metadata_builder()._begin_tails = lambda *told: None
+    runner.group.get_metadata_builder()._begin_tails = lambda *args: None
 
     def execute(output):
         if output.total_num_scheduled_tokens == 0:
@@ -161,16 +161,16 @@ def test_a_recycled_block_is_started_anew_by_a_later_step(model):
         names = list(step.num_scheduled_tokens)
         return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [[token] for _ in names])
 
-    asked = SamplingParams(max_tokens=9, stop_token_ids=[7])
+    params = SamplingParams(max_tokens=9, stop_token_ids=[7])
     for name in "ab":
-        scheduler.add_request(Request(name, [1] * 20, asked, None))
+        scheduler.add_request(Request(name, [1] * 20, params, None))
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first.num_scheduled_tokens == {"a": 20} and second.num_scheduled_tokens == {"a": 1}
-    (held,) = scheduler.kv_cache_manager.get_block_ids("a")
+    (blocks,) = scheduler.kv_cache_manager.get_block_ids("a")
     scheduler.update_from_output(first, sampled(first, 7))  # request a ends in its second step
     third = scheduler.schedule()
     (fresh,) = third.scheduled_new_reqs
-    assert (fresh.req_id, fresh.num_computed_tokens) == ("b", 0) and set(fresh.block_ids[0]) == set(held)
+    assert (fresh.req_id, fresh.num_computed_tokens) == ("b", 0) and set(fresh.block_ids[0]) == set(blocks)
     assert third.finished_req_ids == {"a"}
 
 
@@ -222,10 +222,10 @@ def common_of(counts, rows):
 
     starts = torch.tensor([0, *counts] + [0] * (rows - len(counts)), dtype=torch.int32).cumsum(0, dtype=torch.int32)
     shapes = (rows + 1,), (rows,), (rows, LENGTH // SLOTS)
-    there = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes]
+    tensors = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes]
     return CommonAttentionMetadata(
-        query_start_loc=there[0], query_start_loc_cpu=starts, seq_lens=there[1], num_reqs=rows,
-        num_actual_tokens=sum(counts), max_query_len=max(counts), max_seq_len=LENGTH, block_table_tensor=there[2],
+        query_start_loc=tensors[0], query_start_loc_cpu=starts, seq_lens=tensors[1], num_reqs=rows,
+        num_actual_tokens=sum(counts), max_query_len=max(counts), max_seq_len=LENGTH, block_table_tensor=tensors[2],
         slot_mapping=torch.empty(256, dtype=torch.int64, device="meta"), is_prefilling=torch.ones(rows, dtype=torch.bool),
         seq_lens_cpu_upper_bound=torch.full((rows,), 64, dtype=torch.int32),
     )  # fmt: skip

@@ -116,15 +116,15 @@ def lines(capsys) -> dict[str, str]:
 
 def test_doctor(capsys):
     assert cli.main(["doctor"]) == 0
-    said = lines(capsys)
-    versions = {name: said[name] for name in ("vLLM", "torch", "triton", "transformers")}
+    report = lines(capsys)
+    versions = {name: report[name] for name in ("vLLM", "torch", "triton", "transformers")}
     assert versions == {name: metadata.version(name.lower()) for name in versions}
-    assert said["kvpop"] == f"{__version__} in {ROOT}" and sys.executable in said["Python"]
-    assert said["CPU"] and said["Triton"] == "no GPU, so not used"
-    assert said["C++ kernels"] == f"{_C.current_isa()} of {', '.join(_C.isa_levels())}"
+    assert report["kvpop"] == f"{__version__} in {ROOT}" and sys.executable in report["Python"]
+    assert report["CPU"] and report["Triton"] == "no GPU, so not used"
+    assert report["C++ kernels"] == f"{_C.current_isa()} of {', '.join(_C.isa_levels())}"
     released = metadata.version("vllm").removesuffix("+cpu")
-    assert re.match(rf"loaded by vLLM {re.escape(released)}(, beside |$)", said["plugin"])
-    assert said["end"] == "all right" and "policy" not in said
+    assert re.match(rf"loaded by vLLM {re.escape(released)}(, beside |$)", report["plugin"])
+    assert report["end"] == "all right" and "policy" not in report
 
 
 def test_doctor_finds_what_is_wrong(capsys, monkeypatch):
@@ -134,10 +134,10 @@ def test_doctor_finds_what_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(dispatch, "load_extension", not_built)
     monkeypatch.setattr(fallback, "reason", "why")
     assert cli.main(["doctor"]) == 1
-    said = lines(capsys)
-    assert said["plugin"] == "!does nothing: why"
-    assert said["C++ kernels"] == "!kvpop_vllm._C is not usable here; on a CPU the slow reference kernels serve"
-    assert said["end"] == "2 wrong, see the lines with !"
+    report = lines(capsys)
+    assert report["plugin"] == "!does nothing: why"
+    assert report["C++ kernels"] == "!kvpop_vllm._C is not usable here; on a CPU the slow reference kernels serve"
+    assert report["end"] == "2 wrong, see the lines with !"
 
 
 @pytest.mark.parametrize("installed", ["5.15.9", "5.25.0", None])
@@ -193,9 +193,9 @@ def test_doctor_says_what_a_policy_would_keep(options, code, text, model, capsys
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
     tiny = ["--skip-tokenizer-init", "--max_model_len", "256", "--port", "80"]
     assert cli.main(["doctor", str(model), *tiny, *options]) == code
-    said = lines(capsys)
-    assert said["policy"] == text
-    assert "model" not in said if code else said["model"] == f"Qwen3ForCausalLM, {model}"
+    report = lines(capsys)
+    assert report["policy"] == text
+    assert "model" not in report if code else report["model"] == f"Qwen3ForCausalLM, {model}"
 
 
 def test_doctor_names_the_layers(capsys, monkeypatch, tmp_path):
@@ -243,5 +243,5 @@ def test_help(capsys):
     assert ended.value.code == 0 and "print versions" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
-    said = capsys.readouterr().out
-    assert "serve" in said and "doctor" in said
+    output = capsys.readouterr().out
+    assert "serve" in output and "doctor" in output

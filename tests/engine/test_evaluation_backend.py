@@ -82,11 +82,11 @@ def test_both_backends_are_one(folder, source, name, options):
     prompts = [random_prompt(length, VOCABULARY - 1, seed=9) for length in (20, 200)]
     with backends[0].start(None) as run:
         dense = [replay.predictions(run, row) for row in rows]
-    found = []
+    outcomes = []
     for backend in backends:
         with backend.start(resolved) as run:
             predicted = [replay.predictions(run, row) for row in rows]
-            logp = [run.logits(own.hidden).log_softmax(-1) for own in predicted]
+            logp = [run.logits(prediction.hidden).log_softmax(-1) for prediction in predicted]
             compared = [replay.compare(*three, 60) for three in zip(predicted, rows, dense, strict=True)]
             answers = run.generate(prompts, 24, set())
             stop = answers[1][7]
@@ -98,8 +98,8 @@ def test_both_backends_are_one(folder, source, name, options):
                 if name is None
                 else [run.held(row[:length]) for row, length in zip(rows, (LONGEST, 31), strict=True)]
             )
-            found.append((logp, compared, answers, maps))
-    (ours, compared, answers, maps), (engines, engine_compared, engine_answers, engine_maps) = found
+            outcomes.append((logp, compared, answers, maps))
+    (ours, compared, answers, maps), (engines, engine_compared, engine_answers, engine_maps) = outcomes
     if name is not None:
         assert [torch.equal(a, b) for a, b in zip(maps, engine_maps, strict=True)] == [True, True]
         assert 0 < maps[0].sum(-1).max() < LONGEST

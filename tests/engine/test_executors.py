@@ -25,9 +25,9 @@ def alone(case):
 
     @functools.cache
     def answered(policy: str, **options):
-        found = case("qwen3", policy, **options)
-        with running(found.model, found.settings, block_size=16) as llm:
-            return found, complete(llm, NEW)
+        matrix_case = case("qwen3", policy, **options)
+        with running(matrix_case.model, matrix_case.settings, block_size=16) as llm:
+            return matrix_case, complete(llm, NEW)
 
     return answered
 
@@ -51,10 +51,10 @@ def test_two_pipeline_stages_equal_one(alone, policy, options):
 
     vLLM on a CPU needs compiled stages (tests/test_refusals.py); tracing alone is enough.
     """
-    found, one = alone(policy, **options)
+    matrix_case, one = alone(policy, **options)
     stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     stages |= {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
-    with running(found.model, found.settings, block_size=16, **stages) as llm:
+    with running(matrix_case.model, matrix_case.settings, block_size=16, **stages) as llm:
         assert_equal(complete(llm, NEW), one)
 
 
@@ -66,7 +66,7 @@ def test_asynchronous_scheduling_changes_no_token(alone, monkeypatch):
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    found, one = alone("kvpop")
+    matrix_case, one = alone("kvpop")
     update = CpuPlatform.check_and_update_config.__func__
 
     def update_and_leave_on(cls, config):
@@ -74,7 +74,7 @@ def test_asynchronous_scheduling_changes_no_token(alone, monkeypatch):
         config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
-    with running(found.model, found.settings, block_size=16, async_scheduling=True) as llm:
+    with running(matrix_case.model, matrix_case.settings, block_size=16, async_scheduling=True) as llm:
         core = llm.llm_engine.engine_core.engine_core
         assert isinstance(core.scheduler, AsyncScheduler) and core.batch_queue_size == 2
         assert_equal(complete(llm, NEW), one)
@@ -85,8 +85,8 @@ async def ask_both(engine) -> list:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    told = dict(temperature=0, max_tokens=NEW, logprobs=0, detokenize=False, ignore_eos=True)
-    params = SamplingParams(**told, output_kind=RequestOutputKind.FINAL_ONLY)
+    options = dict(temperature=0, max_tokens=NEW, logprobs=0, detokenize=False, ignore_eos=True)
+    params = SamplingParams(**options, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def ask(number: int, rank: int):
         prompt = {"prompt_token_ids": PROMPTS[number]}
@@ -104,13 +104,13 @@ def test_two_data_parallel_engines_answer_as_one(alone):
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    found, one = alone("kvpop")
+    matrix_case, one = alone("kvpop")
     sizes = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
     sizes |= {"block_size": 16, "enforce_eager": True, "skip_tokenizer_init": True, "data_parallel_size": 2}
 
     async def serve() -> list:
         engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(found.model, additional_config={"kv_policy": found.settings}, **sizes)
+            AsyncEngineArgs(matrix_case.model, additional_config={"kv_policy": matrix_case.settings}, **sizes)
         )
         try:
             return await ask_both(engine)
@@ -121,6 +121,6 @@ def test_two_data_parallel_engines_answer_as_one(alone):
     assert_equal(answers[: len(PROMPTS)], one)
     assert_equal(answers[len(PROMPTS) :], one)
     counted = prometheus_client.generate_latest().decode()
-    seen = re.findall(r'^vllm:kv_policy_tokens_seen_total{.*engine="(\d)".*} (\S+)$', counted, re.M)
+    counts = re.findall(r'^vllm:kv_policy_tokens_seen_total{.*engine="(\d)".*} (\S+)$', counted, re.M)
     tokens = sum(len(prompt) + NEW - 1 for prompt in PROMPTS)
-    assert {engine: float(number) for engine, number in seen} == {"0": tokens, "1": tokens}
+    assert {engine: float(number) for engine, number in counts} == {"0": tokens, "1": tokens}

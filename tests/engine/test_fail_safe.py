@@ -51,9 +51,7 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
 
 
-@pytest.mark.parametrize(
-    "name", [each if each == QUICK else pytest.param(each, marks=pytest.mark.slow) for each in BROKEN]
-)
+@pytest.mark.parametrize("name", [key if key == QUICK else pytest.param(key, marks=pytest.mark.slow) for key in BROKEN])
 def test_a_stock_engine_starts_with_one_warning_and_a_policy_is_refused(name, model, tmp_path):
     changes, reason = BROKEN[name]
     report = run(copy(tmp_path, changes), model, "" if changes else ENGINE_POLICY)
@@ -61,7 +59,7 @@ def test_a_stock_engine_starts_with_one_warning_and_a_policy_is_refused(name, mo
     assert report["outputs"] == json.loads(json.dumps(generate(model, None, tokens=4)))
     (warning,) = report["warnings"]
     assert warning.endswith(f"kvpop_vllm does nothing: {reason}")
-    assert report["ours"] == [f"vllm.config.vllm:VllmConfig.{own}" for own in ("__init__", "__setstate__")]
+    assert report["ours"] == [f"vllm.config.vllm:VllmConfig.{method}" for method in ("__init__", "__setstate__")]
     assert report["refusal"] == f"--kv-policy cannot be served: {reason}"
 
 

@@ -66,18 +66,18 @@ def served(request, case):
         on_gpu = request.param.endswith("GPU")
         if on_gpu:
             patch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
-        found = case(kind, policy, **options)
+        matrix_case = case(kind, policy, **options)
         shares = not request.param.endswith("no sharing")
         options = {"num_gpu_blocks_override": 241} | ({} if shares else {"enable_prefix_caching": False})
-        with serving(found, poisoned=found.judge.protect, **options) as engine:
+        with serving(matrix_case, poisoned=matrix_case.judge.protect, **options) as engine:
             engine.shares = shares
-            assert engine.spec.state_blocks == found.state_blocks
+            assert engine.spec.state_blocks == matrix_case.state_blocks
             (builder,) = engine.recorder.runner.attn_groups[0][0].metadata_builders
             assert isinstance(builder, CudaMetadataBuilder) == on_gpu
-            kept = [builder.rows.table, builder.rows.positions] if on_gpu else []
-            places = [tensor.data_ptr() for tensor in kept]
+            buffers = [builder.rows.table, builder.rows.positions] if on_gpu else []
+            places = [tensor.data_ptr() for tensor in buffers]
             yield engine
-            assert places == [tensor.data_ptr() for tensor in kept]
+            assert places == [tensor.data_ptr() for tensor in buffers]
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +110,9 @@ def test_chunks(served, chunk):
     jobs = [Job(1, new=max(70, longest // chunk + 2)), Job(29), Job(33), Job(57), Job(65), Job(longest, new=4)]
     answers = served.serve(jobs)
     for name, answer in answers.items():
-        whole, rest = divmod(len(answer.prompt_token_ids), chunk)
+        full_chunks, rest = divmod(len(answer.prompt_token_ids), chunk)
         decodes = len(answer.outputs[0].token_ids) - 1
-        assert served.chunks(name) == [chunk] * whole + [rest] * (rest > 0) + [1] * decodes
+        assert served.chunks(name) == [chunk] * full_chunks + [rest] * (rest > 0) + [1] * decodes
     served.check(answers)
 
 
@@ -179,14 +179,14 @@ def test_sleep_and_wake(served):
     From level 1 on the KV cache is discarded. A CPU worker does not do that by itself, so the test overwrites
     it.
     """
-    held, preempted = [], []
+    step_counts, preempted = [], []
 
     def sleep(step):
         for level, start in ((0, 5), (1, 10)):
             if step == start:
                 served.llm.sleep(level, mode="keep")
             if step in (start, start + 3):
-                held.append(sum(len(layers[0]) for layers in served.recorder.held.values()))
+                step_counts.append(sum(len(layers[0]) for layers in served.recorder.retained.values()))
             if step == start + 3:
                 preempted.append(sum(served.recorder.preemptions.values()))
                 if level > 0:
@@ -195,7 +195,7 @@ def test_sleep_and_wake(served):
 
     served.chunk(7)
     answers = served.serve(few(served), sleep)
-    assert 0 < held[0] == held[1] < held[2] == held[3], "it worked while asleep"
+    assert 0 < step_counts[0] == step_counts[1] < step_counts[2] == step_counts[3], "it worked while asleep"
     assert preempted[0] == 0 and set(served.recorder.preemptions.values()) == {1}
     served.check(answers)
 
@@ -226,13 +226,15 @@ def observed(engine) -> tuple[list, set]:
     shown = []
     for name, answer in answers.items():
         out = answer.outputs[0]
-        logprobs = [{t: e.logprob for t, e in at.items()} for at in [*answer.prompt_logprobs[1:], *out.logprobs]]
-        shown.append((out.token_ids, logprobs, dict(engine.recorder.held[name])))
+        logprobs = [
+            {t: e.logprob for t, e in entries.items()} for entries in [*answer.prompt_logprobs[1:], *out.logprobs]
+        ]
+        shown.append((out.token_ids, logprobs, dict(engine.recorder.retained[name])))
     return shown, blocks_of(engine)
 
 
 def blocks_of(engine) -> set:
-    return {b for step in engine.recorder.blocks for *_, held in step.running.values() for b in held}
+    return {b for step in engine.recorder.blocks for *_, row in step.running.values() for b in row}
 
 
 def test_a_reused_block_shows_nothing_of_its_former_request(served, monkeypatch):

@@ -94,7 +94,7 @@ def test_requests_of_one_batch(engine):
         answers = engine.serve(jobs)
         engine.check_blocks()
         for name, answer in answers.items():
-            judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.held)
+            judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.retained)
     judges.check_near_ties()
 
 

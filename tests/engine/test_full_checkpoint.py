@@ -52,7 +52,7 @@ def family(tmp_path_factory):
 
 
 @pytest.fixture(params=["qwen3", "llama"])
-def each(request, family):
+def exported(request, family):
     return family(request.param)
 
 
@@ -61,28 +61,28 @@ def qwen3(family):
     return family("qwen3")
 
 
-def test_the_folder(each):
-    config, original = (json.loads((folder / "config.json").read_text()) for folder in (each.full, each.base))
+def test_the_folder(exported):
+    config, original = (json.loads((folder / "config.json").read_text()) for folder in (exported.full, exported.base))
     changed = {key for key in config if config[key] != original.get(key)}
     assert changed == {"architectures", "model_type", "kvpop"} and original.keys() < config.keys()
-    assert config["model_type"] == f"{each.kind}_kvpop"
-    assert config["architectures"] == [f"{each.kind.capitalize()}KVpopForCausalLM"]
-    assert len({file.stat().st_mode for file in each.full.iterdir()}) == 1
-    index = json.loads((each.full / INDEX).read_text())
-    assert sorted(set(index["weight_map"].values())) == sorted(f.name for f in each.full.glob("*.safetensors"))
+    assert config["model_type"] == f"{exported.kind}_kvpop"
+    assert config["architectures"] == [f"{exported.kind.capitalize()}KVpopForCausalLM"]
+    assert len({file.stat().st_mode for file in exported.full.iterdir()}) == 1
+    index = json.loads((exported.full / INDEX).read_text())
+    assert sorted(set(index["weight_map"].values())) == sorted(f.name for f in exported.full.glob("*.safetensors"))
     assert index["metadata"]["total_size"] == sum(
-        t.nbytes for f in each.full.glob("*.safetensors") for t in load_file(f).values()
+        t.nbytes for f in exported.full.glob("*.safetensors") for t in load_file(f).values()
     )
 
 
 @pytest.mark.slow
-def test_it_equals_the_base_with_the_adapter(each):
-    assert generate(each.full, {"policy": "kvpop"}) == each.bounded
-    assert each.bounded[3] != each.dense[3]  # the longest prompt, whose tokens are evicted
+def test_it_equals_the_base_with_the_adapter(exported):
+    assert generate(exported.full, {"policy": "kvpop"}) == exported.bounded
+    assert exported.bounded[3] != exported.dense[3]  # the longest prompt, whose tokens are evicted
 
 
-def test_without_a_policy_it_serves_densely_with_one_line(each, caplog):
-    assert generate(each.full, None) == each.dense
+def test_without_a_policy_it_serves_densely_with_one_line(exported, caplog):
+    assert generate(exported.full, None) == exported.dense
     (line,) = [r for r in caplog.records if r.name == "vllm.kvpop_vllm"]
     assert "--kv-policy" in line.getMessage() and "\n" not in line.getMessage()
 
@@ -148,23 +148,23 @@ def test_several_shards_stay_as_they_are(qwen3, tmp_path):
     assert generate(tmp_path / "out", {"policy": "kvpop"}) == qwen3.bounded
 
 
-def test_tokenizer_and_other_files_come_along(each, tmp_path):
+def test_tokenizer_and_other_files_come_along(exported, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoTokenizer
 
-    model = shutil.copytree(each.base, tmp_path / "base")
+    model = shutil.copytree(exported.base, tmp_path / "base")
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "kept": 1, "evicted": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (model / "LICENSE").write_text("anything")
     (model / "pytorch_model.bin").write_text("other weights")
-    export_checkpoint(model, each.adapter, tmp_path / "out")
+    export_checkpoint(model, exported.adapter, tmp_path / "out")
     copied = {f.name for f in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "LICENSE"} < copied and "pytorch_model.bin" not in copied
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("kept or evicted").input_ids == [1, 0, 2]
     config = AutoConfig.from_pretrained(tmp_path / "out")
-    assert config.model_type == f"{each.kind}_kvpop" and config.kvpop["scorer"] == "mlstm"
+    assert config.model_type == f"{exported.kind}_kvpop" and config.kvpop["scorer"] == "mlstm"
 
 
 def test_the_models_dtype_is_written_down(qwen3, tmp_path):
@@ -221,11 +221,11 @@ def test_damaged_tensors_are_refused_while_loading(qwen3, tmp_path, monkeypatch,
         start(copy, policy)
 
 
-def test_a_scorer_made_from_an_export_is_the_base_models(each, tmp_path):
+def test_a_scorer_made_from_an_export_is_the_base_models(exported, tmp_path):
     scorer = tmp_path / "scorer"
-    assert main(["init-scorer", str(each.full), str(scorer), "--window", "8", "--topk", "20"]) == 0
-    assert json.loads((scorer / "kvpop_config.json").read_text())["model_type"] == each.kind
-    for model in (each.base, each.full):
+    assert main(["init-scorer", str(exported.full), str(scorer), "--window", "8", "--topk", "20"]) == 0
+    assert json.loads((scorer / "kvpop_config.json").read_text())["model_type"] == exported.kind
+    for model in (exported.base, exported.full):
         configure(model, {"policy": "kvpop", "scorer": str(scorer)})
 
 

@@ -37,11 +37,11 @@ JOBS = [Job(7, new=9), Job(40, new=30), Job(90, new=40), Job(150, new=6)]
 def served(request, case, tmp_path_factory):
     """Yield an engine that records what requests hold, and the name of its case."""
     kind, policy, options = CASES[request.param]
-    found = case(kind, policy, **options)
-    settings = found.settings | {"inspect": True}
+    matrix_case = case(kind, policy, **options)
+    settings = matrix_case.settings | {"inspect": True}
     if request.param == "kvpop, protected":
-        settings["cartridge"] = {"plain": write(tmp_path_factory.mktemp("plain"), found.model, "plain")}
-    with watched(found.model, settings, None) as engine:
+        settings["cartridge"] = {"plain": write(tmp_path_factory.mktemp("plain"), matrix_case.model, "plain")}
+    with watched(matrix_case.model, settings, None) as engine:
         engine.recorder.slots = SLOTS
         yield engine, request.param
 
@@ -52,39 +52,42 @@ def core(llm):
 
 def recorded(llm, name: str) -> tuple[np.ndarray, dict]:
     """Return what is recorded of a request: ``[layers, H, tokens]``, when each token left, and the rest."""
-    shape, found = core(llm).kvpop_inspect(), core(llm).kvpop_inspect_request(name)
-    return np.frombuffer(found["left"], "<i4").reshape(shape["layers"], shape["heads"], -1), found
+    shape, record = core(llm).kvpop_inspect(), core(llm).kvpop_inspect_request(name)
+    return np.frombuffer(record["left"], "<i4").reshape(shape["layers"], shape["heads"], -1), record
 
 
 def left(engine, name: str) -> np.ndarray:
     """Return the same array by the recorder: the number of tokens seen when each was first missing, 0 if it is held."""
     layers = []
-    for _, steps in sorted(engine.recorder.held[name].items()):
-        found = np.zeros((len(steps[0].positions), steps[-1].seen), int)
+    for _, steps in sorted(engine.recorder.retained[name].items()):
+        first_missing = np.zeros((len(steps[0].positions), steps[-1].tokens_seen), int)
         for step in steps:
-            if step.seen == step.new:  # a new start
-                found[:] = 0
+            if step.tokens_seen == step.new:  # a new start
+                first_missing[:] = 0
             for head, positions in enumerate(step.positions):
-                missing = np.setdiff1d(np.arange(step.seen), positions)
-                found[head, missing[found[head, missing] == 0]] = step.seen
-        layers.append(found)
+                missing = np.setdiff1d(np.arange(step.tokens_seen), positions)
+                first_missing[head, missing[first_missing[head, missing] == 0]] = step.tokens_seen
+        layers.append(first_missing)
     return np.stack(layers)
 
 
-def compare(engine, name: str, answer, made: int = 0) -> np.ndarray:
+def compare(engine, name: str, answer, cartridge_slots: int = 0) -> np.ndarray:
     """Compare a request that has ended with the recorder, and return when each token left."""
     prompt, ids = len(answer.prompt_token_ids), list(answer.outputs[0].token_ids)
     expected = left(engine, name)
-    found, told = recorded(engine.llm, name)
-    assert told["tokens"][made:] == [*answer.prompt_token_ids, *ids[:-1]][made:] and told["error"] is None
-    assert (told["state"], told["seen_tokens"]) == ("ended", prompt + len(ids) - 1)
-    kept = (found == 0).sum(-1)
-    assert told["kept_tokens_per_head"] == {"min": kept.min(), "mean": kept.mean(), "max": kept.max()}
-    assert told["evicted_tokens_per_head"]["mean"] == pytest.approx(found.shape[-1] - kept.mean())
+    left_at, record = recorded(engine.llm, name)
+    assert (
+        record["tokens"][cartridge_slots:] == [*answer.prompt_token_ids, *ids[:-1]][cartridge_slots:]
+        and record["error"] is None
+    )
+    assert (record["state"], record["seen_tokens"]) == ("ended", prompt + len(ids) - 1)
+    retained = (left_at == 0).sum(-1)
+    assert record["kept_tokens_per_head"] == {"min": retained.min(), "mean": retained.mean(), "max": retained.max()}
+    assert record["evicted_tokens_per_head"]["mean"] == pytest.approx(left_at.shape[-1] - retained.mean())
     if engine.votes:  # the recorder says that all is there until the step after the prompt's end
-        found, expected = (np.where(each == prompt, prompt + 1, each) for each in (found, expected))
-    assert (found == expected).all()
-    return found
+        left_at, expected = (np.where(array == prompt, prompt + 1, array) for array in (left_at, expected))
+    assert (left_at == expected).all()
+    return left_at
 
 
 def test_tokens_leave_when_the_pages_lose_them(served):
@@ -94,15 +97,15 @@ def test_tokens_leave_when_the_pages_lose_them(served):
     again = lambda step: preempt_all(engine.recorder.scheduler) if step == 12 else None  # noqa: E731
     for each_step in (None, again):
         answers = engine.serve(JOBS, each_step)
-        found = {answer.request_id: compare(engine, name, answer) for name, answer in answers.items()}
+        left_at = {answer.request_id: compare(engine, name, answer) for name, answer in answers.items()}
         assert (max(engine.recorder.preemptions.values()) > 0) == (each_step is not None)
-        assert all((each > 0).any() for name, each in found.items() if JOBS[int(name)].length > 80)
+        assert all((array > 0).any() for name, array in left_at.items() if JOBS[int(name)].length > 80)
         if case == "streaming-llm" and each_step is None:  # chunks of 32 tokens, then one by one
             ends = np.array([*range(32, 90, 32), *range(90, 130)])
             gone = np.arange(SINKS, 129 - (BUDGET - SINKS))  # token t is the oldest but the sinks at t + B - s
             times = ends[np.searchsorted(ends, gone + BUDGET - SINKS + 1)]
-            assert (found["2"][..., SINKS : SINKS + len(gone)] == times).all()
-            assert not found["2"][..., :SINKS].any() and not found["2"][..., SINKS + len(gone) :].any()
+            assert (left_at["2"][..., SINKS : SINKS + len(gone)] == times).all()
+            assert not left_at["2"][..., :SINKS].any() and not left_at["2"][..., SINKS + len(gone) :].any()
     assert not engine.recorder.manager.inspector.records.keys() - answers.keys()
 
 
@@ -111,7 +114,7 @@ def test_running_and_waiting_requests_are_listed(served):
     states = []
 
     def look(step):
-        states.append([each["state"] for each in core(engine.llm).kvpop_inspect()["requests"]])
+        states.append([request["state"] for request in core(engine.llm).kvpop_inspect()["requests"]])
 
     many = [Job(5, new=4, scored=False) for _ in range(20)]  # 16 run at once
     engine.serve(many, look)
@@ -129,8 +132,8 @@ def test_settings_of_a_request(served):
     engine.chunk(None)
     asks = {"kv_budget": 44, "kv_protect_prompt": 9, "kv_cartridges": ["plain"]}
     ((name, answer),) = engine.serve([Job(90, new=30, scored=False, asks=asks)]).items()
-    found = compare(engine, name, answer, SLOTS["plain"])
-    assert not found[..., : SLOTS["plain"] + 9].any() and (found > 0).sum(-1).min() == 119 - 9 - 40
+    left_at = compare(engine, name, answer, SLOTS["plain"])
+    assert not left_at[..., : SLOTS["plain"] + 9].any() and (left_at > 0).sum(-1).min() == 119 - 9 - 40
 
 
 def test_any_seed_of_a_request_can_be_inspected():
@@ -147,12 +150,12 @@ def test_pages_that_cannot_be_read(served):
     engine.add("x", Job(80, new=30, scored=False))
     for _ in range(6):
         engine.engine.step()
-    own = engine.recorder.manager.inspector
+    attached = engine.recorder.manager.inspector
     request = engine.recorder.scheduler.running[0]
-    row = inspector.Row.of(own.scheduler, request, request.num_computed_tokens)
-    (error,) = own.run(inspector.held_in_worker, ([row._replace(tokens_seen=row.tokens_seen + 1)],))
-    compression = own.policy.compression  # tokens of a prompt that slots were made of are not counted in the pages
-    seen = row.tokens_seen - (0 if compression is None else compression.after(row.slots).shift)
-    assert error == f"these pages have seen {[seen] * own.shape[1]} tokens, not {seen + 1}"
+    row = inspector.Row.of(attached.scheduler, request, request.num_computed_tokens)
+    (error,) = attached.run(inspector.held_in_worker, ([row._replace(tokens_seen=row.tokens_seen + 1)],))
+    compression = attached.policy.compression  # tokens of a prompt that slots were made of are not counted in the pages
+    tokens_seen = row.tokens_seen - (0 if compression is None else compression.after(row.slots).shift)
+    assert error == f"these pages have seen {[tokens_seen] * attached.shape[1]} tokens, not {tokens_seen + 1}"
     while engine.engine.has_unfinished_requests():
         engine.engine.step()

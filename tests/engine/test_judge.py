@@ -44,7 +44,7 @@ def held(run, every: int):
     ends = [*range(every, len(TOKENS), every), len(TOKENS)]
     heads = range(len(run.visible[0]))
     return {
-        layer: [Held(seen, every, [run.retained(layer, head, seen - 1) for head in heads]) for seen in ends]
+        layer: [Held(end, every, [run.retained(layer, head, end - 1) for head in heads]) for end in ends]
         for layer in range(len(run.visible))
     }
 
@@ -67,8 +67,8 @@ def test_a_decision_with_a_margin_is_not_excused(judge, flipped, every):
 def test_another_token_is_not_excused(judge, flipped):
     """A token that was evicted long ago is not excused, however close some decision was."""
     wrong = held(judge.reference(TOKENS).exact, 1)
-    kept = wrong[0][-1].positions[0]
-    kept[5] = min(set(range(len(TOKENS))) - set(kept))
+    positions = wrong[0][-1].positions[0]
+    positions[5] = min(set(range(len(TOKENS))) - set(positions))
     with pytest.raises(AssertionError, match="layer 0, head 0, queries 129 to 129"):
         judge.settle(TOKENS, wrong, [flipped[1], 0.0], "r")
 

@@ -399,7 +399,7 @@ def test_reports_and_the_inspect_page_of_several_groups(family, tmp_path, kind, 
             assert report["bytes"] == layers * per_layer * BLOCK * 2 * (2 * 32 * 4 + 8)
             assert report["dense_bytes"] == length * layers * 2 * 2 * 32 * 4
             left = np.frombuffer(core.kvpop_inspect_request(name)["left"], "<i4").reshape(layers, 2, length)
-            for layer, steps in engine.recorder.held[name].items():
+            for layer, steps in engine.recorder.retained[name].items():
                 assert [head.nonzero()[0].tolist() for head in left[layer] == 0] == steps[-1].positions
 
 

@@ -84,7 +84,7 @@ def test_settings_of_requests(model):
             policy = replace(drawn, topk=budget - 12, seeds=(0, asks.get("kv_seed", 0)))
             model.served(engine, policy).check(name, answer, protect)
             report, length = answer.kv_transfer_params["kv_report"], len(answer.prompt_token_ids) + 29
-            steps = {layer: steps[-1] for layer, steps in engine.recorder.held[name].items()}
+            steps = {layer: steps[-1] for layer, steps in engine.recorder.retained[name].items()}
             assert sorted(steps) == [0, 1] and report["seen_tokens"] == length
             assert report["kept_tokens_per_head"]["max"] == len(steps[0].positions[0])
             assert (report["layers"], report["model_layers"]) == (2, 6)
@@ -94,7 +94,7 @@ def test_settings_of_requests(model):
         page = core.kvpop_inspect()
         for name in [request["id"] for request in page["requests"]]:  # the last ones to end
             left = np.frombuffer(core.kvpop_inspect_request(name)["left"], "<i4").reshape(2, 2, -1)
-            for layer, steps in zip(left, engine.recorder.held[name].values(), strict=True):
+            for layer, steps in zip(left, engine.recorder.retained[name].values(), strict=True):
                 assert [head.nonzero()[0].tolist() for head in layer == 0] == steps[-1].positions
         assert len(page["requests"]) > 3 and (page["layers"], page["model_layers"]) == (2, 6)
         (info,) = [metric for metric in REGISTRY.collect() if metric.name == "vllm:kv_policy_info"]

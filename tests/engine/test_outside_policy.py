@@ -32,8 +32,8 @@ def test_a_policy_from_outside(tiny_model, folder):
             for layer in (0, 1)
         ],
     }
-    kept = policy.retention
-    oracle = OraclePolicy(scorer, kept.sinks, kept.window, kept.topk, log_gamma=[[0.0, 0.0]] * 2)
+    retention = policy.retention
+    oracle = OraclePolicy(scorer, retention.sinks, retention.window, retention.topk, log_gamma=[[0.0, 0.0]] * 2)
     model = tiny_model("qwen3")
     with watched(model, settings, Judge(model, oracle)) as engine:
         for chunk in (7, None):

@@ -43,8 +43,8 @@ def packed(tiny_model, tmp_path_factory) -> Path:
             continue
         groups = weight.unflatten(1, (-1, GROUP))
         scale = groups.abs().amax(-1) / 7
-        whole = (groups / scale.unsqueeze(-1)).round().to(torch.int8).flatten(1)
-        parts = {"packed": pack_to_int32(whole, 4), "scale": scale, "shape": torch.tensor(weight.shape)}
+        integers = (groups / scale.unsqueeze(-1)).round().to(torch.int8).flatten(1)
+        parts = {"packed": pack_to_int32(integers, 4), "scale": scale, "shape": torch.tensor(weight.shape)}
         tensors |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
     config = json.loads((base / "config.json").read_text()) | {"quantization_config": SCHEME}
     (folder / "config.json").write_text(json.dumps(config))
@@ -54,14 +54,14 @@ def packed(tiny_model, tmp_path_factory) -> Path:
 
 def test_it_evicts_as_the_oracle_says(case, packed):
     """At every step each head holds the tokens of the oracle, whose choice depends on positions only."""
-    found = case("qwen3", "streaming-llm")
-    with watched(packed, found.settings, dtype="bfloat16") as engine:
+    matrix_case = case("qwen3", "streaming-llm")
+    with watched(packed, matrix_case.settings, dtype="bfloat16") as engine:
         layer = engine.recorder.runner.model.model.layers[0].self_attn.qkv_proj
         assert layer.weight_packed.dtype == torch.int32 and not hasattr(layer, "weight")
         answers = engine.serve([Job(length, new=NEW) for length in (5, BUDGET, 90, 130)])
         for name, answer in answers.items():
             tokens = [*answer.prompt_token_ids, *answer.outputs[0].token_ids[:-1]]
-            found.judge.settle(tokens, engine.recorder.held[name], [0.0, 0.0], name)
+            matrix_case.judge.settle(tokens, engine.recorder.retained[name], [0.0, 0.0], name)
         engine.check_blocks()
 
 
@@ -70,18 +70,20 @@ def test_full_gives_the_tokens_of_stock_vllm(packed):
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=NEW, logprobs=2, detokenize=False, ignore_eos=True)
-    found = []
+    outputs = []
     for settings, block in ((None, 2 * BLOCK), ({"policy": "full"}, BLOCK)):
         with running(packed, settings, block_size=block, dtype="bfloat16") as llm:
             answers = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-            found.append([answer.outputs[0] for answer in answers])
+            outputs.append([answer.outputs[0] for answer in answers])
     equal = 0
-    for stock, ours in zip(*found, strict=True):
-        for token, own, at, ours_at in zip(stock.token_ids, ours.token_ids, stock.logprobs, ours.logprobs, strict=True):
-            best, second = sorted((entry.logprob for entry in at.values()), reverse=True)[:2]
-            if token != own:
+    for stock, ours in zip(*outputs, strict=True):
+        for token, our_token, entries, our_entries in zip(
+            stock.token_ids, ours.token_ids, stock.logprobs, ours.logprobs, strict=True
+        ):
+            best, second = sorted((entry.logprob for entry in entries.values()), reverse=True)[:2]
+            if token != our_token:
                 assert best - second < NOISE
                 break
-            assert ours_at[token].logprob == pytest.approx(at[token].logprob, abs=NOISE)
+            assert our_entries[token].logprob == pytest.approx(entries[token].logprob, abs=NOISE)
             equal += 1
     assert equal > NEW * len(PROMPTS) / 2

@@ -39,7 +39,7 @@ def served(request, case):
         model, settings = case("qwen3", "streaming-llm").model, {"policy": "full"}
     else:
         kind, policy, options = CASES[request.param]
-        model, settings = (found := case(kind, policy, **options)).model, found.settings
+        model, settings = (matrix_case := case(kind, policy, **options)).model, matrix_case.settings
     with watched(model, settings, None, disable_log_stats=False, num_gpu_blocks_override=241) as engine:
         yield engine, request.param
         assert not engine.leaks()
@@ -52,22 +52,26 @@ def asking(jobs: list[Job], **more) -> list[Job]:
 def published(name: str) -> float:
     """Return a metric's value, of the only engine of this process."""
     (metric,) = [metric for metric in REGISTRY.collect() if metric.name == f"vllm:kv_policy_{name}"]
-    (value,) = [each.value for each in metric.samples if each.name.endswith((name, f"{name}_total"))]
+    (value,) = [sample.value for sample in metric.samples if sample.name.endswith((name, f"{name}_total"))]
     return value
 
 
 def histogram() -> dict[str, float]:
     """Return the sum, the count and the buckets of the histogram of retained shares."""
     (metric,) = [metric for metric in REGISTRY.collect() if metric.name == "vllm:kv_policy_retained_share"]
-    ends = {each.name.rsplit("_", 1)[1]: each.value for each in metric.samples if each.name.endswith(("sum", "count"))}
-    return ends | {each.labels["le"]: each.value for each in metric.samples if "le" in each.labels}
+    ends = {
+        sample.name.rsplit("_", 1)[1]: sample.value
+        for sample in metric.samples
+        if sample.name.endswith(("sum", "count"))
+    }
+    return ends | {sample.labels["le"]: sample.value for sample in metric.samples if "le" in sample.labels}
 
 
 def counted(engine, name: str) -> tuple[int, list[int]]:
     """Return the tokens that a request's cache has seen, and the number that each head of each layer holds."""
-    last = [steps[-1] for steps in engine.recorder.held[name].values()]
-    (seen,) = {held.seen for held in last}
-    return seen, [len(head) for held in last for head in held.positions]
+    last = [steps[-1] for steps in engine.recorder.retained[name].values()]
+    (tokens_seen,) = {step.tokens_seen for step in last}
+    return tokens_seen, [len(head) for step in last for head in step.positions]
 
 
 def rows(engine) -> dict[str, int]:
@@ -77,10 +81,10 @@ def rows(engine) -> dict[str, int]:
 
 def last_rows(engine) -> dict[str, int]:
     """Return the number of blocks that each request held last."""
-    found = {}
+    counts = {}
     for step in engine.recorder.blocks:
-        found |= {name: sum(map(bool, row)) for name, (*_, row) in step.running.items()}
-    return found
+        counts |= {name: sum(map(bool, row)) for name, (*_, row) in step.running.items()}
+    return counts
 
 
 def bytes_of(engine) -> tuple[int, int]:
@@ -90,30 +94,31 @@ def bytes_of(engine) -> tuple[int, int]:
     return block, len(caches) * config.num_key_value_heads * 2 * config.head_dim * 4
 
 
-def check_report(engine, case: str, name: str, answer, job: Job, made: int = 0) -> dict:
+def check_report(engine, case: str, name: str, answer, job: Job, cartridge_slots: int = 0) -> dict:
     """Compare a report with the recorder's counts, and return it."""
-    found = answer.kv_transfer_params["kv_report"]
-    seen, heads = counted(engine, name)
+    report = answer.kv_transfer_params["kv_report"]
+    tokens_seen, heads = counted(engine, name)
     block, token = bytes_of(engine)
     protect = PROTECTED if "protected" in case else 0
-    assert found["policy"] == engine.engine.vllm_config.additional_config["kv_policy"]["policy"]
-    assert found["prompt_tokens"] == len(answer.prompt_token_ids) == len(job.tokens) + made
-    assert found["generated_tokens"] == len(answer.outputs[0].token_ids) == job.new
-    assert found["seen_tokens"] == seen == len(job.tokens) + made + job.new - 1  # the last token enters no cache
-    assert found["cartridge_tokens"] == made
-    assert found["protected_tokens"] == min(seen, made + protect)
-    kept = {"min": min(heads), "mean": fmean(heads), "max": max(heads)}
-    if case == "adakv" and seen > BUDGET:
-        kept |= {"min": None, "max": None}
+    assert report["policy"] == engine.engine.vllm_config.additional_config["kv_policy"]["policy"]
+    assert report["prompt_tokens"] == len(answer.prompt_token_ids) == len(job.tokens) + cartridge_slots
+    assert report["generated_tokens"] == len(answer.outputs[0].token_ids) == job.new
+    # the last token enters no cache
+    assert report["seen_tokens"] == tokens_seen == len(job.tokens) + cartridge_slots + job.new - 1
+    assert report["cartridge_tokens"] == cartridge_slots
+    assert report["protected_tokens"] == min(tokens_seen, cartridge_slots + protect)
+    retained = {"min": min(heads), "mean": fmean(heads), "max": max(heads)}
+    if case == "adakv" and tokens_seen > BUDGET:
+        retained |= {"min": None, "max": None}
     evicted = {
-        each: None if kept[other] is None else seen - kept[other]
-        for each, other in (("min", "max"), ("mean", "mean"), ("max", "min"))
+        statistic: None if retained[other] is None else tokens_seen - retained[other]
+        for statistic, other in (("min", "max"), ("mean", "mean"), ("max", "min"))
     }
-    assert found["kept_tokens_per_head"] == (None if case == "dms" else pytest.approx(kept))
-    assert found["evicted_tokens_per_head"] == (None if case == "dms" else pytest.approx(evicted))
-    assert found["blocks"] == last_rows(engine)[name] <= found["blocks_bound"]
-    assert (found["bytes"], found["dense_bytes"]) == (found["blocks"] * block, seen * token)
-    return found
+    assert report["kept_tokens_per_head"] == (None if case == "dms" else pytest.approx(retained))
+    assert report["evicted_tokens_per_head"] == (None if case == "dms" else pytest.approx(evicted))
+    assert report["blocks"] == last_rows(engine)[name] <= report["blocks_bound"]
+    assert (report["bytes"], report["dense_bytes"]) == (report["blocks"] * block, tokens_seen * token)
+    return report
 
 
 def test_snapshots_are_counted(served):
@@ -145,13 +150,13 @@ def test_reports(served):
     again = lambda step: preempt_all(engine.recorder.scheduler) if step == 12 else None  # noqa: E731
     for each_step in (None, again):
         answers = engine.serve(asking(JOBS), each_step)
-        found = [
+        reports = [
             check_report(engine, case, name, answer, JOBS[int(answer.request_id)]) for name, answer in answers.items()
         ]
-        assert len(found) == len(JOBS)
+        assert len(reports) == len(JOBS)
         assert (max(engine.recorder.preemptions.values()) > 0) == (each_step is not None)
     if case == "streaming-llm":
-        longest = max(found, key=lambda each: each["seen_tokens"])
+        longest = max(reports, key=lambda report: report["seen_tokens"])
         assert longest["blocks"] == longest["blocks_bound"] == cdiv(BUDGET, BLOCK)
         assert longest["bytes"] < longest["dense_bytes"] / 2 and longest["budget"] == BUDGET
 
@@ -178,25 +183,26 @@ def test_metrics_of_running_requests(served):
     """After each step the gauges are sums over the requests that go on, of the recorder's counts."""
     engine, _ = served
     block, token = bytes_of(engine)
-    most = []
+    peaks = []
 
     def compare(step):
         if not step:
             return
         running = [request.request_id for request in engine.recorder.scheduler.running]
-        held, seen = sum(rows(engine)[name] for name in running), sum(counted(engine, name)[0] for name in running)
-        assert published("blocks_held") == held and published("bytes_held") == held * block
-        assert published("dense_bytes") == seen * token
-        own = [engine.recorder.blocks[-1].running[name] for name in running]
+        blocks = sum(rows(engine)[name] for name in running)
+        tokens_seen = sum(counted(engine, name)[0] for name in running)
+        assert published("blocks_held") == blocks and published("bytes_held") == blocks * block
+        assert published("dense_bytes") == tokens_seen * token
+        states = [engine.recorder.blocks[-1].running[name] for name in running]
         assert (
             published("blocks_bound")
-            == sum(engine.spec.blocks(last, engine.spec.slots(*sizes)) for _, last, sizes, _ in own)
-            >= held
+            == sum(engine.spec.blocks(last, engine.spec.slots(*sizes)) for _, last, sizes, _ in states)
+            >= blocks
         )
-        most.append(held)
+        peaks.append(blocks)
 
     engine.serve(asking(JOBS), compare)
-    assert max(most) > 4 and all(published(name) == 0 for name in GAUGES)
+    assert max(peaks) > 4 and all(published(name) == 0 for name in GAUGES)
 
 
 def test_metrics_of_ended_requests(served):
@@ -213,7 +219,7 @@ def test_metrics_of_ended_requests(served):
     assert len(engine.serve(jobs, abort)) == 4
     counts = [counted(engine, engine.names[name]) for name in "01234"]
     grown = {name: published(name) - before[name] for name in names}
-    assert grown["tokens_seen"] == sum(seen for seen, _ in counts) > 500
+    assert grown["tokens_seen"] == sum(tokens_seen for tokens_seen, _ in counts) > 500
     protect = PROTECTED if "protected" in case else 0
     assert grown["protected_tokens"] == sum(min(protect, tokens) for tokens, _ in counts)
     if case == "dms":
@@ -221,11 +227,11 @@ def test_metrics_of_ended_requests(served):
         assert not all_names & {f"vllm:kv_policy_{name}" for name in (*KEPT, "retained_share")}
         return
     now = histogram()
-    kept = [fmean(heads) for _, heads in counts]
-    assert grown["tokens_kept"] == pytest.approx(sum(kept))
+    retained = [fmean(heads) for _, heads in counts]
+    assert grown["tokens_kept"] == pytest.approx(sum(retained))
     assert grown["tokens_kept"] + grown["tokens_evicted"] == pytest.approx(grown["tokens_seen"])
     assert now["count"] - shares["count"] == 5
-    ratios = [some / seen for some, (seen, _) in zip(kept, counts, strict=True)]
+    ratios = [mean / tokens_seen for mean, (tokens_seen, _) in zip(retained, counts, strict=True)]
     assert now["sum"] - shares["sum"] == pytest.approx(sum(ratios))
     assert now["0.999"] - shares["0.999"] == sum(ratio < 1 for ratio in ratios)
     assert (min(ratios) == 1) == (case == "full") and max(ratios) == 1, "some requests evict and some do not"
@@ -244,16 +250,16 @@ def test_the_policy_is_published(served):
 
 def test_requests_with_options_and_cartridges(case, tiny_model, tmp_path):
     """Cartridges are part of the prefix, and a budget of a request is its own."""
-    found = case("qwen3", "kvpop")
-    settings = found.settings | {"cartridge": {"plain": write(tmp_path / "c", tiny_model("qwen3"), "plain")}}
+    matrix_case = case("qwen3", "kvpop")
+    settings = matrix_case.settings | {"cartridge": {"plain": write(tmp_path / "c", tiny_model("qwen3"), "plain")}}
     settings["max_protect"] = "all"
-    with watched(found.model, settings, None, num_gpu_blocks_override=161) as engine:
+    with watched(matrix_case.model, settings, None, num_gpu_blocks_override=161) as engine:
         engine.recorder.slots = {"plain": 64}
         jobs = [Job(90, new=40, asks={"kv_cartridges": ["plain"]}), Job(90, new=40, asks={"kv_budget": 40}), JOBS[1]]
         budgets = BUDGET, 40, BUDGET
         for name, answer in engine.serve(asking(jobs)).items():
             i = int(answer.request_id)
-            report = check_report(engine, "kvpop", name, answer, jobs[i], made=0 if i else 64)
+            report = check_report(engine, "kvpop", name, answer, jobs[i], cartridge_slots=0 if i else 64)
             assert report["budget"] == budgets[i]
             assert report["evicted_tokens_per_head"]["max"] > 0
         protected = Job(90, new=40, asks={"kv_protect_prompt": "all"})

@@ -32,20 +32,20 @@ def test_sixteen_of_all_kinds(case, policy, more):
     Where heads have unequal shares, the k of each is scaled to the request's budget.
     """
     kind, options = POLICIES.get(policy, POLICIES["h2o"])
-    found = case(kind, policy, **options | more)
-    settings = found.settings | {"max_budget": 72, "max_protect": 50}
+    matrix_case = case(kind, policy, **options | more)
+    settings = matrix_case.settings | {"max_budget": 72, "max_protect": 50}
     asks = ASKS + (SEEDS if policy in ("vase", "random") else ())
     lengths = (3, BLOCK, 41, 60, 90)
     jobs = [Job(new=40, prompt=TEXT[: lengths[i % 5]], asks=asks[i % len(asks)], scored=i % 3 == 0) for i in range(16)]
-    judges = Judges(policy, found)
-    with serving(found._replace(settings=settings), max_model_len=512, num_gpu_blocks_override=121) as engine:
+    judges = Judges(policy, matrix_case)
+    with serving(matrix_case._replace(settings=settings), max_model_len=512, num_gpu_blocks_override=121) as engine:
         for chunk in (7, None):
             engine.chunk(chunk)
             answers = engine.serve(jobs)
             assert len(answers) == 16 and max(len(step.running) for step in engine.recorder.blocks) > 8
             engine.check_blocks()
             for name, answer in answers.items():
-                judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.held)
+                judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.retained)
         assert len({answer.num_cached_tokens for answer in answers.values()}) > 2, "hits of what each protects"
-    assert len(judges.known) == len(asks)
+    assert len(judges.by_options) == len(asks)
     judges.check_near_ties()

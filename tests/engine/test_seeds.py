@@ -8,8 +8,8 @@ from engine.driving import Job, watched
 
 @pytest.fixture(scope="module")
 def engine(case):
-    found = case("llama", "streaming-llm")
-    with watched(found.model, found.settings, None, num_gpu_blocks_override=129) as engine:
+    matrix_case = case("llama", "streaming-llm")
+    with watched(matrix_case.model, matrix_case.settings, None, num_gpu_blocks_override=129) as engine:
         yield engine
 
 

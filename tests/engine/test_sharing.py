@@ -19,8 +19,8 @@ def engine(request, case):
     """Yield an engine with a pool of 60 blocks, which a few requests fill."""
     policy, protect = request.param
     options = {"max_model_len": 512, "num_gpu_blocks_override": 61, "scheduling_policy": "priority"}
-    with serving(case("qwen3", policy, protect_prompt=protect), **options) as made:
-        yield made
+    with serving(case("qwen3", policy, protect_prompt=protect), **options) as engine:
+        yield engine
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +31,11 @@ def nothing_is_left(engine):
     assert not engine.leaks()
 
 
-def fork(length: int, new: int = 12, seed: int | None = None, at: int = 0, **options) -> Job:
-    """Return a request with the common text as prompt; a seed makes its tokens from ``at`` on random."""
+def fork(length: int, new: int = 12, seed: int | None = None, common: int = 0, **options) -> Job:
+    """Return a request with the common text as prompt; a seed makes its tokens from ``common`` on random."""
     prompt = list(TEXT[:length])
     if seed is not None:
-        prompt[at:] = random_prompt(length - at, seed=seed)
+        prompt[common:] = random_prompt(length - common, seed=seed)
     return Job(new=new, prompt=prompt, scored=False, **options)
 
 
@@ -71,8 +71,8 @@ def test_a_shorter_prompt_hits_no_more_than_its_own(engine):
 
 def test_priorities(engine):
     """Requests of low priority are preempted when others grow, and a late urgent one is not."""
-    jobs = [fork(41 + i, new=60, seed=30 + i, at=20, priority=5 + i % 2) for i in range(14)]
-    urgent = fork(200, new=4, seed=50, at=100, priority=0)
+    jobs = [fork(41 + i, new=60, seed=30 + i, common=20, priority=5 + i % 2) for i in range(14)]
+    urgent = fork(200, new=4, seed=50, common=100, priority=0)
     answers = engine.serve(jobs, lambda step: step == 3 and engine.add("urgent", urgent))
     preempted = {answers[name].request_id for name, often in engine.recorder.preemptions.items() if often}
     assert len(answers) == 15 and preempted and "urgent" not in preempted

@@ -26,18 +26,18 @@ def test_beam_search_equals_stock_s(case, policy, monkeypatch):
     from vllm.sampling_params import BeamSearchParams
 
     block = 32  # smallest block of stock vLLM on a CPU
-    found = case("qwen3", policy, protect_prompt=True, budget=26)
+    matrix_case = case("qwen3", policy, protect_prompt=True, budget=26)
     beams = {}
-    for name, settings in (("stock", None), ("ours", found.settings)):
-        with watched(found.model, settings, enable_prefix_caching=True, block_size=block) as engine:
+    for name, settings in (("stock", None), ("ours", matrix_case.settings)):
+        with watched(matrix_case.model, settings, enable_prefix_caching=True, block_size=block) as engine:
             tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda tokens, **options: "")
-            monkeypatch.setattr(engine.llm.renderer, "get_tokenizer", lambda made=tokenizer: made)
+            monkeypatch.setattr(engine.llm.renderer, "get_tokenizer", lambda bound=tokenizer: bound)
             engine.recorder.clear()
             params = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
             (answer,) = engine.llm.beam_search([{"prompt_token_ids": TEXT[:50]}], params)
             beams[name] = {tuple(beam.tokens): beam.cum_logprob for beam in answer.sequences}
             assert not engine.leaks()
-            new = [held.new for layers in engine.recorder.held.values() for held in layers[0]]
+            new = [step.new for layers in engine.recorder.retained.values() for step in layers[0]]
     assert len(new) > 2 * 40 and new[0] == 50 and max(new[1:]) <= block
     assert len(beams["stock"]) == 3 and beams["ours"].keys() == beams["stock"].keys()
     for tokens, score in beams["stock"].items():
@@ -47,24 +47,24 @@ def test_beam_search_equals_stock_s(case, policy, monkeypatch):
 def adapter(base: str, folder, seed: int):
     """Write a LoRA adapter of the attention projections and the merged model, and return both folders."""
     generator, scale = torch.Generator().manual_seed(seed), 2.0
-    weights, told = load_file(f"{base}/model.safetensors"), {}
+    weights, lora_weights = load_file(f"{base}/model.safetensors"), {}
     for name, weight in list(weights.items()):
-        if any(name.endswith(f"{which}_proj.weight") for which in "qkvo"):
+        if any(name.endswith(f"{letter}_proj.weight") for letter in "qkvo"):
             out, width = weight.shape
             a = torch.randn(RANK, width, generator=generator) / width**0.5
             b = torch.randn(out, RANK, generator=generator) * weight.std() / 2
             weights[name] = weight + scale * b @ a
             prefix = f"base_model.model.{name.removesuffix('.weight')}"
-            told |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+            lora_weights |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
     merged, lora = folder / "merged", folder / "adapter"
     for path in (merged, lora):
         path.mkdir(parents=True)
     (merged / "config.json").write_bytes(open(f"{base}/config.json", "rb").read())
     save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": scale * RANK, "bias": "none"}
-    config |= {"target_modules": [f"{which}_proj" for which in "qkvo"]}
+    config |= {"target_modules": [f"{letter}_proj" for letter in "qkvo"]}
     (lora / "adapter_config.json").write_text(json.dumps(config))
-    save_file(told, lora / "adapter_model.safetensors")
+    save_file(lora_weights, lora / "adapter_model.safetensors")
     return merged, lora
 
 
@@ -76,14 +76,14 @@ def test_adapters_do_not_share(case, tmp_path, policy):
     """
     from vllm.lora.request import LoRARequest
 
-    found = case("qwen3", policy, protect_prompt=True, budget=26)
-    judges, adapters = {None: found.judge}, {None: None}
+    matrix_case = case("qwen3", policy, protect_prompt=True, budget=26)
+    judges, adapters = {None: matrix_case.judge}, {None: None}
     for number, name in enumerate(("first", "second"), 1):
-        merged, lora = adapter(found.model, tmp_path / name, seed=number)
-        judges[name] = Judge(str(merged), found.judge.policy, protect=True)
+        merged, lora = adapter(matrix_case.model, tmp_path / name, seed=number)
+        judges[name] = Judge(str(merged), matrix_case.judge.policy, protect=True)
         adapters[name] = LoRARequest(name, number, str(lora))
     hits, options = [], {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    with watched(found.model, found.settings, **options) as engine:
+    with watched(matrix_case.model, matrix_case.settings, **options) as engine:
         for names in (
             [None],
             ["first", "second"],

@@ -40,8 +40,8 @@ def run():
     sizes = {"dtype": DTYPE, "block_size": 64, "kv_cache_memory_bytes": 64 << 20}
     with watched(MODEL, settings, max_num_batched_tokens=CHUNK, **sizes) as engine:
         engine.serve([Job(new=NEW, prompt=ids, scored=False)])
-        (held,) = engine.recorder.held.values()
-        length = held[0][-1].seen
+        (retained,) = engine.recorder.retained.values()
+        length = retained[0][-1].tokens_seen
         tensors = {(layer, name): torch.cat(t) for (_, layer, name), t in engine.recorder.tensors.items()}
         config, layers = read_scorer(str(SCORER))
         window = config.retention.window_for(BUDGET)
@@ -49,7 +49,9 @@ def run():
         modules = [from_tensors(config, layer) for layer in layers]
         slots = OraclePolicy.from_scorer(SCORER, topk=roles.topk).topk
         assert min(map(min, slots)) == 0 and max(map(max, slots)) == 3 * roles.topk, "shares differ much"
-        yield SimpleNamespace(held=held, tensors=tensors, length=length, roles=roles, slots=slots, scorers=modules)
+        yield SimpleNamespace(
+            retained=retained, tensors=tensors, length=length, roles=roles, slots=slots, scorers=modules
+        )
 
 
 def keys_and_values(run, layer):
@@ -72,9 +74,12 @@ def test_its_own_scores_everywhere(run):
     equation 26).
     """
     roles, scorer = run.roles, oracle_scores.read_scorer(SCORER)
-    assert [h.seen for h in run.held[0]] == [*range(CHUNK, PROMPT + 1, CHUNK), *range(PROMPT + 1, run.length + 1)]
+    assert [h.tokens_seen for h in run.retained[0]] == [
+        *range(CHUNK, PROMPT + 1, CHUNK),
+        *range(PROMPT + 1, run.length + 1),
+    ]
     decisions, wrong = 0, {"engine": 0, "training": 0, "engine and training": 0}
-    for layer, steps in run.held.items():
+    for layer, steps in run.retained.items():
         k, v = keys_and_values(run, layer)
         exact = oracle_scores.raw_scores(scorer, layer, k.double(), v.double(), roles.window)
         with DisturbedSums(0):
@@ -84,17 +89,17 @@ def test_its_own_scores_everywhere(run):
         assert 0 < bound < 1e-2 * float(exact.nan_to_num().std()), "the bound would excuse anything"
         scores, training, oracle = training_scores(run, layer), [], []
         for h, topk in enumerate(run.slots[layer]):
-            one, kept = slice(h, h + 1), replace(roles, budget=roles.first_long + topk)
-            rank, cutoff = running_cutoffs(scores[:, one], log_gamma[one], kept)
+            one, retention = slice(h, h + 1), replace(roles, budget=roles.first_long + topk)
+            rank, cutoff = running_cutoffs(scores[:, one], log_gamma[one], retention)
             training.append(visible_keys(rank, cutoff, roles.sinks, roles.window)[0])
             rule = log_gamma[one].tolist(), roles.sinks, roles.window, topk
             oracle.append(torch.from_numpy(retained_sets_static(exact[one].numpy(), *rule)))
         training, oracle = torch.cat(training), torch.cat(oracle)
         engine = training.clone()  # at queries inside a step nobody saw what the engine held
         for step in steps:
-            engine[:, step.seen - 1] = False
+            engine[:, step.tokens_seen - 1] = False
             for head, positions in enumerate(step.positions):
-                engine[head, step.seen - 1, positions] = True
+                engine[head, step.tokens_seen - 1, positions] = True
         priority = exact - torch.arange(run.length) * log_gamma.unsqueeze(-1)
         for name, sets in (("engine", engine), ("training", training)):
             wrong[name] += int((sets & ~oracle).any(1).sum())

@@ -52,13 +52,13 @@ def test_every_policy(family, tmp_path, name):
     with serving(case, block_size=BLOCK, num_gpu_blocks_override=241) as engine:
         engine.chunk(16)
         answers = engine.serve(JOBS)
-        case.judge.check(answers, engine.recorder.held)
+        case.judge.check(answers, engine.recorder.retained)
         engine.engine.reset_prefix_cache()
         engine.chunk(None)
         jobs = [Job(57, new=40, scored=False), Job(90, new=20, scored=False)]
         answers = engine.serve(jobs, lambda step: preempt_all(engine.recorder.scheduler) if step == 9 else None)
         assert set(engine.recorder.preemptions.values()) == {1}
-        case.judge.check(answers, engine.recorder.held)
+        case.judge.check(answers, engine.recorder.retained)
         engine.engine.reset_prefix_cache()
 
 

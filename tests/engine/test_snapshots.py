@@ -60,7 +60,7 @@ def turn(engine, history: list[int], seed: int, each_step=None, fillers=(), **op
     Judged is what was held from the chat's first token on: an eviction that rounding decided changes all later tokens.
     Where equal tokens tie, texts are short and without them: other tokens are tried until the answer repeats none.
     """
-    before = dict(engine.recorder.held)
+    before = dict(engine.recorder.retained)
     first, later, new = (70, 25, 2) if ties(engine) else (95, 45, 20)
     while True:
         order = torch.randperm(256, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -73,8 +73,8 @@ def turn(engine, history: list[int], seed: int, each_step=None, fillers=(), **op
         seed += 1000
     if history:
         earlier = next(steps for served, steps in before.items() if served.startswith("0-"))
-        for layer, steps in engine.recorder.held[name].items():
-            steps[:0] = [step for step in earlier[layer] if step.seen <= answer.num_cached_tokens]
+        for layer, steps in engine.recorder.retained[name].items():
+            steps[:0] = [step for step in earlier[layer] if step.tokens_seen <= answer.num_cached_tokens]
     engine.check(answers)
     return answer
 
@@ -194,7 +194,7 @@ def test_a_source_that_is_lost_while_a_request_waits(engine):
             pool.free_blocks(withheld)
 
     answers = engine.serve([Job(prompt=[*history, 4, 5], new=8, scored=False)], give_back)
-    engine.judge.check(answers, engine.recorder.held)
+    engine.judge.check(answers, engine.recorder.retained)
     assert gone and all(answer.num_cached_tokens == 0 for answer in answers.values())
     assert manager.snapshots.counts["lost"]
 

@@ -155,7 +155,7 @@ def alone(case):
         history: list[int] = []
         for number in range(3):
             answers = engine.serve([Job(prompt=next_prompt(history, number), new=20, scored=False)])
-            matrix_case.judge.check(answers, engine.recorder.held)
+            matrix_case.judge.check(answers, engine.recorder.retained)
             (answer,) = answers.values()
             history = whole(answer)
     return matrix_case, history

@@ -158,7 +158,7 @@ def test_tails_begin_in_answers(served):
         answers = forced(served, jobs_of((1, 36, 38, 39, 40), 110), itertools.repeat(right))
         served.check(answers)
         for name, answer in answers.items():
-            slots = [head for steps in served.recorder.held[name].values() for head in steps[-1].positions]
+            slots = [head for steps in served.recorder.retained[name].values() for head in steps[-1].positions]
             assert max(map(len, slots)) < len(answer.prompt_token_ids) + 109, "nothing was evicted"
 
 
@@ -259,14 +259,14 @@ def test_each_turn_goes_on_from_the_one_before(chats, right, last):
     (second,) = plain(chats, [Job(prompt=[*first, *more], new=20, scored=False)])
     with drafting([first, second], itertools.repeat(right)):
         (answer,) = chats.serve([Job(prompt=prompt, new=20, scored=False, asks=asks)]).values()
-        before = {layer: [*steps] for layer, steps in chats.recorder.held[chats.names["0"]].items()}
+        before = {layer: [*steps] for layer, steps in chats.recorder.retained[chats.names["0"]].items()}
         assert whole(answer) == first
         length = answer.kv_transfer_params["kv_report"]["seen_tokens"]
         assert length == len(first) - last or (chats.spec.rounds and length in (len(first) - 1, len(first)))
         answers = chats.serve([Job(prompt=[*first, *more], new=20, scored=False)])
     (later,) = answers.values()
     assert later.num_cached_tokens == length
-    for layer, steps in chats.recorder.held[chats.names["0"]].items():
+    for layer, steps in chats.recorder.retained[chats.names["0"]].items():
         steps[:0] = before[layer]
     chats.check(answers)
     assert whole(later) == second
@@ -281,14 +281,14 @@ def test_an_answer_that_ends_within_drafts(chats, new):
     (second,) = plain(chats, [Job(prompt=[*first, *more], new=12, scored=False)])
     with drafting([text, second], itertools.repeat(DRAFTS)):
         (answer,) = chats.serve([Job(prompt=prompt, new=new, scored=False, asks={"kv_report": 1})]).values()
-        before = {layer: [*steps] for layer, steps in chats.recorder.held[chats.names["0"]].items()}
+        before = {layer: [*steps] for layer, steps in chats.recorder.retained[chats.names["0"]].items()}
         assert whole(answer) == first
         (later,) = (answers := chats.serve([Job(prompt=[*first, *more], new=12, scored=False)])).values()
     # 1 + 5 i tokens are there after i steps with drafts, where no round cuts them
     expected = len(first) - (new % (1 + DRAFTS) == 1)
     assert answer.kv_transfer_params["kv_report"]["seen_tokens"] == later.num_cached_tokens
     assert later.num_cached_tokens == expected or (chats.spec.rounds and len(first) - later.num_cached_tokens in (0, 1))
-    for layer, steps in chats.recorder.held[chats.names["0"]].items():
+    for layer, steps in chats.recorder.retained[chats.names["0"]].items():
         steps[:0] = before[layer]
     chats.check(answers)
     assert whole(later) == second
@@ -315,7 +315,7 @@ def test_settings_of_requests(case):
         answers = forced(engine, jobs, mixed(6))
         engine.check_blocks()
         for name, answer in answers.items():
-            judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.held)
+            judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.retained)
 
 
 def test_the_inspect_page(case):
@@ -327,7 +327,9 @@ def test_the_inspect_page(case):
         answers = forced(engine, [Job(7, new=9), Job(90, new=40), Job(150, new=6)], mixed(7))
         for name in answers:
             shown, numbers = recorded(engine.llm, name)
-            assert numbers["error"] is None and numbers["seen_tokens"] == engine.recorder.held[name][0][-1].seen
+            assert (
+                numbers["error"] is None and numbers["seen_tokens"] == engine.recorder.retained[name][0][-1].tokens_seen
+            )
             assert (shown == left(engine, name)).all()
 
 
@@ -379,8 +381,8 @@ def test_cartridges(case, tmp_path):
     settings = setup.settings | {"cartridge": [f"biased={folder}"]}
     jobs = [Job(length, new=40, scored=False, asks={"kv_cartridges": ["biased"]}) for length in (1, 5, 40, 90)]
     with watched(setup.model, settings, speculative_config=CONFIG, num_gpu_blocks_override=301) as engine:
-        engine.recorder.slots = {"biased": judge.made}
-        judge.check(forced(engine, jobs, mixed(13)), engine.recorder.held)
+        engine.recorder.slots = {"biased": judge.slots}
+        judge.check(forced(engine, jobs, mixed(13)), engine.recorder.retained)
 
 
 OTHERS = [("qwen3", "l2norm"), ("qwen3", "full"), ("qwen3", "trimkv-kv"), ("qwen3", "kvzap"), ("qwen3", "dms")]

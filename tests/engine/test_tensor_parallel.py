@@ -21,9 +21,9 @@ from kvpop_vllm.testing import random_prompt
 )
 def test_heads_of_each_rank(total, ranks, first):
     """Heads are placed like vLLM's: in order, and replicated if there are more ranks than heads."""
-    held = max(1, total // ranks)
-    slices = [heads_of_rank(rank, ranks, total, held) for rank in range(ranks)]
-    assert slices == [slice(each, each + held) for each in first]
+    heads = max(1, total // ranks)
+    slices = [heads_of_rank(rank, ranks, total, heads) for rank in range(ranks)]
+    assert slices == [slice(start, start + heads) for start in first]
 
 
 HEADS = {"allocator": str(SHARES)}
@@ -56,11 +56,15 @@ def test_two_ranks_equal_one(case, monkeypatch, policy, options):
     """
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-    found = case("qwen3", policy, **options)
-    with running(found.model, found.settings, block_size=16) as llm:
+    matrix_case = case("qwen3", policy, **options)
+    with running(matrix_case.model, matrix_case.settings, block_size=16) as llm:
         one = complete(llm, 24)
     with running(
-        found.model, found.settings, block_size=16, tensor_parallel_size=2, distributed_executor_backend="mp"
+        matrix_case.model,
+        matrix_case.settings,
+        block_size=16,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
     ) as llm:
         two = [*answers(llm, 24), *answers(llm, 24)]
     hit = [answer.num_cached_tokens for answer in two]
@@ -79,13 +83,13 @@ def test_two_ranks_with_cartridges_equal_one(case, tmp_path, monkeypatch):
 
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-    found, tokens = case("qwen3", "kvpop"), []
-    folders = [f"{name}={write(tmp_path / name, found.model, name)}" for name in SLOTS]
+    matrix_case, tokens = case("qwen3", "kvpop"), []
+    folders = [f"{name}={write(tmp_path / name, matrix_case.model, name)}" for name in SLOTS]
     for ranks in ({}, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}):
-        with running(found.model, found.settings | {"cartridge": folders}, block_size=16, **ranks) as llm:
-            told = dict(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+        with running(matrix_case.model, matrix_case.settings | {"cartridge": folders}, block_size=16, **ranks) as llm:
+            options = dict(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
             named = [{"kv_cartridges": names} for names in (["biased"], ["plain", "later"])]
-            params = [SamplingParams(**told, extra_args=asks) for asks in named]
+            params = [SamplingParams(**options, extra_args=asks) for asks in named]
             prompts = [{"prompt_token_ids": random_prompt(50, seed=i)} for i in range(2)]
             tokens.append([a.outputs[0].token_ids for a in llm.generate(prompts, params, use_tqdm=False)])
     assert tokens[0] == tokens[1]
@@ -98,13 +102,13 @@ def test_the_inspect_page_joins_ranks(case, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     from vllm import SamplingParams
 
-    found = case("qwen3", "random")
-    settings, records = found.settings | {"inspect": True, "protect_prompt": 0}, []
+    matrix_case = case("qwen3", "random")
+    settings, records = matrix_case.settings | {"inspect": True, "protect_prompt": 0}, []
     for ranks in ({}, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}):
-        with running(found.model, settings, block_size=16, **ranks) as llm:
+        with running(matrix_case.model, settings, block_size=16, **ranks) as llm:
             params = SamplingParams(temperature=0, max_tokens=30, detokenize=False, ignore_eos=True)
             llm.generate({"prompt_token_ids": random_prompt(100, seed=1)}, params, use_tqdm=False)
-            (name,) = [each["id"] for each in core(llm).kvpop_inspect()["requests"]]
+            (name,) = [request["id"] for request in core(llm).kvpop_inspect()["requests"]]
             records.append(recorded(llm, name)[0])
     one, two = records
     assert one.shape == (2, 2, 129) and (one[:, 0] != one[:, 1]).any(1).all()

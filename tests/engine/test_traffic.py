@@ -31,7 +31,7 @@ class Traffic:
 
     def __init__(self, policy: str, seed: int):
         self.policy, self.draw = policy, random.Random(seed)
-        self.said: list[list[int]] = []
+        self.histories: list[list[int]] = []
 
     def asks(self) -> dict | None:
         """Return random options of a request, as far as the policy takes them."""
@@ -46,8 +46,8 @@ class Traffic:
 
     def next(self) -> Job:
         draw = self.draw
-        kind = draw.choice(("new", "turn", "turn", "fork", "same")) if self.said else "new"
-        prompt = [] if kind == "new" else list(draw.choice(self.said[-10:]))
+        kind = draw.choice(("new", "turn", "turn", "fork", "same")) if self.histories else "new"
+        prompt = [] if kind == "new" else list(draw.choice(self.histories[-10:]))
         if kind == "fork":
             prompt = prompt[: draw.randrange(len(prompt) + 1)]
         if kind != "same" or not prompt:
@@ -70,17 +70,19 @@ def test_any_requests(case, policy):
     """
     kind, options = POLICIES[policy]
     policy = policy.split(",")[0]
-    found = case(kind, policy, **options)
-    judges = Judges(policy, found)
+    matrix_case = case(kind, policy, **options)
+    judges = Judges(policy, matrix_case)
     with serving(
-        found._replace(settings=allowing(policy, found.settings)), max_model_len=128, num_gpu_blocks_override=57
+        matrix_case._replace(settings=allowing(policy, matrix_case.settings)),
+        max_model_len=128,
+        num_gpu_blocks_override=57,
     ) as engine:
         recorder, traffic = engine.recorder, Traffic(policy, seed=11)
-        most = engine.spec.most_blocks(128)
-        assert most < 20
-        wide = conversations(engine, traffic, judges, 250, most)
-        with engine.small_pool(most):
-            tight = conversations(engine, traffic, judges, TIGHT.get(policy, 150), most)
+        most_blocks = engine.spec.most_blocks(128)
+        assert most_blocks < 20
+        wide = conversations(engine, traffic, judges, 250, most_blocks)
+        with engine.small_pool(most_blocks):
+            tight = conversations(engine, traffic, judges, TIGHT.get(policy, 150), most_blocks)
         for aborted, preempted, hit in (wide, tight):
             print(f"{aborted} aborted, {preempted} preemptions, {hit} tokens hit")
             assert aborted > 3 and preempted > 10 and hit > 100
@@ -96,12 +98,12 @@ def test_any_requests(case, policy):
 def test_requests_with_reserved_blocks_are_never_preempted(case, policy):
     """They hold from their first step on all blocks that they will ever hold; without, the same requests are preempted."""
     kind, options = POLICIES[policy]
-    found = case(kind, policy, **options)
+    matrix_case = case(kind, policy, **options)
     preempted = {}
     for reserve in (False, True):
-        judges, traffic = Judges(policy, found), Traffic(policy, seed=5)
-        own = found._replace(settings=allowing(policy, found.settings) | {"reserve": reserve})
-        with serving(own, max_model_len=128, num_gpu_blocks_override=57) as engine:
+        judges, traffic = Judges(policy, matrix_case), Traffic(policy, seed=5)
+        reserving = matrix_case._replace(settings=allowing(policy, matrix_case.settings) | {"reserve": reserve})
+        with serving(reserving, max_model_len=128, num_gpu_blocks_override=57) as engine:
             assert engine.spec.reserve == reserve
             jobs = [traffic.next() for _ in range(30)]
             with engine.small_pool(2 * engine.spec.most_blocks(128)):
@@ -114,13 +116,13 @@ def test_requests_with_reserved_blocks_are_never_preempted(case, policy):
                 name = engine.names[str(number)]
                 assert len(answers[name].outputs[0].token_ids) == job.new
                 if number % 3 == 0:
-                    judges.of(job).check({name: answers[name]}, engine.recorder.held)
+                    judges.of(job).check({name: answers[name]}, engine.recorder.retained)
             judges.check_near_ties()
     assert preempted[False] > 3 and preempted[True] == 0
 
 
-def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most: int) -> tuple[int, int, int]:
-    """Serve this many requests, none of which may hold more than ``most`` blocks.
+def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most_blocks: int) -> tuple[int, int, int]:
+    """Serve this many requests, none of which may hold more than ``most_blocks`` blocks.
 
     Returns:
         Numbers of aborted requests, preemptions and tokens that were hit.
@@ -140,8 +142,8 @@ def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most:
         engine.chunk(draw.choice((None, 7, 16, 33)))
         answers = engine.engine.step()
         engine.check_blocks()
-        held = [len(row) for state in recorder.blocks for *_, row in state.running.values()]
-        assert max(held, default=0) <= most
+        counts = [len(row) for state in recorder.blocks for *_, row in state.running.values()]
+        assert max(counts, default=0) <= most_blocks
         recorder.blocks.clear()
         for answer in answers:
             if not answer.finished:
@@ -154,17 +156,17 @@ def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most:
                 continue
             finished, hit = finished + 1, hit + answer.num_cached_tokens
             assert len(answer.outputs[0].token_ids) == jobs[answer.request_id].new
-            traffic.said.append([*answer.prompt_token_ids, *answer.outputs[0].token_ids])
+            traffic.histories.append([*answer.prompt_token_ids, *answer.outputs[0].token_ids])
             if finished % SAMPLED == 0:
                 sample[name] = answer
             else:
                 recorder.forget(name)
-        for name in [each for each in running if each not in engine.engine.output_processor.external_req_ids]:
+        for name in [key for key in running if key not in engine.engine.output_processor.external_req_ids]:
             aborted += 1
             recorder.forget(running.pop(name))
         step += 1
         assert step < 20_000
     assert finished + aborted == requests and sample
     for name, answer in sample.items():
-        judges.of(jobs[answer.request_id]).check({name: answer}, recorder.held)
+        judges.of(jobs[answer.request_id]).check({name: answer}, recorder.retained)
     return aborted, preempted, hit

@@ -26,9 +26,11 @@ def served(model: str, settings: dict, job: Job, times: int = 1) -> tuple[list[i
         engine.recorder.slots = {"first": SLOTS}
         for _ in range(times):
             ((name, answer),) = engine.serve([job]).items()
-        (out,), held = answer.outputs, engine.recorder.held[name]
+        (out,), retained = answer.outputs, engine.recorder.retained[name]
         logp = [{token: entry.logprob for token, entry in step.items()} for step in out.logprobs]
-        steps = [step.positions for layer in sorted(held) for step in held[layer] if step.seen > SLOTS + OWN]
+        steps = [
+            step.positions for layer in sorted(retained) for step in retained[layer] if step.tokens_seen > SLOTS + OWN
+        ]
         return list(out.token_ids), logp, steps, answer.num_cached_tokens
 
 
@@ -37,34 +39,35 @@ def served(model: str, settings: dict, job: Job, times: int = 1) -> tuple[list[i
 )
 def test_it_equals_a_cached_prefix(case, tmp_path, policy):
     """They are equal but for an mLSTM, which has not read what is in a cartridge: its difference is printed."""
-    found = case(CASES[policy], policy)
+    matrix_case = case(CASES[policy], policy)
     text = random_prompt(SLOTS + OWN, seed=8)
-    base = base_of(found.model)
-    layers = [(k, v, None) for k, v in read_corpus(load_model(found.model, torch.float32), text[:SLOTS])]
-    told = {"slots": SLOTS, "next_position": SLOTS, "method": "first", "provenance": {}}
-    write_cartridge(tmp_path / "first", CartridgeConfig(**(base | told)), layers)
+    base = base_of(matrix_case.model)
+    layers = [(k, v, None) for k, v in read_corpus(load_model(matrix_case.model, torch.float32), text[:SLOTS])]
+    fields = {"slots": SLOTS, "next_position": SLOTS, "method": "first", "provenance": {}}
+    write_cartridge(tmp_path / "first", CartridgeConfig(**(base | fields)), layers)
 
     named = Job(prompt=text[SLOTS:], new=NEW, scored=False, asks={"kv_cartridges": ["first"]})
-    made = served(found.model, found.settings | {"cartridge": [f"first={tmp_path / 'first'}"]}, named)
-    whole = Job(prompt=text, new=NEW, scored=False)
-    cached = served(found.model, found.settings | {"protect_prompt": SLOTS}, whole, times=2)
-    assert made[3] == SLOTS and cached[3] >= SLOTS - BLOCK, "the prefix comes from the cache"
-    held = [
+    loaded = served(matrix_case.model, matrix_case.settings | {"cartridge": [f"first={tmp_path / 'first'}"]}, named)
+    uncut = Job(prompt=text, new=NEW, scored=False)
+    cached = served(matrix_case.model, matrix_case.settings | {"protect_prompt": SLOTS}, uncut, times=2)
+    assert loaded[3] == SLOTS and cached[3] >= SLOTS - BLOCK, "the prefix comes from the cache"
+    common = [
         set(one) & set(other)
-        for steps in zip(made[2], cached[2], strict=True)
+        for steps in zip(loaded[2], cached[2], strict=True)
         for one, other in zip(*steps, strict=True)
     ]
-    same = sum(map(len, held)) / sum(len(one) for step in cached[2] for one in step)
+    same = sum(map(len, common)) / sum(len(one) for step in cached[2] for one in step)
     if policy == "kvpop":
-        both = [abs(a[t] - b[t]) for a, b in zip(made[1], cached[1], strict=True) for t in a.keys() & b.keys()]
+        differences = [abs(a[t] - b[t]) for a, b in zip(loaded[1], cached[1], strict=True) for t in a.keys() & b.keys()]
         print(
-            f"{policy}: {same:.3f} of the held tokens are the same, log-probabilities differ by {max(both):.1e} at most"
+            f"{policy}: {same:.3f} of the held tokens are the same, "
+            f"log-probabilities differ by {max(differences):.1e} at most"
         )
         assert 0.5 < same < 1, "an empty state decides otherwise, but not at random"
         return
     if policy in READS_ATTENTION and same < 1:
         assert same > 0.98
         return
-    assert same == 1 and made[0] == cached[0]
-    for one, other in zip(made[1], cached[1], strict=True):
+    assert same == 1 and loaded[0] == cached[0]
+    for one, other in zip(loaded[1], cached[1], strict=True):
         assert one == pytest.approx(other, abs=CLOSE)

@@ -119,18 +119,18 @@ OWN_KEYS.append(("l2norm", "float32"))
 @pytest.mark.parametrize("policy, dtype", OWN_KEYS)
 def test_judged_on_its_own_keys(case, policy, dtype):
     """Each run is compared with the oracle on its own cached keys, because chunking changes bfloat16 keys."""
-    found, ties = case("llama", policy), []
-    with serving(found, dtype=dtype) as engine:
+    matrix_case, ties = case("llama", policy), []
+    with serving(matrix_case, dtype=dtype) as engine:
         for chunk in (1, 7, 64, None) if dtype == "float32" else (7, None):
             engine.chunk(chunk)
             for name in engine.serve([Job(1, new=205 // (chunk or 205) + 1), Job(BUDGET), Job(200)]):
-                for layer, held in engine.recorder.held[name].items():
-                    ties += _judge_layer(engine.recorder, found.judge.policy, name, layer, held)
+                for layer, steps in engine.recorder.retained[name].items():
+                    ties += _judge_layer(engine.recorder, matrix_case.judge.policy, name, layer, steps)
     print(f"{len(ties)} decisions, {sum(ties)} near-ties")
     assert len(ties) > 1000 and sum(ties) <= 1e-3 * len(ties)
 
 
-def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
+def _judge_layer(recorder, policy, name, layer, steps) -> list[bool]:
     """Compare one layer with the oracle, from the queries, keys and values that reached it.
 
     Returns:
@@ -142,23 +142,25 @@ def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
     with DisturbedSums(0):
         low = policy.decide(layer, query.float(), key.float(), value.float(), forced=exact.visible)
     sets, margins, bound = exact.visible, exact.margins, margin_bound(low.scores, exact.scores)
-    ties, others = [False] * int((margins < float("inf")).sum()), [*range(len(key))]
+    ties, exact_heads = [False] * int((margins < float("inf")).sum()), [*range(len(key))]
     for head in range(len(key)):
         before = 0
-        for step in held:
-            if step.positions[head] != sets[head, step.seen - 1].nonzero().flatten().tolist():
-                assert margins[head, before : step.seen].min() < bound, f"{name}, layer {layer}, head {head}, {step}"
+        for step in steps:
+            if step.positions[head] != sets[head, step.tokens_seen - 1].nonzero().flatten().tolist():
+                assert margins[head, before : step.tokens_seen].min() < bound, (
+                    f"{name}, layer {layer}, head {head}, {step}"
+                )
                 ties.append(True)
-                others.remove(head)
+                exact_heads.remove(head)
                 break
-            before = step.seen
+            before = step.tokens_seen
     exact = policy.attend(query.double(), key.double(), value.double(), sets)
     eager = eager_runs(lambda: policy.attend(query.to(key.dtype), key, value, sets))
     group = len(query) // len(key)
     # a head with a near-tie sees other tokens
-    rows = [head * group + i for head in others for i in range(group)]
-    found, exact, *eager = (
+    rows = [head * group + i for head in exact_heads for i in range(group)]
+    actual, exact, *eager = (
         x.unflatten(-1, (len(query), -1))[:, rows] for x in (out.transpose(0, 1).flatten(1), exact, *eager)
     )
-    assert_within_budget(found, exact, eager)
+    assert_within_budget(actual, exact, eager)
     return ties

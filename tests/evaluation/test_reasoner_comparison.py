@@ -237,7 +237,10 @@ def test_calibrations_of_something_else_are_refused(tmp_path, reasoner):
     measured = (out / "measured.jsonl").read_text()
 
     def refused(names: str) -> None:
-        with pytest.raises(SystemExit, match=rf"-8 was measured with other settings \({names}\): name another"):
+        with pytest.raises(
+            SystemExit,
+            match=rf"kvpop-mlp-8 was measured with other settings \({names}\): name another folder, or remove it",
+        ):
             list(comparison._calibration("kvpop-mlp", 8, words))
 
     assert list(comparison._calibration("kvpop-mlp", 8, words)) == []
@@ -265,7 +268,9 @@ def test_other_problems_are_refused(tmp_path, prepare):
     for _ in range(2):
         getattr(compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, 3), prepare)()
     for kinds, size in ((["programs"], 4), (["ledgers"], 3), (["programs"], None)):
-        with pytest.raises(SystemExit, match=f"has other problems than {kinds[0]} of .*: name another folder"):
+        with pytest.raises(
+            SystemExit, match=f"has other problems than {kinds[0]} of .*: name another folder, or remove it"
+        ):
             getattr(compare.Comparison(tmp_path, tmp_path, True, kinds, 8, 1, size), prepare)()
     (path,) = tmp_path.glob("*.jsonl")
     path.write_text(path.read_text()[:-20])

@@ -147,7 +147,9 @@ def test_rows_with_pads_are_refused_where_queries_are_scaled_by_their_column(tmp
     cache.reset()
     generate(model, cache, [distinct(80), distinct(80)], new=2)
     cache.reset()
-    with pytest.raises(ValueError, match="by their column from 64 columns on .* give rows of equal"):
+    with pytest.raises(
+        ValueError, match="scales queries by their column from 64 columns on .* give rows of equal length"
+    ):
         generate(model, cache, [distinct(40), distinct(62)], new=3)
 
 
@@ -243,7 +245,9 @@ def test_what_every_layer_has_is_refused(tmp_path):
     folder = write_mixed_model(tmp_path / "model", "gemma3_text")
     scorer = write_random_scorer(tmp_path / "scorer", folder, layers=[2, 5])
     model = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ConfigError, match="gemma3_text: .* cannot have a cartridge, .*: leave it out"):
+    with pytest.raises(
+        ConfigError, match="gemma3_text: layers without full attention cannot have a cartridge, .*: leave it out"
+    ):
         KVpopCache(model, "kvpop", scorer=scorer, cartridge=tmp_path)
     model.config.kvpop = json.loads((scorer / "kvpop_config.json").read_text())
     with pytest.raises(ConfigError, match="cannot have a checkpoint that carries scorers, .*: give a scorer"):

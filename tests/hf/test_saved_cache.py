@@ -183,13 +183,17 @@ def test_what_differs_is_named(saved, case, tiny, tmp_path):
         KVpopCache.load(folder, tiny("llama")[1])
     other = copy.deepcopy(model)
     other.config.rope_parameters["rope_theta"] = 500.0
-    with pytest.raises(ConfigError, match="embeddings with rope_theta = 10000.0, the model has 500.0"):
+    with pytest.raises(
+        ConfigError, match="was made for rotary embeddings with rope_theta = 10000.0, the model has 500.0"
+    ):
         KVpopCache.load(folder, other)
     with pytest.raises(ConfigError, match="was saved with a model in float32, the model is in bfloat16"):
         KVpopCache.load(folder, copy.deepcopy(model).to(torch.bfloat16))
     other = copy.deepcopy(model)
     other.model.layers[1].mlp.down_proj.weight.data *= 1.5
-    with pytest.raises(ConfigError, match="a model of other weights: load it with the model that"):
+    with pytest.raises(
+        ConfigError, match="was saved with a model of other weights: load it with the model that it was saved with"
+    ):
         KVpopCache.load(folder, other)
     with pytest.raises(ConfigError, match="Linear is not a causal language model"):
         KVpopCache.load(folder, torch.nn.Linear(2, 2))

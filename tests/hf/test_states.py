@@ -154,7 +154,9 @@ def test_caches_are_copied_and_not_pickled(case):
     model, served = case("llama", "h2o")
     cache = KVpopCache(model, **served.settings)
     for copied in (pickle.dumps, copy.copy):
-        with pytest.raises(ConfigError, match="^a KVpopCache belongs to .*: do not pickle it, and copy"):
+        with pytest.raises(
+            ConfigError, match="^a KVpopCache belongs to the model .*: do not pickle it, and copy it by"
+        ):
             copied(cache)
     tokens = generate(model, cache, PROMPTS)
     again = copy.deepcopy(cache)

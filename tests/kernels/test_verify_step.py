@@ -263,7 +263,9 @@ if not INTERPRETED:
         p = verified("none")
         pool = Pool(p)
         for count in (MOST + 1, -2):
-            with pytest.raises(ValueError, match=f"request 0: {count} drafts .* do not fit: at most {MOST}"):
+            with pytest.raises(
+                ValueError, match=f"request 0: {count} drafts after token 0 of .* do not fit: at most {MOST}"
+            ):
                 pool.verify({0: count}, impl)
         p.layout = replace(p.layout, drafts=0)
         with pytest.raises(ValueError, match="at most 0 can be staged"):
@@ -291,7 +293,9 @@ def test_places_of_staged_drafts():
             assert layout.blocks(1000, 512) - without.blocks(1000, 512) == layout.state_blocks - without.state_blocks
     many = PageLayout(1, 32, F32, 16, 100, drafts=40)
     assert many.state_blocks == 3 and many.draft_places[39][0] == 2
-    with pytest.raises(ConfigError, match="its 10000 bytes of queries: raise --block-size to 48,"):
+    with pytest.raises(
+        ConfigError, match="no room for a draft and its 10000 bytes of queries: raise --block-size to 48,"
+    ):
         PageLayout(1, 32, F32, 16, drafts=1, draft_query_bytes=10_000)
     assert PageLayout(1, 32, F32, 48, drafts=1, draft_query_bytes=10_000).state_blocks == 1
 

@@ -129,7 +129,10 @@ def test_any_votes_can_be_divided_by(name):
     assert policy.adaptive_head_budgets and (policy.shares() == 256).all()
     assert policy.rule(0, slice(0, 3)).compression.safe == 0.2
     policy.check_ranks(1)
-    with pytest.raises(ConfigError, match=f"{name} has all heads .* divide a budget: set --tensor-par"):
+    with pytest.raises(
+        ConfigError,
+        match=f"--kv-policy {name} has all heads of a layer divide a budget: set --tensor-parallel-size 1",
+    ):
         policy.check_ranks(3)
 
 

@@ -157,7 +157,9 @@ def test_folders_without_tensors_and_pickles(published):
 
 def test_another_model_and_another_policy(kind):
     wide = ModelShape("qwen3", 2, 2, 32, 256, hidden_size=128)
-    with pytest.raises(ConfigError, match="model with hidden_size = 64, this one has 128: give a scorer"):
+    with pytest.raises(
+        ConfigError, match="made for a model with hidden_size = 64, this one has 128: give a scorer for"
+    ):
         policies.get("kvzap")(PolicySettings("kvzap", scorer=str(DATA / kind)), wide)
     with pytest.raises(ConfigError, match="holds 'kvzap': use --kv-policy kvzap"):
         policies.get("kvpop")(PolicySettings("kvpop", scorer=str(DATA / kind)), SHAPE)

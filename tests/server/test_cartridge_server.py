@@ -104,7 +104,9 @@ def test_a_cartridge_in_the_message_of_a_chat(served, tmp_path):
             assert "\n" not in caught.value.message
     with pytest.raises(openai.BadRequestError, match="for other prompts make it with 'kvpop compact --place front'"):
         client.completions.create(model="usual", prompt="Once upon", max_tokens=4)
-    with pytest.raises(openai.BadRequestError, match="usual and one were made with different system messages"):
+    with pytest.raises(
+        openai.BadRequestError, match="usual and one were made with different system messages or places"
+    ):
         ask(client, "base", extra_body={"vllm_xargs": {"kv_cartridges": ["usual", "one"]}})
     for name in ("usual", "brief"):
         assert post(server, "unload_kv_cartridge", name=name).status_code == 200

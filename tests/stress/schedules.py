@@ -58,7 +58,7 @@ class Schedule:
                 job.temperature = 1.0
             self.jobs.append(job)
             # a later request may continue this one's prompt, so that it hits cached blocks
-            traffic.said.append(job.tokens + [draw.randrange(256) for _ in range(job.new)])
+            traffic.histories.append(job.tokens + [draw.randrange(256) for _ in range(job.new)])
         self.arrives = sorted(draw.randrange(1, 40) if draw.random() < 0.6 else 0 for _ in self.jobs)
         self.chunk = draw.choice((None, 1, 3, 7, 16, 33))
         self.varied = draw.random() < 0.3
@@ -106,7 +106,7 @@ def run(schedule: Schedule, engine: Watched, judges: Judges) -> Counter:
         job = jobs[int(name)]
         assert len(answer.outputs[0].token_ids) == job.new
         answer.sampled = job.temperature > 0
-        judges.of(job).check({engine.names[name]: answer}, recorder.held)
+        judges.of(job).check({engine.names[name]: answer}, recorder.retained)
     assert not engine.leaks(), engine.leaks()
     hit, preempted = sum(a.num_cached_tokens for a in answers.values()), sum(recorder.preemptions.values())
     totals = {"steps": step, "answered": len(answers), "aborted": len(jobs) - len(answers)}
@@ -139,7 +139,7 @@ def run_kind(number: int, seeds: list[int], root: Path) -> tuple[Counter, list[i
             traceback.print_exc()
             again = f"python tests/stress/schedules.py --count 1 --seed {failed[-1]}"
             print(f"seed {failed[-1]} ({name}) failed; to repeat it: {again}", file=sys.stderr, flush=True)
-    for judge in judges.known.values():
+    for judge in judges.by_options.values():
         counts += Counter({"decisions": judge.decisions, "near-ties": judge.near_ties})
     return counts, failed
 
