@@ -41,7 +41,7 @@ def _positions(samples, shape, firsts, generator, device):
     batch, heads, length = shape
     if isinstance(samples, torch.Tensor):
         return samples.to(device).long().expand(batch, heads, samples.shape[-1])
-    first = torch.tensor(firsts)
+    first = torch.as_tensor(firsts)
     span = (length - first).clamp_min(0).unsqueeze(1)
     source = device if generator is None else generator.device
     count = samples if min(firsts) < length else 0
