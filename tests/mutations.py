@@ -122,7 +122,7 @@ FAULTS = {
         # the first round is too late
         ("m == 0 and end - 1 + m >«=→» full and end >", f"{PRODUCT} -k 'protected_prompts and (vase or rkv)'"),
         # the oldest alike is spared
-        ("newest = «count - 1 - alike.flip(1)→alike».byte().argmax(1)", "tests/kernels/test_rounds.py -k resemble"),
+        ("newest = «count - 1 - alike.flip(2)→alike».byte().argmax(2)", "tests/kernels/test_rounds.py -k resemble"),
         # the mean query rotates to the newest token instead of the next one
         (
             "angles = «length→(length - 1)» * rounds.frequencies",
@@ -149,7 +149,7 @@ FAULTS = {
         ("newest_first = votes«.flip(1)→»\n", "tests/kernels/test_divided.py -k division"),
         # votes without attention sinks
         (
-            "        if «sink_logits is not None→False»:\n            logits",
+            "        if «sink_logits is not None→False»:\n            sinks",
             "tests/engine/test_sinks.py -m slow -k snapkv",
         ),
     ],
@@ -231,22 +231,22 @@ FAULTS = {
     f"{TRITON}/_prefill_attend.py": [
         # protected tokens get no bias
         (
-            "bias = tl.load(words, mask=t < «tl.minimum(own.biased, end)→0»",
+            "bias = tl.load(words, mask=t < «tl.minimum(numbers.biased, end)→0»",
             f"{TRITON_PREFILL} -k 'shapes and biases and within'",
         ),
         # seen by one query alone
-        ("seen = (until > first«→ + 1») & inside", f"{TRITON_PREFILL} -k 'shapes and window'"),
+        ("visible = (until > first«→ + 1») & inside", f"{TRITON_PREFILL} -k 'shapes and window'"),
         # a block loads protected keys that a later chunk writes
-        ("own.position + «queries→first + BLOCK_Q»)", f"{TRITON_PREFILL} -k 'shapes and blocks'"),
+        ("numbers.position + «queries→first + BLOCK_Q»)", f"{TRITON_PREFILL} -k 'shapes and blocks'"),
     ],
     f"{TRITON}/_prefill_slots.py": [
-        ("key = own.held + index - window«→ + 1»", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+        ("key = numbers.used + index - window«→ + 1»", f"{TRITON_PREFILL} -k 'shapes and norm'"),
         # the oldest token of the ring is not written
-        ("(index >«=→» length - own.window))", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+        ("(index >«=→» length - numbers.window))", f"{TRITON_PREFILL} -k 'shapes and norm'"),
     ],
     f"{TRITON}/_prefill_plan.py": [
         # requests after the first one in a piece
-        ("key += part.held + part.length«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
+        ("key += part.used + part.length«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
     ],
     f"{TRITON}/_serving_scores.py": [
         ("log_f.to(tl.float32) + «tl.where(q > 0, m, -1e30)→m»", f"{SERVING} -k 'holds and once'"),

@@ -68,21 +68,21 @@ def none_yet(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def lower_of(best, oldest, where, raw, token, slot, inside, q, log_gamma, factor, key, P: tl.constexpr):
+def lower_of(best, oldest, best_slot, raw, token, slot, inside, q, log_gamma, factor, key, P: tl.constexpr):
     """Update each lane with a block of slots: keep the lower effective score, of equal scores the older token.
 
     Scores that are NaN are never lower. Slots that are not ``inside`` are ignored.
     """
     score = effective(raw, tl.where(inside, token, q - 1), q, log_gamma, factor, key, P)
     lower = inside & ((score < best) | ((score == best) & (token < oldest)))
-    return tl.where(lower, score, best), tl.where(lower, token, oldest), tl.where(lower, slot, where)
+    return tl.where(lower, score, best), tl.where(lower, token, oldest), tl.where(lower, slot, best_slot)
 
 
 @triton.jit
-def lowest_of(best, oldest, where):
+def lowest_of(best, oldest, best_slot):
     """Return the lowest score of all lanes and its slot, of equal scores the oldest token's; -1 if there is none."""
     lowest = tl.min(best, 0)
-    equal = (best == lowest) & (where != FAR)
+    equal = (best == lowest) & (best_slot != FAR)
     first = tl.min(tl.where(equal, oldest, FAR), 0)
-    slot = tl.min(tl.where(equal & (oldest == first), where, FAR), 0)
+    slot = tl.min(tl.where(equal & (oldest == first), best_slot, FAR), 0)
     return lowest, tl.where(slot == FAR, -1, slot)

@@ -7,22 +7,22 @@ import triton.language as tl
 
 
 @triton.jit
-def row_mask(there, P: tl.constexpr):
+def row_mask(present, P: tl.constexpr):
     """Return the mask ``[rows, P.padded]`` of the elements of rows of D elements that are ``there [rows]``."""
-    return there[:, None] & (tl.arange(0, P.padded) < P.size)[None, :]
+    return present[:, None] & (tl.arange(0, P.padded) < P.size)[None, :]
 
 
 @triton.jit
-def load_rows(rows, there, P: tl.constexpr):
+def load_rows(rows, present, P: tl.constexpr):
     """Load rows of D elements ``[rows, P.padded]`` at the addresses ``rows``; elements that are not there are 0."""
-    return tl.load(rows[:, None] + tl.arange(0, P.padded)[None, :], mask=row_mask(there, P), other=0.0)
+    return tl.load(rows[:, None] + tl.arange(0, P.padded)[None, :], mask=row_mask(present, P), other=0.0)
 
 
 @triton.jit
-def store_rows(rows, values, there, P: tl.constexpr):
+def store_rows(rows, values, present, P: tl.constexpr):
     """Store rows of D elements ``values [rows, P.padded]`` at the addresses ``rows``, in the type found there."""
     place = rows[:, None] + tl.arange(0, P.padded)[None, :]
-    tl.store(place, values.to(rows.dtype.element_ty), mask=row_mask(there, P))
+    tl.store(place, values.to(rows.dtype.element_ty), mask=row_mask(present, P))
 
 
 @triton.jit

@@ -22,13 +22,13 @@ LIST_BYTES = 256 << 20  # memory of the lists that exist at the same time
 
 
 @triton.jit
-def _append(lists, room, found, place, until, seen):
-    """Append the places and eviction times of seen keys to a list of ``found`` keys, and return their new number."""
-    flags = seen.to(tl.int32)
-    entry = lists + found + tl.cumsum(flags, 0) - 1
-    tl.store(entry, place, mask=seen)
-    tl.store(entry + room, until, mask=seen)
-    return found + tl.sum(flags, 0)
+def _append(lists, room, count, place, until, visible):
+    """Append the places and eviction times of visible keys to a list of ``count`` keys, and return their new number."""
+    flags = visible.to(tl.int32)
+    entry = lists + count + tl.cumsum(flags, 0) - 1
+    tl.store(entry, place, mask=visible)
+    tl.store(entry + room, until, mask=visible)
+    return count + tl.sum(flags, 0)
 
 
 @triton.jit(do_not_specialize=["skipped", "keys", "room"])
@@ -48,35 +48,37 @@ def _list_keys(
     """
     h = tl.program_id(1).to(tl.int64)
     row = h * tl.num_programs(0) + tl.program_id(0)
-    own, first = block_of(segments, blocks, skipped + tl.program_id(0))
-    first -= own.inside
-    gone += h * keys + own.key
+    numbers, first = block_of(segments, blocks, skipped + tl.program_id(0))
+    first -= numbers.inside
+    gone += h * keys + numbers.key
     lists += row * 2 * room
-    found = 0
+    count = 0
     if cache.table is not None:
-        for start in range(0, own.held, WIDTH):
+        for start in range(0, numbers.used, WIDTH):
             slot = start + tl.arange(0, WIDTH)
-            until = tl.load(gone + slot, mask=slot < own.held, other=0)
-            seen = (until > first) & (slot < own.held)
-            page = page_of(cache, own.request.to(tl.int64), h, P.state_pages + tl.where(seen, slot, 0) // P.slots)
-            found = _append(lists, room, found, page.to(tl.int32) * P.slots + slot % P.slots, until, seen)
-    tl.store(counts + 2 * row, found)
-    end = tl.minimum(own.length, first + BLOCK_Q)
+            until = tl.load(gone + slot, mask=slot < numbers.used, other=0)
+            visible = (until > first) & (slot < numbers.used)
+            page = page_of(
+                cache, numbers.request.to(tl.int64), h, P.state_pages + tl.where(visible, slot, 0) // P.slots
+            )
+            count = _append(lists, room, count, page.to(tl.int32) * P.slots + slot % P.slots, until, visible)
+    tl.store(counts + 2 * row, count)
+    end = tl.minimum(numbers.length, first + BLOCK_Q)
     for start in range(0, end, WIDTH):
         index = start + tl.arange(0, WIDTH)
         inside = index < end
-        until = tl.load(gone + own.held + index, mask=inside, other=0)
-        seen = (until > first) & inside
-        found = _append(lists, room, found, index, until, seen)
-    tl.store(counts + 2 * row + 1, found)
+        until = tl.load(gone + numbers.used + index, mask=inside, other=0)
+        visible = (until > first) & inside
+        count = _append(lists, room, count, index, until, visible)
+    tl.store(counts + 2 * row + 1, count)
 
 
 @triton.jit
 def listed(lists, room, start, end, BLOCK: tl.constexpr):
     """Return the places and eviction times of a block of a list, and a mask of those before its ``end``."""
     entry = start + tl.arange(0, BLOCK)
-    there = entry < end
-    return tl.load(lists + entry, mask=there, other=0), tl.load(lists + room + entry, mask=there, other=0), there
+    inside = entry < end
+    return tl.load(lists + entry, mask=inside, other=0), tl.load(lists + room + entry, mask=inside, other=0), inside
 
 
 @triton.jit(do_not_specialize=["skipped", "room"])
@@ -94,47 +96,47 @@ def _attend_keys(
     """
     k, v = tokens
     h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    own, first = block_of(segments, blocks, skipped + tl.program_id(0))
-    r, row = own.request.to(tl.int64), tl.arange(0, ROWS)
+    numbers, first = block_of(segments, blocks, skipped + tl.program_id(0))
+    r, row = numbers.request.to(tl.int64), tl.arange(0, ROWS)
     query, head = first + row % BLOCK_Q, h * P.group + row // BLOCK_Q
-    queries = tl.minimum(first + BLOCK_Q, own.inside + own.length)
+    queries = tl.minimum(first + BLOCK_Q, numbers.inside + numbers.length)
     present = (query < queries) & (row < BLOCK_Q * P.group)
-    place = (own.token + query).to(tl.int64)
+    place = (numbers.token + query).to(tl.int64)
     rows = load_rows(element_at(q, place, head), present, P)
     if P.wide:
         rows = rows.to(tl.float32)
     sums = nothing_yet(ROWS, P.padded)
     if prefix.table is not None:
-        position = own.position + query
-        end = tl.minimum(own.first, own.position + queries)
+        position = numbers.position + query
+        end = tl.minimum(numbers.first, numbers.position + queries)
         for start in range(0, end, BLOCK_K):
             t = start + tl.arange(0, BLOCK_K)
-            there = t < end
-            page = page_of(prefix, r, h, tl.where(there, t // P.slots, 0))
+            inside = t < end
+            page = page_of(prefix, r, h, tl.where(inside, t // P.slots, 0))
             key = page * prefix.rows + h * prefix.rows_head + t % P.slots * P.size
             bias = None
             if prefix.score is not None:
                 words = prefix.score + page * prefix.words + h * prefix.words_head + t % P.slots
-                bias = tl.load(words, mask=t < tl.minimum(own.biased, end), other=0.0)
-            visible = there[None, :] & (t[None, :] <= position[:, None])
-            _, sums = add_keys(prefix.k + key, prefix.v + key, there, bias, visible, rows, scale, sums, P)
-    query -= own.inside
+                bias = tl.load(words, mask=t < tl.minimum(numbers.biased, end), other=0.0)
+            visible = inside[None, :] & (t[None, :] <= position[:, None])
+            _, sums = add_keys(prefix.k + key, prefix.v + key, inside, bias, visible, rows, scale, sums, P)
+    query -= numbers.inside
     list_of = h * tl.num_programs(0) + tl.program_id(0)
     lists += list_of * 2 * room
-    held, count = tl.load(counts + 2 * list_of), tl.load(counts + 2 * list_of + 1)
+    slots, count = tl.load(counts + 2 * list_of), tl.load(counts + 2 * list_of + 1)
     if cache.table is not None:
-        for start in range(0, held, BLOCK_K):
-            slot, until, there = listed(lists, room, start, held, BLOCK_K)
+        for start in range(0, slots, BLOCK_K):
+            slot, until, inside = listed(lists, room, start, slots, BLOCK_K)
             slot = slot.to(tl.int64)
             key = slot // P.slots * cache.rows + h * cache.rows_head + slot % P.slots * P.size
             visible = query[:, None] < until[None, :]
-            _, sums = add_keys(cache.k + key, cache.v + key, there, None, visible, rows, scale, sums, P)
-    for start in range(held, count, BLOCK_K):
-        index, until, there = listed(lists, room, start, count, BLOCK_K)
-        key = (own.token + own.inside + index).to(tl.int64)
+            _, sums = add_keys(cache.k + key, cache.v + key, inside, None, visible, rows, scale, sums, P)
+    for start in range(slots, count, BLOCK_K):
+        index, until, inside = listed(lists, room, start, count, BLOCK_K)
+        key = (numbers.token + numbers.inside + index).to(tl.int64)
         visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
         keys, values = element_at(k, key, h), element_at(v, key, h)
-        _, sums = add_keys(keys, values, there, None, visible, rows, scale, sums, P)
+        _, sums = add_keys(keys, values, inside, None, visible, rows, scale, sums, P)
     if sink_logits is not None:
         sums = add_sinks(sink_logits + head, present, sums)
     top, total, acc = sums
@@ -158,11 +160,11 @@ def key_lists(piece: Piece, config, cache, gone, block_q: int) -> Iterator[tuple
     list's room.
     """
     heads, blocks, room = len(gone), piece.blocks(block_q), min(piece.most_keys, piece.most_slots + block_q)
-    some = min(len(blocks), max(1, LIST_BYTES // (8 * heads * room)))
-    lists = torch.empty(heads, some, 2, room, dtype=torch.int32, device=gone.device)
-    counts = torch.empty(heads, some, 2, dtype=torch.int32, device=gone.device)
-    for skipped in range(0, len(blocks), some):
-        grid = min(some, len(blocks) - skipped), heads
+    batch = min(len(blocks), max(1, LIST_BYTES // (8 * heads * room)))
+    lists = torch.empty(heads, batch, 2, room, dtype=torch.int32, device=gone.device)
+    counts = torch.empty(heads, batch, 2, dtype=torch.int32, device=gone.device)
+    for skipped in range(0, len(blocks), batch):
+        grid = min(batch, len(blocks) - skipped), heads
         _list_keys[grid](
             gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room,
             P=config, BLOCK_Q=block_q, WIDTH=LISTED, num_warps=4,

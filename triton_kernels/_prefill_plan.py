@@ -48,7 +48,7 @@ class Numbers(NamedTuple):
     window: Any
     row: Any  # first tail row
     key: Any  # first key
-    held: Any  # slots in use
+    used: Any  # slots in use
     entry: Any  # first entry
     filled: Any  # long-range slots that may be in use afterwards
     leaving: Any  # tokens that leave the window
@@ -58,11 +58,12 @@ class Numbers(NamedTuple):
 @triton.jit
 def numbers_of(segments, s):
     """Return the numbers of segment s of ``segments [S, 16]``, of which those that are not used are not loaded."""
-    at = segments + 16 * s
+    base = segments + 16 * s
     return Numbers(
-        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
-        tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10), tl.load(at + 11),
-        tl.load(at + 12), tl.load(at + 13), tl.load(at + 14), tl.load(at + 15),
+        tl.load(base), tl.load(base + 1), tl.load(base + 2), tl.load(base + 3), tl.load(base + 4),
+        tl.load(base + 5), tl.load(base + 6), tl.load(base + 7), tl.load(base + 8), tl.load(base + 9),
+        tl.load(base + 10), tl.load(base + 11), tl.load(base + 12), tl.load(base + 13), tl.load(base + 14),
+        tl.load(base + 15),
     )  # fmt: skip
 
 
@@ -84,9 +85,9 @@ def segment(topk, count: int, *, request=0, token=0, position=0, protected=0, si
     inside = min(max(protected - position, 0), count)
     length, start = count - inside, max(position - protected, 0)
     before, after = (max(0, q - window - sinks) for q in (start, start + length))  # have left the window
-    held, filled = min(start, sinks + window + max(topk)), min(after, max(topk))
-    own = request, position, token, inside, length, start, protected, sinks, window
-    return Numbers(*own, 0, 0, held, 0, filled, after - before, biased), topk
+    used, filled = min(start, sinks + window + max(topk)), min(after, max(topk))
+    leading = request, position, token, inside, length, start, protected, sinks, window
+    return Numbers(*leading, 0, 0, used, 0, filled, after - before, biased), topk
 
 
 def pieces_of(
@@ -99,19 +100,19 @@ def pieces_of(
     pieces, room, first, budgets = [[]], PIECE, 0, chunks.budgets.tolist()
     for r, (position, length, window) in enumerate(zip(chunks.starts, chunks.lengths, chunks.windows, strict=True)):
         p, topk = protected[r], [budget - rule.sinks - window for budget in budgets[r]]
-        wanted = min(length, max(0, p - position)) if rule.sequential else length
-        for done in range(0, wanted, PIECE):
-            count = min(wanted - done, PIECE)
+        total = min(length, max(0, p - position)) if rule.sequential else length
+        for done in range(0, total, PIECE):
+            count = min(total - done, PIECE)
             part = segment(
                 topk, count, request=r, token=first + done, position=position + done, protected=p,
                 sinks=rule.behind(p).sinks, window=window, biased=biased[r],
             )  # fmt: skip
-            wanted_room = triton.cdiv(count, ROWS) * ROWS + part[0].held  # rows even for tokens of the prefix
-            if pieces[-1] and wanted_room > room:
+            needed_room = triton.cdiv(count, ROWS) * ROWS + part[0].used  # rows even for tokens of the prefix
+            if pieces[-1] and needed_room > room:
                 pieces.append([])
                 room = PIECE
             pieces[-1].append(part)
-            room -= wanted_room
+            room -= needed_room
         first += length
     return [Piece(parts, device) for parts in pieces if parts]
 
@@ -136,13 +137,13 @@ class Piece:
         for part, topk in parts:
             lines.append([*part._replace(row=row, key=key, entry=entry), *topk])
             row += triton.cdiv(part.length, ROWS) * ROWS
-            key += part.held + part.length
+            key += part.used + part.length
             entry += triton.cdiv(part.filled + part.leaving, WIDTH) * WIDTH
         sent = send(lines, device, torch.int32)
         self.segments, self.topk = sent[:, :16].contiguous(), sent[:, 16:].contiguous()
         self.numbers = Numbers(*sent.T[:16].long())
         self.rows, self.keys, self.entries = row, key, entry
-        self.most_keys = max(part.held + part.inside + part.length for part, _ in parts)
+        self.most_keys = max(part.used + part.inside + part.length for part, _ in parts)
         self.most_slots = max(part.sinks + part.window + max(topk) for part, topk in parts)
         self.most_entries = max(part.filled + part.leaving for part, _ in parts)
         self.goes_on = any(part.start + part.first for part, _ in parts if part.length)

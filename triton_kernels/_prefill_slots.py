@@ -27,14 +27,14 @@ def _gather(
     Grid: 64 tail rows, H. 67 MB, read and written: 19 us.
     """
     k, v = tokens
-    own, first = block_of(segments, blocks, tl.program_id(0))
-    h, r = tl.program_id(1).to(tl.int64), own.request.to(tl.int64)
-    row, index = first + tl.arange(0, ROWS), first + tl.arange(0, ROWS) - own.window
-    there = (row < own.length) & (own.start + index >= own.sinks)
-    row += h * rows + own.row
-    in_ring, is_new = there & (index < 0), there & (index >= 0)
-    token = own.token.to(tl.int64) + own.inside + tl.where(is_new, index, 0)
-    slot = own.sinks + tl.where(in_ring, own.start + index - own.sinks, 0) % own.window
+    numbers, first = block_of(segments, blocks, tl.program_id(0))
+    h, r = tl.program_id(1).to(tl.int64), numbers.request.to(tl.int64)
+    row, index = first + tl.arange(0, ROWS), first + tl.arange(0, ROWS) - numbers.window
+    leaving = (row < numbers.length) & (numbers.start + index >= numbers.sinks)
+    row += h * rows + numbers.row
+    in_ring, is_new = leaving & (index < 0), leaving & (index >= 0)
+    token = numbers.token.to(tl.int64) + numbers.inside + tl.where(is_new, index, 0)
+    slot = numbers.sinks + tl.where(in_ring, numbers.start + index - numbers.sinks, 0) % numbers.window
     old, left = row_at(cache, r, h, slot, P), left + 2 * row * P.size
     store_rows(left, load_rows(cache.k + old, in_ring, P), ~is_new, P)
     store_rows(left, load_rows(element_at(k, token, h), is_new, P), is_new, P)
@@ -42,7 +42,7 @@ def _gather(
     store_rows(left + P.size, load_rows(element_at(v, token, h), is_new, P), is_new, P)
     if new_score is not None:
         in_word = tl.load(cache.score + word_at(cache, r, h, slot, P), mask=in_ring, other=0.0)
-        computed = tl.load(new_score + h * rows + own.row + index, mask=is_new, other=0.0)
+        computed = tl.load(new_score + h * rows + numbers.row + index, mask=is_new, other=0.0)
         tl.store(score + row, tl.where(in_ring, in_word, computed))
 
 
@@ -59,21 +59,21 @@ def _enter(
     Grid: 1,024 entries, segments, H. 1.6 MB: 0.4 us, less than a launch.
     """
     s, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    own = numbers_of(segments, s)
-    r, count = own.request.to(tl.int64), own.filled + own.leaving
+    numbers = numbers_of(segments, s)
+    r, count = numbers.request.to(tl.int64), numbers.filled + numbers.leaving
     entry = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    held = entry < held_long(own, topk + s * tl.num_programs(2) + h)
-    arrives = (entry >= own.filled) & (entry < count)
-    word = word_at(cache, r, h, tl.where(held, own.sinks + own.window + entry, 0), P)
-    index = own.length - count + entry
-    found = tl.where(arrives, 0.0, float("-inf"))
+    in_slot = entry < held_long(numbers, topk + s * tl.num_programs(2) + h)
+    arrives = (entry >= numbers.filled) & (entry < count)
+    word = word_at(cache, r, h, tl.where(in_slot, numbers.sinks + numbers.window + entry, 0), P)
+    index = numbers.length - count + entry
+    value = tl.where(arrives, 0.0, float("-inf"))
     if leaving_score is not None:
-        found = tl.load(leaving_score + h * rows + own.row + index, mask=arrives, other=float("-inf"))
-    found = tl.where(held, tl.load(cache.score + word, mask=held, other=0.0), found)
-    token = tl.where(arrives, own.first + own.start + index - own.window, -1)
-    token = tl.where(held, tl.load(cache.position + word, mask=held, other=0), token)
-    place = h * entries + own.entry + entry
-    tl.store(score + place, found, mask=entry < count)
+        value = tl.load(leaving_score + h * rows + numbers.row + index, mask=arrives, other=float("-inf"))
+    value = tl.where(in_slot, tl.load(cache.score + word, mask=in_slot, other=0.0), value)
+    token = tl.where(arrives, numbers.first + numbers.start + index - numbers.window, -1)
+    token = tl.where(in_slot, tl.load(cache.position + word, mask=in_slot, other=0), token)
+    place = h * entries + numbers.entry + entry
+    tl.store(score + place, value, mask=entry < count)
     tl.store(position + place, token, mask=entry < count)
 
 
@@ -94,45 +94,46 @@ def _settle(
     Grid: segments, H. 1.2 MB in 12 blocks, one after another: about 10 us.
     """
     s, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    own = numbers_of(segments, s)
+    numbers = numbers_of(segments, s)
     topk += s * tl.num_programs(1) + h
-    held, most, first_long = held_long(own, topk), tl.minimum(own.filled, tl.load(topk)), own.sinks + own.window
-    leaves += h * entries + own.entry
-    free += h * entries + own.entry
-    gone += h * keys + own.key
-    slot_of += h * rows + own.row
-    found = 0
-    for start in range(0, own.filled, WIDTH):
+    in_use, first_long = held_long(numbers, topk), numbers.sinks + numbers.window
+    room = tl.minimum(numbers.filled, tl.load(topk))
+    leaves += h * entries + numbers.entry
+    free += h * entries + numbers.entry
+    gone += h * keys + numbers.key
+    slot_of += h * rows + numbers.row
+    vacancies = 0
+    for start in range(0, numbers.filled, WIDTH):
         entry = start + tl.arange(0, WIDTH)
-        at = tl.load(leaves + entry, mask=entry < held, other=0)
-        vacant = ((at != LAST) & (entry < most)).to(tl.int32)
-        tl.store(free + found + tl.cumsum(vacant, 0) - 1, first_long + entry, mask=vacant > 0)
-        tl.store(gone + first_long + entry, at, mask=(entry < own.filled) & (first_long + entry < own.held))
-        found += tl.sum(vacant, 0)
+        until = tl.load(leaves + entry, mask=entry < in_use, other=0)
+        vacant = ((until != LAST) & (entry < room)).to(tl.int32)
+        tl.store(free + vacancies + tl.cumsum(vacant, 0) - 1, first_long + entry, mask=vacant > 0)
+        tl.store(gone + first_long + entry, until, mask=(entry < numbers.filled) & (first_long + entry < numbers.used))
+        vacancies += tl.sum(vacant, 0)
     tl.debug_barrier()
-    taken = 0
-    for start in range(0, own.leaving, WIDTH):
+    placed = 0
+    for start in range(0, numbers.leaving, WIDTH):
         entry = start + tl.arange(0, WIDTH)
-        inside, index, window = entry < own.leaving, own.length - own.leaving + entry, own.window
-        at = tl.load(leaves + own.filled + entry, mask=inside, other=0)
-        stays = (at == LAST).to(tl.int32)
-        place = tl.load(free + taken + tl.cumsum(stays, 0) - 1, mask=stays > 0, other=-1)
+        inside, index, window = entry < numbers.leaving, numbers.length - numbers.leaving + entry, numbers.window
+        until = tl.load(leaves + numbers.filled + entry, mask=inside, other=0)
+        stays = (until == LAST).to(tl.int32)
+        place = tl.load(free + placed + tl.cumsum(stays, 0) - 1, mask=stays > 0, other=-1)
         tl.store(slot_of + index, place, mask=inside)
-        key = own.held + index - window
-        key = tl.where(index < window, own.sinks + (own.start + index - window - own.sinks) % window, key)
-        tl.store(gone + key, at, mask=inside)
-        taken += tl.sum(stays, 0)
+        key = numbers.used + index - window
+        key = tl.where(index < window, numbers.sinks + (numbers.start + index - window - numbers.sinks) % window, key)
+        tl.store(gone + key, until, mask=inside)
+        placed += tl.sum(stays, 0)
 
 
 @triton.jit
-def _put(cache, r, h, slot, k, v, score, position, wanted, P: tl.constexpr):
+def _put(cache, r, h, slot, k, v, score, position, written, P: tl.constexpr):
     """Write tokens to slots; the position word of slot 0 has another use."""
-    slot = tl.where(wanted, slot, 0)
+    slot = tl.where(written, slot, 0)
     row, word = row_at(cache, r, h, slot, P), word_at(cache, r, h, slot, P)
-    store_rows(cache.k + row, load_rows(k, wanted, P), wanted, P)
-    store_rows(cache.v + row, load_rows(v, wanted, P), wanted, P)
-    tl.store(cache.score + word, score, mask=wanted)
-    tl.store(cache.position + word, position, mask=wanted & (slot > 0))
+    store_rows(cache.k + row, load_rows(k, written, P), written, P)
+    store_rows(cache.v + row, load_rows(v, written, P), written, P)
+    tl.store(cache.score + word, score, mask=written)
+    tl.store(cache.position + word, position, mask=written & (slot > 0))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -150,23 +151,23 @@ def _store(
     Grid: 64 tail rows, H. At most 34 MB, B tokens a head read and written: 9 us.
     """
     k, v = tokens
-    own, first = block_of(segments, blocks, tl.program_id(0))
-    h, r = tl.program_id(1).to(tl.int64), own.request.to(tl.int64)
-    begin, length, index = own.first, own.length, first + tl.arange(0, ROWS)
+    numbers, first = block_of(segments, blocks, tl.program_id(0))
+    h, r = tl.program_id(1).to(tl.int64), numbers.request.to(tl.int64)
+    begin, length, index = numbers.first, numbers.length, first + tl.arange(0, ROWS)
     good = tl.load(right + r * tl.num_programs(1) + h) != 0
-    there, row, t = index < tl.where(good, length, 0), h * rows + own.row + index, own.start + index
-    token = own.token.to(tl.int64) + own.inside + index
-    new = there & ((t < own.sinks) | (index >= length - own.window))
+    present, row, t = index < tl.where(good, length, 0), h * rows + numbers.row + index, numbers.start + index
+    token = numbers.token.to(tl.int64) + numbers.inside + index
+    new = present & ((t < numbers.sinks) | (index >= length - numbers.window))
     inserted = tl.zeros([ROWS], tl.float32)
     if new_score is not None:
         inserted = tl.load(new_score + row, mask=new, other=0.0)
-    slot, k, v = ring_slot(t, own.sinks, own.window), element_at(k, token, h), element_at(v, token, h)
+    slot, k, v = ring_slot(t, numbers.sinks, numbers.window), element_at(k, token, h), element_at(v, token, h)
     _put(cache, r, h, slot, k, v, inserted, begin + t, new, P)
-    slot = tl.load(slot_of + row, mask=there, other=-1)
-    moves, left = there & (slot >= 0), left + 2 * row * P.size
+    slot = tl.load(slot_of + row, mask=present, other=-1)
+    moves, left = present & (slot >= 0), left + 2 * row * P.size
     moved = tl.zeros([ROWS], tl.float32)
     if score is not None:
         moved = tl.load(score + row, mask=moves, other=0.0)
-    _put(cache, r, h, slot, left, left + P.size, moved, begin + t - own.window, moves, P)
-    seen = begin + own.start + length
-    tl.store(cache.position + word_at(cache, r, h, 0, P), seen, mask=first < tl.where(good, 1, 0))
+    _put(cache, r, h, slot, left, left + P.size, moved, begin + t - numbers.window, moves, P)
+    tokens_seen = begin + numbers.start + length
+    tl.store(cache.position + word_at(cache, r, h, 0, P), tokens_seen, mask=first < tl.where(good, 1, 0))

@@ -29,17 +29,19 @@ def _walk(
     for block in range(begin, end):  # P.block divides N, so that it lies in one page
         first = block * P.block
         slot = first + tl.arange(0, P.block)
-        seen = slot < used
+        visible = slot < used
         page = page_of(cache, r, h, first_page + first // P.slots)
         place = page * cache.rows + h * cache.rows_head + first % P.slots * P.size + tl.arange(0, P.block) * P.size
         bias = None
         if biased is not None:
             words = cache.score + h * cache.words_head + page * cache.words + slot % P.slots
             bias = tl.load(words, mask=slot < biased, other=0.0)
-        found, sums = add_keys(cache.k + place, cache.v + place, seen, bias, seen[None, :], rows, scale, sums, P)
+        block_logits, sums = add_keys(
+            cache.k + place, cache.v + place, visible, bias, visible[None, :], rows, scale, sums, P
+        )
         if KEPT:
-            inside = (tl.arange(0, P.rows) < P.group)[:, None] & seen[None, :]
-            tl.store(logits[:, None] + slot[None, :], found, mask=inside)
+            inside = (tl.arange(0, P.rows) < P.group)[:, None] & visible[None, :]
+            tl.store(logits[:, None] + slot[None, :], block_logits, mask=inside)
     return sums
 
 
@@ -54,14 +56,14 @@ def merged(values, tops, part, stride, parts, present, P: tl.constexpr):
     inside = row_mask(present, P)
     top, total, acc = nothing_yet(P.rows, P.padded)
     for i in range(parts):
-        own_top = tl.load(tops + (part + i * stride) * 2, mask=present, other=0.0, cache_modifier=".cg")
-        own_total = tl.load(tops + (part + i * stride) * 2 + 1, mask=present, other=1.0, cache_modifier=".cg")
-        own = values + (part + i * stride)[:, None] * P.size + column[None, :]
-        new_top = tl.maximum(top, own_top)
+        part_top = tl.load(tops + (part + i * stride) * 2, mask=present, other=0.0, cache_modifier=".cg")
+        part_total = tl.load(tops + (part + i * stride) * 2 + 1, mask=present, other=1.0, cache_modifier=".cg")
+        part_values = values + (part + i * stride)[:, None] * P.size + column[None, :]
+        new_top = tl.maximum(top, part_top)
         pivot, fade = faded(top, new_top)
-        gain = tl.exp2(own_top - pivot)
-        total = total * fade + own_total * gain
-        acc = acc * fade[:, None] + tl.load(own, mask=inside, other=0.0, cache_modifier=".cg") * gain[:, None]
+        gain = tl.exp2(part_top - pivot)
+        total = total * fade + part_total * gain
+        acc = acc * fade[:, None] + tl.load(part_values, mask=inside, other=0.0, cache_modifier=".cg") * gain[:, None]
         top = new_top
     return top, total, acc
 
@@ -104,15 +106,15 @@ def finish(step, work, head, h, sums, used, protected, P: tl.constexpr):
     out = step.out + head * P.size
     if P.uses_moment_correction:
         out = work + P.merged
-    g, found = tl.arange(0, P.rows), used + protected
+    g, count = tl.arange(0, P.rows), used + protected
     present = g < P.group
     if step.sink_logits is not None:
         sums = add_sinks(step.sink_logits + h * P.group + g, present, sums)
     top, total, acc = sums
-    nothing = tl.where(found == REFUSED, float("nan"), 0.0)
-    acc = tl.where(found > 0, acc / total[:, None], nothing)
+    nothing = tl.where(count == REFUSED, float("nan"), 0.0)
+    acc = tl.where(count > 0, acc / total[:, None], nothing)
     store_rows(out + g * P.size, acc, present, P)
-    log = tl.where(found > 0, (top + tl.log2(total)) * LN2, float("-inf") + nothing)
+    log = tl.where(count > 0, (top + tl.log2(total)) * LN2, float("-inf") + nothing)
     tl.store(step.lse + head + g, log, mask=present)
 
 
@@ -182,14 +184,14 @@ def correct(step, work, head, row, r, h, count, first, P: tl.constexpr):
         _, mass, predicted = nothing_yet(P.rows, COLUMNS)
         for x in range(0, P.size, DEPTH):
             place = x + tl.arange(0, DEPTH)
-            there = place < P.size
-            at = query[:, None] + place[None, :]
-            rows = tl.load(at, mask=present[:, None] & there[None, :], other=0.0).to(tl.float32)
-            mean_key = tl.load(moments_at(cache, r, h, 0, place, there, P), mask=there, other=0.0)
+            valid = place < P.size
+            address = query[:, None] + place[None, :]
+            rows = tl.load(address, mask=present[:, None] & valid[None, :], other=0.0).to(tl.float32)
+            mean_key = tl.load(moments_at(cache, r, h, 0, place, valid, P), mask=valid, other=0.0)
             mass += tl.sum(rows * mean_key[None, :], 1)
-            usable = there[:, None] & fits[None, :]
-            at = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
-            predicted = tl.dot(rows, tl.load(at, mask=usable, other=0.0), predicted, input_precision=PRECISION)
+            usable = valid[:, None] & fits[None, :]
+            address = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
+            predicted = tl.dot(rows, tl.load(address, mask=usable, other=0.0), predicted, input_precision=PRECISION)
         mean = tl.load(moments_at(cache, r, h, 1, column, fits, P), mask=fits, other=0.0)
         evicted = mean[None, :] + predicted * (step.scale / count)
         mass = tl.log(count.to(tl.float32)) + step.scale * mass
@@ -213,17 +215,17 @@ def add_masses(step, work, head, r, h, used, first, P: tl.constexpr, BLOCK: tl.c
     A mass is the query's weight over a slot, averaged over the query heads.
     """
     g, slot = tl.arange(0, P.rows), first + tl.arange(0, BLOCK)
-    present, seen = g < P.group, slot < used
+    present, visible = g < P.group, slot < used
     top = tl.load(step.lse + head + g, mask=present, other=0.0) * LOG2E
-    inside = present[:, None] & seen[None, :]
+    inside = present[:, None] & visible[None, :]
     logits = work + P.logits + g[:, None] * P.most_slots + slot[None, :]
-    own = tl.load(logits, mask=inside, other=float("-inf"))
-    mass = tl.sum(tl.where(inside, tl.exp2(own - top[:, None]), 0.0), 0) / P.group
-    at = step.cache.score + word_at(step.cache, r, h, tl.where(seen, slot, 0), P)
+    values = tl.load(logits, mask=inside, other=float("-inf"))
+    mass = tl.sum(tl.where(inside, tl.exp2(values - top[:, None]), 0.0), 0) / P.group
+    scores = step.cache.score + word_at(step.cache, r, h, tl.where(visible, slot, 0), P)
     if P.mean:
-        mass += tl.load(at, mask=seen, other=0.0)
+        mass += tl.load(scores, mask=visible, other=0.0)
         tl.debug_barrier()
-    tl.store(at, mass, mask=seen)
+    tl.store(scores, mass, mask=visible)
 
 
 @triton.jit

@@ -253,10 +253,10 @@ class Tail(NamedTuple):
 def tail_of(step, r, h, q, P: tl.constexpr):
     """Return the tail of request r, head h, before its token q is written; padding and protected tokens are not."""
     protected, sinks, window = roles_of(step, r, P)
-    seen = q
+    tokens_seen = q
     if q > protected:
-        seen = tl.load(step.cache.position + word_at(step.cache, r, h, 0, P))
-    since = tl.where(q < protected, -1, tl.where(seen == q, q - protected, -2))
+        tokens_seen = tl.load(step.cache.position + word_at(step.cache, r, h, 0, P))
+    since = tl.where(q < protected, -1, tl.where(tokens_seen == q, q - protected, -2))
     budget = tl.load(element_at(step.budgets, r, h)) - P.sinks + sinks
     return Tail(since, protected, sinks, window, sinks + window, budget)
 

@@ -91,8 +91,8 @@ def _into_moments(step, deltas, r, h, slot, count, column, fits, P: tl.constexpr
     row = row_at(cache, r, h, slot, P)
     key_at = moments_at(cache, r, h, 0, column, fits, P)
     value_at = moments_at(cache, r, h, 1, column, fits, P)
-    kept = column < tl.where(count > 1, P.size, 0)
-    mean_key, mean_value = tl.load(key_at, mask=kept, other=0.0), tl.load(value_at, mask=kept, other=0.0)
+    has_mean = column < tl.where(count > 1, P.size, 0)
+    mean_key, mean_value = tl.load(key_at, mask=has_mean, other=0.0), tl.load(value_at, mask=has_mean, other=0.0)
     key = tl.load(cache.k + row + column, mask=fits, other=0.0).to(tl.float32)
     deviation = tl.load(cache.v + row + column, mask=fits, other=0.0).to(tl.float32) - mean_value
     mean_key += (key - mean_key) / count
@@ -136,14 +136,14 @@ def _replace(step, work, victim, row, r, h, q, tail, P: tl.constexpr):
         if used >= tail.budget:
             gone = 1
             lowest = tl.maximum(victim, 0)
-            at = word_at(cache, r, h, lowest, P)
-            lowest_raw, t = tl.load(cache.score + at), tl.load(cache.position + at)
+            lowest_word = word_at(cache, r, h, lowest, P)
+            lowest_raw, t = tl.load(cache.score + lowest_word), tl.load(cache.position + lowest_word)
             factor, lowest_factor = raw, raw
             if P.residual:
                 factor, lowest_factor = tl.load(work + P.factors + slot), tl.load(work + P.factors + lowest)
             gamma, draws = pages.decay_and_key(step, r, h, P)
-            least = effective(lowest_raw, t, q, gamma, lowest_factor, draws, P)
-            target = tl.where(effective(raw, u, q, gamma, factor, draws, P) < least, -1, victim)
+            lowest_score = effective(lowest_raw, t, q, gamma, lowest_factor, draws, P)
+            target = tl.where(effective(raw, u, q, gamma, factor, draws, P) < lowest_score, -1, victim)
         if P.threshold is not None:
             if raw.to(tl.float64) < P.threshold:
                 target, gone = -1, 1
@@ -153,11 +153,11 @@ def _replace(step, work, victim, row, r, h, q, tail, P: tl.constexpr):
                 _into_moments(step, work + P.evicted_deltas, r, h, leaves, evicted + 1, column, fits, P)
         tl.debug_barrier()  # all threads have read the values that are overwritten
         if target >= 0:
-            at, to = row_at(cache, r, h, target, P) + column, word_at(cache, r, h, target, P)
-            tl.store(cache.k + at, key, mask=fits)
-            tl.store(cache.v + at, value, mask=fits)
-            tl.store(cache.score + to, raw)
-            tl.store(cache.position + to, u)
+            target_row, target_word = row_at(cache, r, h, target, P) + column, word_at(cache, r, h, target, P)
+            tl.store(cache.k + target_row, key, mask=fits)
+            tl.store(cache.v + target_row, value, mask=fits)
+            tl.store(cache.score + target_word, raw)
+            tl.store(cache.position + target_word, u)
             used = tl.maximum(used, target + 1)
 
     tl.debug_barrier()  # all threads have read tokens_seen
@@ -245,14 +245,14 @@ def add_products(step, work, r, h, evicted, first, P: tl.constexpr):
     cache, deltas = step.cache, work + P.evicted_deltas
     place, column = first + tl.arange(0, DEPTH), tl.arange(0, P.padded)
     inside = row_mask(place < P.size, P)
-    at = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], inside, P)
+    address = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], inside, P)
     rows = tl.where(evicted > 1, P.size, 0)
-    products = tl.load(at, mask=row_mask(place < rows, P), other=0.0)
+    products = tl.load(address, mask=row_mask(place < rows, P), other=0.0)
     key = tl.load(deltas + place, mask=place < P.size, other=0.0)
     deviation = tl.load(deltas + P.size + column, mask=column < P.size, other=0.0)
     products += key[:, None] * deviation[None, :]
     tl.debug_barrier()
-    tl.store(at, products, mask=inside)
+    tl.store(address, products, mask=inside)
 
 
 @triton.jit

@@ -28,39 +28,39 @@ def project(step, out, row, r, h, q, part, P: tl.constexpr):
     """
     protected, sinks, window = pages.roles_of(step, r, P)
     since = q - protected  # negative for padding and protected tokens
-    wanted = since >= 0
+    scored = since >= 0
     blocks = (P.columns + COLUMNS - 1) // COLUMNS
-    matrix, which = step.weights.fc1_weight, 0 * part
+    matrix, number = step.weights.fc1_weight, 0 * part
     if P.scorer == "mlstm":
-        matrix, which = step.weights.q_proj, tl.minimum(part // blocks, 2)
-        if which == 1:
+        matrix, number = step.weights.q_proj, tl.minimum(part // blocks, 2)
+        if number == 1:
             matrix = step.weights.k_proj
         if step.weights.v_proj is not None:
-            if which == 2:
+            if number == 2:
                 matrix = step.weights.v_proj
-    columns = tl.where(which == 2, P.values, P.columns)
+    columns = tl.where(number == 2, P.values, P.columns)
     key_row, value_row = element_at(step.k, row, h), element_at(step.v, row, h)
     if P.delayed:
-        if which == 0:
-            wanted = since >= sinks + window
-            leaving = row_at(step.cache, r, h, pages.ring_slot(tl.where(wanted, since, 0), sinks, window), P)
+        if number == 0:
+            scored = since >= sinks + window
+            leaving = row_at(step.cache, r, h, pages.ring_slot(tl.where(scored, since, 0), sinks, window), P)
             key_row, value_row = step.cache.k + leaving, step.cache.v + leaving
-    if tl.max(wanted.to(tl.int32), 0) > 0:
-        column = (part - which * blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    if tl.max(scored.to(tl.int32), 0) > 0:
+        column = (part - number * blocks) * COLUMNS + tl.arange(0, COLUMNS)
         matrix += h * 2 * P.size * columns
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for x in range(0, P.size, DEPTH):
             place = x + tl.arange(0, DEPTH)
-            there = place < P.size
+            valid = place < P.size
             for half in tl.static_range(2):
                 start = value_row if half == 1 else key_row
-                inside = wanted[:, None] & there[None, :]
+                inside = scored[:, None] & valid[None, :]
                 rows = tl.load(start[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
                 cells = matrix + (half * P.size + place)[:, None] * columns + column[None, :]
-                block = tl.load(cells, mask=there[:, None] & (column < columns)[None, :], other=0.0)
+                block = tl.load(cells, mask=valid[:, None] & (column < columns)[None, :], other=0.0)
                 acc = tl.dot(rows, block, acc, input_precision=PRECISION)
-        place = out[:, None] + (which * P.columns + column)[None, :]
-        tl.store(place, acc, mask=wanted[:, None] & (column < columns)[None, :])
+        place = out[:, None] + (number * P.columns + column)[None, :]
+        tl.store(place, acc, mask=scored[:, None] & (column < columns)[None, :])
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -82,18 +82,18 @@ def victim_of(step, work, r, h, q, P: tl.constexpr):
     tail = pages.tail_of(step, r, h, q, P)
     end = tl.where(pages.used_slots(step, r, h, tail, P) < tail.budget, tail.first_long, tail.budget)
     gamma, key = pages.decay_and_key(step, r, h, P)
-    best, oldest, where = none_yet(P.searched)
+    best, oldest, best_slot = none_yet(P.searched)
     for start in range(tail.first_long, end, P.searched):
         slot = start + tl.arange(0, P.searched)
         inside = slot < end
-        at = word_at(cache, r, h, tl.where(inside, slot, 0), P)
-        raw = tl.load(cache.score + at, mask=inside, other=0.0)
-        token = tl.load(cache.position + at, mask=inside, other=0)
+        word = word_at(cache, r, h, tl.where(inside, slot, 0), P)
+        raw = tl.load(cache.score + word, mask=inside, other=0.0)
+        token = tl.load(cache.position + word, mask=inside, other=0)
         factor = raw
         if P.residual:
             factor = tl.load(work + P.factors + slot, mask=inside, other=0.0)
-        best, oldest, where = lower_of(best, oldest, where, raw, token, slot, inside, q, gamma, factor, key, P)
-    _, slot = lowest_of(best, oldest, where)
+        best, oldest, best_slot = lower_of(best, oldest, best_slot, raw, token, slot, inside, q, gamma, factor, key, P)
+    _, slot = lowest_of(best, oldest, best_slot)
     return slot
 
 
@@ -114,9 +114,9 @@ def features_of(projected, P: tl.constexpr):
 @triton.jit
 def dot(x_key, x_value, weight, h, P: tl.constexpr):
     """Return ``[k; v] . weight[h]`` of one token."""
-    at, column = 2 * h * P.size, tl.arange(0, P.padded)
-    keys = tl.load(weight + at + column, mask=column < P.size, other=0.0)
-    values = tl.load(weight + at + P.size + column, mask=column < P.size, other=0.0)
+    offset, column = 2 * h * P.size, tl.arange(0, P.padded)
+    keys = tl.load(weight + offset + column, mask=column < P.size, other=0.0)
+    values = tl.load(weight + offset + P.size + column, mask=column < P.size, other=0.0)
     return tl.sum(x_key * keys, 0) + tl.sum(x_value * values, 0)
 
 
@@ -165,9 +165,9 @@ def update_cells(step, work, row, r, h, q, first, P: tl.constexpr):
     f = tl.arange(0, P.padded_features)
     fits = column < P.values
     inside = (f < P.features)[:, None] & fits[None, :]
-    at = state_at(cache, r, h, f[:, None] * P.values + column[None, :], inside, P)
-    there = (f < tl.where(q > 0, P.features, 0))[:, None] & fits[None, :]
-    c = tl.load(at, mask=there, other=0.0)
+    address = state_at(cache, r, h, f[:, None] * P.values + column[None, :], inside, P)
+    stored = (f < tl.where(q > 0, P.features, 0))[:, None] & fits[None, :]
+    c = tl.load(address, mask=stored, other=0.0)
     m_at = state_at(cache, r, h, P.state_words - 1, True, P)
     _, keep, gain = gates_of(step, tl.load(m_at), row, h, q, P)
     if step.weights.v_proj is not None:
@@ -179,7 +179,7 @@ def update_cells(step, work, row, r, h, q, first, P: tl.constexpr):
     # before any token leaves the window, nothing looks at the numerators
     tl.store(work + P.numerators + column, tl.sum(features_of(work, P)[:, None] * c, 0), mask=fits)
     tl.debug_barrier()  # all threads have read the cells, which several threads may hold
-    tl.store(at, c, mask=inside)
+    tl.store(address, c, mask=inside)
 
 
 @triton.jit
@@ -215,8 +215,8 @@ def residuals(step, work, r, h, tail, first, P: tl.constexpr):
             usable = inside[:, None] & (place < P.size)[None, :]
             keys = tl.load(cache.k + row[:, None] + place[None, :], mask=usable, other=0.0).to(tl.float32)
             usable = (place < P.size)[:, None] & fits[None, :]
-            at = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
-            predicted = tl.dot(keys, tl.load(at, mask=usable, other=0.0), predicted, input_precision=PRECISION)
+            address = moments_at(cache, r, h, (2 + place)[:, None], column[None, :], usable, P)
+            predicted = tl.dot(keys, tl.load(address, mask=usable, other=0.0), predicted, input_precision=PRECISION)
         predicted *= step.scale / evicted
     values = load_rows(cache.v + row, inside, P).to(tl.float32)
     left = tl.where(fits[None, :], values - mean[None, :] - predicted, 0.0)

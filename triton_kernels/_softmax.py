@@ -41,7 +41,7 @@ def add_sinks(sinks, present, sums):
 
 
 @triton.jit
-def add_keys(k, v, there, bias, visible, rows, scale, sums, P: tl.constexpr):
+def add_keys(k, v, present, bias, visible, rows, scale, sums, P: tl.constexpr):
     """Add a block of keys and values to the softmax of rows of queries.
 
     Args:
@@ -56,7 +56,7 @@ def add_keys(k, v, there, bias, visible, rows, scale, sums, P: tl.constexpr):
         Logits in base 2, and the new ``sums``.
     """
     top, total, acc = sums
-    keys, values = load_rows(k, there, P), load_rows(v, there, P)
+    keys, values = load_rows(k, present, P), load_rows(v, present, P)
     if P.wide:
         keys, values = keys.to(tl.float32), values.to(tl.float32)
     logits = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)

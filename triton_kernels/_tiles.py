@@ -63,4 +63,4 @@ MASS = {
 
 def tile_of(table: dict[tuple[bool, int], Tile], wide: bool, size: int) -> Tile:
     """Return a table's tile of a head size D; ``wide`` says if products are in float32."""
-    return next(tile for (of, most), tile in table.items() if of == wide and size <= most)
+    return next(tile for (for_wide, largest), tile in table.items() if for_wide == wide and size <= largest)

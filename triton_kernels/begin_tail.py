@@ -18,15 +18,15 @@ def begin_tail(pages, page_table, prefix, *, rule):
     Requests are processed together, as many as :data:`PIECE` tokens allow.
     """
     device, ends = page_table.device, prefix.tokens.tolist()
-    made = [0] * len(ends) if prefix.biased is None else prefix.biased.tolist()
-    counts_of = [min(end - first, rule.replay) for end, first in zip(ends, made, strict=True)]
+    biased = [0] * len(ends) if prefix.biased is None else prefix.biased.tolist()
+    counts_of = [min(end - first, rule.replay) for end, first in zip(ends, biased, strict=True)]
     begun = [r for r, end in enumerate(ends) if end]
     chunks = triton.cdiv(max([1, *counts_of]), ROWS)  # without tokens the state is empty
-    some, slots = max(1, PIECE // (chunks * ROWS)), prefix.pages.layout.block_slots
+    batch, slots = max(1, PIECE // (chunks * ROWS)), prefix.pages.layout.block_slots
     index, heads = (torch.arange(n, device=device) for n in (chunks * ROWS, page_table.shape[1]))
-    for first in range(0, len(begun), some):
-        chosen = begun[first : first + some]
-        r, end, counts = send([chosen, *([of[i] for i in chosen] for of in (ends, counts_of))], device).unbind()
+    for first in range(0, len(begun), batch):
+        chosen = begun[first : first + batch]
+        r, end, counts = send([chosen, *([column[i] for i in chosen] for column in (ends, counts_of))], device).unbind()
         counts = counts.unsqueeze(1)
         token = end.unsqueeze(1) - counts + index.minimum(counts - 1)
         blocks = prefix.table[r].gather(1, token // slots).long()

@@ -39,7 +39,7 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
         del options["hedgehog"]  # features say it
         options |= {"columns": scorer.q_proj.shape[-1], "features": scorer.features, "values": scorer.value_size}
     matrices = (getattr(scorer, name, None) for name in ("fc1_weight", "q_proj", "k_proj", "v_proj"))
-    options["parts"] = sum(triton.cdiv(of.shape[-1], COLUMNS.value) for of in matrices if of is not None)
+    options["parts"] = sum(triton.cdiv(matrix.shape[-1], COLUMNS.value) for matrix in matrices if matrix is not None)
     return Weights(**{name: tensor for name, tensor in vars(scorer).items() if name in Weights._fields}), options
 
 
@@ -59,7 +59,7 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, window: int
     if layout.state_floats < (needed := rule.state_floats(k.shape[-1])):
         raise ValueError(f"the layout has room for a state of {layout.state_floats} floats, the rule needs {needed}")
     if prefix is not None:
-        alike = all(getattr(prefix.pages.layout, of) == getattr(layout, of) for of in PREFIX_LIKE_PAGES)
+        alike = all(getattr(prefix.pages.layout, field) == getattr(layout, field) for field in PREFIX_LIKE_PAGES)
         counts = [x for x in (prefix.tokens, prefix.biased) if x is not None]
         if not alike or prefix.table.shape[:-1] != (requests,) or any(x.shape != (requests,) for x in counts):
             raise ValueError(
@@ -74,9 +74,9 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, window: int
     for name, weight in (*weights._asdict().items(), ("log_gamma", rule.log_gamma)):
         if weight is None:
             continue
-        wanted = torch.float64 if name == "log_gamma" else torch.float32
-        if weight.dtype != wanted or not weight.is_contiguous() or weight.device != q.device:
-            raise ValueError(f"{name} must be contiguous {wanted} on {q.device}, got {weight.dtype} on {weight.device}")
+        dtype = torch.float64 if name == "log_gamma" else torch.float32
+        if weight.dtype != dtype or not weight.is_contiguous() or weight.device != q.device:
+            raise ValueError(f"{name} must be contiguous {dtype} on {q.device}, got {weight.dtype} on {weight.device}")
 
 
 def kernel_config(pages, table, q, rule, options: dict) -> KernelConfig:
@@ -154,16 +154,16 @@ def decode_step(
     cache, before = cache_of(pages, page_table), prefix_of(prefix)
     step = Step(*views, cache, before, weights, rule.log_gamma, scale, out, lse, work, flags, sink_logits)
     of_all = {"P": config, "launch_pdl": config.dependent}
-    own = of_all | {"num_warps": 8 if config.size > LARGE else 4}
+    launch = of_all | {"num_warps": 8 if config.size > LARGE else 4}
     if config.parts:
-        _project[triton.cdiv(requests, ROWS.value), config.parts, heads](step, requests, **own)
+        _project[triton.cdiv(requests, ROWS.value), config.parts, heads](step, requests, **launch)
     if config.scorer == "mlstm":
-        _cells[triton.cdiv(config.values, CELLS.value) + 1, heads, requests](step, **own, enable_fp_fusion=False)
+        _cells[triton.cdiv(config.values, CELLS.value) + 1, heads, requests](step, **launch, enable_fp_fusion=False)
     if config.residual:
-        _residuals[triton.cdiv(config.most_slots, SLOTS.value), heads, requests](step, **own)
-    _evict_and_insert[1, heads, requests](step, **own, enable_fp_fusion=False)
+        _residuals[triton.cdiv(config.most_slots, SLOTS.value), heads, requests](step, **launch)
+    _evict_and_insert[1, heads, requests](step, **launch, enable_fp_fusion=False)
     if config.moments:
-        _products[triton.cdiv(config.size, DEPTH.value), heads, requests](step, **own)
+        _products[triton.cdiv(config.size, DEPTH.value), heads, requests](step, **launch)
     tile = tile_of(DECODE, config.wide, config.size)
     protected = 0 if prefix is None else before.table.shape[1] * config.slots
     splits, numbers = splits_of(config, protected, requests * heads, q.device)
@@ -174,9 +174,9 @@ def decode_step(
         step, sums, tops, *numbers, CUT=splits > 1, num_warps=tile.warps, num_stages=tile.stages, **of_all
     )
     if config.uses_moment_correction:
-        _correct[triton.cdiv(config.size, COLUMNS.value), heads, requests](step, **own)
+        _correct[triton.cdiv(config.size, COLUMNS.value), heads, requests](step, **launch)
     if config.masses:
-        _masses[triton.cdiv(config.most_slots, MASSES.value), heads, requests](step, **own)
+        _masses[triton.cdiv(config.most_slots, MASSES.value), heads, requests](step, **launch)
     return out, lse
 
 

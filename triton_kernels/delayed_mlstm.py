@@ -46,23 +46,23 @@ def _states(
     Grid: 64 features, 64 columns, rows times segments. 135 MB: 37 us, and more by 128 chunks one after another.
     """
     f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
-    own = tl.program_id(2).to(tl.int64)
-    row, segment = own // segments, own % segments
+    number = tl.program_id(2).to(tl.int64)
+    row, segment = number // segments, number % segments
     begin, end = tl.load(ends + segment), tl.load(ends + segment + 1)
-    behind = row * (chunks + segments) + segment  # a chunk's state has this index plus the chunk's
+    offset = row * (chunks + segments) + segment  # a chunk's state has this index plus the chunk's
     c = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
     z = tl.zeros([BLOCK_F], tl.float32)
     m = tl.full([], EMPTY_M, tl.float32)
     if c_first is not None:
-        c = tile(c_first + own * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
+        c = tile(c_first + number * FEATURES * WIDTH, f, FEATURES, column, WIDTH, BLOCK_F, BLOCK_V)
         features = f + tl.arange(0, BLOCK_F)
-        z = tl.load(z_first + own * FEATURES + features, mask=features < FEATURES, other=0.0)
-        m = tl.load(m_first + own)
+        z = tl.load(z_first + number * FEATURES + features, mask=features < FEATURES, other=0.0)
+        m = tl.load(m_first + number)
     for chunk in range(begin, end):
-        _store_state(c_states, z_states, m_states, behind + chunk, c, z, m, f, column, FEATURES, WIDTH)
-        at = (row * chunks + chunk) * L + tl.arange(0, L)
+        _store_state(c_states, z_states, m_states, offset + chunk, c, z, m, f, column, FEATURES, WIDTH)
+        tokens = (row * chunks + chunk) * L + tl.arange(0, L)
         total = tl.load(decay + (row * chunks + chunk) * L + L - 1)
-        write = total - tl.load(decay + at) + tl.load(igate + at)
+        write = total - tl.load(decay + tokens) + tl.load(igate + tokens)
         new_m = tl.maximum(total + m, tl.max(write, 0))
         keep = tl.exp(total + m - new_m)
         kg = tile(k + row * length * FEATURES, chunk * L, length, f, FEATURES, L, BLOCK_F)
@@ -71,7 +71,7 @@ def _states(
         c = tl.dot(tl.trans(kg), block_v, c * keep, input_precision=PRECISION)
         z = z * keep + tl.sum(kg, 0)
         m = new_m
-    _store_state(c_states, z_states, m_states, behind + end, c, z, m, f, column, FEATURES, WIDTH)
+    _store_state(c_states, z_states, m_states, offset + end, c, z, m, f, column, FEATURES, WIDTH)
 
 
 @triton.jit(do_not_specialize=["chunks", "segments"])
@@ -89,8 +89,8 @@ def _readout(
     Grid: 64 columns, chunks, rows. 202 MB: 56 us.
     """
     column = tl.program_id(0) * BLOCK_V
-    row, first, here, at, decays, gates = chunk_of(decay, igate, chunks, L)
-    state = here + row * segments + tl.load(segment_of + tl.program_id(1))
+    row, first, number, tokens, decays, gates = chunk_of(decay, igate, chunks, L)
+    state = number + row * segments + tl.load(segment_of + tl.program_id(1))
     pair = pair_logs(decays, gates, L)
     from_state = decays + tl.load(m_states + state)
     m = tl.maximum(tl.max(pair, 1), from_state)
@@ -116,8 +116,8 @@ def _readout(
     rows = numerator / denominator[:, None]
     store_tile(h + row * length * WIDTH, rows, first - delay, length - delay, column, WIDTH, L, BLOCK_V)
     if column == 0:
-        tl.store(m_rows + at, m)
-        tl.store(denominators + at, denominator)
+        tl.store(m_rows + tokens, m)
+        tl.store(denominators + tokens, denominator)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -168,8 +168,8 @@ class _Layout:
         if ends is None:
             ends = torch.arange(2, dtype=torch.int32, device=self.igate.device) * self.chunks
         segments = len(ends) - 1
-        where = self.rows, self.chunks + segments
-        states = self.empty(*where, self.features, self.width), self.empty(*where, self.features), self.empty(*where)
+        shape = self.rows, self.chunks + segments
+        states = self.empty(*shape, self.features, self.width), self.empty(*shape, self.features), self.empty(*shape)
         first = state or (None, None, None)
         _states[self.f_blocks, self.v_blocks, self.rows * segments](
             k, v, self.igate, self.decay, *first, *states, ends, self.length, self.chunks, segments, **self.tiles()

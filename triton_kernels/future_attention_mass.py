@@ -35,12 +35,12 @@ def _mass(
     total = tl.zeros([BLOCK_K], tl.float32)
     for first in range(start + window, tl.minimum(length, start + BLOCK_K + reach), BLOCK_Q):
         queries = first + tl.arange(0, BLOCK_Q)
-        here = queries < length
-        block_q = load_rows(q + queries.to(tl.int64) * stride_qs, here, P)
-        normaliser = tl.load(lse + queries, mask=here, other=0.0) * LOG2E
+        inside = queries < length
+        block_q = load_rows(q + queries.to(tl.int64) * stride_qs, inside, P)
+        normaliser = tl.load(lse + queries, mask=inside, other=0.0) * LOG2E
         logits = tl.dot(block_k, tl.trans(block_q), input_precision=PRECISION) * (scale * LOG2E) - normaliser[None, :]
         age = queries[None, :] - keys[:, None]
-        logits = tl.where((age >= window) & (age <= reach) & here[None, :], logits, float("-inf"))
+        logits = tl.where((age >= window) & (age <= reach) & inside[None, :], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         pivot, fade = faded(top, new_top)
         total = total * fade + tl.sum(tl.exp2(logits - pivot[:, None]), 1)

@@ -39,42 +39,44 @@ def _simulate(
     Grid: segments, H. S arrivals, one after another, read 8 bytes of each slot from caches: about 2 us each, 16 ms.
     """
     s, h, heads = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    own = numbers_of(segments, s)
+    numbers = numbers_of(segments, s)
     topk += s * heads + h
-    filled, most, total = held_long(own, topk), tl.load(topk), own.filled + own.leaving
-    score += h * entries + own.entry
-    position += h * entries + own.entry
-    gone += h * entries + own.entry
-    slots += h * entries + own.entry
+    filled, room, total = held_long(numbers, topk), tl.load(topk), numbers.filled + numbers.leaving
+    score += h * entries + numbers.entry
+    position += h * entries + numbers.entry
+    gone += h * entries + numbers.entry
+    slots += h * entries + numbers.entry
     gamma, key = tl.load(log_gamma + h), h
     if P.draws:
-        key = tl.load(keys + own.request * heads + h)
+        key = tl.load(keys + numbers.request * heads + h)
     for start in range(0, filled, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         tl.store(slots + slot, slot, mask=slot < filled)
     tl.debug_barrier()
-    for j in range(own.filled, total):
+    for j in range(numbers.filled, total):
         raw, t = tl.load(score + j), tl.load(position + j)
-        q = t + own.window
+        q = t + numbers.window
         target = filled
-        if filled >= most:
-            best, oldest, where = none_yet(BLOCK)
-            for start in range(0, most, BLOCK):
+        if filled >= room:
+            best, oldest, best_slot = none_yet(BLOCK)
+            for start in range(0, room, BLOCK):
                 slot = start + tl.arange(0, BLOCK)
-                inside = slot < most
+                inside = slot < room
                 raws = tl.load(score + slot, mask=inside, other=0.0)
                 token = tl.load(position + slot, mask=inside, other=0)
-                best, oldest, where = lower_of(best, oldest, where, raws, token, slot, inside, q, gamma, raws, key, P)
-            lowest, victim = lowest_of(best, oldest, where)
+                best, oldest, best_slot = lower_of(
+                    best, oldest, best_slot, raws, token, slot, inside, q, gamma, raws, key, P
+                )
+            lowest, victim = lowest_of(best, oldest, best_slot)
             stays = (effective(raw, t, q, gamma, raw, key, P) >= lowest) & (victim >= 0)
             target = tl.where(stays, victim, -1)
             leaves = tl.where(stays, tl.load(slots + tl.where(stays, victim, 0), mask=stays, other=0), j)
-            tl.store(gone + leaves, own.length - total + j)
+            tl.store(gone + leaves, numbers.length - total + j)
         tl.debug_barrier()  # all threads have read the words that are overwritten
         tl.store(slots + target, j, mask=target >= 0)
         tl.store(score + target, raw, mask=target >= 0)
         tl.store(position + target, t, mask=target >= 0)
-        filled = tl.minimum(filled + 1, most)
+        filled = tl.minimum(filled + 1, room)
         tl.debug_barrier()  # the stores are visible before the next arrival
 
 
@@ -230,17 +232,17 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
     return gone
 
 
-def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
+def online_topk(score, position, filled, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.online_topk`."""
     (heads, total), device = score.shape, score.device
-    if total == held:
+    if total == filled:
         return torch.full((heads, total), NEVER, dtype=torch.int64, device=device)
-    piece = Piece([segment([topk] * heads, total - held, position=held + window, window=window)], device)
+    piece = Piece([segment([topk] * heads, total - filled, position=filled + window, window=window)], device)
     unused = piece.most_entries - total
-    entry = torch.cat([torch.arange(held, device=device), torch.arange(held, total, device=device) + unused])
+    entry = torch.cat([torch.arange(filled, device=device), torch.arange(filled, total, device=device) + unused])
     scores = torch.full((heads, piece.entries), -torch.inf, device=device)
     positions = torch.full((heads, piece.entries), -1, dtype=torch.int32, device=device)
     scores[:, entry], positions[:, entry] = score.float(), position.int()
-    told = {"log_gamma": log_gamma.contiguous(), "decay_step": decay_step, "ages": ages}
-    gone = eviction_times(piece, scores, positions, keys=None if keys is None else keys.unsqueeze(0), **told)[:, entry]
-    return torch.where(gone == LAST.value, NEVER, position[:, held : held + 1] + window + gone)
+    order = {"log_gamma": log_gamma.contiguous(), "decay_step": decay_step, "ages": ages}
+    gone = eviction_times(piece, scores, positions, keys=None if keys is None else keys.unsqueeze(0), **order)[:, entry]
+    return torch.where(gone == LAST.value, NEVER, position[:, filled : filled + 1] + window + gone)

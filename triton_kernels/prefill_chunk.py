@@ -90,20 +90,20 @@ class _Prefill:
         self.numbers = self._once("numbers", self._numbers)
         self.right = self._once("right", self._starts_right)  # all layers have seen the same tokens
 
-    def _once(self, what: str, make):
+    def _once(self, name: str, make):
         """Return what all layers of a step have in common."""
-        return self.chunks.once((what, self.rule.sinks, *self.protected, *self.biased, self.device), make)
+        return self.chunks.once((name, self.rule.sinks, *self.protected, *self.biased, self.device), make)
 
     def _starts_right(self) -> torch.Tensor:
         """Return ``[R, H]`` int32, 0 for a wrong start; a tail may begin on any pages."""
         start, protected, *_ = self.numbers.unsqueeze(1).unbind(2)
-        seen = self.pages.position[self.table[:, :, self.pages.layout.state_blocks].long(), self.heads, 0]
-        return ((seen == start) | (start <= protected)).int()
+        tokens_seen = self.pages.position[self.table[:, :, self.pages.layout.state_blocks].long(), self.heads, 0]
+        return ((tokens_seen == start) | (start <= protected)).int()
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of all tokens, or if the rule is sequential, of those of prefixes."""
-        given = self.chunks, self.rule, self.protected, self.biased, self.device
-        return self._once(("pieces", self.rule.sequential), lambda: pieces_of(*given))
+        arguments = self.chunks, self.rule, self.protected, self.biased, self.device
+        return self._once(("pieces", self.rule.sequential), lambda: pieces_of(*arguments))
 
     def process(self, piece: Piece) -> None:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
@@ -113,9 +113,9 @@ class _Prefill:
         of_attention = piece, self.config, self.q, *pages, gone, self.right, *results
         if not piece.rows:  # all tokens are protected
             return attend(*of_attention)
-        weights, (k, v), (index, none), made = self.rule.scorer, self.tokens, piece.tail_rows, None
+        weights, (k, v), (index, none), inserted = self.rule.scorer, self.tokens, piece.tail_rows, None
         if weights.takes_gate_scores:
-            made = self.gate_scores[index].T.contiguous()
+            inserted = self.gate_scores[index].T.contiguous()
         if weights.recurrent:
             ends, segment_of, requests, begins = piece.states
             place, begun, right = self.chunks.once(("states", piece), lambda: self._states(requests, begins))
@@ -124,22 +124,22 @@ class _Prefill:
                 before = _where(begun, self.pages.load_states(*place, weights), (0.0, 0.0, STATE_M_START))
             new = torch.cat([k.base, v.base], -1).transpose(0, 1)[:, index]
             if not weights.delayed:
-                made, state = mlstm_of_segments(weights, new, none, ends, before, new, segment_of)
+                inserted, state = mlstm_of_segments(weights, new, none, ends, before, new, segment_of)
         left = k.base.new_empty(len(self.heads), piece.rows, 2 * k.base.shape[2])
-        score = None if made is None else torch.empty_like(made)
+        score = None if inserted is None else torch.empty_like(inserted)
         of_blocks = {"P": self.config, "ROWS": ROWS, "num_warps": 4}
         _gather[len(piece.blocks()), len(self.heads)](
-            self.tokens, made, self.cache, piece.segments, piece.blocks(), left, score, piece.rows, **of_blocks
+            self.tokens, inserted, self.cache, piece.segments, piece.blocks(), left, score, piece.rows, **of_blocks
         )
         if weights.recurrent and weights.delayed:
             score, state = mlstm_of_segments(weights, new, none, ends, before, left, segment_of)
-        elif made is None and weights.kernel != "none":
+        elif inserted is None and weights.kernel != "none":
             score = weights.scores(*left.chunk(2, -1))
         slot_of = self._evict(piece, score, gone)
         attend(*of_attention)
         _store[len(piece.blocks()), len(self.heads)](
-            self.tokens, made, left, score, slot_of, self.cache, piece.segments, piece.blocks(), self.right, piece.rows,
-            **of_blocks,
+            self.tokens, inserted, left, score, slot_of, self.cache, piece.segments, piece.blocks(), self.right,
+            piece.rows, **of_blocks,
         )  # fmt: skip
         if weights.recurrent:  # of a wrong start the state stays
             self.pages.store_states(*place, state if before is None else _where(right, state, before))
@@ -154,21 +154,21 @@ class _Prefill:
         slot_of = torch.full((len(self.heads), piece.rows), -1, dtype=torch.int32, device=self.device)
         if not piece.entries:
             return slot_of
-        heads, rule, of = len(self.heads), self.rule, (piece.segments, piece.topk)
+        heads, rule, arrays = len(self.heads), self.rule, (piece.segments, piece.topk)
         scores = torch.empty(heads, piece.entries, dtype=torch.float32, device=self.device)
         positions, free = (torch.empty_like(scores, dtype=torch.int32) for _ in range(2))
         _enter[triton.cdiv(piece.most_entries, piece.width), len(piece), heads](
-            score, self.cache, *of, scores, positions, piece.rows, piece.entries, P=self.config, WIDTH=piece.width
+            score, self.cache, *arrays, scores, positions, piece.rows, piece.entries, P=self.config, WIDTH=piece.width
         )
-        told = {"log_gamma": rule.log_gamma, "decay_step": rule.decay_step, "ages": rule.ages, "keys": self.keys}
-        leaves = eviction_times(piece, scores, positions, **told)
+        order = {"log_gamma": rule.log_gamma, "decay_step": rule.decay_step, "ages": rule.ages, "keys": self.keys}
+        leaves = eviction_times(piece, scores, positions, **order)
         sizes = piece.rows, piece.keys, piece.entries
-        _settle[len(piece), heads](leaves, *of, free, gone, slot_of, *sizes, WIDTH=piece.width, num_warps=4)
+        _settle[len(piece), heads](leaves, *arrays, free, gone, slot_of, *sizes, WIDTH=piece.width, num_warps=4)
         return slot_of
 
     def in_steps(self, config, weights) -> None:
         """Run decode steps for the tokens behind the prefixes, one after another in each request."""
-        columns = (View(of, self.numbers.shape[1]) for of in self.numbers.T[1:7])
+        columns = (View(column, self.numbers.shape[1]) for column in self.numbers.T[1:7])
         protected, biased, windows, positions, tokens, counts = columns
         protected = View() if self.before.table is None else protected
         biased = View() if self.before.score is None else biased

@@ -45,22 +45,22 @@ def _split(
     inside = place < length
     ranks += row * length
     split += row * length
-    seen = block * BLOCK // 2  # if no rank leaves its block, half of those in earlier blocks have a zero
+    zeros_before = block * BLOCK // 2  # if no rank leaves its block, half of those in earlier blocks have a zero
     if counts is not None:
-        seen = 0
+        zeros_before = 0
         for first in range(0, block, BLOCK):
             ahead = first + tl.arange(0, BLOCK)
-            seen += tl.sum(tl.load(counts + row * tl.num_programs(1) + ahead, mask=ahead < block, other=0), 0)
+            zeros_before += tl.sum(tl.load(counts + row * tl.num_programs(1) + ahead, mask=ahead < block, other=0), 0)
     for i in range(number):
         digit = highest - i
         half = 1 << digit
         rank = tl.load(ranks + place, mask=inside, other=half)  # padding counts as ones
         zero = (rank & half) == 0
         flags = zero.to(tl.int32)
-        before = seen + tl.cumsum(flags, 0) - flags
+        before = zeros_before + tl.cumsum(flags, 0) - flags
         counted = zeros + (row * digits + digit) * (length + 1)
         tl.store(counted + place, before, mask=inside)
-        tl.store(counted + length, seen + tl.sum(flags, 0), mask=block == tl.num_programs(1) - 1)
+        tl.store(counted + length, zeros_before + tl.sum(flags, 0), mask=block == tl.num_programs(1) - 1)
         # start of the tokens with the same higher digits; half of the ranks below it have a zero
         node = rank & (-2 * half)
         zeros_of_node = before - node // 2
@@ -77,10 +77,10 @@ def _descend(zeros, left, count, low, length, queries, digits, BLOCK: tl.constex
     Grid: rows, BLOCK queries. 12 bytes a query and 4 for each of 13 digits, one after another, 4.2 MB: about 10 us.
     """
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at, inside = row * queries + query, query < queries
+    address, inside = row * queries + query, query < queries
     lows = tl.zeros([BLOCK], tl.int32)
-    counts = tl.load(count + at, mask=inside, other=0)
-    lefts = tl.load(left + at, mask=inside, other=1)
+    counts = tl.load(count + address, mask=inside, other=0)
+    lefts = tl.load(left + address, mask=inside, other=1)
     for i in range(digits):
         digit = digits - 1 - i
         counted = zeros + (row * digits + digit) * (length + 1)
@@ -89,7 +89,7 @@ def _descend(zeros, left, count, low, length, queries, digits, BLOCK: tl.constex
         lows = tl.where(below, lows, lows + (1 << digit))
         counts = tl.where(below, fits, counts - fits)
         lefts = tl.where(below, lefts, lefts - fits)
-    tl.store(low + at, lows, mask=inside)
+    tl.store(low + address, lows, mask=inside)
 
 
 def _ranks(priority: torch.Tensor) -> torch.Tensor:

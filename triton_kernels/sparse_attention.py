@@ -33,10 +33,10 @@ def _backward_queries(
     k, v = tokens
     padded: tl.constexpr = P.padded
     h, heads, row = tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.arange(0, ROWS)
-    own, first = block_of(segments, blocks, skipped + tl.program_id(0))
+    numbers, first = block_of(segments, blocks, skipped + tl.program_id(0))
     query, head = first + row % BLOCK_Q, h * P.group + row // BLOCK_Q
-    present = (query < own.length) & (row < BLOCK_Q * P.group)
-    token = own.token.to(tl.int64)
+    present = (query < numbers.length) & (row < BLOCK_Q * P.group)
+    token = numbers.token.to(tl.int64)
     rows = load_rows(element_at(q, token + query, head), present, P)
     grads = load_rows(element_at(grad, token + query, head), present, P)
     place = (token + query) * heads * P.group + head  # index in [T, Hq]
@@ -47,9 +47,9 @@ def _backward_queries(
     lists += list_of * 2 * room
     count = tl.load(counts + 2 * list_of + 1)
     for start in range(0, count, BLOCK_K):
-        index, until, there = listed(lists, room, start, count, BLOCK_K)
-        keys = load_rows(element_at(k, token + index, h), there, P)
-        values = load_rows(element_at(v, token + index, h), there, P)
+        index, until, inside = listed(lists, room, start, count, BLOCK_K)
+        keys = load_rows(element_at(k, token + index, h), inside, P)
+        values = load_rows(element_at(v, token + index, h), inside, P)
         logits = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
         visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
         weights = tl.exp2(tl.where(visible, logits - lse2[:, None], float("-inf")))
@@ -91,13 +91,13 @@ def _backward_keys(
         head = h * P.group + member
         for first in range(begin, end, BLOCK_Q):
             query = first + tl.arange(0, BLOCK_Q)
-            there, scalar = query < length, (token + query) * heads * P.group + head
-            queries = load_rows(element_at(q, token + query, head), there, P)
-            grads = load_rows(element_at(grad, token + query, head), there, P)
-            lse2 = tl.load(lse + scalar, mask=there, other=0.0) * LOG2E
-            deltas = tl.load(delta + scalar, mask=there, other=0.0)
+            present, scalar = query < length, (token + query) * heads * P.group + head
+            queries = load_rows(element_at(q, token + query, head), present, P)
+            grads = load_rows(element_at(grad, token + query, head), present, P)
+            lse2 = tl.load(lse + scalar, mask=present, other=0.0) * LOG2E
+            deltas = tl.load(delta + scalar, mask=present, other=0.0)
             logits = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (scale * LOG2E)
-            visible = (index[:, None] <= query[None, :]) & (query[None, :] < until[:, None]) & there[None, :]
+            visible = (index[:, None] <= query[None, :]) & (query[None, :] < until[:, None]) & present[None, :]
             weights = tl.exp2(tl.where(visible, logits - lse2[None, :], float("-inf")))
             dv_acc = tl.dot(weights.to(grads.dtype), grads, dv_acc, input_precision=PRECISION)
             dweights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
@@ -177,9 +177,9 @@ def _attend_backward(grad, q, k, v, gone, out, lse, scale):
     tile = tile_of(BACKWARD, config.wide, config.size)
     rows, block_q = block_rows(config, tile)
     launch = {"P": config, "BLOCK_K": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
-    for grid, found in key_lists(piece, config, Cache(), gone, block_q):
+    for grid, key_list in key_lists(piece, config, Cache(), gone, block_q):
         _backward_queries[grid](
-            *inputs, piece.segments, *found, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
+            *inputs, piece.segments, *key_list, lse, delta, dq, scale, ROWS=rows, BLOCK_Q=block_q, **launch
         )  # fmt: skip
     # keys of a block live about equally long, so that its range has few queries that miss most of them
     born = torch.arange(length, device=q.device)
