@@ -552,9 +552,10 @@ EAGER_STAGES = STAGES | {"enforce_eager": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 ARGUMENTS = [
     (
-        "speculative decoding with dflash: choose the method ngram, custom_class, eagle, eagle3 or mtp in",
-        {"speculative_config": NGRAM | {"method": "dflash"}},
+        "speculative decoding with eagle: choose the method ngram, custom_class, eagle3 or mtp in",
+        {"speculative_config": NGRAM | {"method": "eagle"}},
     ),
+    ("speculative decoding with dflash: choose", {"speculative_config": NGRAM | {"method": "dflash"}}),
     ("speculative decoding with medusa: choose", {"speculative_config": NGRAM | {"method": "medusa"}}),
     ("speculative decoding with ngram_gpu: choose", {"speculative_config": NGRAM | {"method": "ngram_gpu"}}),
     ("speculative decoding with suffix: choose", {"speculative_config": NGRAM | {"method": "suffix"}}),

@@ -37,7 +37,7 @@ from kvpop_vllm.supported import (
 )
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
-DRAFT_MODELS = "eagle", "eagle3", "mtp"
+DRAFT_MODELS = "eagle3", "mtp"
 """Methods of speculative decoding whose drafts come from layers, which have dense caches in groups of their own."""
 DRAFT_METHODS = "ngram", "custom_class", *DRAFT_MODELS
 """Methods of speculative decoding that are served."""
