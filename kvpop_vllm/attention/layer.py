@@ -141,6 +141,8 @@ class FixedBudgetAttention:
         stores = rule.compression or rule.rounds
         if stores is not None and stores.queries:
             stored = inside & (positions >= ends - stores.queries) if rule.compresses else positions >= ends
+            if not stored.any():
+                return
             states, first = (
                 batch.table[stored][..., : pages.layout.state_blocks],
                 rule.first_query(pages.layout.head_size),
