@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpop_vllm.requests import RequestSlots, protects_prompt
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
@@ -206,11 +207,14 @@ class Snapshots:
                 row = manager.req_to_blocks.get(name, ())
                 if isinstance(manager, FixedBudgetManager):
                     missing += manager.most_missing(name)
+                    continue
+                if isinstance(manager.kv_cache_spec, FullAttentionSpec):  # of layers that draft, ahead of the text
+                    bound = cdiv(last + self.manager.kv_cache_spec.drafts, manager.block_size)
                 else:
                     bound = manager.kv_cache_spec.max_admission_blocks_per_request(
                         max_in_flight_tokens=max(tokens, 2 + self.manager.kv_cache_spec.drafts), max_model_len=last
                     )
-                    missing += max(0, bound - sum(not block.is_null for block in row))
+                missing += max(0, bound - sum(not block.is_null for block in row))
         return missing
 
     def _place(self, request: Request, length: int) -> tuple[Key, tuple[int, ...]]:
