@@ -52,15 +52,15 @@ class DeviceRows:
         compression: way in which prompts are compressed at their end, None if they are not.
 
     Attributes:
-        numbers: ``[capacity]`` each, by name of :data:`kvpop_vllm.requests.NUMBERS`; budgets are ``[capacity, H]`` int32.
+        numbers: ``[capacity]`` for each name of :data:`kvpop_vllm.requests.NUMBERS`; budgets ``[capacity, H]`` int32.
         table: ``[capacity, columns]`` int32, blocks of each request's state and tail, else :data:`NULL_BLOCK`.
         positions: ``[capacity]`` int64, :data:`PADDING` in rows of padding.
         compressed: ``[capacity]`` booleans, True for requests whose prompt has been compressed.
         prefix_table: ``[capacity, F]`` int32, prefix blocks of each request and the blocks after them.
         tokens: ``[capacity]`` int64, index of the first new token of each request in the flat batch.
         drafts: ``[capacity]`` int32, number of new tokens after the first; -1 in rows of padding and of chunks.
-        written: ``[capacity, 1 + m]`` int64, index of each new token that is protected, else 0. This and the next two are
-            for rows with drafts; a kernel writes protected tokens of other rows.
+        written: ``[capacity, 1 + m]`` int64, index of each new token that is protected, else 0. This and the next
+            two are for rows with drafts; a kernel writes protected tokens of other rows.
         token_blocks: ``[capacity, 1 + m]`` int64, block of each new token that is protected, else :data:`NULL_BLOCK`.
         token_slots: ``[capacity, 1 + m]`` int64, slot of each new token that is protected, else 0.
     """

@@ -122,8 +122,8 @@ def slot_positions(
         with ``filled``.
 
     Raises:
-        ValueError: the pages have not seen ``tokens_seen`` tokens (as stored in the position word of slot 0). Only pages on a
-            CPU are asked.
+        ValueError: the pages have not seen ``tokens_seen`` tokens (as stored in the position word of slot 0). Only pages
+            on a CPU are asked.
     """
     layout, first, since, device = pages.layout, retention.first_long, tokens_seen - retention.first, pages.raw.device
     heads = (torch.arange(layout.num_kv_heads, device=device) if heads is None else heads).unsqueeze(1)
