@@ -143,12 +143,8 @@ def test_models_with_attention_sinks(tmp_path, kind):
     assert chosen(config, **options).get_name() == "CUSTOM"
     options["has_sliding_window"] = True
     assert chosen(config, **options) is chosen(stock, **options)
-    assert (
-        chosen(
-            configure(folder, {"policy": "snapkv", "budget": 64}), **options | {"has_sliding_window": False}
-        ).get_name()
-        == "CUSTOM"
-    )
+    config, options["has_sliding_window"] = configure(folder, {"policy": "snapkv", "budget": 64}), False
+    assert chosen(config, **options).get_name() == "CUSTOM"
 
 
 def groups_of_layers(config, spec_of) -> list[tuple[str, int]]:
@@ -350,9 +346,15 @@ def test_without_kernels(model, monkeypatch, op):
     assert op in refusal(model, STREAMING)
 
 
-@pytest.mark.parametrize("policy", policies.known())
+def test_a_policy_of_the_cpu(model):
+    message = refusal(model, {"policy": "adakv", "budget": 200})
+    assert "--kv-policy adakv on a GPU" in message
+    assert "heads that divide their slots at a prompt's end, which only the CPU's path does: serve on a CPU" in message
+
+
+@pytest.mark.parametrize("policy", sorted({*policies.known()} - {"adakv"}))
 def test_every_policy(model, tmp_path, policy):
-    """Every policy gets the backend, with full graphs of decode steps."""
+    """Every policy but one gets the backend, with full graphs of decode steps."""
     settings = {"policy": policy, "budget": 200}
     if policies.get(policy).calibrated:
         settings["calibration"] = str(random_statistics_folder(tmp_path, ModelShape.of(model, 256)))

@@ -39,7 +39,6 @@ SLOW = {
     "query channel, protected": ("llama", "dms-query", ALL),
     "fixed shares, moments, GPU": ("qwen3", "streaming-llm", PYRAMID | MOMENT),
     "fixed shares, protected, GPU": ("llama", "streaming-llm", PYRAMID | {"protect_prompt": 17}),
-    "divided shares, GPU": ("qwen3", "adakv", ALL | {"budget": 64}),
     "prompt phase, fixed shares, GPU": ("llama", "pyramidkv", ALL),
     "rounds, fixed shares": ("qwen3", "rkv", PYRAMID),
     "rounds, protected, GPU": ("llama", "vase", ALL),
