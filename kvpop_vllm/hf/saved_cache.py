@@ -5,6 +5,7 @@ Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to ch
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Mapping
 from os import PathLike
@@ -83,6 +84,8 @@ class SavedCache:
         """
         saved, tensors = read(folder)
         # cheap checks first, so that no pages are allocated for a wrong model
+        if unknown := {*saved["settings"]} - {*inspect.signature(cls).parameters}:
+            raise ConfigError(f"{folder}: unknown setting {min(unknown)!r}: save the cache again")
         check_model(model, saved["settings"].get("max_length"))
         _check_saved_with(saved, decoder_of(model), str(folder))
         cache = cls(model, device=device, **settings_to_load(saved["settings"], settings, str(folder)))

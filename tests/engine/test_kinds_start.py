@@ -137,6 +137,28 @@ def test_requests_that_are_served_together(family, tmp_path):
         Served(engine, oracle, exact).serve(jobs)
 
 
+def test_a_hit_whose_first_step_does_not_fit(family, tmp_path):
+    """Windows give blocks back between steps alone: in a small pool a turn is computed again instead of waiting forever."""
+    folder, oracle = family("gemma3_text")
+    settings, exact = roles("streaming-llm", folder, tmp_path, oracle)
+    hits = set()
+
+    def ends(step):
+        assert step < 150, "a request waits for what is never allocated"
+
+    with serving(folder, settings, max_num_batched_tokens=64, max_model_len=1024) as engine:
+        served = Served(engine, oracle, exact)
+        for blocks in (12, 13, 14, 16):
+            engine.engine.reset_prefix_cache()
+            with engine.small_pool(blocks):
+                first = served.serve([Job(prompt=random_prompt(400, seed=2), new=20, scored=False)], each_step=ends)
+                history = [token for a in first.values() for token in (*a.prompt_token_ids, *a.outputs[0].token_ids)]
+                turn = Job(prompt=[*history, *random_prompt(140, seed=3)], new=20, scored=False)
+                second = served.serve([turn], each_step=ends)
+            hits |= {answer.num_cached_tokens for answer in second.values()}
+    assert hits == {0, len(history) - 1}
+
+
 @pytest.mark.slow
 def test_experts_of_gemma_4(tmp_path):
     """With `enable_moe_block` layers have experts next to their MLP."""

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from vllm.exceptions import VLLMValidationError
 
 from kvpop_vllm.cache.pages import cdiv
-from kvpop_vllm.vllm_glue.extras.metrics import COUNTERS, GAUGES, KEPT
+from kvpop_vllm.vllm_glue.extras.metrics import COUNTERS, GAUGES, KEPT, SNAPSHOTS
 
 PROTECTED = 33
 CASES = {
@@ -114,6 +114,29 @@ def check_report(engine, case: str, name: str, answer, job: Job, made: int = 0) 
     assert found["blocks"] == last_rows(engine)[name] <= found["blocks_bound"]
     assert (found["bytes"], found["dense_bytes"]) == (found["blocks"] * block, seen * token)
     return found
+
+
+def test_snapshots_are_counted(served):
+    """Snapshots that were taken, gone on from and dropped, each under its own name."""
+    engine, _ = served
+    if (snapshots := engine.recorder.manager.snapshots) is None:
+        pytest.skip("a policy without snapshots")
+
+    def counts() -> dict[str, float]:
+        engine.serve([Job(20, new=2, scored=False)])  # its step publishes the counts; it is protected, and leaves none
+        return {name: published(f"snapshots_{name}") for name in SNAPSHOTS}
+
+    engine.engine.reset_prefix_cache()
+    before, length = counts(), len(snapshots.all())
+    (first,) = engine.serve([Job(150, new=5, scored=False)]).values()
+    history = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+    engine.serve([Job(prompt=[*history, 5], new=2, scored=False)])
+    taken = len(snapshots.all()) - length
+    after = counts()
+    assert {name: after[name] - before[name] for name in SNAPSHOTS} == {"taken": taken, "hits": 1, "lost": 0}
+    dropped = len(snapshots.all())
+    engine.engine.reset_prefix_cache()
+    assert taken > 1 and counts()["lost"] - after["lost"] == dropped
 
 
 def test_reports(served):

@@ -139,7 +139,7 @@ def snapshots_of(engine):
 
 
 def live(engine) -> set:
-    return {snapshot for alike in snapshots_of(engine)._by_key.values() for snapshot in alike}
+    return {*snapshots_of(engine).all()}
 
 
 def test_other_requests_do_not_hit(engine):

@@ -169,8 +169,13 @@ def test_asynchronous_scheduling(alone, monkeypatch):
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
     matrix_case, history = alone
     with running(matrix_case.model, matrix_case.settings, block_size=16, async_scheduling=True) as llm:
-        assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert isinstance(scheduler, AsyncScheduler)
         assert conversation(llm) == history
+        ask(llm, random_prompt(90, seed=7), new=1)
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        assert not any(manager._pending_cow_copies for manager in managers), "copies for a request that has ended"
+        assert llm.reset_prefix_cache()
 
 
 def test_two_data_parallel_engines(alone):

@@ -8,8 +8,8 @@ from engine.test_snapshots import QUICK, chats, nothing_is_left  # noqa: F401
 from policies.matrix import ROWS
 
 pytestmark = pytest.mark.slow
-LEFT_OUT = ("dms-late", "l2norm", "full")
-"""No snapshots; no rows for engines."""
+LEFT_OUT = ("dms-late", "full")
+"""No snapshots. Nothing is evicted."""
 CASES = [
     (policy, protect)
     for policy, row in ROWS.items()

@@ -256,8 +256,9 @@ def test_a_config_asks_for_no_more_than_its_file_explains(saved, case, tmp_path)
         (budgets, "fewer slots than the cache"),
         (rows, "fewer slots"),
         ({"scales": []}, "other rows or layers"),
+        ({"settings": cache.settings | {"budgets": 24}}, "unknown setting 'budgets': save the cache again"),
     ):
-        folder = shutil.copytree(tmp_path / "saved", tmp_path / message, dirs_exist_ok=True)
+        folder = shutil.copytree(tmp_path / "saved", tmp_path / "_".join(changes), dirs_exist_ok=True)
         config = json.loads((folder / CONFIG_NAME).read_text()) | changes
         body = {name: config[name] for name in RULES if name != "digest"}
         config["digest"] = digest_of([body, load_file(folder / TENSORS_NAME)])

@@ -17,7 +17,7 @@ GAUGES = {
     "dense_bytes": "Bytes of keys and values of all tokens that running requests have processed, in the layers that the policy acts on.",
 }
 COUNTERS = {
-    "tokens_seen": "Tokens processed by the caches of requests that have ended.",
+    "tokens_seen": "Tokens that the caches of ended requests have seen, those of a prefix or a snapshot included.",
     "tokens_kept": "Tokens that caches held when their requests ended, mean of all KV heads, by slots in use.",
     "tokens_evicted": "Tokens evicted from the caches of requests that have ended, mean of all KV heads: seen - kept.",
     "protected_tokens": "Tokens of protected prefixes, cartridges included, of requests that have ended.",
@@ -25,7 +25,7 @@ COUNTERS = {
 SNAPSHOTS = {
     "taken": "Snapshots of what requests held at their end or at their prompt's end.",
     "hits": "Requests that went on from a snapshot.",
-    "lost": "Snapshots of which the pool took blocks back.",
+    "lost": "Snapshots that were dropped, or of which the pool took blocks back.",
 }
 
 

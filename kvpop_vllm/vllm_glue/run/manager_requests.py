@@ -13,7 +13,8 @@ def make_managers(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     ours = _managers(self.coordinator)
     if ours and self.enable_caching and ours[0].kv_cache_spec.snapshots:
-        snapshots = Snapshots(self.coordinator, ours[0].kv_cache_spec.draws)
+        step_tokens = kwargs.get("max_in_flight_tokens") or self.max_model_len
+        snapshots = Snapshots(self.coordinator, ours[0].kv_cache_spec.draws, step_tokens)
         for manager in ours:
             manager.snapshots = snapshots
 
@@ -159,21 +160,31 @@ def _snapshot_hit(self, request, placed: list):
     if (rows := snapshots.rows(snapshot, prefix)) is None:
         return None
     for room in (True, False):
-        if snapshots.share(request.request_id, snapshot, room) and _fits(self, request, rows, snapshot.length):
+        possible = snapshots.share(request.request_id, snapshot, room)
+        if possible and _fits(self, request, rows, snapshot.length, snapshots.step_tokens):
             return self.create_kv_cache_blocks(rows), snapshot.length, 0
     return None
 
 
-def _fits(self, request, rows: tuple[list, ...], length: int) -> bool:
-    """Return whether the pool has room for all of a request that begins with these rows of ``length`` tokens."""
-    needed = self.coordinator.get_num_blocks_to_allocate(
-        request_id=request.request_id,
-        num_tokens=request.num_tokens,
-        new_computed_blocks=rows,
-        num_encoder_tokens=0,
-        total_computed_tokens=length,
-        num_local_computed_tokens=length,
-        num_tokens_main_model=request.num_tokens,
-        apply_admission_cap=True,
-    )
-    return needed + self.watermark_blocks <= self.block_pool.get_num_free_blocks()
+def _fits(self, request, rows: tuple[list, ...], length: int, step_tokens: int) -> bool:
+    """Return whether the pool has room for a request that begins with these rows of ``length`` tokens.
+
+    Its first step may need more than all others, because windows give blocks back only between steps. A hit whose first
+    step does not fit would be offered at every step and never be allocated.
+    """
+
+    def needed(tokens: int, recycles: bool) -> int:
+        return self.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=tokens,
+            new_computed_blocks=rows,
+            num_encoder_tokens=0,
+            total_computed_tokens=length,
+            num_local_computed_tokens=length,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=recycles,
+        )
+
+    first = min(request.num_tokens, length + step_tokens)
+    most = max(needed(request.num_tokens, recycles=True), needed(first, recycles=False))
+    return most + self.watermark_blocks <= self.block_pool.get_num_free_blocks()

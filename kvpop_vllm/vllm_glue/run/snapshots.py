@@ -14,6 +14,7 @@ snapshot shares those that the next token needs, and vLLM copies the last one wh
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 
@@ -44,7 +46,7 @@ class Key(NamedTuple):
         digest: vLLM's hash of the first tokens, which covers their salt and adapter; empty for none.
         hashed: number of these tokens.
         slots: numbers of the request.
-        seed: seed of its sampling where scores are drawn, else None.
+        seed: seed of its sampling where scores are drawn and the request names no other seed for them, else None.
         adapter: name, path and number of its LoRA adapter, or None.
         salt: salt of its prefix cache, or None.
     """
@@ -100,6 +102,7 @@ class Snapshots:
     Args:
         coordinator: coordinator of the block managers of all cache groups, which share one pool.
         draws: True if scores are drawn with a request's seed.
+        step_tokens: most tokens of a request in the steps that run or wait at once.
 
     Attributes:
         lengths: tokens of the snapshot of each running request that went on from one, by the request's name.
@@ -107,13 +110,13 @@ class Snapshots:
             pool took blocks back, since :meth:`take_counts`.
     """
 
-    def __init__(self, coordinator: KVCacheCoordinator, draws: bool):
-        self.coordinator, self.draws = coordinator, draws
+    def __init__(self, coordinator: KVCacheCoordinator, draws: bool, step_tokens: int):
+        self.coordinator, self.draws, self.step_tokens = coordinator, draws, step_tokens
         self.managers = coordinator.single_type_managers
         self.manager = next(manager for manager in self.managers if isinstance(manager, FixedBudgetManager))
         self.lengths: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
-        self._by_key: dict[Key, list[Snapshot]] = {}
+        self._by_key: dict[Key, dict[int, dict[tuple[int, ...], Snapshot]]] = {}  # by number of tokens, by tokens
         self._by_block: dict[int, list[Snapshot]] = {}
         self._digests: Counter[bytes] = Counter()
         self._requests: dict[str, Request] = {}
@@ -149,8 +152,8 @@ class Snapshots:
         Copied is what the request writes to. It holds all blocks that it needs for that step.
         """
         length, pool = request.num_prompt_tokens, self.manager.block_pool
-        if request.num_computed_tokens != length or not self._fits(request, length):
-            return
+        if request.num_computed_tokens != length or request.is_finished() or not self._fits(request, length):
+            return  # with asynchronous scheduling it may have ended in the step before
         columns = self._columns(self.manager.requests[request.request_id], length)
         groups = [[*group] for group in self._groups(request, length)]
         copied = sum(part.end - part.written for part in columns)
@@ -164,10 +167,19 @@ class Snapshots:
 
     def drop(self) -> None:
         """Forget all snapshots, and take none of the requests that hold blocks now."""
-        for snapshot in [snapshot for alike in self._by_key.values() for snapshot in alike]:
+        for snapshot in self.all():
             self._remove(snapshot)
             self.counts["lost"] += 1
         self._outdated.update(self.manager.req_to_blocks)
+
+    def all(self) -> list[Snapshot]:
+        """Return all snapshots."""
+        return [
+            snapshot
+            for of_lengths in self._by_key.values()
+            for of_tokens in of_lengths.values()
+            for snapshot in of_tokens.values()
+        ]
 
     def _copies(self, manager: SingleTypeKVCacheManager, sources: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """Return new blocks, to which those of a group are copied before the next step."""
@@ -201,20 +213,17 @@ class Snapshots:
         for name in self.manager.req_to_blocks:
             if (request := self._requests.get(name)) is None:
                 continue
-            tokens = request.num_tokens - request.num_computed_tokens
-            last = self.manager.final[name]
+            in_flight = max(request.num_tokens - request.num_computed_tokens, 2 + self.manager.kv_cache_spec.drafts)
             for manager in self.managers:
-                row = manager.req_to_blocks.get(name, ())
                 if isinstance(manager, FixedBudgetManager):
                     missing += manager.most_missing(name)
                     continue
                 if isinstance(manager.kv_cache_spec, FullAttentionSpec):  # of layers that draft, ahead of the text
-                    bound = cdiv(last + self.manager.kv_cache_spec.drafts, manager.block_size)
+                    bound = cdiv(self.manager.final[name] + self.manager.kv_cache_spec.drafts, manager.block_size)
                 else:
-                    bound = manager.kv_cache_spec.max_admission_blocks_per_request(
-                        max_in_flight_tokens=max(tokens, 2 + self.manager.kv_cache_spec.drafts), max_model_len=last
-                    )
-                missing += max(0, bound - sum(not block.is_null for block in row))
+                    bound = _most_blocks(manager.kv_cache_spec, in_flight, self.manager.final[name])
+                skipped = manager.get_num_skipped_tokens(request.num_computed_tokens) // manager.block_size
+                missing += max(0, bound - max(0, len(manager.req_to_blocks.get(name, ())) - skipped))
         return missing
 
     def _place(self, request: Request, length: int) -> tuple[Key, tuple[int, ...]]:
@@ -232,8 +241,8 @@ class Snapshots:
             return False  # a longer prompt would be protected further
         if request.mm_features or request.prompt_embeds is not None or request.request_id in self._outdated:
             return False
-        same = self._matching(*self._place(request, length), length)
-        return same is None or same.length < length
+        key, tokens = self._place(request, length)
+        return tokens not in self._by_key.get(key, {}).get(len(tokens), {})
 
     def _take(self, request: Request, length: int, groups: tuple[tuple[KVCacheBlock, ...], ...]) -> None:
         """Remember blocks as a snapshot of a request with ``length`` tokens."""
@@ -246,7 +255,7 @@ class Snapshots:
             self._by_block.setdefault(block.block_id, []).append(snapshot)
         pool.touch(blocks)
         pool.unpin_blocks(blocks, self._lose)
-        self._by_key.setdefault(key, []).append(snapshot)
+        self._by_key.setdefault(key, {}).setdefault(len(tokens), {})[tokens] = snapshot
         self._digests[key.digest] += 1
         self.counts["taken"] += 1
 
@@ -263,9 +272,11 @@ class Snapshots:
             sharing.remove(snapshot)
             if not sharing:
                 del self._by_block[block.block_id]
-        alike = self._by_key[snapshot.key]
-        alike.remove(snapshot)
-        if not alike:
+        of_lengths, length = self._by_key[snapshot.key], len(snapshot.tokens)
+        del of_lengths[length][snapshot.tokens]
+        if not of_lengths[length]:
+            del of_lengths[length]
+        if not of_lengths:
             del self._by_key[snapshot.key]
         self._digests[snapshot.key.digest] -= 1
         if not self._digests[snapshot.key.digest]:
@@ -282,12 +293,9 @@ class Snapshots:
         written = {copy.block_id for manager in self.managers for _, copy in manager._pending_cow_copies}
         for hashes in range(len(digests) - 1, -1, -1):
             if digests[hashes] in self._digests:
-                key = self._key(request, slots, hashes)
-                last = key.hashed + max((len(snapshot.tokens) for snapshot in self._by_key.get(key, ())), default=0)
-                tokens = request.all_token_ids[key.hashed : last]
-                snapshot = self._matching(key, tokens, request.num_tokens - 1)
-                if snapshot is not None and not any(block.block_id in written for block in snapshot.blocks):
-                    return snapshot
+                for snapshot in self._matches(request, self._key(request, slots, hashes)):
+                    if not any(block.block_id in written for block in snapshot.blocks):
+                        return snapshot
         return None
 
     def rows(
@@ -380,7 +388,7 @@ class Snapshots:
             return
         written = self._written(snapshot, manager)
         if request_id in self._movers:
-            if snapshot in self._by_key.get(snapshot.key, ()):
+            if snapshot in self._by_block.get(written[0].block_id, ()):  # it may have been dropped since
                 self._remove(snapshot)
             for block in written:
                 block.reset_hash()
@@ -399,16 +407,23 @@ class Snapshots:
     def _key(self, request: Request, slots: RequestSlots, hashes: int) -> Key:
         """Return the key of a request whose first hashes count."""
         digest = bytes(request.block_hashes[hashes - 1]) if hashes else b""
-        seed = getattr(request.sampling_params, "seed", None) if self.draws else None
+        seed = getattr(request.sampling_params, "seed", None) if self.draws and slots.seed is None else None
         lora = request.lora_request
         adapter = None if lora is None else (lora.lora_name, lora.lora_path, lora.lora_int_id)
         return Key(digest, hashes * self._unit, slots, seed, adapter, request.cache_salt)
 
-    def _matching(self, key: Key, tokens: Sequence[int], limit: int) -> Snapshot | None:
-        """Return the longest snapshot of a key that begins as ``tokens`` do, of at most ``limit`` tokens."""
-        fitting = (
-            snapshot
-            for snapshot in self._by_key.get(key, ())
-            if snapshot.length <= limit and tuple(tokens[: len(snapshot.tokens)]) == snapshot.tokens
-        )
-        return max(fitting, key=lambda snapshot: snapshot.length, default=None)
+    def _matches(self, request: Request, key: Key) -> Iterator[Snapshot]:
+        """Yield the snapshots of a key that a request's tokens begin with, all but its last, from the longest on."""
+        of_lengths = self._by_key.get(key, {})
+        for count in sorted(of_lengths, reverse=True):
+            end = key.hashed + count
+            if end < request.num_tokens:
+                snapshot = of_lengths[count].get(tuple(request.all_token_ids[key.hashed : end]))
+                if snapshot is not None:
+                    yield snapshot
+
+
+@functools.lru_cache(maxsize=4096)  # one call takes microseconds, and every prompt's end asks for all running requests
+def _most_blocks(spec: KVCacheSpec, in_flight: int, length: int) -> int:
+    """Return the most blocks that a request of at most ``length`` tokens holds in a group of vLLM's own."""
+    return spec.max_admission_blocks_per_request(max_in_flight_tokens=in_flight, max_model_len=length)
