@@ -131,12 +131,12 @@ def test_snapshots_are_counted(served):
     (first,) = engine.serve([Job(150, new=5, scored=False)]).values()
     history = [*first.prompt_token_ids, *first.outputs[0].token_ids]
     engine.serve([Job(prompt=[*history, 5], new=2, scored=False)])
-    taken = len(snapshots.all()) - length
+    number_taken = len(snapshots.all()) - length
     after = counts()
-    assert {name: after[name] - before[name] for name in SNAPSHOTS} == {"taken": taken, "hits": 1, "lost": 0}
+    assert {name: after[name] - before[name] for name in SNAPSHOTS} == {"taken": number_taken, "hits": 1, "lost": 0}
     dropped = len(snapshots.all())
     engine.engine.reset_prefix_cache()
-    assert taken > 1 and counts()["lost"] - after["lost"] == dropped
+    assert number_taken > 1 and counts()["lost"] - after["lost"] == dropped
 
 
 def test_reports(served):

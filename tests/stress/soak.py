@@ -279,16 +279,26 @@ def canaries_of(load: dict, seed: int) -> list[dict]:
 def ask(load: dict, body: dict) -> object:
     """Return the log-probabilities of an answer, tokens included; no cached prefix is hit.
 
+    After a prompt of tokens those of a short next turn follow, which goes on from what the first one held.
+
     Raises:
         ServerError: there is no answer.
     """
+
+    def logprobs(more: dict) -> dict:
+        try:
+            reply = httpx.post(f"{load['url']}{path_of(body)}", json=salted | more, timeout=PATIENCE_S, verify=False)
+            reply.raise_for_status()
+        except httpx.HTTPError as error:
+            raise ServerError(f"a canary has no answer: {error!r}") from None
+        return reply.json()["choices"][0]["logprobs"]
+
     salted = body | {"cache_salt": f"{time.time_ns()}"}
-    try:
-        reply = httpx.post(f"{load['url']}{path_of(body)}", json=salted, timeout=PATIENCE_S, verify=False)
-        reply.raise_for_status()
-    except httpx.HTTPError as error:
-        raise ServerError(f"a canary has no answer: {error!r}") from None
-    return reply.json()["choices"][0]["logprobs"]
+    first = logprobs({})
+    if "prompt" not in body or body["max_tokens"] == 1:  # a chat, or a request that only warms up
+        return first
+    answer = [int(token.removeprefix("token_id:")) for token in first["tokens"]]
+    return first, logprobs({"prompt": [*body["prompt"], *answer, *body["prompt"][:4]], "max_tokens": 4})
 
 
 def path_of(body: dict) -> str:

@@ -53,7 +53,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.requests: dict[str, RequestSlots] = {}
         self.final: dict[str, int] = {}  # largest length of each request
-        self.most: dict[str, int] = {}  # most blocks of each request, 0 where all are claimed at once
+        self.largest_claims: dict[str, int] = {}  # most blocks of each request, 0 where all are claimed at once
         self.placed: set[str] = set()  # requests that begin with cartridges
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
         self.cartridges = None  # set by the engine, after the scheduler is made
@@ -85,7 +85,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.requests[name] = slots
         self.final[name] = self.longest(request, max_model_len)
         length = min(slots.prefix + slots.budget + 1, self.final[name])
-        self.most[name] = 0 if self.kv_cache_spec.reserve else self.kv_cache_spec.blocks(length, slots)
+        self.largest_claims[name] = 0 if self.kv_cache_spec.reserve else self.kv_cache_spec.blocks(length, slots)
         return self._place(name, slots) if slots.cartridges else []
 
     def longest(self, request, max_model_len: int) -> int:
@@ -130,7 +130,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def most_missing(self, request_id: str) -> int:
         """Return the most blocks that an admitted request may still ask for."""
-        return max(0, self.most.get(request_id, 0) - len(self.req_to_blocks.get(request_id, ())))
+        return max(0, self.largest_claims.get(request_id, 0) - len(self.req_to_blocks.get(request_id, ())))
 
     def add_local_computed_blocks(self, request_id, new_computed_blocks, *args, **kwargs) -> None:
         """Give a request the blocks of a prefix hit, or those of a snapshot."""
@@ -184,7 +184,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def pop_blocks_for_free(self, request_id):
         """Forget a request and return its blocks."""
-        for numbers in (self.requests, self.final, self.most, self.bounds):
+        for numbers in (self.requests, self.final, self.largest_claims, self.bounds):
             numbers.pop(request_id, None)
         self._forget_cartridges(request_id)
         if self.snapshots is not None:

@@ -186,5 +186,5 @@ def _fits(self, request, rows: tuple[list, ...], length: int, step_tokens: int) 
         )
 
     first = min(request.num_tokens, length + step_tokens)
-    most = max(needed(request.num_tokens, recycles=True), needed(first, recycles=False))
-    return most + self.watermark_blocks <= self.block_pool.get_num_free_blocks()
+    blocks = max(needed(request.num_tokens, recycles=True), needed(first, recycles=False))
+    return blocks + self.watermark_blocks <= self.block_pool.get_num_free_blocks()
