@@ -15,7 +15,7 @@ from engine.tiny_engine import running
 from policies.matrix import SHARES
 from vllm.lora.request import LoRARequest
 
-from kvpop_vllm.testing import random_prompt
+from kvpop_vllm.testing import random_prompt, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -107,12 +107,13 @@ def test_cartridges(case, tmp_path, protect):
             assert answer.num_cached_tokens == slots
 
 
-def ask(llm, prompt: list[int], new: int = 20):
+def ask(llm, prompt: list[int], new: int = 20, salt: str | None = None):
     """Return the greedy answer of an engine."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True)
-    (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    text = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+    (answer,) = llm.generate([text], params, use_tqdm=False)
     return answer
 
 
@@ -124,6 +125,19 @@ def conversation(llm) -> list[int]:
         assert answer.num_cached_tokens == max(0, len(history) - 1)
         history = whole(answer)
     return history
+
+
+@pytest.mark.parametrize("settings", [{"policy": "l2norm", "budget": 56, "sinks": 4}, {"policy": "full"}], ids=str)
+def test_turns_have_the_tokens_of_turns_from_scratch(tmp_path, settings):
+    """Policies that the oracle does not judge: each turn is asked again under another salt."""
+    history: list[int] = []
+    with running(str(write_tiny_model(tmp_path, "qwen3")), settings, block_size=16) as llm:
+        for number in range(3):
+            prompt = next_prompt(history, number)
+            answer, scratch = ask(llm, prompt), ask(llm, prompt, salt=f"{number}")
+            assert scratch.num_cached_tokens == 0 and (answer.num_cached_tokens > 0) == (number > 0)
+            assert answer.outputs[0].token_ids == scratch.outputs[0].token_ids
+            history = whole(answer)
 
 
 STAGES = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
