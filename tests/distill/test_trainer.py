@@ -327,6 +327,35 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(mode
     assert again["loss"] == train(model, tmp_path / "other").run()["loss"]
 
 
+def test_full_memory_and_a_failed_tracker_stop_with_one_line(model, tmp_path):
+    class Large(Rows):
+        def __getitem__(self, row):
+            if row == 8:
+                raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation")
+            return super().__getitem__(row)
+
+    def failing(step, metrics):
+        if step == 4:
+            raise ValueError("no connection")
+
+    with pytest.raises(TrainingError, match="stopped at step 4: CUDA out of memory.; the checkpoint of step 3 is good"):
+        train(model, tmp_path / "large", rows=Large(LENGTH)).run()
+    trainer = train(model, tmp_path / "tracked")
+    trainer.track = failing
+    with pytest.raises(
+        TrainingError, match=r"--tracker failed at step 4: ValueError\('no connection'\); the checkpoint of"
+    ):
+        trainer.run()
+
+
+def test_a_draft_of_a_killed_save_goes_with_the_next_one(tmp_path):
+    (tmp_path / "draft-37").mkdir()
+    (tmp_path / "draft-37/large").write_bytes(b"0")
+    model = torch.nn.Linear(2, 2)
+    Checkpoints(tmp_path).save(50, model, torch.optim.AdamW(model.parameters()))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-50"]
+
+
 def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path, complete):
     def stopped_at(step, checkpoint):
         run = launch(model, tmp_path, "frozen", file_size=20_000)
