@@ -151,6 +151,10 @@ def test_other_requests_do_not_hit(engine):
     for options in ({"salt": "b"}, {}, {"salt": "a", "asks": {"kv_budget": 40}}):
         answers = engine.serve([Job(prompt=[*history, 5], new=2, scored=False, **options)])
         assert [answer.num_cached_tokens for answer in answers.values()] == [protected if "asks" in options else 0]
+    if protected:
+        fewer = Job(prompt=[*history, 5], new=2, scored=False, salt="a", asks={"kv_protect_prompt": BLOCK})
+        (answer,) = engine.serve([fewer]).values()
+        assert answer.num_cached_tokens <= BLOCK
     other = [*history[:-2], (history[-2] + 1) % 256, 5, 6]
     (answer,) = engine.serve([Job(prompt=other, new=2, scored=False, salt="a")]).values()
     assert answer.num_cached_tokens == len(first.prompt_token_ids), "the prompt's end"
