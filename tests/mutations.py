@@ -352,12 +352,12 @@ FAULTS = {
         ),
         # what is copied in this step is copied again
         (
-            "if snapshot is not None« and not any(block.block_id in written for block in snapshot.blocks)→»:",
+            "if «not any(block.block_id in written for block in snapshot.blocks)→True»:",
             "tests/engine/test_snapshots.py -k copied_in_this_step",
         ),
         # a resumed request that has passed its prompt's end is taken for one at its end
         (
-            "if «request.num_computed_tokens != length or →»not self._fits(",
+            "if «request.num_computed_tokens != length or →»request.is_finished()",
             "tests/engine/test_snapshots.py -k resumed_request",
         ),
         # requests with other numbers, adapters or salts hit
@@ -373,7 +373,7 @@ FAULTS = {
             "tests/engine/test_snapshots.py -k without_room",
         ),
         # equal prompts are copied again and again
-        ("return same is None or same.length < length«→ or True»", "tests/engine/test_snapshots.py -k equal_prompts"),
+        ("return «→True or »tokens not in self._by_key", "tests/engine/test_snapshots.py -k equal_prompts"),
         # a request that runs while weights change leaves a snapshot of the old ones
         (
             "«self._outdated.update(self.manager.req_to_blocks)→pass»",
@@ -407,15 +407,20 @@ FAULTS = {
     "kvpop_vllm/vllm_glue/run/cache_spec.py": [
         # a request is expected to reach N
         (
-            "length = «min(slots.prefix + slots.budget + 1, self.final[request_id])→slots.prefix + slots.budget + 1»",
+            "length = «min(slots.prefix + slots.budget + 1, self.final[name])→slots.prefix + slots.budget + 1»",
             f"{CHATS} -k leaves_room",
         ),
     ],
     "kvpop_vllm/vllm_glue/run/manager_requests.py": [
         # a hit waits for ever in a pool that a miss would fit
         (
-            "snapshot, room) «and _fits(self, request, rows, snapshot.length)→»:",
+            "if possible« and _fits(self, request, rows, snapshot.length, snapshots.step_tokens)→»:",
             "tests/engine/test_snapshots.py -k without_room",
+        ),
+        # a hit waits for ever whose first step does not fit
+        (
+            "blocks = «max(needed(request.num_tokens, recycles=True), needed(first, recycles=False))→needed(request.num_tokens, recycles=True)»",
+            "tests/engine/test_kinds_start.py -k first_step",
         ),
         # weights are reloaded, and snapshots of the old ones stay
         (
