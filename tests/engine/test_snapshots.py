@@ -144,6 +144,43 @@ def test_a_prompt_goes_on_without_the_ending_that_its_template_leaves_out(engine
     assert engine.chunks(name)[0] == 95 + len(ending), "each salt learns its own"
 
 
+def test_what_is_no_ending(engine):
+    """Prompts that part before a common end teach nothing, and a turn that keeps an ending takes it back."""
+    ending, seeds = [250, 251], iter(range(60, 70))
+
+    def serve(prompt: list[int]) -> tuple[list[int], list[int]]:
+        """Return the chunks of a prompt with the ending, and its answer."""
+        ((name, answer),) = engine.serve([Job(prompt=[*prompt, *ending], new=9, scored=False)]).items()
+        return engine.chunks(name)[:2], answer.outputs[0].token_ids
+
+    def chat(kept: list[int]) -> None:
+        """Serve two turns, the second of which has a part of the first one's ending."""
+        first = unlike(95, next(seeds))
+        serve([*first, *kept, *serve(first)[1], 5])
+
+    for middle in ([7], [7, 8], [7, 9]):
+        serve([*unlike(95, 5), *middle])
+    assert serve(unlike(80, next(seeds)))[0] == [82, 1], "nothing is learned"
+    chat([])
+    assert serve(unlike(80, next(seeds)))[0] == [80, 2], "the ending is learned"
+    chat(ending)
+    assert serve(unlike(80, next(seeds)))[0] == [82, 1], "the ending is taken back"
+
+
+@pytest.mark.parametrize("chunk, reused", [(40, 120), (64, 128), (None, 0)])
+def test_the_same_prompt_again(engine, chunk, reused):
+    """A prompt that was read in parts costs its last part, for another answer. Prompts are cut while another request runs."""
+    engine.chunk(chunk)
+    jobs = [Job(prompt=unlike(150, 5), new=9, scored=False), Job(prompt=unlike(20, 62), new=30, scored=False)]
+    first = engine.serve(jobs)
+    engine.check(first)
+    answer = first[engine.names["0"]]
+    for _ in range(2):
+        again = engine.serve(jobs)[engine.names["0"]]
+        assert again.num_cached_tokens == (reused or engine.judge.protect // BLOCK * BLOCK)
+        assert again.outputs[0].token_ids == answer.outputs[0].token_ids
+
+
 def test_two_turns_from_one_snapshot(engine):
     """Two requests of one step go on from the same blocks, each in copies of its own."""
     history = whole(turn(engine, [], seed=20))
@@ -277,7 +314,7 @@ def test_a_resumed_request_is_not_taken_for_one_at_its_prompts_end(engine):
     engine.serve(jobs, preempt)
     (answer,) = engine.serve([Job(prompt=[*prompt, 205, 206], new=3, scored=False)]).values()
     engine.check({engine.names["0"]: answer})
-    assert answer.num_cached_tokens in (0, len(prompt), engine.judge.protect // BLOCK * BLOCK)
+    assert answer.num_cached_tokens in (0, 70, len(prompt), engine.judge.protect // BLOCK * BLOCK)
 
 
 def test_a_pool_without_room_for_copies(engine):

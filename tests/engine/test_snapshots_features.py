@@ -82,6 +82,15 @@ def test_unequal_shares(case, options):
         assert not engine.leaks()
 
 
+def test_budgets_of_requests(case):
+    """A chat under a smaller budget than the server's goes on under it."""
+    with chats(case, "kvpop", 0) as engine:
+        job = Job(asks={"kv_budget": 40})
+        engine.judge = Judges("kvpop", case("qwen3", "kvpop", protect_prompt=0)).of(job)
+        history = go_on(engine, asks=job.asks)
+        assert cached(engine, Job(prompt=[*history, 5], new=2, scored=False)) == 0
+
+
 def test_reserved_blocks(case):
     """A request that claims all of its blocks at once leaves those that it used, and goes on with the others."""
     matrix_case = case("qwen3", "kvpop")
@@ -167,6 +176,13 @@ def test_two_workers(alone, workers):
     matrix_case, history = alone
     with running(matrix_case.model, matrix_case.settings, block_size=16, **WORKERS[workers]) as llm:
         assert conversation(llm) == history
+        lengths, prompt = [], random_prompt(90, seed=8)
+        for number in range(3):
+            answer, scratch = (ask(llm, [*prompt, 250, 251], salt=salt) for salt in (None, f"{number}"))
+            assert answer.outputs[0].token_ids == scratch.outputs[0].token_ids
+            lengths.append(answer.num_cached_tokens)
+            before, prompt = prompt, [*prompt, *answer.outputs[0].token_ids, 5, 6]
+        assert lengths == [0, 0, len(before) - 22], "a prompt without the ending that its template leaves out"
 
 
 @pytest.fixture

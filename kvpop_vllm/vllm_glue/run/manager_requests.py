@@ -45,13 +45,13 @@ def cache_blocks(original, self, request, num_computed_tokens, *args, **kwargs):
     Later tokens have seen what evictions left, so keys and values of the same tokens differ between requests, also in
     layers that the policy does not act on. This is the last thing before a step: a snapshot of a prompt is taken here.
     """
-    ours = _managers(self)
+    ours, hashed = _managers(self), num_computed_tokens
     for manager in ours:
         slots = manager.requests.get(request.request_id)
-        num_computed_tokens = min(num_computed_tokens, 0 if slots is None else slots.prefix)
-    result = original(self, request, num_computed_tokens, *args, **kwargs)
+        hashed = min(hashed, 0 if slots is None else slots.prefix)
+    result = original(self, request, hashed, *args, **kwargs)
     if ours and ours[0].snapshots is not None:
-        ours[0].snapshots.take_prompt(request)
+        ours[0].snapshots.take_before_step(request, num_computed_tokens)
     return result
 
 
@@ -165,12 +165,12 @@ def _snapshot_hit(self, request, placed: list):
         return None
     for room in (True, False):
         possible = snapshots.share(request.request_id, snapshot, room)
-        if possible and _fits(self, request, rows, snapshot.length, snapshots.step_tokens):
+        if possible and _has_room(self, request, rows, snapshot.length, snapshots.step_tokens):
             return self.create_kv_cache_blocks(rows), snapshot.length, 0
     return None
 
 
-def _fits(self, request, rows: tuple[list, ...], length: int, step_tokens: int) -> bool:
+def _has_room(self, request, rows: tuple[list, ...], length: int, step_tokens: int) -> bool:
     """Return whether the pool has room for a request that begins with these rows of ``length`` tokens.
 
     Its first step may need more than all others, because windows give blocks back only between steps. A hit whose first

@@ -1,4 +1,4 @@
-"""Snapshots: blocks that requests held at their end, and copies of those at their prompt's end, from which others go on.
+"""Snapshots: blocks that requests held at their end, and copies of those in or after their prompt, from which others go on.
 
 What a request holds after n tokens follows from these tokens and from its numbers alone. So its blocks of state and
 tail are an exact hit for every prompt that begins with the same tokens, as prefix blocks are. They stay in the pool as
@@ -76,7 +76,7 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Blocks of a request at its end or at its prompt's end.
+    """Blocks of a request at its end, at its prompt's end or before the last part of its prompt.
 
     Attributes:
         key: see :class:`Key`.
@@ -121,7 +121,7 @@ class Snapshots:
         self._digests: Counter[bytes] = Counter()
         self._endings = PromptEndings(self._unit)
         self._requests: dict[str, Request] = {}
-        self._prompt_ends: dict[str, int] = {}  # tokens of each request's prompt, without its ending
+        self._prompt_ends: dict[str, int] = {}  # tokens of each request's prompt, without an ending that is left out
         self._adopted: dict[tuple[str, int], Snapshot] = {}
         self._movers: set[str] = set()
         self._outdated: set[str] = set()
@@ -136,7 +136,9 @@ class Snapshots:
         if self._requests.get(request.request_id) is not request:
             self._requests[request.request_id] = request
             self._endings.learn(request)
-            self._prompt_ends[request.request_id] = request.num_prompt_tokens - self._endings.length(request)
+            end = request.num_prompt_tokens - self._endings.length(request)
+            after_prefix = end > self.manager.requests[request.request_id].prefix
+            self._prompt_ends[request.request_id] = end if after_prefix else request.num_prompt_tokens
 
     def take(self, request: Request) -> None:
         """Take a snapshot of a request that ends now and still has its blocks, unless one like it is there.
@@ -145,6 +147,7 @@ class Snapshots:
         drafts count as well: they are staged in the blocks of state, and enter the cache in the first step of a request
         that goes on from there. Those after the end of the answer do not.
         """
+        self._endings.remember(request)
         length = request.num_computed_tokens
         if self.manager.kv_cache_spec.drafts:
             length = min(length, request.num_tokens)
@@ -152,34 +155,38 @@ class Snapshots:
             self._take(request, length, self._groups(request, length))
 
     def past_prompt_end(self, request: Request, scheduled: int) -> int:
-        """Return how many of the tokens of a request's next step come after an end of its prompt that it has not reached."""
-        end, computed = self._prompt_ends.get(request.request_id, 0), request.num_computed_tokens
-        if (
-            end == request.num_prompt_tokens
-            or not computed < end < computed + scheduled
-            or not self._fits(request, end)
-        ):
-            return 0
-        return computed + scheduled - end
+        """Return how many tokens of a request's next step come after a snapshot of its prompt that is due within the step.
 
-    def take_prompt(self, request: Request) -> None:
-        """Take a snapshot of a request whose next step begins at its prompt's end, if the pool has room for copies.
-
-        Copied is what the request writes to. It holds all blocks that it needs for that step.
+        Without an ending that later turns leave out, a prompt ends where a step ends, and none is due within it.
         """
-        length, pool = self._prompt_ends.get(request.request_id), self.manager.block_pool
-        if request.num_computed_tokens != length or request.is_finished() or not self._fits(request, length):
+        end, computed = self._prompt_ends.get(request.request_id, 0), request.num_computed_tokens
+        if end == request.num_prompt_tokens or not computed < end < computed + scheduled:
+            return 0
+        return computed + scheduled - end if self._fits(request, end) and self._has_room(request, end) else 0
+
+    def take_before_step(self, request: Request, computed: int) -> None:
+        """Take a snapshot of a request whose next step begins at its prompt's end, or reads the rest of a long prompt.
+
+        The same prompt, for another answer, goes on before that rest. Copied is what the request writes to, if the pool
+        has room.
+
+        Args:
+            request: a request that holds all blocks that the step needs.
+            computed: tokens of the request after the step.
+        """
+        name, length = request.request_id, request.num_computed_tokens
+        if name not in self._prompt_ends or request.is_finished():
             return  # with asynchronous scheduling it may have ended in the step before
-        self._endings.remember(request)
-        columns = self._columns(self.manager.requests[request.request_id], length)
-        groups = [[*group] for group in self._groups(request, length)]
-        copied = sum(part.end - part.written for part in columns)
-        if pool.get_num_free_blocks() < copied + self._most_missing():  # so that none is preempted
+        end = self._prompt_ends[name]
+        reads_rest = self.manager.requests[name].budget <= length < end <= computed
+        if not (length == end or reads_rest) or not self._fits(request, length) or not self._has_room(request, length):
             return
+        groups = [[*group] for group in self._groups(request, length)]
+        columns = self._columns(self.manager.requests[name], length)
         for manager, part, group in zip(self.managers, columns, groups, strict=True):
             sources = group[part.written - part.first :]
             group[part.written - part.first :] = self._copies(manager, sources)
-            pool.touch(sources)  # vLLM gives both back after the step that copies them
+            manager.block_pool.touch(sources)  # vLLM gives both back after the step that copies them
         self._take(request, length, tuple(map(tuple, groups)))
 
     def drop(self) -> None:
@@ -187,6 +194,7 @@ class Snapshots:
         for snapshot in self.all():
             self._remove(snapshot)
             self.counts["lost"] += 1
+        self._endings = PromptEndings(self._unit)  # it holds tokens of prompts and answers
         self._outdated.update(self.manager.req_to_blocks)
 
     def all(self) -> list[Snapshot]:
@@ -223,6 +231,12 @@ class Snapshots:
         columns = self._columns(self.manager.requests[name], length)
         rows = (manager.req_to_blocks.get(name, ()) for manager in self.managers)
         return tuple(tuple(row[part.first : part.end]) for row, part in zip(rows, columns, strict=True))
+
+    def _has_room(self, request: Request, length: int) -> bool:
+        """Return whether the pool has room for copies for a snapshot of a request, and none is preempted for them."""
+        columns = self._columns(self.manager.requests[request.request_id], length)
+        copied = sum(part.end - part.written for part in columns)
+        return copied + self._most_missing() <= self.manager.block_pool.get_num_free_blocks()
 
     def _most_missing(self) -> int:
         """Return the most blocks that all requests together may still ask for."""
