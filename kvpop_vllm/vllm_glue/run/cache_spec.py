@@ -167,7 +167,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         """Free the blocks that a compressed prompt no longer needs; full ones stay in the prefix cache."""
         slots = self.requests.get(request_id)
         compresses = slots is not None and self.kv_cache_spec.compression is not None
-        if compresses and 0 < slots.prefix <= processed_computed_tokens:
+        if compresses and 0 < slots.prefix <= processed_computed_tokens - self.kv_cache_spec.late:
             for first, last in self.kv_cache_spec.dropped(slots):
                 self._remove_blocks_in_range(request_id, first, last)
 
@@ -240,6 +240,7 @@ class FixedBudgetSpec(AttentionSpec):
         window: w of the server.
         max_window: w of a request with the largest budget.
         compression: way in which prompts are compressed at their end, None if they are not.
+        late: True if a prompt is compressed at the beginning of the step after its end.
         shares: how heads divide the slots of a request where they are unequal, else None.
         largest: B and w of requests, one of which may have the most slots under ``shares``; empty for the largest
             budget.
@@ -265,6 +266,7 @@ class FixedBudgetSpec(AttentionSpec):
     draft_query_bytes: int = 0
     rounds: int = 0
     compression: Compression | None = None
+    late: bool = False
     shares: Division | None = None
     largest: tuple[tuple[int, int], ...] = ()
     reserve: bool = False
