@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -85,24 +86,28 @@ def decode_step(
         ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape, or logits of sinks
             have. In C++ also numbers of biased tokens that are negative or exceed the prefix.
     """
+    run = _writing(out, "decode_step", impl, q)
     _check_sinks(sink_logits, q)
     rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(k),))
     if windows is None:
         windows = torch.full((len(k),), rule.window, dtype=torch.int32, device=k.device)
     more |= {"windows": windows, "sink_logits": sink_logits}
-    place = pages, page_table, positions, budgets
-    return _run_into(out, "decode_step", impl, q, k, v, *place, rule=rule, scale=scale, prefix=prefix, **more)
+    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
 
 
-def _run_into(out: torch.Tensor | None, op: str, impl: str, q: torch.Tensor, *args, **options):
-    """Return outputs and log-sum-exps of an op, the former in ``out``: Triton writes them there, others are copied."""
+def _writing(out: torch.Tensor | None, op: str, impl: str, q: torch.Tensor) -> Callable:
+    """Return the implementation of an op that returns ``out``: Triton writes outputs there, those of others are copied."""
     run = resolve(op, impl, q)
     if out is None:
-        return run(q, *args, **options)
+        return run
     if chosen(op, impl, q) == "triton":
-        return run(q, *args, out=out, **options)
-    outputs, lse = run(q, *args, **options)
-    return out.copy_(outputs), lse
+        return functools.partial(run, out=out)
+
+    def copied(*args, **options):
+        outputs, lse = run(*args, **options)
+        return out.copy_(outputs), lse
+
+    return copied
 
 
 def verify_step(
@@ -284,11 +289,11 @@ def prefill_chunk(
             Triton implementation returns NaN for that request instead, as :func:`decode_step` does.
         ValueError: as in :func:`decode_step`.
     """
+    run = _writing(out, "prefill_chunk", impl, q)
     _check_sinks(sink_logits, q)
     rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(chunks),))
     more["sink_logits"] = sink_logits
-    place = pages, page_table, chunks
-    return _run_into(out, "prefill_chunk", impl, q, k, v, *place, rule=rule, scale=scale, prefix=prefix, **more)
+    return run(q, k, v, pages, page_table, chunks, rule=rule, scale=scale, prefix=prefix, **more)
 
 
 def begin_tail(
