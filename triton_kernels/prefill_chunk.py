@@ -133,7 +133,7 @@ class _Prefill:
         )
         if weights.recurrent and weights.delayed:
             score, state = mlstm_of_segments(weights, new, none, ends, before, left, segment_of)
-        elif inserted is None and weights.kernel != "none":
+        elif inserted is None and not weights.draws and weights.kernel != "none":
             score = weights.scores(*left.chunk(2, -1))
         slot_of = self._evict(piece, score, gone)
         attend(*of_attention)

@@ -346,15 +346,9 @@ def test_without_kernels(model, monkeypatch, op):
     assert op in refusal(model, STREAMING)
 
 
-def test_a_policy_of_the_cpu(model):
-    message = refusal(model, {"policy": "adakv", "budget": 200})
-    assert "--kv-policy adakv on a GPU" in message
-    assert "heads that divide their slots at a prompt's end, which only the CPU's path does: serve on a CPU" in message
-
-
-@pytest.mark.parametrize("policy", sorted({*policies.known()} - {"adakv"}))
+@pytest.mark.parametrize("policy", policies.known())
 def test_every_policy(model, tmp_path, policy):
-    """Every policy but one gets the backend, with full graphs of decode steps."""
+    """Every policy gets the backend, with full graphs of decode steps."""
     settings = {"policy": policy, "budget": 200}
     if policies.get(policy).calibrated:
         settings["calibration"] = str(random_statistics_folder(tmp_path, ModelShape.of(model, 256)))

@@ -16,6 +16,7 @@ from policies.matrix import random_statistics_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpop_vllm.attention.layer import FixedBudgetAttention
+from kvpop_vllm.cache.divided_heads import SharesByVotes
 from kvpop_vllm.cache.shares import EqualHeads, cached_region_shares
 from kvpop_vllm.cache.step import plan_batch
 from kvpop_vllm.kernels.draws import signed
@@ -26,6 +27,7 @@ HEADS = 2
 COMPRESSING = {
     "snapkv": {"policy": "snapkv", "budget": 24, "window": 6},
     "pyramidkv": {"policy": "pyramidkv", "budget": 24, "window": 6},
+    "adakv": {"policy": "adakv", "budget": 24, "window": 6},
     "attention-matching": {"policy": "attention-matching", "budget": 24, "window": 6},
 }
 ROUNDS = {
@@ -55,7 +57,10 @@ class Between(Layers):
         for i, impl in enumerate(self.impls):
             layout, shares = impl.attention.layout, EqualHeads(HEADS)
             pages = blocks_of = layout.view(self.cpu[i])
-            if impl.shares is not None:
+            if policy.adaptive_head_budgets:
+                shares = SharesByVotes(blocks_of, policy.compression, policy.retention.budget)
+                pages = shares.pages
+            elif impl.shares is not None:
                 shares = cached_region_shares(impl.shares, layout, interpreted.BLOCKS)
                 pages = shares.view(self.cpu.view(-1))
             step = plan_batch(layout, slots, counts, lengths, table, after).batch(shares, i)
@@ -147,7 +152,7 @@ def test_rounds(serve, name, version):
     assert (served.layers.gpu[:, 0] == 255).all(), "the null block has been written"
 
 
-@pytest.mark.parametrize("name", ["snapkv", "vase", "rkv", "triattention"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "vase", "rkv", "triattention"])
 def test_no_value_is_asked_for(model, settings, name):
     """Rounds and compression between steps read no value from the device "meta", whose tensors have none."""
     config = configure(model, settings(name))

@@ -40,6 +40,7 @@ SLOW = {
     "fixed shares, moments, GPU": ("qwen3", "streaming-llm", PYRAMID | MOMENT),
     "fixed shares, protected, GPU": ("llama", "streaming-llm", PYRAMID | {"protect_prompt": 17}),
     "prompt phase, fixed shares, GPU": ("llama", "pyramidkv", ALL),
+    "divided shares, GPU": ("qwen3", "adakv", ALL | {"budget": 64}),
     "rounds, fixed shares": ("qwen3", "rkv", PYRAMID),
     "rounds, protected, GPU": ("llama", "vase", ALL),
     "rounds, statistics": ("qwen3", "triattention", {}),

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpop_vllm.cache.accounting import dropped_columns, request_blocks, worst_prompts
+from kvpop_vllm.cache.divided_heads import divided_blocks
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.ranks import Division
 from kvpop_vllm.config import protected_tokens
@@ -299,6 +300,12 @@ class FixedBudgetSpec(AttentionSpec):
         sizes, slots = (self.sinks, self.block_size, self.state_blocks, self.num_kv_heads), slots or self.slots()
         by_rank = (None,) if self.shares is None else self.shares.shares(slots.budget, slots.window)
         return max(request_blocks(length, slots, sizes, shares, self.compression) for shares in by_rank)
+
+    def most_tail_blocks(self, length: int) -> int:
+        """Return the most blocks of state and tail that a request of ``length`` tokens can hold."""
+        if self.compression is not None and self.compression.adaptive_head_budgets:
+            return self.state_blocks + divided_blocks(self.num_kv_heads, self.max_budget, self.block_size)
+        return self.blocks(length, self.slots(budget=self.max_budget))
 
     def dropped(self, slots: RequestSlots) -> list[tuple[int, int]]:
         """Return the columns of a request's row that it no longer needs after the end of its prompt, first and last + 1."""

@@ -129,8 +129,7 @@ class CudaImpl(FixedBudgetImpl):
         for pages, batch, n in steps:
             scratch = None
             if len(batch.chunks) and attention.rule.sequential and n == 2:  # two tokens stand for all
-                # for each token and head: its output, log-sum-exp and slots in use
-                scratch = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
+                scratch = query.new_empty(*query.shape[:2], dtype=torch.float32)  # log-sum-exps
             self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, pages)
             del scratch
         between = worst_case_between(attention.rule, attention.layout, budgets, length, query.device)
@@ -171,7 +170,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             self.layout,
             self.padding,
             vllm_config.scheduler_config.max_num_seqs,
-            kv_cache_spec.blocks(longest, kv_cache_spec.slots(budget=kv_cache_spec.max_budget)),
+            kv_cache_spec.most_tail_blocks(longest),
             None if kv_cache_spec.shares is None else for_config(vllm_config).shares(),
             device,
             kv_cache_spec.longest_prefix(longest),

@@ -167,9 +167,6 @@ def _check(vllm_config: Any, policy: Any) -> None:
             f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out": (
                 worker not in _WORKERS
             ),
-            "heads that divide their slots at a prompt's end, which only the CPU's path does: serve on a CPU": (
-                policy.adaptive_head_budgets
-            ),
             "drafts under a policy that reads attention or corrects outputs, whose largest number there is 0: leave"
             " --speculative-config out, or choose another policy": (
                 drafts and (policy.order is Order.COUPLED or policy.uses_moment_correction)
