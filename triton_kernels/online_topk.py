@@ -120,15 +120,18 @@ def _sort_entries(
 
 
 @triton.jit
-def _above(priority, position, value, t, first, end, STEP: tl.constexpr):
-    """Return which of STEP entries from the ``first`` on, up to ``end``, rank above tokens t, ``[tokens, STEP]``.
+def _above(priority, position, value, t, mine, first, end, STEP: tl.constexpr):
+    """Return which of STEP entries from the ``first`` on, up to ``end``, rank above entries ``mine``, ``[mine, STEP]``.
 
-    ``first`` may be one number or one of each token. Of equal priorities the newer token's is above.
+    ``value`` and ``t`` are the priorities and positions of ``mine``. ``first`` may be one number or one of each. Of
+    equal priorities the newer token's is above. Pages of a profiling run have equal positions, of which the later
+    entry's is above: where as many leave as arrive, every newcomer finds a slot.
     """
     entry = first + tl.arange(0, STEP)[None, :]
     other = tl.load(priority + entry, mask=entry < end, other=float("-inf"))
-    newer = tl.load(position + entry, mask=entry < end, other=-1) > t[:, None]
-    return (other > value[:, None]) | ((other == value[:, None]) & newer)
+    token = tl.load(position + entry, mask=entry < end, other=-1)
+    newer = (token > t[:, None]) | ((token == t[:, None]) & (entry > mine[:, None]))
+    return (entry < end) & ((other > value[:, None]) | ((other == value[:, None]) & newer))
 
 
 @triton.jit
@@ -177,7 +180,7 @@ def _leave(
             if (block == mine) | (block < of_slots):
                 count = tl.zeros([LANES], tl.int32)
                 for i in range(first, end, STEP):
-                    count += tl.sum(_above(priority, position, value, t, i, end, STEP).to(tl.int32), 1)
+                    count += tl.sum(_above(priority, position, value, t, entry, i, end, STEP).to(tl.int32), 1)
             else:
                 older = (entry >= 0) & (block < mine)
                 count = _count_above(ordered + first, value, older, WIDTH) - (first + WIDTH - end)
@@ -187,7 +190,7 @@ def _leave(
         rank, nth = before, tl.full([LANES], -1, tl.int32)  # of the k-th one above
         for i in range(0, tl.minimum(WIDTH, total), STEP):
             first = tl.maximum(home, 0) * WIDTH + i
-            higher = _above(priority, position, value, t, first[:, None], total, STEP).to(tl.int32)
+            higher = _above(priority, position, value, t, entry, first[:, None], total, STEP).to(tl.int32)
             count_so_far = rank[:, None] + tl.cumsum(higher, 1)
             this = (higher > 0) & (count_so_far == k)
             index = first[:, None] + tl.arange(0, STEP)[None, :]

@@ -40,7 +40,8 @@ def worst_case_batches(
     second is a prefill chunk after a full cache. If the rule processes tokens one by one, this chunk has two tokens,
     which represent all, and without a prefix it starts at position 0.
 
-    Another step has as many chunks of :data:`SHORT` tokens as fit, because each chunk has a state of its own.
+    Another step has as many chunks of :data:`SHORT` tokens as fit, after full caches, because each chunk has a state and
+    candidates of its own.
 
     With protected prompts, all requests have a prefix, which consists of the same block. The chunk lies
     after the longest prefix that fits. A third step is a chunk that lies in the prefix except for its last
@@ -88,7 +89,7 @@ def worst_case_batches(
     yield chunks(count, start, prefix)
     short = min(SHORT, length)
     if (several := min(requests, tokens // short)) > 1 and not rule.sequential:
-        yield chunks(short, 0, 0, several)
+        yield chunks(short, min(largest, length - short), 0, several)
     if longest:
         end = min(longest + 2, length)
         yield chunks(min(most_tokens, end), max(0, end - most_tokens), min(longest, end - 2))
